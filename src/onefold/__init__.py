@@ -1,0 +1,70 @@
+"""Onefold keeps every training state exactly once: ZeRO stages 0-3 for plain PyTorch scripts.
+
+    import onefold
+    onefold.shard(model, optimizer, stage=3)
+
+Names are resolved on first use, so importing this package costs nothing and starts nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onefold.api import accumulate, report, shard, unsharded
+    from onefold.config import Precision
+    from onefold.errors import (
+        CheckpointError,
+        ConfigError,
+        OnefoldError,
+        StateError,
+        TierError,
+        WireError,
+    )
+    from onefold.reporting import Report
+    from onefold.runtime.precision import GradScaler
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "accumulate": "onefold.api",
+    "report": "onefold.api",
+    "shard": "onefold.api",
+    "unsharded": "onefold.api",
+    "Precision": "onefold.config",
+    "CheckpointError": "onefold.errors",
+    "ConfigError": "onefold.errors",
+    "OnefoldError": "onefold.errors",
+    "StateError": "onefold.errors",
+    "TierError": "onefold.errors",
+    "WireError": "onefold.errors",
+    "Report": "onefold.reporting",
+    "GradScaler": "onefold.runtime.precision",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "GradScaler",
+    "OnefoldError",
+    "Precision",
+    "Report",
+    "StateError",
+    "TierError",
+    "WireError",
+    "accumulate",
+    "report",
+    "shard",
+    "unsharded",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'onefold' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,299 @@
+"""The composition root: the only place where choices become objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from onefold import environment, loading
+from onefold.config import Placement, placements_of, precision_of, refuse_unbuilt
+from onefold.errors import ConfigError, StateError, expected
+from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
+from onefold.ledger import Ledger
+from onefold.reporting import Report, UnitLine, copied, snapshot
+from onefold.runtime.engine import Engine
+from onefold.runtime.hooks import install
+from onefold.runtime.optimizer import adopt_later, bind, replace_parameters
+from onefold.state.materialise import agree_on_values, materialise, materialise_buffers
+from onefold.state.unit import Setting, Unit
+from onefold.tier.device import DeviceStore
+from onefold.wire.collectives import Group
+from onefold.wire.streamed import Streamed
+from onefold.wire.transport import Composed, LocalTransport, Transport
+
+_ENGINE = "_onefold_engine"
+
+
+def shard(
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    stage: int = 3,
+    mesh: environment.MeshChoice = None,
+    units: UnitChoice = None,
+    precision: object = None,
+    offload: object = None,
+    wire: object = None,
+) -> nn.Module:
+    """Shard a module, and its optimizer, in place over the ranks; returns the same module.
+
+    A collective: every rank of `mesh` calls it with the same module (values are those of rank 0).
+    Afterwards the ordinary loop trains: forward, `loss.backward()`, clipping, `optimizer.step()`.
+    Gradients are averaged over the ranks. Source: ZeRO, arXiv 1910.02054, sections 5 and 7.
+
+    Args:
+        module: any module, on the CPU, the device, or `meta` (then each submodule's
+            `reset_parameters` is called, unit by unit).
+        optimizer: built on the module's parameters; stays the same object. Several may be given.
+            None: for inference, or for an optimizer built afterwards on `module.parameters()`.
+        stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        mesh: a 1-D `DeviceMesh` or a `ProcessGroup`; default the whole world. Without a process
+            group the world is one; under torchrun the default group is initialised.
+        units: which modules travel together; default: repeated blocks and balanced rests.
+            A list of submodules, or a predicate over them.
+        precision: None (own dtypes), "fp32", "bf16", "fp16" or a `Precision`.
+        offload, wire: None in this version.
+
+    Raises:
+        ConfigError: a choice that cannot work; on every rank where it can be seen.
+    """
+    placements = placements_of(stage)
+    chosen = precision_of(precision)
+    refuse_unbuilt(offload, wire)
+    optimizers = _as_list(optimizer)
+    parameters = owned_parameters(module)
+    _check_module(module, parameters)
+    _check_optimizers(optimizers, parameters)
+    group, device_mesh, device = environment.resolve(mesh, parameters)
+    is_sharded = placements.optimizer is Placement.SHARD
+    ledger = Ledger()
+    setting = Setting(
+        transport=_transport(group, device, ledger),
+        store=DeviceStore(device),
+        ledger=ledger,
+        mesh=device_mesh if is_sharded else None,
+        is_sharded=is_sharded,
+        compute=chosen.compute,
+        master=chosen.master,
+        reduce=chosen.reduce,
+    )
+    plans = plan_units(module, units)
+    _check_agreement(group, plans, f"stage {stage}, {chosen}")
+    originals = [owned.parameter for owned in parameters]
+    built = [_build_unit(plan, setting, optimizers) for plan in plans]
+    _settle_buffers(module, device, group, chosen.buffers)
+    engine = Engine(module, built, setting, stage=stage)
+    module.__dict__[_ENGINE] = engine
+    install(engine, module, dict(zip(built, [plan.modules for plan in plans], strict=True)))
+    loading.guard(module, engine)
+    faces = {p.fqn: p.face for unit in built for p in unit.parameters}
+    replaced = {id(owned.parameter): faces[owned.fqn] for owned in parameters} | {
+        id(original): faces[owned.fqn]
+        for original, owned in zip(originals, parameters, strict=True)
+    }
+    for each in optimizers:
+        replace_parameters(each, replaced, originals)
+        bind(each, engine)
+    adopt_later(engine)
+    ledger.forget_traffic()
+    return module
+
+
+@contextmanager
+def accumulate(module: nn.Module) -> Iterator[None]:
+    """Around a micro-batch that is not the last: communication that can wait waits.
+
+    At stages 0-2 gradients stay Partial, whole on each rank, and are reduced once, by the first
+    backward outside. At stage 3 each micro-batch is reduced at once: a rank never holds more than
+    a unit's whole gradients.
+    """
+    engine = engine_of(module)
+    before, engine.is_accumulating = engine.is_accumulating, True
+    try:
+        yield
+    finally:
+        engine.is_accumulating = before
+
+
+@contextmanager
+def unsharded(module: nn.Module, writeback: bool = False) -> Iterator[None]:
+    """Whole parameters, as plain tensors in their own dtype, for reading, saving or editing.
+
+    A collective on entry. With `writeback=True` edits made on every rank alike are kept; otherwise
+    they are lost. Shapes must stay. The module may run inside, in the parameters' own dtype.
+    """
+    with engine_of(module).unsharded(writeback=writeback):
+        yield
+
+
+def report(module: nn.Module) -> Report:
+    """Bytes by kind and tier, now and at the peak, and bytes sent, on this rank. Not a collective."""
+    engine = engine_of(module)
+    for gradient in engine.gradients.values():
+        gradient.drop_cleared()
+    return Report(
+        stage=engine.stage,
+        rank=engine.group.rank,
+        world_size=engine.group.world_size,
+        steps=engine.ledger.steps,
+        memory=snapshot(engine.ledger),
+        total=type(engine.ledger.total)(engine.ledger.total.now, engine.ledger.total.peak),
+        traffic=copied(engine.ledger.traffic),
+        last_step=copied(engine.ledger.last_step),
+        units=tuple(
+            UnitLine(
+                unit.name,
+                len(unit.parameters),
+                sum(p.slot.numel for p in unit.parameters),
+                sum(p.slot.numel for p in unit.parameters) * unit.dtype.itemsize,
+            )
+            for unit in engine.units
+        ),
+    )
+
+
+def engine_of(module: nn.Module) -> Engine:
+    """The engine of a sharded module, or `StateError`."""
+    engine = module.__dict__.get(_ENGINE)
+    if not isinstance(engine, Engine):
+        raise StateError(
+            expected(
+                "a module that onefold.shard has sharded",
+                f"a {type(module).__name__} that it has not",
+                hint="pass the module that was given to onefold.shard, not a part of it",
+            )
+        )
+    return engine
+
+
+def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise ConfigError(
+                expected(
+                    "optimizer to be a torch.optim.Optimizer",
+                    f"a {type(each).__name__}",
+                    hint="onefold.shard(module, optimizer, stage=3)",
+                )
+            )
+    return optimizers
+
+
+def _transport(group: Group, device: torch.device, ledger: Ledger) -> Transport:
+    if group.world_size == 1:
+        return LocalTransport(group)
+    composed = Composed(group, ledger, native=device.type == "cuda" and group.is_nccl)
+    return Streamed(composed, device) if device.type == "cuda" else composed
+
+
+def _check_module(module: nn.Module, parameters: Sequence[Owned]) -> None:
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            expected(
+                "a torch.nn.Module to shard",
+                f"a {type(module).__name__}",
+                hint="onefold.shard(module, optimizer)",
+            )
+        )
+    if any(_ENGINE in part.__dict__ for part in module.modules()):
+        raise ConfigError(
+            expected(
+                f"a {type(module).__name__} that is not sharded yet",
+                "one that onefold.shard has sharded already, whole or in part",
+                hint="call onefold.shard once, on the outermost module",
+            )
+        )
+    for owned in parameters:
+        if getattr(owned.parameter, "_summoner", None) is not None:
+            raise ConfigError(
+                expected(
+                    f"parameter {owned.fqn!r} to belong to one sharded module",
+                    "a parameter that another sharded module holds",
+                    hint="shard a module that contains both, once",
+                )
+            )
+        if owned.parameter._backward_hooks:
+            raise ConfigError(
+                expected(
+                    f"parameter {owned.fqn!r} without tensor hooks",
+                    "one with register_hook, which would not see the reduced gradient",
+                    hint="use register_post_accumulate_grad_hook after onefold.shard, or change "
+                    "gradients between backward and step",
+                )
+            )
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned]) -> None:
+    known = {id(owned.parameter) for owned in parameters}
+    for optimizer in optimizers:
+        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if not any(id(tensor) in known for tensor in held):
+            raise ConfigError(
+                expected(
+                    f"{type(optimizer).__name__} to hold parameters of this module",
+                    "none of them",
+                    hint="build the optimizer on module.parameters() of the module to shard, "
+                    "after moving or casting it",
+                )
+            )
+
+
+def _check_agreement(group: Group, plans: Sequence[UnitPlan], choices: str) -> None:
+    """Every rank must shard the same parameters with the same choices, or none does."""
+    mine = [choices] + [
+        f"{owned.fqn} {list(owned.parameter.shape)} {owned.parameter.dtype} "
+        f"requires_grad={owned.parameter.requires_grad} in unit {plan.name}"
+        for plan in plans
+        for owned in plan.members
+    ]
+    if group.world_size == 1:
+        return
+    for rank, theirs in enumerate(group.all_gather_object(mine)):
+        if theirs != mine and isinstance(theirs, list):
+            pairs = zip([*mine, *[None] * len(theirs)], [*theirs, *[None] * len(mine)], strict=True)
+            ours, other = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ConfigError(
+                expected(
+                    "the same module and choices on every rank",
+                    f"{ours!r} on rank {group.rank} but {other!r} on rank {rank}",
+                    hint="build the module from the same configuration everywhere",
+                )
+            )
+
+
+def _build_unit(plan: UnitPlan, setting: Setting, optimizers: Sequence[Optimizer]) -> Unit:
+    """Give a unit's parameters their values, keep this rank's share, let go of the rest."""
+    group_of = {
+        id(tensor): index
+        for optimizer in optimizers
+        for index, group in enumerate(optimizer.param_groups)
+        for tensor in group["params"]
+    }
+    # parameters of one optimizer group lie together, so that they are one run
+    plan.members.sort(key=lambda owned: group_of.get(id(owned.parameter), len(group_of)))
+    materialise(plan, setting.store.device)
+    originals = [owned.parameter for owned in plan.members]
+    agree_on_values([original.data for original in originals], setting.transport.group)
+    unit = Unit(plan, setting)
+    unit.adopt(originals)
+    return unit
+
+
+def _settle_buffers(
+    module: nn.Module, device: torch.device, group: Group, dtype: torch.dtype | None
+) -> None:
+    materialise_buffers(module, device)
+    agree_on_values(module.buffers(), group)
+    if dtype is not None:
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    part._buffers[name] = buffer.to(dtype)

@@ -1,0 +1,111 @@
+"""Which ranks and which device: from a mesh, a process group, or what the launcher left behind."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from onefold.errors import ConfigError, expected
+from onefold.layout.units import Owned
+from onefold.wire.collectives import Group
+
+MeshChoice = DeviceMesh | dist.ProcessGroup | None
+
+
+def resolve(
+    mesh: MeshChoice, parameters: Sequence[Owned]
+) -> tuple[Group, DeviceMesh | None, torch.device]:
+    """The group to shard over, its mesh (None without a process group), and the device."""
+    handle, device_mesh = _group_of(mesh)
+    group = Group.of(handle)
+    device = _device_of(parameters, group)
+    if handle is not None and device_mesh is None:
+        device_mesh = DeviceMesh.from_group(handle, device.type)
+    return group, device_mesh, device
+
+
+def _group_of(mesh: MeshChoice) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ConfigError(
+                expected(
+                    "a mesh of one axis",
+                    f"one of {mesh.ndim}: {tuple(mesh.shape)}",
+                    hint="pass one axis of it, such as mesh['dp']",
+                )
+            )
+        if mesh.get_coordinate() is None:
+            raise ConfigError(_not_in("mesh"))
+        return mesh.get_group(), mesh
+    if isinstance(mesh, dist.ProcessGroup):
+        if dist.get_rank(mesh) < 0:
+            raise ConfigError(_not_in("process group"))
+        return mesh, None
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(_not_in("process group"))
+    if mesh is not None:
+        raise ConfigError(
+            expected(
+                "mesh to be a DeviceMesh, a ProcessGroup or None",
+                f"a {type(mesh).__name__}",
+                hint="mesh=None shards over the whole world",
+            )
+        )
+    if not dist.is_available():
+        return None, None
+    if not dist.is_initialized():
+        join_launcher()
+    return (dist.group.WORLD, None) if dist.is_initialized() else (None, None)
+
+
+def _not_in(what: str) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return expected(
+        f"a {what} that contains this rank",
+        f"one without rank {rank}",
+        hint="only the ranks of the mesh call onefold.shard with it",
+    )
+
+
+def join_launcher() -> None:
+    """Initialise the default process group when torchrun started several processes.
+
+    A plain script under `torchrun` thereby needs one line only. Nothing happens without a launcher.
+    """
+    if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device_of(parameters: Sequence[Owned], group: Group) -> torch.device:
+    """The one device all parameters are on; for `meta` the accelerator of the group, or the CPU."""
+    found: dict[torch.device, str] = {}
+    for owned in parameters:
+        if not owned.parameter.is_meta:
+            found.setdefault(owned.parameter.device, owned.fqn)
+    if len(found) > 1:
+        raise ConfigError(
+            expected(
+                "all parameters on one device",
+                ", ".join(f"{fqn!r} on {device}" for device, fqn in found.items()),
+                hint="move the module to one device before onefold.shard",
+            )
+        )
+    if found:
+        return next(iter(found))
+    if torch.cuda.is_available() and (group.handle is None or group.is_nccl):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,43 @@
+"""The exceptions of Onefold. Every one is an `OnefoldError`.
+
+    OnefoldError
+      ConfigError(ValueError)   a choice that cannot work: unknown word, wrong module, wrong mesh
+      StateError(RuntimeError)  the right call at the wrong moment, or state changed behind our back
+      WireError(RuntimeError)   a collective failed, timed out, or a peer diverged or died
+      TierError(OSError)        memory or disk refused
+      CheckpointError           a checkpoint is missing, torn or of another model
+
+A message says what was expected, what came, on which rank and parameter, and ends with a `hint:`.
+"""
+
+from __future__ import annotations
+
+
+class OnefoldError(Exception):
+    """Base of all errors raised on purpose by Onefold."""
+
+
+class ConfigError(OnefoldError, ValueError):
+    """A choice that cannot work: an unknown keyword, the wrong module, mesh or optimizer."""
+
+
+class StateError(OnefoldError, RuntimeError):
+    """A call at the wrong moment, or sharded state that was changed from outside."""
+
+
+class WireError(OnefoldError, RuntimeError):
+    """A collective failed, timed out, or ranks called different ones."""
+
+
+class TierError(OnefoldError, OSError):
+    """Device, host or disk memory could not be had or used."""
+
+
+class CheckpointError(OnefoldError):
+    """A checkpoint is missing, incomplete, damaged or belongs to another model."""
+
+
+def expected(what: str, got: object, *, where: str = "", hint: str) -> str:
+    """One message in the house style: `expected X, got Y (where)` and a hint line."""
+    place = f" ({where})" if where else ""
+    return f"expected {what}, got {got}{place}\nhint: {hint}"

@@ -1,0 +1,111 @@
+"""How the parameters of one unit lie in its flat buffers, and which rows each rank owns.
+
+    full buffer    | a: rank 0 | a: rank 1 |gap| b: rank 0 | b: rank 1 |gap| s |
+    shard, rank 0  | a: rank 0 | b: rank 0 | s |
+    shard, rank 1  | a: rank 1 | b: rank 1 | s |
+
+Each parameter is one region of the full buffer, cut by rows as `torch.chunk` cuts: so a rank's piece
+is at once a flat slice (one fused optimizer call, one message) and the local tensor of a plain
+`DTensor(Shard(0))`. A parameter without rows (0-dim) is replicated: every rank owns it whole.
+Pieces may have any length, also none; nothing assumes that they are equal. See docs/adr/0001.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+ALIGN_NUMEL = 64
+"""Regions of the full buffer start at multiples of this many elements.
+
+Matrix kernels may choose another code path for memory that is not aligned to a cache line, so
+without it the same weights could give other bits at another place in a buffer.
+"""
+
+
+def row_bounds(num_rows: int, world_size: int) -> tuple[int, ...]:
+    """The `world_size + 1` row numbers at which `torch.chunk` cuts `num_rows` rows."""
+    per_rank = -(-num_rows // world_size)
+    return tuple(min(rank * per_rank, num_rows) for rank in range(world_size + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter lies: its region in the full buffer, each rank's piece of it."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    full_offset: int
+    pieces: tuple[tuple[int, int], ...]  # per rank: [start, stop) in elements of the parameter
+    shard_offsets: tuple[int, ...]  # per rank: where the piece starts in that rank's shard buffer
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def replicated(self) -> bool:
+        """True for a parameter without rows, which every rank holds whole."""
+        return not self.shape
+
+    def piece_numel(self, rank: int) -> int:
+        start, stop = self.pieces[rank]
+        return stop - start
+
+    def piece_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the rank's rows: the parameter's, but for the first dimension."""
+        if self.replicated:
+            return ()
+        row_numel = prod(self.shape[1:])
+        if row_numel == 0:
+            bounds = row_bounds(self.shape[0], len(self.pieces))
+            return (bounds[rank + 1] - bounds[rank], *self.shape[1:])
+        return (self.piece_numel(rank) // row_numel, *self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The slots of one unit over `world_size` ranks."""
+
+    slots: tuple[Slot, ...]
+    world_size: int
+    full_numel: int  # with alignment gaps
+    shard_numels: tuple[int, ...]  # per rank, without gaps (in a world of one: the full buffer)
+
+    @staticmethod
+    def build(
+        names_and_shapes: Sequence[tuple[str, Sequence[int]]], world_size: int
+    ) -> Layout:
+        """Lay out parameters in the given order over `world_size` ranks.
+
+        In a world of one the shard is the full buffer, gaps and all, so that weights can compute
+        from where they rest.
+        """
+        slots: list[Slot] = []
+        full_offset = 0
+        shard_ends = [0] * world_size
+        for fqn, shape in names_and_shapes:
+            pieces = _pieces(tuple(shape), world_size)
+            slots.append(Slot(fqn, tuple(shape), full_offset, pieces, tuple(shard_ends)))
+            shard_ends = [
+                end + stop - start for end, (start, stop) in zip(shard_ends, pieces, strict=True)
+            ]
+            full_offset += -(-prod(shape) // ALIGN_NUMEL) * ALIGN_NUMEL
+            if world_size == 1:
+                shard_ends = [full_offset]
+        return Layout(tuple(slots), world_size, full_offset, tuple(shard_ends))
+
+    def span(self, first: int, last: int, rank: int) -> tuple[int, int]:
+        """[start, stop) of slots `first` to `last` (inclusive) in the rank's shard buffer."""
+        end = self.slots[last]
+        stop = end.shard_offsets[rank] + end.piece_numel(rank)
+        return self.slots[first].shard_offsets[rank], stop
+
+
+def _pieces(shape: tuple[int, ...], world_size: int) -> tuple[tuple[int, int], ...]:
+    if not shape:
+        return ((0, 1),) * world_size
+    row_numel = prod(shape[1:])
+    bounds = [row * row_numel for row in row_bounds(shape[0], world_size)]
+    return tuple(zip(bounds[:-1], bounds[1:], strict=True))

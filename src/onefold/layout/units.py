@@ -1,0 +1,204 @@
+"""Which parameters travel together: from a module tree to a list of `UnitPlan`s.
+
+Reads names, shapes and identities only. A unit is what one gather makes whole and one reduction
+averages, so it should be large enough to fill a message and small enough that two of them fit:
+repeated blocks are units, what is left is cut into stretches of about a block's bytes. A tied
+parameter is found by identity and belongs to the first unit that owns it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from onefold.errors import ConfigError, expected
+
+UnitChoice = Sequence[nn.Module] | Callable[[nn.Module], bool] | None
+
+DESCEND_SHARE = 0.25
+"""A repeated block that holds more than this share of all bytes is looked into for smaller ones."""
+
+
+@dataclass(slots=True, eq=False)
+class Owned:
+    """One parameter and every (module, attribute name) under which the module tree knows it."""
+
+    fqn: str
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size()
+
+
+@dataclass(slots=True, eq=False)
+class UnitPlan:
+    """Parameters of one dtype that travel together, and the modules whose calls need them.
+
+    `name` is the fqn of the block, or of the first parameter where there is no block. The unit is
+    gathered before the forward of each of `modules` and may rest once all of them have run.
+    """
+
+    name: str
+    modules: list[nn.Module]
+    members: list[Owned] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(member.nbytes for member in self.members)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.members[0].parameter.dtype
+
+
+def owned_parameters(root: nn.Module) -> list[Owned]:
+    """Every parameter of the tree once, in registration order, with all its owners."""
+    found: dict[int, Owned] = {}
+    for prefix, module in root.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            fqn = f"{prefix}.{name}" if prefix else name
+            owned = found.setdefault(id(parameter), Owned(fqn, parameter, []))
+            owned.owners.append((module, name))
+    return list(found.values())
+
+
+def plan_units(root: nn.Module, choice: UnitChoice = None) -> list[UnitPlan]:
+    """Cut the parameters of `root` into units, in the order of the module tree.
+
+    `choice`: None infers blocks; a list names them; a predicate is asked for every submodule.
+    """
+    parameters = owned_parameters(root)
+    names = {module: name for name, module in root.named_modules()}
+    blocks = _chosen_blocks(root, names, choice)
+    block_of = _innermost_block(blocks)
+    plans: list[UnitPlan] = []
+    by_block: dict[nn.Module, UnitPlan] = {}
+    rest: UnitPlan | None = None
+    rest_limit = _rest_limit(parameters, blocks)
+    for owned in parameters:
+        block = block_of.get(owned.owners[0][0])
+        if block is not None:
+            plan, rest = by_block.get(block), None
+            if plan is None:
+                plan = by_block[block] = UnitPlan(names[block], [block])
+                plans.append(plan)
+        else:
+            if rest is None or rest.nbytes + owned.nbytes > rest_limit:
+                rest = UnitPlan(owned.fqn, [])
+                plans.append(rest)
+            plan = rest
+        plan.members.append(owned)
+        _add_callers(plan, owned, block, block_of)
+    return [part for plan in plans for part in _split_by_dtype(plan)]
+
+
+def describe_units(plans: Iterable[UnitPlan]) -> str:
+    """The plan as text: one line a unit."""
+    lines = [
+        f"{plan.name:40s} {len(plan.members):4d} parameters {plan.nbytes / 2**20:9.2f} MiB"
+        for plan in plans
+    ]
+    return "\n".join(lines)
+
+
+def _add_callers(
+    plan: UnitPlan,
+    owned: Owned,
+    block: nn.Module | None,
+    block_of: dict[nn.Module, nn.Module],
+) -> None:
+    """Let every module that uses the parameter, but is not covered by the unit's block, call it."""
+    for owner, _ in owned.owners:
+        covered = block is not None and block_of.get(owner) is block
+        if not covered and owner not in plan.modules:
+            plan.modules.append(owner)
+
+
+def _chosen_blocks(
+    root: nn.Module, names: dict[nn.Module, str], choice: UnitChoice
+) -> list[nn.Module]:
+    if choice is None:
+        return _repeated_blocks(root)
+    if callable(choice):
+        return [module for module in names if module is not root and choice(module)]
+    for module in choice:
+        if module not in names:
+            raise ConfigError(
+                expected(
+                    "`units` to list submodules of the sharded module",
+                    f"a {type(module).__name__} that is not one of them",
+                    hint="pass modules taken from the module itself, such as list(model.layers)",
+                )
+            )
+    return [module for module in choice if module is not root]
+
+
+def _innermost_block(blocks: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """For every module inside a block, the innermost block around it (outer blocks come first)."""
+    order = {block: len(list(block.modules())) for block in blocks}
+    inside: dict[nn.Module, nn.Module] = {}
+    for block in sorted(blocks, key=lambda block: -order[block]):
+        inside.update(dict.fromkeys(block.modules(), block))
+    return inside
+
+
+def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
+    """Children of lists whose members with parameters are mostly of one class."""
+    total = _nbytes(root)
+    blocks: list[nn.Module] = []
+
+    def look_into(module: nn.Module) -> None:
+        for child in module.children():
+            members = _repeated_members(child)
+            if not members:
+                look_into(child)
+                continue
+            for member in members:
+                inner = _nbytes(member) > DESCEND_SHARE * total and any(
+                    _repeated_members(below) for below in member.modules() if below is not member
+                )
+                look_into(member) if inner else blocks.append(member)
+
+    members = _repeated_members(root)
+    if members:
+        return members
+    look_into(root)
+    return list(dict.fromkeys(blocks))
+
+
+def _repeated_members(module: nn.Module) -> list[nn.Module]:
+    if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        return []
+    members = [child for child in module.children() if any(True for _ in child.parameters())]
+    classes = Counter(type(member) for member in members)
+    if not classes or classes.most_common(1)[0][1] < max(2, len(members) / 2):
+        return []
+    return members
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _rest_limit(parameters: Sequence[Owned], blocks: Sequence[nn.Module]) -> float:
+    """Bytes above which the rest is cut: the largest block, or the whole where there is none."""
+    largest = max((_nbytes(block) for block in blocks), default=0)
+    return largest or float(sum(owned.nbytes for owned in parameters))
+
+
+def _split_by_dtype(plan: UnitPlan) -> list[UnitPlan]:
+    """One unit for each dtype: a flat buffer has one."""
+    by_dtype: dict[torch.dtype, UnitPlan] = {}
+    for owned in plan.members:
+        dtype = owned.parameter.dtype
+        if dtype not in by_dtype:
+            name = plan.name if not by_dtype else f"{plan.name} ({str(dtype).split('.')[-1]})"
+            by_dtype[dtype] = UnitPlan(name, plan.modules)
+        by_dtype[dtype].members.append(owned)
+    return list(by_dtype.values())

@@ -1,0 +1,91 @@
+"""The ledger: every byte the engine holds or sends, by kind, now and at its peak.
+
+An object, never a global: each sharded module has its own. Buffers enter and leave it where they are
+allocated and freed, transports where they send, so `onefold.report` reads sums instead of guesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What a byte is for."""
+
+    WEIGHT = "weight"  # the parameter at rest: this rank's shard, or the replica
+    MASTER = "master"  # fp32 copy of a narrower weight
+    UNSHARDED = "unsharded"  # gathered whole weights
+    GRAD = "grad"  # the reduced gradient: shard, or replica at stage 0
+    PARTIAL_GRAD = "partial_grad"  # this rank's gradient, not yet reduced
+    OPTIMIZER = "optimizer"  # exp_avg, exp_avg_sq and their like
+    WIRE = "wire"  # receive and staging buffers of collectives
+
+
+@dataclass(slots=True)
+class Usage:
+    """Bytes of one kind in one tier."""
+
+    now: int = 0
+    peak: int = 0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one kind of collective has sent from this rank."""
+
+    calls: int = 0
+    sent_nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Bytes held by (kind, tier) and bytes sent by collective."""
+
+    usage: dict[tuple[Kind, str], Usage] = field(default_factory=dict)
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    last_step: dict[str, Traffic] = field(default_factory=dict)
+    steps: int = 0
+    total: Usage = field(default_factory=Usage)
+    _mark: dict[str, Traffic] = field(default_factory=dict)
+
+    def add(self, kind: Kind, tier: str, nbytes: int) -> None:
+        """Count `nbytes` as allocated (negative: freed)."""
+        usage = self.usage.get((kind, tier))
+        if usage is None:
+            usage = self.usage[kind, tier] = Usage()
+        usage.now += nbytes
+        usage.peak = max(usage.peak, usage.now)
+        self.total.now += nbytes
+        self.total.peak = max(self.total.peak, self.total.now)
+
+    def set(self, kind: Kind, tier: str, nbytes: int) -> None:
+        """State the bytes of a kind that somebody else allocates (the optimizer's own tensors)."""
+        usage = self.usage.get((kind, tier))
+        self.add(kind, tier, nbytes - (usage.now if usage else 0))
+
+    def sent(self, collective: str, nbytes: int, calls: int = 1) -> None:
+        """Count `calls` collectives that send `nbytes` from this rank."""
+        traffic = self.traffic.setdefault(collective, Traffic())
+        traffic.calls += calls
+        traffic.sent_nbytes += nbytes
+
+    def end_step(self) -> None:
+        """Close one optimizer step: what was sent since the last call becomes `last_step`."""
+        self.steps += 1
+        empty = Traffic()
+        self.last_step = {
+            name: Traffic(
+                now.calls - self._mark.get(name, empty).calls,
+                now.sent_nbytes - self._mark.get(name, empty).sent_nbytes,
+            )
+            for name, now in self.traffic.items()
+        }
+        self._mark = {
+            name: Traffic(now.calls, now.sent_nbytes) for name, now in self.traffic.items()
+        }
+
+    def forget_traffic(self) -> None:
+        """Start counting anew; `shard` calls it so that set-up is not counted as training."""
+        self.traffic.clear()
+        self._mark.clear()

@@ -1,0 +1,358 @@
+"""The engine of one sharded module: when each unit is whole, when it rests, when it is reduced.
+
+One step, top to bottom (hooks.py calls these verbs; a pipeline schedule could as well):
+
+    begin_forward           the root's forward starts
+      enter(unit)           gather it (usually begun by the one before), begin the next
+      leave(unit)           it may rest; at stage 3 its whole weights are freed
+    end_forward
+    begin_backward          autograd reaches the first unit
+      enter_backward(call)  whole again; units used later in forward are done and may rest
+      on_grad(parameter)    the last gradient of a unit starts its reduction
+    end_backward            autograd is done: reduce what is left, wait, show every gradient
+    before_step             everything rests; the optimizer steps shards (runtime/optimizer.py)
+    after_step              masters are published; the next forward gathers them
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import ref
+
+import torch
+from torch import nn
+
+from onefold.errors import StateError, expected
+from onefold.ledger import Kind, Ledger
+from onefold.runtime.reducer import Reducer
+from onefold.runtime.schedule import Phase, Schedule
+from onefold.state.buffer import Buffer
+from onefold.state.gradient import UnitGradient
+from onefold.state.unit import Setting, Unit, UnitParameter, UnitState
+from onefold.wire.collectives import Group
+
+
+def in_backward() -> bool:
+    """True while autograd runs a graph on this thread, recompute included."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Call:
+    """One forward of a module that uses a unit, as backward will meet it again."""
+
+    __slots__ = ("finished", "is_begun", "started", "unit")
+
+    def __init__(self, unit: Unit, started: int) -> None:
+        self.unit = unit
+        self.started = started
+        self.finished = started
+        self.is_begun = False
+
+
+class Engine:
+    """Runs the units of one sharded module through forward, backward and step."""
+
+    def __init__(
+        self, module: nn.Module, units: list[Unit], setting: Setting, *, stage: int
+    ) -> None:
+        self.module = ref(module)
+        self.units = units
+        self.setting = setting
+        self.stage = stage
+        self.ledger: Ledger = setting.ledger
+        self.group: Group = setting.transport.group
+        for unit in units:
+            unit.gradient = UnitGradient(unit)
+        self.gradients = {unit: unit.gradient for unit in units}
+        self.by_face = {id(p.face): p for unit in units for p in unit.parameters}
+        self.schedule = Schedule(units)
+        self.reducer = Reducer(self.gradients)
+        self.forward_depth = 0
+        self.is_accumulating = False
+        self.is_summoned = False
+        self._users: Counter[Unit] = Counter()
+        self._seen: dict[Unit, set[int]] = {unit: set() for unit in units}
+        self._clock = 0
+        self._begun: list[Call] = []
+        self._is_backward = False
+        self._connect()
+
+    def _connect(self) -> None:
+        """Give units weak ways back: a deleted module must free its bytes without a collector."""
+        engine = ref(self)
+
+        def on_grad(parameter: UnitParameter) -> None:
+            alive = engine()
+            if alive is not None:
+                alive.on_grad(parameter)
+
+        def is_wanted(requires_grad: bool) -> bool:
+            alive = engine()
+            return alive is not None and (
+                alive.forward_depth > 0 or (torch.is_grad_enabled() and requires_grad)
+            )
+
+        def on_use(unit: Unit, outputs: object) -> None:
+            alive = engine()
+            if alive is not None:
+                alive.watch_use(unit, outputs)
+
+        for unit in self.units:
+            unit.is_wanted, unit.on_demand = is_wanted, on_use
+            for parameter in unit.parameters:
+                parameter.on_grad = on_grad
+
+    @property
+    def rests_after_forward(self) -> bool:
+        """Stage 3: whole weights are freed between forward and backward."""
+        return self.stage == 3 and self.group.world_size > 1
+
+    @property
+    def rests_after_backward(self) -> bool:
+        """Stages 1 and 2 keep what they gathered until the step; a local cast is not worth that."""
+        return self.stage in (0, 3) or self.group.world_size == 1
+
+    # forward
+
+    def begin_forward(self) -> None:
+        """The root module's forward starts, or a nested one inside it."""
+        if self.forward_depth == 0 and not in_backward():
+            if self._is_backward:
+                self.abort_backward()
+            for gradient in self.gradients.values():
+                gradient.drop_cleared()
+            self.schedule.begin(self._phase())
+            self._users.clear()
+            for seen in self._seen.values():
+                seen.clear()
+        self.forward_depth += 1
+
+    def end_forward(self) -> None:
+        """The root's forward is over, by return or exception: every unit may rest."""
+        self.forward_depth = max(0, self.forward_depth - 1)
+        if self.forward_depth == 0 and not in_backward():
+            self._users.clear()
+            for unit in self.units:
+                unit.reshard(release=self.rests_after_forward)
+
+    def enter(self, unit: Unit) -> Call:
+        """Make `unit` whole for a module's forward and begin the gather of its successor."""
+        self._users[unit] += 1
+        self._clock += 1
+        call = Call(unit, self._clock)
+        if self.is_summoned:
+            return call
+        self._make_whole(unit, self._phase())
+        return call
+
+    def leave(self, call: Call, module: nn.Module | None, num_modules: int) -> None:
+        """A module's forward is over; the unit rests when all its modules have run."""
+        unit = call.unit
+        self._clock += 1
+        call.finished = self._clock
+        self._users[unit] -= 1
+        if in_backward() or self.is_summoned or self._users[unit] > 0:
+            return
+        seen = self._seen[unit]
+        if module is not None:
+            seen.add(id(module))
+        if len(seen) >= num_modules or self.forward_depth == 0:
+            seen.clear()
+            unit.reshard(release=self.rests_after_forward)
+
+    def _phase(self) -> Phase:
+        if in_backward():
+            return Phase.BACKWARD
+        return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+
+    def _make_whole(self, unit: Unit, phase: Phase) -> None:
+        successor = self.schedule.enter(unit, phase)
+        unit.start_unshard()
+        if successor is not None:
+            successor.start_unshard()
+        unit.unshard()
+
+    def watch_use(self, unit: Unit, outputs: object) -> None:
+        """Whole weights were used outside the unit's modules: backward must find them whole too."""
+        from onefold.runtime.hooks import watch_outputs
+
+        self._clock += 1
+        watch_outputs(ref(self), Call(unit, self._clock), outputs)
+
+    # backward
+
+    def enter_backward(self, call: Call) -> None:
+        """Autograd reaches the outputs of `call`.
+
+        Autograd runs nodes in the reverse order of their creation, so every call that started
+        after this one had finished is through with its weights.
+        """
+        if call.is_begun or self.is_summoned:
+            return
+        self.begin_backward()
+        call.is_begun = True
+        for later in [other for other in self._begun if other.started > call.finished]:
+            self._begun.remove(later)
+            later.is_begun = False
+            self._rest_after_backward(later.unit)
+        self._begun.append(call)
+        self._make_whole(call.unit, Phase.BACKWARD)
+
+    def begin_backward(self) -> None:
+        """The first node of this module's graph is about to run; `end_backward` is arranged for."""
+        if self._is_backward:
+            return
+        self._is_backward = True
+        self.schedule.begin(Phase.BACKWARD)
+        engine = ref(self)
+
+        def end() -> None:
+            alive = engine()
+            if alive is not None:
+                alive.end_backward()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+
+    def _rest_after_backward(self, unit: Unit) -> None:
+        if all(call.unit is not unit for call in self._begun):
+            unit.reshard(release=self.rests_after_backward)
+
+    @property
+    def defers_reduction(self) -> bool:
+        """True for a micro-batch that is not the last, where partial gradients may rest."""
+        return self.is_accumulating and self.stage < 3
+
+    def on_grad(self, parameter: UnitParameter) -> None:
+        """Autograd has accumulated into a whole weight's gradient."""
+        self.begin_backward()
+        gradient = self.gradients[parameter.unit]
+        if gradient.note_fired(parameter) and not self.defers_reduction:
+            self.reducer.start(gradient)
+
+    def end_backward(self) -> None:
+        """Autograd is done: rest every unit, finish every reduction."""
+        self._is_backward = False
+        for call in self._begun:
+            call.is_begun = False
+        self._begun.clear()
+        for unit in self.units:
+            unit.reshard(release=self.rests_after_backward)
+        if self.defers_reduction:
+            for gradient in self.gradients.values():
+                gradient.fired.clear()
+        else:
+            self.reducer.finish()
+
+    def abort_backward(self) -> None:
+        """An exception ended a backward: forget its gradients, rest everything."""
+        self._is_backward = False
+        self._begun.clear()
+        self.reducer.abort()
+        self.rest()
+
+    # step
+
+    def rest(self) -> None:
+        """All units rest as shards, nothing whole is kept."""
+        for unit in self.units:
+            unit.reshard(release=True)
+
+    def before_step(self) -> None:
+        """The optimizer is about to step: masters follow edited weights, everything rests."""
+        if self._is_backward:
+            self.abort_backward()
+        self.rest()
+        for unit in self.units:
+            unit.check_untouched()
+            unit.refresh_master()
+
+    def after_step(self, optimizer_nbytes: int) -> None:
+        """The optimizer has stepped: publish, and close the step's account."""
+        for unit in self.units:
+            unit.publish()
+        self.ledger.set(Kind.OPTIMIZER, self.setting.store.name, optimizer_nbytes)
+        self.ledger.end_step()
+
+    # whole parameters for the user
+
+    @contextmanager
+    def unsharded(self, *, writeback: bool) -> Iterator[None]:
+        """Whole, plain parameters in their own dtype; edits are kept with `writeback`."""
+        if self.forward_depth > 0 or in_backward():
+            raise StateError(
+                expected(
+                    "onefold.unsharded outside forward and backward",
+                    "a call from within one",
+                    where=f"rank {self.group.rank}",
+                    hint="modules that run already see whole weights",
+                )
+            )
+        if self.is_summoned:
+            yield
+            return
+        self.rest()
+        buffers = [self._summon(unit) for unit in self.units]
+        self.is_summoned = True
+        try:
+            yield
+        finally:
+            self.is_summoned = False
+            for unit, buffer in zip(self.units, buffers, strict=True):
+                self._dismiss(unit, buffer, writeback=writeback)
+
+    def _summon(self, unit: Unit) -> Buffer:
+        unit.check_untouched()
+        setting = self.setting
+        buffer = Buffer(
+            unit.rest.full_numel, unit.dtype, Kind.UNSHARDED, setting.store, setting.ledger
+        )
+        unit.gather_into(buffer).wait()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in unit.parameters:
+                view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
+                parameter.show(nn.Parameter(view, requires_grad=parameter.face.requires_grad))
+        unit.state = UnitState.SUMMONED
+        return buffer
+
+    def _dismiss(self, unit: Unit, buffer: Buffer, *, writeback: bool) -> None:
+        rank = self.setting.rest_rank
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for parameter in unit.parameters:
+                if writeback:
+                    parameter.local.copy_(self._edited(parameter, buffer, rank))
+                parameter.show(parameter.face)
+        unit.state = UnitState.RESTING
+
+    def _edited(self, parameter: UnitParameter, buffer: Buffer, rank: int) -> torch.Tensor:
+        """Own rows of what the user left in the module: our parameter edited, or one in its place."""
+        owner, name = parameter.owners[0]
+        module = owner()
+        current = module._parameters.get(name) if module is not None else None
+        if current is None or tuple(current.shape) != parameter.slot.shape:
+            raise StateError(
+                expected(
+                    f"parameter {parameter.fqn!r} to keep shape {list(parameter.slot.shape)}",
+                    "none" if current is None else f"shape {list(current.shape)}",
+                    where=f"rank {self.group.rank}",
+                    hint="resize or remove parameters before onefold.shard",
+                )
+            )
+        start, stop = parameter.slot.pieces[rank]
+        return current.detach().reshape(-1)[start:stop].view(parameter.local.shape)
+
+    # an engine belongs to one module in one process
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise StateError(_NO_COPY)
+
+    def __reduce__(self) -> str:
+        raise StateError(_NO_COPY)
+
+
+_NO_COPY = expected(
+    "a module that is not sharded to copy or pickle",
+    "a sharded one",
+    hint="copy it before onefold.shard, or save it with state_dict() or onefold.save",
+)

@@ -1,0 +1,291 @@
+"""How an unchanged `torch.optim.Optimizer` steps sharded state.
+
+The user's optimizer keeps its object, class, groups and hooks; its groups hold faces. Around each
+`step` the binding swaps what the groups hold for tensors that are fast and right to step, and lets
+the class's own code run:
+
+    elementwise classes   flat runs: neighbouring parameters of a unit in one tensor, so that a
+                          unit and group are one fused call (runtime/runs.py)
+    all others            whole matrices, each on the one rank that owns it (runtime/whole.py)
+
+Afterwards the groups hold faces again and `optimizer.state[face]` shows the moments as the face
+shows its weight, so state dicts, schedulers and checkpoints see ordinary per-parameter state.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, Protocol
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from onefold.errors import ConfigError, expected
+from onefold.runtime.engine import Engine
+from onefold.runtime.runs import FlatStep
+from onefold.runtime.whole import WholeStep
+from onefold.state.unit import UnitParameter
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
+    torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
+"""Classes whose update of an element depends on that element alone; subclasses may not."""
+
+FUSED: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad,
+)  # fmt: skip
+
+State = dict[str, Any]
+
+
+class StepStrategy(Protocol):
+    """What stands in an optimizer's groups while it steps."""
+
+    def import_state(self, parameter: UnitParameter, state: State) -> None:
+        """Take over per-parameter state: of own rows, whole, or shown like the face."""
+        ...
+
+    def enter(self, groups: list[list[UnitParameter]]) -> list[list[Tensor]]:
+        """For each group, the tensors to step, with their `.grad`."""
+        ...
+
+    def state_of(self, stand_in: Tensor) -> State | None:
+        """The optimizer's state of a tensor that `enter` gave."""
+        ...
+
+    def leave(self, state: dict[Tensor, State]) -> dict[UnitParameter, State]:
+        """The step is done: keep its state, return what each parameter shows of it."""
+        ...
+
+
+class OptimizerBinding:
+    """Joins one optimizer to the engines whose parameters it holds."""
+
+    def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
+        self.engines = [engine]
+        self.is_elementwise = type(optimizer) in ELEMENTWISE
+        if isinstance(optimizer, torch.optim.LBFGS) and engine.setting.rest_world > 1:
+            raise ConfigError(
+                expected(
+                    "an optimizer whose parameters can be stepped one by one",
+                    "LBFGS, which searches over all of them at once",
+                    hint="use stage=0, or another optimizer",
+                )
+            )
+        self._strategy: StepStrategy = FlatStep() if self.is_elementwise else WholeStep()
+        self._shown: dict[Tensor, State] = {}
+        self._is_entered = False
+        self._restore: list[tuple[State, State]] = []
+        self._pre = optimizer.register_step_pre_hook(self.before_step)
+        self._post = optimizer.register_step_post_hook(self.after_step)
+        self.stand_innermost(optimizer)
+
+    def stand_innermost(self, optimizer: Optimizer) -> None:
+        """Keep the user's own step hooks outside the swap: they see faces, whenever registered."""
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._pre.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._post.id, last=False)
+
+    def parameter(self, tensor: Tensor) -> UnitParameter | None:
+        for engine in self.engines:
+            found = engine.by_face.get(id(tensor))
+            if found is not None:
+                return found
+        return None
+
+    # around the class's own step
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
+    ) -> tuple[tuple[Any, ...], State] | None:
+        """Swap faces for what is stepped. Runs after every other pre-hook."""
+        if self._is_entered:  # a subclass's step that calls its base class's
+            return None
+        replaced = self._evaluate_closure(args, kwargs) if self.is_elementwise else None
+        for engine in self.engines:
+            engine.before_step()
+        self._import_changed(optimizer)
+        groups: list[list[UnitParameter]] = []
+        foreign: list[list[Tensor]] = []
+        for group in optimizer.param_groups:
+            known = [(tensor, self.parameter(tensor)) for tensor in group["params"]]
+            groups.append([p for _, p in known if p is not None and _grad(p) is not None])
+            foreign.append([tensor for tensor, p in known if p is None])
+        stand_ins = self._strategy.enter(groups)
+        state: defaultdict[Tensor, State] = defaultdict(dict)
+        for tensor in (tensor for group in foreign for tensor in group):
+            if tensor in optimizer.state:
+                state[tensor] = optimizer.state[tensor]
+        for tensor in (tensor for group in stand_ins for tensor in group):
+            kept = self._strategy.state_of(tensor)
+            if kept:
+                state[tensor] = kept
+        self._restore = [(group, dict(group)) for group in optimizer.param_groups]
+        for group, mine, others in zip(optimizer.param_groups, stand_ins, foreign, strict=True):
+            group["params"] = mine + others
+            if type(optimizer) in FUSED and _may_fuse(group):
+                group["fused"] = True
+        optimizer.state = state
+        self._is_entered = True
+        return replaced
+
+    def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
+        """Swap back. Runs before every other post-hook."""
+        if not self._is_entered:
+            return
+        self._put_back(optimizer)
+        stepped = optimizer.state
+        shown = self._strategy.leave(stepped)
+        state: defaultdict[Tensor, State] = defaultdict(dict)
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                parameter = self.parameter(tensor)
+                entry = shown.get(parameter) if parameter else stepped.get(tensor)
+                if entry:
+                    state[tensor] = entry
+        optimizer.state = state
+        self._shown = dict(state)
+        for engine in self.engines:
+            engine.after_step(self._state_nbytes(state, engine))
+
+    def recover(self, optimizer: Optimizer) -> None:
+        """Put faces back after a step that raised."""
+        if self._is_entered:
+            self._put_back(optimizer)
+            optimizer.state = defaultdict(dict, self._shown)
+
+    def _put_back(self, optimizer: Optimizer) -> None:
+        self._is_entered = False
+        for group, before in self._restore:
+            group["params"] = before["params"]
+            if "fused" in before:
+                group["fused"] = before["fused"]
+        self._restore = []
+
+    def _evaluate_closure(
+        self, args: tuple[Any, ...], kwargs: State
+    ) -> tuple[tuple[Any, ...], State] | None:
+        """Run the closure before the swap: it runs forward, backward and zero_grad on faces."""
+        optimizer, *rest = args
+        closure = rest[0] if rest else kwargs.get("closure")
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        return (optimizer, lambda: loss), {k: v for k, v in kwargs.items() if k != "closure"}
+
+    # state
+
+    def _import_changed(self, optimizer: Optimizer) -> None:
+        """Follow state that was loaded, cleared or edited since the last step."""
+        state = optimizer.state
+        if len(state) == len(self._shown) and all(
+            _same_entry(state.get(tensor), entry) for tensor, entry in self._shown.items()
+        ):
+            return
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                parameter = self.parameter(tensor)
+                if parameter is not None:
+                    self._strategy.import_state(parameter, dict(state.get(tensor, {})))
+
+    def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
+        """Bytes of per-element state, once per storage."""
+        storages: dict[int, int] = {}
+        for tensor, entry in state.items():
+            if id(tensor) in engine.by_face:
+                for value in entry.values():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        local: Tensor = getattr(value, "_local_tensor", value)
+                        storage = local.untyped_storage()
+                        storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+
+def _grad(parameter: UnitParameter) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.face.grad
+
+
+def _same_entry(now: State | None, then: State) -> bool:
+    return now is then or (
+        now is not None
+        and len(now) == len(then)
+        and all(now.get(key) is value for key, value in then.items())
+    )
+
+
+def _may_fuse(group: State) -> bool:
+    """The user left the implementation open, and nothing in the group forbids the fused one."""
+    return (
+        group.get("fused", False) is None
+        and not group.get("foreach")
+        and not group.get("differentiable")
+        and not group.get("capturable")
+    )
+
+
+# joining optimizers to engines
+
+
+def binding_of(optimizer: Optimizer) -> OptimizerBinding | None:
+    """The binding that `shard` gave this optimizer, if it did."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, OptimizerBinding):
+            return owner
+    return None
+
+
+def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
+    """Join an optimizer that holds faces of `engine` to it."""
+    binding = binding_of(optimizer)
+    if binding is None:
+        return OptimizerBinding(optimizer, engine)
+    if engine not in binding.engines:
+        binding.engines.append(engine)
+    return binding
+
+
+def adopt_later(engine: Engine) -> None:
+    """Bind optimizers that are built on the module's parameters after `shard`, at their first step.
+
+    torch's own step hook for all optimizers is used, and removed with the module.
+    """
+    alive = ref(engine)
+
+    def before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        current = alive()
+        if current is None:
+            return
+        binding = binding_of(optimizer)
+        if binding is not None:
+            binding.stand_innermost(optimizer)
+            if current in binding.engines:
+                return
+        faces = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        if any(id(tensor) in current.by_face for tensor in faces):
+            bind(optimizer, current)
+
+    handle = register_optimizer_step_pre_hook(before_any_step)
+    finalize(engine, handle.remove)
+
+
+def replace_parameters(
+    optimizer: Optimizer, faces: dict[int, nn.Parameter], originals: Iterable[nn.Parameter]
+) -> None:
+    """Let groups and state speak of faces: `faces` maps the id of each original to its face."""
+    for group in optimizer.param_groups:
+        group["params"] = [faces.get(id(tensor), tensor) for tensor in group["params"]]
+    state = optimizer.state
+    moved = {
+        faces[id(original)]: state.pop(original)
+        for original in originals
+        if original in state and faces[id(original)] is not original
+    }
+    state.update(moved)

@@ -1,0 +1,210 @@
+"""Elementwise optimizers on flat runs.
+
+A *run* is a stretch of one unit's flat buffer whose parameters are in the same optimizer group,
+all have a gradient, and have been stepped equally often: one tensor, so one fused call. Normally a
+unit and group is one run; a parameter that got no gradient splits it, as it must not be stepped.
+Runs are cut anew only when that changes, and their state with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onefold.errors import ConfigError, expected
+from onefold.state.unit import Unit, UnitParameter
+
+State = dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Neighbouring parameters of one unit, stepped as one flat tensor."""
+
+    parameters: list[UnitParameter]
+    start: int  # in the unit's flat buffers
+    tensor: nn.Parameter  # [numel], a view of the unit's weight or master
+    state: State = field(default_factory=dict)
+
+    def view(self, value: Tensor, parameter: UnitParameter) -> Tensor:
+        """The parameter's rows in a flat state tensor of the run."""
+        slot, rank = parameter.slot, parameter.unit.setting.rest_rank
+        start = slot.shard_offsets[rank] - self.start
+        return value[start : start + slot.piece_numel(rank)].view(parameter.local.shape)
+
+    def is_elementwise(self, value: object) -> bool:
+        return isinstance(value, Tensor) and value.shape == self.tensor.shape
+
+
+class FlatStep:
+    """Groups of faces become runs, and back."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._runs: list[list[Run]] = []
+        self._by_tensor: dict[Tensor, Run] = {}
+        self._imported: dict[UnitParameter, State] = {}
+        self._shown: dict[UnitParameter, State] = {}
+
+    def import_state(self, parameter: UnitParameter, state: State) -> None:
+        """Cut per-parameter state to own rows; runs take it over at the next step."""
+        if not self._imported:
+            self._split_all()
+        self._key = None
+        self._imported[parameter] = {
+            name: _own_rows(parameter, name, value) for name, value in state.items()
+        }
+
+    def enter(self, groups: list[list[UnitParameter]]) -> list[list[Tensor]]:
+        """One tensor for each run, its `.grad` a slice of the unit's reduced gradient."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            key = [[(id(p), _is_flat(p)) for p in group] for group in groups]
+            if key != self._key:
+                self._recut(groups)
+                self._key = key
+            for run in (run for runs in self._runs for run in runs):
+                run.tensor.grad = _run_grad(run)
+        return [[run.tensor for run in runs] for runs in self._runs]
+
+    def state_of(self, stand_in: Tensor) -> State | None:
+        return self._by_tensor[stand_in].state
+
+    def leave(self, state: dict[Tensor, State]) -> dict[UnitParameter, State]:
+        """Show each parameter its slices; views are made once, the step changes them in place."""
+        for run in self._by_tensor.values():
+            run.tensor.grad = None
+            after = state.get(run.tensor, {})
+            if after is not run.state or not self._is_shown(run):
+                run.state = after
+                for parameter in run.parameters:
+                    self._shown[parameter] = _show(run, parameter)
+        return self._shown
+
+    def _is_shown(self, run: Run) -> bool:
+        shown = self._shown.get(run.parameters[0])
+        return shown is not None and shown.keys() == run.state.keys()
+
+    # cutting
+
+    def _recut(self, groups: list[list[UnitParameter]]) -> None:
+        self._split_all()
+        self._runs = [self._cut_group(group) for group in groups]
+        self._by_tensor = {run.tensor: run for runs in self._runs for run in runs}
+
+    def _split_all(self) -> None:
+        """Give every parameter its part of the runs' state, so that runs can be cut anew."""
+        for run in self._by_tensor.values():
+            for parameter in run.parameters:
+                self._imported[parameter] = {
+                    name: run.view(value, parameter) if run.is_elementwise(value) else value
+                    for name, value in run.state.items()
+                }
+        self._by_tensor = {}
+        self._runs = []
+
+    def _cut_group(self, group: list[UnitParameter]) -> list[Run]:
+        by_unit: dict[Unit, list[UnitParameter]] = {}
+        for parameter in group:
+            by_unit.setdefault(parameter.unit, []).append(parameter)
+        return [run for unit, members in by_unit.items() for run in self._cut_unit(unit, members)]
+
+    def _cut_unit(self, unit: Unit, members: list[UnitParameter]) -> list[Run]:
+        index = {parameter: i for i, parameter in enumerate(unit.parameters)}
+        runs: list[list[UnitParameter]] = []
+        for parameter in sorted(members, key=index.__getitem__):
+            joins = (
+                bool(runs)
+                and index[runs[-1][-1]] + 1 == index[parameter]
+                and _is_flat(runs[-1][-1])
+                and _is_flat(parameter)
+                and self._signature(runs[-1][-1]) == self._signature(parameter)
+            )
+            runs[-1].append(parameter) if joins else runs.append([parameter])
+        return [self._make_run(unit, parameters) for parameters in runs]
+
+    def _signature(self, parameter: UnitParameter) -> object:
+        """What must agree for parameters to share a run: names, kinds and values that are not rows."""
+        state = self._imported.get(parameter, {})
+        return [
+            (name, "rows" if _is_rows(parameter, value) else _plain(value))
+            for name, value in sorted(state.items())
+        ]
+
+    def _make_run(self, unit: Unit, parameters: list[UnitParameter]) -> Run:
+        rank = unit.setting.rest_rank
+        first, last = parameters[0].slot, parameters[-1].slot
+        start = first.shard_offsets[rank]
+        stop = last.shard_offsets[rank] + last.piece_numel(rank)
+        run = Run(parameters, start, nn.Parameter(unit.stepped[start:stop]))
+        states = {p: self._imported.get(p, {}) for p in parameters}
+        for name, value in states[parameters[0]].items():
+            if not _is_rows(parameters[0], value):
+                run.state[name] = value.clone() if isinstance(value, Tensor) else value
+                continue
+            joined = torch.zeros(stop - start, dtype=value.dtype, device=value.device)
+            for parameter, state in states.items():
+                run.view(joined, parameter).copy_(state[name])
+            run.state[name] = joined
+        for parameter in parameters:
+            self._imported.pop(parameter, None)
+            self._shown.pop(parameter, None)
+        return run
+
+
+def _is_flat(parameter: UnitParameter) -> bool:
+    """True if the gradient is a slice of its unit's flat reduced gradient."""
+    gradient = parameter.unit.gradient
+    return gradient.reduced is not None and parameter.face.grad is gradient.shown.get(parameter)
+
+
+def _run_grad(run: Run) -> Tensor:
+    unit = run.parameters[0].unit
+    dtype = run.tensor.dtype
+    if _is_flat(run.parameters[0]) and unit.gradient.reduced is not None:
+        flat = unit.gradient.reduced.tensor[run.start : run.start + run.tensor.numel()]
+        return flat.to(dtype)
+    grad = run.parameters[0].face.grad
+    assert grad is not None, "a parameter without gradient is stepped"
+    return run.parameters[0].unwrap(grad).reshape(-1).to(dtype)
+
+
+def _show(run: Run, parameter: UnitParameter) -> State:
+    return {
+        name: parameter.wrap(run.view(value, parameter)) if run.is_elementwise(value) else value
+        for name, value in run.state.items()
+    }
+
+
+def _is_rows(parameter: UnitParameter, value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.shape == parameter.local.shape
+        and (value.dim() > 0 or parameter.slot.replicated and value.is_floating_point())
+    )
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _own_rows(parameter: UnitParameter, name: str, value: object) -> object:
+    """A state value as this rank keeps it: own rows of a tensor like the parameter, or itself."""
+    if not isinstance(value, Tensor):
+        return value
+    shape = tuple(value.shape)
+    if shape == parameter.slot.shape and shape != ():
+        return parameter.unwrap(value.detach()).to(parameter.unit.stepped.dtype)
+    if value.numel() == 1:
+        return value.detach().clone()
+    raise ConfigError(
+        expected(
+            f"optimizer state {name!r} of {parameter.fqn!r} to have shape "
+            f"{list(parameter.slot.shape)} or one element",
+            f"shape {list(shape)}",
+            where=f"rank {parameter.unit.setting.rank}",
+            hint="shard before the first step, or clear optimizer.state",
+        )
+    )

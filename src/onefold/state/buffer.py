@@ -1,0 +1,65 @@
+"""A flat buffer with an owner: allocated in a tier, counted in the ledger, released and refilled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onefold.ledger import Kind, Ledger
+from onefold.tier.store import Store
+
+
+class Buffer:
+    """One flat tensor of one kind of state, counted from its allocation to its release.
+
+    `release` frees the bytes but keeps the storage object, so views that autograd saved stay valid
+    once `reallocate` has given the storage bytes again. Whoever reallocates refills before use.
+    """
+
+    __slots__ = ("__weakref__", "_held", "_kind", "_ledger", "_nbytes", "_tier", "tensor")
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, kind: Kind, store: Store, ledger: Ledger
+    ) -> None:
+        self.tensor = store.allocate(numel, dtype)
+        self._nbytes = self.tensor.nbytes
+        self._kind = kind
+        self._tier = store.name
+        self._ledger = ledger
+        self._held = True
+        ledger.add(kind, store.name, self._nbytes)
+
+    @property
+    def is_held(self) -> bool:
+        """True while the buffer has its bytes."""
+        return self._held
+
+    def view(self, start: int, shape: tuple[int, ...]) -> Tensor:
+        """A view [shape] from element `start`, with a version counter of its own.
+
+        Refilling the buffer therefore does not look like an in-place change to autograd, while a
+        user's change of one parameter can be told from its neighbours'.
+        """
+        numel = 1
+        for extent in shape:
+            numel *= extent
+        return self.tensor[start : start + numel].view(shape).data
+
+    def release(self) -> None:
+        """Free the bytes; views of the buffer may not be read until `reallocate`."""
+        if self._held:
+            self._held = False
+            self.tensor.untyped_storage().resize_(0)
+            self._ledger.add(self._kind, self._tier, -self._nbytes)
+
+    def reallocate(self) -> None:
+        """Give the storage its bytes again, uninitialised."""
+        if not self._held:
+            self.tensor.untyped_storage().resize_(self._nbytes)
+            self._held = True
+            self._ledger.add(self._kind, self._tier, self._nbytes)
+
+    def __del__(self) -> None:
+        if self._held:
+            self._held = False
+            self._ledger.add(self._kind, self._tier, -self._nbytes)

@@ -1,0 +1,179 @@
+"""What a parameter shows to the world between a backward and the next forward.
+
+Three faces, one per situation:
+
+    ShardedFace     DTensor(Shard(0)); this rank's rows of a parameter that is sharded at rest
+    ReplicatedFace  plain Parameter; the whole fp32 weight where compute sees a narrower copy
+    GoneParameter   an object that is no longer a parameter; every use is an error that names it
+
+A module's own forward never meets a face: its unit puts the whole compute weight in place first.
+Any other differentiable use - a tied head by `F.linear(x, self.embed.weight)`, a penalty on
+`model.parameters()` - reaches the face, which then has its unit gathered and hands the whole weight
+on. So it is right wherever it stands, and the gradient flows to the weight that computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import ReferenceType
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_iter, tree_map
+
+from onefold.errors import StateError
+from onefold.wire.collectives import Group
+
+
+class Summoner(Protocol):
+    """What a face needs from its parameter: the fqn, and the whole weight on demand."""
+
+    fqn: str
+
+    @property
+    def group(self) -> Group: ...
+    def is_differentiable_use(self) -> bool: ...
+    def whole_for(self) -> Tensor: ...
+    def used_by(self, outputs: object) -> None: ...
+
+
+_COMPUTED_GETTERS = {"T", "H", "mT", "mH", "real", "imag"}
+_PASSIVE = {
+    Tensor.detach, Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride,
+    Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
+    Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
+    Tensor.get_device, Tensor.__len__, Tensor.__hash__, Tensor.__repr__, Tensor.__format__,
+    Tensor.data_ptr, Tensor.storage_offset, Tensor.untyped_storage, Tensor.is_shared,
+    Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.is_same_size, Tensor.is_signed,
+    Tensor.zero_, Tensor.copy_, Tensor.fill_, Tensor.normal_, Tensor.uniform_,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+    torch.result_type, torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like,
+    torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones,
+    Tensor.new_full, Tensor.new_tensor,
+}  # fmt: skip
+"""What does not read the whole value, or writes in place (in-place initialisers act on the shard)."""
+
+
+def is_passive(func: Callable[..., Any]) -> bool:
+    """True for attribute access and bookkeeping, which a face answers itself."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _COMPUTED_GETTERS
+    return func in _PASSIVE
+
+
+def _dispatch(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    """Run `func` on the faces themselves, or on the whole weights where the use is differentiable."""
+    kwargs = kwargs or {}
+    if is_passive(func):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    faces = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, FACES)]
+    summoners = [face.summoner() for face in faces]
+    wanted = [
+        summoner
+        for summoner in summoners
+        if summoner is not None and summoner.is_differentiable_use()
+    ]
+    with torch._C.DisableTorchFunctionSubclass():
+        if not wanted:
+            return func(*args, **kwargs)
+        swap = {
+            id(face): summoner.whole_for()
+            for face, summoner in zip(faces, summoners, strict=True)
+            if summoner is not None
+        }
+        args, kwargs = tree_map(lambda leaf: swap.get(id(leaf), leaf), (args, kwargs))
+    outputs = func(*args, **kwargs)
+    for summoner in wanted:
+        summoner.used_by(outputs)
+    return outputs
+
+
+class ShardedFace(DTensor):
+    """This rank's rows of a sharded parameter, as a `DTensor` with the parameter's logical shape.
+
+    `nn.Parameter` for every `isinstance` check. Operations on it give plain `DTensor`s.
+    """
+
+    _summoner: ReferenceType[Summoner]
+
+    def summoner(self) -> Summoner | None:
+        return self._summoner()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _dispatch(func, args, kwargs)
+
+
+class ReplicatedFace(nn.Parameter):
+    """The whole weight at rest, where forward computes with a narrower copy of it."""
+
+    _summoner: ReferenceType[Summoner]
+
+    def summoner(self) -> Summoner | None:
+        return self._summoner()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _dispatch(func, args, kwargs)
+
+
+FACES = (ShardedFace, ReplicatedFace)
+
+
+class GoneParameter(nn.Parameter):
+    """A tensor object whose bytes have moved. Any use of its value raises `StateError`."""
+
+    _fqn: str
+    _why: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        gone = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, GoneParameter))
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") in ("__hash__", "__repr__", "__format__"):
+                return func(torch.empty(0), *args[1:])
+            raise StateError(gone._why)
+
+
+def bury(parameter: nn.Parameter, fqn: str, why: str) -> None:
+    """Make every later use of the object an error that names the parameter."""
+    parameter.__class__ = GoneParameter
+    parameter._fqn = fqn
+    parameter._why = why
+
+
+def revive(parameter: nn.Parameter) -> None:
+    """Undo `bury`: the object is a plain Parameter again."""
+    parameter.__class__ = nn.Parameter
+
+
+def sharded_face(local: Tensor, like: DTensor, summoner: ReferenceType[Summoner]) -> ShardedFace:
+    """A face over `local` [own rows] with the placement and logical shape of `like`."""
+    face = ShardedFace.__new__(ShardedFace, local, like._spec, requires_grad=False)
+    face._is_param = True
+    face._summoner = summoner
+    return face

@@ -1,0 +1,224 @@
+"""The gradient of one unit: partial on every rank, then reduced to where it rests.
+
+While backward runs, autograd leaves this rank's gradient on the whole weight (`whole.grad`), where
+micro-batches add up; that is the Partial placement, and nothing is copied for it. A reduction sends
+it from there, and what comes back is the face's `.grad`:
+
+    world 1             the partial gradient itself
+    optimizer sharded   own rows of the mean, a slice of one flat shard buffer
+    stage 0             the mean whole, a slice of one flat buffer: reduced to its rows, then gathered
+
+Every message carries one number per parameter and destination: whether this rank used it. So a
+parameter that no rank used keeps `grad is None` on all of them, as in plain PyTorch, and an
+optimizer leaves it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from onefold.ledger import Kind
+from onefold.state.buffer import Buffer
+from onefold.state.unit import Unit, UnitParameter
+from onefold.ticket import Ticket
+from onefold.wire.transport import Region
+
+
+class UnitGradient:
+    """Partial and reduced gradients of a unit's parameters."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = ref(unit)
+        self.fired: set[UnitParameter] = set()  # accumulated in the running backward
+        self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
+        self.reduced: Buffer | None = None
+        self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` we gave each face
+
+    @property
+    def unit(self) -> Unit:
+        unit = self._unit()
+        assert unit is not None, "a gradient outlived its unit"
+        return unit
+
+    # partial
+
+    def trainable(self) -> list[UnitParameter]:
+        """The parameters that take part in reductions: those that require a gradient now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [p for p in self.unit.parameters if p.face.requires_grad]
+
+    def note_fired(self, parameter: UnitParameter) -> bool:
+        """Count a gradient that autograd has just accumulated; True if the unit is now complete."""
+        self.fired.add(parameter)
+        if parameter not in self.partial:
+            grad = parameter.whole.grad
+            self._hold(parameter, grad.nbytes if grad is not None else 0)
+        return len(self.fired) == len(self.trainable())
+
+    def _hold(self, parameter: UnitParameter, nbytes: int) -> None:
+        setting = self.unit.setting
+        self.partial[parameter] = nbytes
+        setting.ledger.add(Kind.PARTIAL_GRAD, setting.store.name, nbytes)
+
+    def _count_reduced(self, parameters: Iterable[UnitParameter]) -> None:
+        setting = self.unit.setting
+        nbytes = sum(self.partial.pop(parameter, 0) for parameter in parameters)
+        setting.ledger.add(Kind.PARTIAL_GRAD, setting.store.name, -nbytes)
+
+    def drop_partial(self) -> None:
+        """Forget gradients that were not reduced, as after an exception in backward."""
+        self.fired.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.partial:
+                parameter.whole.grad = None
+        self._count_reduced(list(self.partial))
+
+    # reduced
+
+    def start_reduce(self) -> Ticket:
+        """Begin averaging over the ranks; the ticket's `wait` shows the result on the faces."""
+        parameters = self.trainable()
+        if self.unit.setting.world_size == 1:
+            return Ticket(finish=lambda: self._keep_local(parameters))
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return self._start_reduce(parameters)
+
+    def _keep_local(self, parameters: list[UnitParameter]) -> None:
+        """World 1: the partial gradient is the mean already."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter in parameters:
+                grad, face = parameter.whole.grad, parameter.face
+                if grad is None or parameter.whole is face:
+                    continue
+                mean = grad.to(self._dtype(parameter)) if grad.is_floating_point() else grad
+                existing = face.grad
+                if existing is not None:
+                    parameter.unwrap(existing).add_(mean)
+                else:
+                    face.grad = parameter.wrap(mean)
+                parameter.whole.grad = None
+        self.fired.clear()
+        self._count_reduced(parameters)
+
+    def _start_reduce(self, parameters: list[UnitParameter]) -> Ticket:
+        unit = self.unit
+        self.drop_cleared()
+        used = [p.whole.grad is not None for p in parameters]
+        fresh = self._prepare_reduced(parameters)
+        slots = {p.fqn: slot for p, slot in zip(unit.parameters, unit.wire.slots, strict=True)}
+        regions = [Region(self._flat_partial(p), slots[p.fqn].pieces) for p in parameters]
+        flags = torch.tensor(used, dtype=unit.compute_dtype, device=unit.setting.store.device)
+        everywhere = ((0, len(used)),) * unit.setting.world_size
+        used_counts = torch.empty(len(used), dtype=torch.float32, device=flags.device)
+        ticket = unit.setting.transport.reduce_scatter(
+            [*regions, Region(flags, everywhere)],
+            [*(self._own_piece(p) for p in parameters), used_counts],
+            [*fresh, True],
+            f"reduce_scatter of unit {unit.name!r} on rank {unit.setting.rank}",
+        )
+        for parameter in parameters:
+            parameter.whole.grad = None
+        self.fired.clear()
+
+        def finish() -> None:
+            ticket.wait()
+            regions.clear()
+            self._finish_reduce(parameters, used, used_counts)
+
+        return Ticket(finish=finish)
+
+    def _finish_reduce(
+        self, parameters: list[UnitParameter], used: list[bool], used_counts: Tensor
+    ) -> None:
+        if not all(used):  # only then is it worth asking the device what the others did
+            used = [count > 0 for count in used_counts.tolist()]
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._spread(parameters)
+            for parameter, is_used in zip(parameters, used, strict=True):
+                if is_used:
+                    self._show(parameter)
+        self._count_reduced(parameters)
+
+    def _spread(self, parameters: list[UnitParameter]) -> None:
+        """Where gradients rest replicated (stage 0), gather the reduced rows."""
+        unit = self.unit
+        if unit.setting.is_sharded or self.reduced is None:
+            return
+        indices = [unit.parameters.index(parameter) for parameter in parameters]
+        regions = unit.regions(self.reduced, unit.wire, only=indices)
+        where = f"gather of gradients of unit {unit.name!r} on rank {unit.setting.rank}"
+        unit.setting.transport.gather(regions, where).wait()
+
+    def _show(self, parameter: UnitParameter) -> None:
+        view = self._rest_view(parameter)
+        if parameter.face.grad is None or parameter.face is parameter.whole:
+            shown = self.shown[parameter] = parameter.wrap(view)
+            parameter.face.grad = shown
+
+    def _prepare_reduced(self, parameters: list[UnitParameter]) -> list[bool]:
+        """Make room for the mean; for each parameter, whether it replaces (or adds to) what is there."""
+        unit, setting = self.unit, self.unit.setting
+        if self.reduced is None:
+            numel = unit.rest.shard_numels[setting.rest_rank]
+            dtype = self._dtype(unit.parameters[0])
+            self.reduced = Buffer(numel, dtype, Kind.GRAD, setting.store, setting.ledger)
+            self.reduced.tensor.zero_()
+        fresh: list[bool] = []
+        for parameter in parameters:
+            grad = parameter.face.grad
+            adds = grad is not None and parameter.face is not parameter.whole
+            fresh.append(not adds)
+            if adds and grad is not None and grad is not self.shown.get(parameter):
+                self._rest_view(parameter).copy_(parameter.unwrap(grad))
+                shown = self.shown[parameter] = parameter.wrap(self._rest_view(parameter))
+                parameter.face.grad = shown
+        return fresh
+
+    def drop_cleared(self) -> None:
+        """Free the reduced buffer once no face shows a piece of it (after `zero_grad`)."""
+        if self.reduced is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, shown in list(self.shown.items()):
+                if parameter.face.grad is not shown:
+                    del self.shown[parameter]
+        if not self.shown:
+            self.reduced = None
+
+    def _flat_partial(self, parameter: UnitParameter) -> Tensor:
+        grad = parameter.whole.grad
+        if grad is None:
+            whole = parameter.whole
+            return torch.zeros(whole.numel(), dtype=self.unit.compute_dtype, device=whole.device)
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        return grad.contiguous().view(-1)
+
+    def _own_piece(self, parameter: UnitParameter) -> Tensor:
+        """Where this rank's part of the mean goes."""
+        if self.unit.setting.is_sharded:
+            return self._rest_view(parameter).view(-1)
+        index = self.unit.parameters.index(parameter)
+        start, stop = self.unit.wire.slots[index].pieces[self.unit.setting.rank]
+        return self._rest_view(parameter).view(-1)[start:stop]
+
+    def _rest_view(self, parameter: UnitParameter) -> Tensor:
+        assert self.reduced is not None, "a reduced gradient is shown before it has a buffer"
+        rank = self.unit.setting.rest_rank
+        slot = parameter.slot
+        start = slot.shard_offsets[rank]
+        numel = slot.piece_numel(rank)
+        return self.reduced.tensor[start : start + numel].view(slot.piece_shape(rank))
+
+    def _dtype(self, parameter: UnitParameter) -> torch.dtype:
+        """dtype of the reduced gradient: the reduce dtype, or the parameter's if that is wider."""
+        own = parameter.local.dtype
+        if not own.is_floating_point:
+            return own
+        reduce = self.unit.setting.reduce
+        return reduce if reduce.itemsize >= own.itemsize else own
+

@@ -1,0 +1,47 @@
+"""Collectives on CUDA streams of their own, so that they run beside compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from onefold.ticket import Ticket
+from onefold.wire.transport import Region, Transport
+
+
+class Streamed:
+    """Runs another transport on one stream for gathers and one for reductions.
+
+    The side stream first waits for what compute has queued (the buffers' last uses), and the
+    ticket's `wait` makes compute's stream wait for the side stream; the host blocks for neither.
+    Buffers are kept alive by whoever holds the ticket, so no block is recorded on a second stream
+    and the caching allocator can reuse it at once.
+    """
+
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        self.inner = inner
+        self.group = inner.group
+        self._gather_stream = torch.cuda.Stream(device)
+        self._reduce_stream = torch.cuda.Stream(device)
+
+    def gather(self, regions: Sequence[Region], label: str) -> Ticket:
+        """See `Transport.gather`."""
+        return _beside(self._gather_stream, lambda: self.inner.gather(regions, label))
+
+    def reduce_scatter(
+        self, regions: Sequence[Region], out: Sequence[Tensor], fresh: Sequence[bool], label: str
+    ) -> Ticket:
+        """See `Transport.reduce_scatter`."""
+        return _beside(
+            self._reduce_stream, lambda: self.inner.reduce_scatter(regions, out, fresh, label)
+        )
+
+
+def _beside(stream: torch.cuda.Stream, start: Callable[[], Ticket]) -> Ticket:
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        start().wait()  # on a GPU this queues the rest on `stream` and returns
+        finished = stream.record_event()
+    return Ticket(finish=lambda: torch.cuda.current_stream(stream.device).wait_event(finished))
