@@ -1,8 +1,8 @@
 """How the parameters of one unit lie in its flat buffers, and which rows each rank owns.
 
     full buffer    | a: rank 0 | a: rank 1 |gap| b: rank 0 | b: rank 1 |gap| s |
-    shard, rank 0  | a: rank 0 | b: rank 0 | s |
-    shard, rank 1  | a: rank 1 | b: rank 1 | s |
+    shard, rank 0  | a: rank 0 |gap| b: rank 0 | s |gap|
+    shard, rank 1  | a: rank 1 |gap| b: rank 1 | s |gap|
 
 Each parameter is one region of the full buffer, cut by rows as `torch.chunk` cuts: so a rank's piece
 is at once a flat slice (one fused optimizer call, one message) and the local tensor of a plain
@@ -21,6 +21,14 @@ ALIGN_NUMEL = 64
 
 Matrix kernels may choose another code path for memory that is not aligned to a cache line, so
 without it the same weights could give other bits at another place in a buffer.
+"""
+
+PIECE_NUMEL = 16
+"""Pieces in a shard buffer start at multiples of this many elements (64 bytes in fp32).
+
+torch's fused kernels step the last `numel % vector width` elements of a tensor in scalar code, which
+now and then rounds the other way. Were pieces packed tightly, which elements are last would depend
+on the cut, and stages would differ in the last bit.
 """
 
 
@@ -71,7 +79,7 @@ class Layout:
     slots: tuple[Slot, ...]
     world_size: int
     full_numel: int  # with alignment gaps
-    shard_numels: tuple[int, ...]  # per rank, without gaps (in a world of one: the full buffer)
+    shard_numels: tuple[int, ...]  # per rank (in a world of one: the full buffer)
 
     @staticmethod
     def build(
@@ -89,18 +97,24 @@ class Layout:
             pieces = _pieces(tuple(shape), world_size)
             slots.append(Slot(fqn, tuple(shape), full_offset, pieces, tuple(shard_ends)))
             shard_ends = [
-                end + stop - start for end, (start, stop) in zip(shard_ends, pieces, strict=True)
+                end + round_up(stop - start, PIECE_NUMEL)
+                for end, (start, stop) in zip(shard_ends, pieces, strict=True)
             ]
-            full_offset += -(-prod(shape) // ALIGN_NUMEL) * ALIGN_NUMEL
+            full_offset += round_up(prod(shape), ALIGN_NUMEL)
             if world_size == 1:
                 shard_ends = [full_offset]
         return Layout(tuple(slots), world_size, full_offset, tuple(shard_ends))
 
     def span(self, first: int, last: int, rank: int) -> tuple[int, int]:
-        """[start, stop) of slots `first` to `last` (inclusive) in the rank's shard buffer."""
-        end = self.slots[last]
-        stop = end.shard_offsets[rank] + end.piece_numel(rank)
+        """[start, stop) of slots `first` to `last` in the rank's shard buffer, gaps included."""
+        after = self.slots[last + 1 :]
+        stop = after[0].shard_offsets[rank] if after else self.shard_numels[rank]
         return self.slots[first].shard_offsets[rank], stop
+
+
+def round_up(numel: int, multiple: int) -> int:
+    """`numel`, or the next multiple above it."""
+    return -(-numel // multiple) * multiple
 
 
 def _pieces(shape: tuple[int, ...], world_size: int) -> tuple[tuple[int, int], ...]:

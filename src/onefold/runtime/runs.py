@@ -135,9 +135,10 @@ class FlatStep:
 
     def _make_run(self, unit: Unit, parameters: list[UnitParameter]) -> Run:
         rank = unit.setting.rest_rank
-        first, last = parameters[0].slot, parameters[-1].slot
-        start = first.shard_offsets[rank]
-        stop = last.shard_offsets[rank] + last.piece_numel(rank)
+        first, last = (unit.parameters.index(p) for p in (parameters[0], parameters[-1]))
+        start, stop = unit.rest.span(first, last, rank)
+        if not _is_flat(parameters[0]):  # its gradient has no gap behind it
+            stop = start + parameters[0].local.numel()
         run = Run(parameters, start, nn.Parameter(unit.stepped[start:stop]))
         states = {p: self._imported.get(p, {}) for p in parameters}
         for name, value in states[parameters[0]].items():
@@ -166,9 +167,9 @@ def _run_grad(run: Run) -> Tensor:
     if _is_flat(run.parameters[0]) and unit.gradient.reduced is not None:
         flat = unit.gradient.reduced.tensor[run.start : run.start + run.tensor.numel()]
         return flat.to(dtype)
-    grad = run.parameters[0].face.grad
-    assert grad is not None, "a parameter without gradient is stepped"
-    return run.parameters[0].unwrap(grad).reshape(-1).to(dtype)
+    parameter = run.parameters[0]  # a gradient that lies elsewhere makes a run of its own
+    assert parameter.face.grad is not None, "a parameter without gradient is stepped"
+    return parameter.unwrap(parameter.face.grad).reshape(-1).to(dtype)
 
 
 def _show(run: Run, parameter: UnitParameter) -> State:

@@ -1,0 +1,109 @@
+"""Ranks for tests: threads of this process (fast, default) or real gloo processes (marked).
+
+torch's threaded process group is private to torch's own tests; only this file touches it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+TIMEOUT_S = 60
+_GENERATOR = threading.RLock()
+
+
+def run_ranks(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `body(rank, *args)` on `world_size` ranks, each a thread; their results in rank order.
+
+    The first exception of any rank is raised, with the rank in a note.
+    """
+    results: list[Any] = [None] * world_size
+    failures: list[tuple[int, BaseException]] = []
+    with _threaded_world():
+        store = dist.HashStore()
+
+        def run(rank: int) -> None:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            try:
+                results[rank] = body(rank, *args)
+            except BaseException as error:
+                failures.append((rank, error))
+                threaded.ProcessLocalGroup.exception_handle(error)
+            finally:
+                dist.destroy_process_group()
+
+        threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    real = [f for f in failures if not isinstance(f[1], SystemExit)] or failures
+    if real:
+        rank, error = real[0]
+        error.add_note(f"raised on rank {rank} of {world_size}")
+        raise error
+    if stuck:
+        frames = sys._current_frames()
+        where = "".join(traceback.format_stack(frames[threads[stuck[0]].ident])[-4:])
+        raise TimeoutError(f"ranks {stuck} still run after {TIMEOUT_S} s:\n{where}")
+    return results
+
+
+@contextmanager
+def _threaded_world() -> Iterator[None]:
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        yield
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+def seeded(build: Callable[..., Any], *args: Any, seed: int = 0) -> Any:
+    """`build(*args)` with the global generator seeded; threads share it, so one at a time."""
+    with _GENERATOR:
+        torch.manual_seed(seed)
+        return build(*args)
+
+
+def run_processes(
+    world_size: int, body: Callable[..., None], *args: Any, timeout_s: float = TIMEOUT_S
+) -> None:
+    """Call the module-level `body(rank, *args)` in `world_size` gloo processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _process,
+            (world_size, f"file://{folder}/store", timeout_s, body, args),
+            nprocs=world_size,
+            start_method="fork" if sys.platform == "linux" else "spawn",
+        )
+
+
+def _process(
+    rank: int, world_size: int, url: str, timeout_s: float, body: Callable[..., None], args: Any
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", url, timedelta(seconds=timeout_s), rank=rank, world_size=world_size
+    )
+    try:
+        body(rank, *args)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
