@@ -149,27 +149,22 @@ def _innermost_block(blocks: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
-    """Children of lists whose members with parameters are mostly of one class."""
-    total = _nbytes(root)
-    blocks: list[nn.Module] = []
-
-    def look_into(module: nn.Module) -> None:
-        for child in module.children():
-            members = _repeated_members(child)
-            if not members:
-                look_into(child)
-                continue
-            for member in members:
-                inner = _nbytes(member) > DESCEND_SHARE * total and any(
-                    _repeated_members(below) for below in member.modules() if below is not member
-                )
-                look_into(member) if inner else blocks.append(member)
-
+    """Children of lists whose members with parameters are mostly of one class, outermost first."""
     members = _repeated_members(root)
-    if members:
-        return members
-    look_into(root)
-    return list(dict.fromkeys(blocks))
+    return members or list(dict.fromkeys(_blocks_below(root, _nbytes(root) * DESCEND_SHARE)))
+
+
+def _blocks_below(module: nn.Module, limit: float) -> list[nn.Module]:
+    """Blocks among the descendants; one above `limit` bytes gives way to blocks inside it."""
+    blocks: list[nn.Module] = []
+    for child in module.children():
+        members = _repeated_members(child)
+        if not members:
+            blocks += _blocks_below(child, limit)
+        for member in members:
+            inner = _blocks_below(member, limit) if _nbytes(member) > limit else []
+            blocks += inner or [member]
+    return blocks
 
 
 def _repeated_members(module: nn.Module) -> list[nn.Module]:

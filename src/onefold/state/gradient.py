@@ -36,6 +36,9 @@ class UnitGradient:
         self.fired: set[UnitParameter] = set()  # accumulated in the running backward
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
+        self._local_nbytes = 0  # world 1, where gradients stay the tensors autograd made
+        self._ledger = unit.setting.ledger
+        self._tier = unit.setting.store.name
         self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` we gave each face
 
     @property
@@ -60,14 +63,12 @@ class UnitGradient:
         return len(self.fired) == len(self.trainable())
 
     def _hold(self, parameter: UnitParameter, nbytes: int) -> None:
-        setting = self.unit.setting
         self.partial[parameter] = nbytes
-        setting.ledger.add(Kind.PARTIAL_GRAD, setting.store.name, nbytes)
+        self._ledger.add(Kind.PARTIAL_GRAD, self._tier, nbytes)
 
     def _count_reduced(self, parameters: Iterable[UnitParameter]) -> None:
-        setting = self.unit.setting
         nbytes = sum(self.partial.pop(parameter, 0) for parameter in parameters)
-        setting.ledger.add(Kind.PARTIAL_GRAD, setting.store.name, -nbytes)
+        self._ledger.add(Kind.PARTIAL_GRAD, self._tier, -nbytes)
 
     def drop_partial(self) -> None:
         """Forget gradients that were not reduced, as after an exception in backward."""
@@ -103,6 +104,18 @@ class UnitGradient:
                 parameter.whole.grad = None
         self.fired.clear()
         self._count_reduced(parameters)
+        self._count_local()
+
+    def _count_local(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [p.face.grad for p in self.unit.parameters]
+        now = sum(grad.nbytes for grad in grads if grad is not None)
+        self._ledger.add(Kind.GRAD, self._tier, now - self._local_nbytes)
+        self._local_nbytes = now
+
+    def __del__(self) -> None:
+        self._ledger.add(Kind.GRAD, self._tier, -self._local_nbytes)
+        self._ledger.add(Kind.PARTIAL_GRAD, self._tier, -sum(self.partial.values()))
 
     def _start_reduce(self, parameters: list[UnitParameter]) -> Ticket:
         unit = self.unit
@@ -158,6 +171,7 @@ class UnitGradient:
         if parameter.face.grad is None or parameter.face is parameter.whole:
             shown = self.shown[parameter] = parameter.wrap(view)
             parameter.face.grad = shown
+        parameter.call_hooks()
 
     def _prepare_reduced(self, parameters: list[UnitParameter]) -> list[bool]:
         """Make room for the mean; for each parameter, whether it replaces (or adds to) what is there."""
@@ -180,6 +194,8 @@ class UnitGradient:
 
     def drop_cleared(self) -> None:
         """Free the reduced buffer once no face shows a piece of it (after `zero_grad`)."""
+        if self._local_nbytes:
+            self._count_local()
         if self.reduced is None:
             return
         with torch._C.DisableTorchFunctionSubclass():

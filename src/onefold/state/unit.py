@@ -163,6 +163,12 @@ class UnitParameter:
         if setting.reduce != original_dtype(self) and self.local.is_floating_point():
             self.face.grad_dtype = setting.reduce
 
+    def call_hooks(self) -> None:
+        """Run the user's post-accumulate hooks, which autograd cannot: faces are not in its graph."""
+        if self.face is not self.whole:
+            for hook in list((self.face._post_accumulate_grad_hooks or {}).values()):
+                hook(self.face)
+
     def follow_requires_grad(self) -> None:
         """Let the whole weight train when, and only when, the face says so."""
         with torch._C.DisableTorchFunctionSubclass():
