@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import ref
+from typing import Protocol
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -37,6 +38,14 @@ from onefold.wire.collectives import Group
 def in_backward() -> bool:
     """True while autograd runs a graph on this thread, recompute included."""
     return torch._C._current_graph_task_id() != -1
+
+
+class Stepper(Protocol):
+    """An optimizer's binding, as the engine knows it."""
+
+    def recover(self) -> None:
+        """Undo a step that raised, if one did."""
+        ...
 
 
 class Call:
@@ -69,6 +78,7 @@ class Engine:
         self.by_face = {id(p.face): p for unit in units for p in unit.parameters}
         self.schedule = Schedule(units)
         self.reducer = Reducer(self.gradients)
+        self.steppers: WeakSet[Stepper] = WeakSet()
         self.forward_depth = 0
         self.is_accumulating = False
         self.is_summoned = False
@@ -121,6 +131,8 @@ class Engine:
         if self.forward_depth == 0 and not in_backward():
             if self._is_backward:
                 self.abort_backward()
+            for stepper in list(self.steppers):
+                stepper.recover()
             for gradient in self.gradients.values():
                 gradient.drop_cleared()
             self.schedule.begin(self._phase())

@@ -63,6 +63,10 @@ class StepStrategy(Protocol):
         """The step is done: keep its state, return what each parameter shows of it."""
         ...
 
+    def recover(self) -> None:
+        """The step raised: bring what happened to stand-ins since then to the faces."""
+        ...
+
 
 class OptimizerBinding:
     """Joins one optimizer to the engines whose parameters it holds."""
@@ -82,6 +86,8 @@ class OptimizerBinding:
         self._shown: dict[Tensor, State] = {}
         self._is_entered = False
         self._restore: list[tuple[State, State]] = []
+        self._optimizer = ref(optimizer)
+        engine.steppers.add(self)
         self._pre = optimizer.register_step_pre_hook(self.before_step)
         self._post = optimizer.register_step_post_hook(self.after_step)
         self.stand_innermost(optimizer)
@@ -106,7 +112,8 @@ class OptimizerBinding:
         """Swap faces for what is stepped. Runs after every other pre-hook."""
         if self._is_entered:  # a subclass's step that calls its base class's
             return None
-        replaced = self._evaluate_closure(args, kwargs) if self.is_elementwise else None
+        searches = isinstance(optimizer, torch.optim.LBFGS)  # calls its closure many times
+        replaced = None if searches else self._evaluate_closure(args, kwargs)
         for engine in self.engines:
             engine.before_step()
         self._import_changed(optimizer)
@@ -153,9 +160,11 @@ class OptimizerBinding:
         for engine in self.engines:
             engine.after_step(self._state_nbytes(state, engine))
 
-    def recover(self, optimizer: Optimizer) -> None:
-        """Put faces back after a step that raised."""
-        if self._is_entered:
+    def recover(self) -> None:
+        """Put faces back after a step that raised; gradients cleared since then are cleared."""
+        optimizer = self._optimizer()
+        if self._is_entered and optimizer is not None:
+            self._strategy.recover()
             self._put_back(optimizer)
             optimizer.state = defaultdict(dict, self._shown)
 
@@ -249,6 +258,7 @@ def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
         return OptimizerBinding(optimizer, engine)
     if engine not in binding.engines:
         binding.engines.append(engine)
+        engine.steppers.add(binding)
     return binding
 
 

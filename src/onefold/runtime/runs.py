@@ -83,6 +83,14 @@ class FlatStep:
                     self._shown[parameter] = _show(run, parameter)
         return self._shown
 
+    def recover(self) -> None:
+        """Clear the gradients of faces whose stand-in was cleared after a step that raised."""
+        for run in self._by_tensor.values():
+            if run.tensor.grad is None:
+                for parameter in run.parameters:
+                    parameter.face.grad = None
+            run.tensor.grad = None
+
     def _is_shown(self, run: Run) -> bool:
         shown = self._shown.get(run.parameters[0])
         return shown is not None and shown.keys() == run.state.keys()

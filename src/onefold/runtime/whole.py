@@ -60,6 +60,12 @@ class WholeStep:
                     handle.data = handle.data.new_empty(0)
         return self._state
 
+    def recover(self) -> None:
+        """Let go of whole parameters; faces keep their gradients."""
+        for handle in self._handles.values():
+            handle.grad = None
+            handle.data = handle.data.new_empty(0)
+
     def _is_mine(self, parameter: UnitParameter) -> bool:
         owner = self._owner[parameter]
         return owner in (-1, parameter.unit.setting.rank)

@@ -1,0 +1,1 @@
+"""What `onefold train` and `onefold check` run: the byte GPT, the corpus, the loops."""

@@ -1,0 +1,109 @@
+"""A byte-level GPT: small enough for a laptop, an ordinary module in every other way.
+
+Vocabulary is the 256 bytes, so there is no tokenizer. Pre-norm blocks, causal attention through
+torch's SDPA, learned positions. Shapes: B rows, T positions, D width, V = 256.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCAB = 256
+"""One token for each byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """The shape of a GPT. `max_seq` is the longest row it can read, in tokens."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    max_seq: int = 1024
+    is_tied: bool = False
+
+
+PRESETS = {
+    "tiny": GPTConfig(num_layers=4, width=128, num_heads=4),
+    "mini": GPTConfig(num_layers=6, width=256, num_heads=8),
+    "small": GPTConfig(num_layers=8, width=768, num_heads=12),
+}
+"""About 0.9, 5 and 57 million parameters."""
+
+
+class Projection(nn.Linear):
+    """A linear layer without bias whose outputs start with variance `gain**2` times the inputs'."""
+
+    def __init__(self, num_in: int, num_out: int, *, gain: float = 1.0) -> None:
+        self.gain = gain
+        super().__init__(num_in, num_out, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.gain / sqrt(self.in_features))
+
+
+class Table(nn.Embedding):
+    """An embedding that starts small, so that the residual stream does too."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = Projection(config.width, 3 * config.width)
+        self.out = Projection(config.width, config.width, gain=1 / sqrt(2 * config.num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, positions, width = x.shape
+        split = (rows, positions, 3, self.num_heads, width // self.num_heads)
+        q, k, v = self.qkv(x).view(split).permute(2, 0, 3, 1, 4)  # each [B, heads, T, D / heads]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(rows, positions, width))
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each added to the residual stream [B, T, D]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.up = Projection(config.width, 4 * config.width)
+        self.down = Projection(4 * config.width, config.width, gain=1 / sqrt(2 * config.num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """Bytes [B, T] to logits [B, T, 256] of the byte that follows each."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = Table(VOCAB, config.width)
+        self.positions = Table(config.max_seq, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = Projection(config.width, VOCAB)
+        if config.is_tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

@@ -1,0 +1,318 @@
+"""Any torch optimizer steps sharded state, unchanged."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import onefold
+from tests.models import Model, next_token_loss, token_batches
+from tests.ranks import run_ranks, seeded
+from tests.training import Job, assert_close, assert_same_bits, cut, run_job, train_plain
+
+ELEMENTWISE = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "SGD momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2),
+    "AdamW foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2),
+    "RAdam": partial(torch.optim.RAdam, lr=1e-2),
+    "Adamax": partial(torch.optim.Adamax, lr=1e-2),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "Adadelta": partial(torch.optim.Adadelta, lr=1e-1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+    "Rprop": partial(torch.optim.Rprop, lr=1e-3),
+    "ASGD": partial(torch.optim.ASGD, lr=1e-2),
+}
+
+
+class Matrices(nn.Module):
+    """Only 2-D parameters, as Muon asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.head = nn.Linear(16, 50, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_agree_with_one_process(name):
+    job = Job(Model, token_batches(steps=4), next_token_loss, optimizer=ELEMENTWISE[name])
+    tolerance = 1e-4 if name in ("Rprop", "Adadelta") else 1e-6  # signs and ratios of tiny numbers
+    wanted = train_plain(job)
+    runs = [run_job(job, 3, stage) for stage in (0, 1, 3)]
+    assert_same_bits(runs[1], runs[2])
+    assert_close(runs[0], wanted, tolerance)
+    assert_close(runs[1], wanted, tolerance)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "optimizer",
+    [partial(torch.optim.Muon, lr=1e-2), partial(torch.optim.Adafactor, lr=1e-2)],
+    ids=["Muon", "Adafactor"],
+)
+def test_matrix_optimizers_see_whole_matrices(world_size, optimizer):
+    job = Job(Matrices, token_batches(steps=4), next_token_loss, optimizer=optimizer)
+    runs = [run_job(job, world_size, stage) for stage in (0, 1, 2, 3)]
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
+    # Newton-Schulz in bfloat16 turns a last-bit difference of a gradient into 1e-3 of the update
+    assert_close(runs[0], train_plain(job), 1e-3)
+
+
+def test_a_matrix_optimizer_keeps_each_state_on_one_rank():
+    def state_numels(rank):
+        module = seeded(Matrices)
+        optimizer = torch.optim.Muon(module.parameters(), lr=1e-2)
+        onefold.shard(module, optimizer, stage=3)
+        next_token_loss(module, token_batches()[0]).backward()
+        optimizer.step()
+        return [entry["momentum_buffer"].numel() for entry in optimizer.state.values()]
+
+    per_rank = run_ranks(2, state_numels)
+    assert sum(map(sum, per_rank)) == sum(p.numel() for p in Matrices().parameters())
+    assert all(per_rank)
+
+
+def test_two_optimizers_share_a_module():
+    def groups(module):
+        matrices = [p for p in module.parameters() if p.dim() == 2]
+        others = [p for p in module.parameters() if p.dim() != 2]
+        return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)
+
+    def train(module, optimizers, rank, world_size):
+        for batch in token_batches():
+            next_token_loss(module, cut(batch, world_size)[rank]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def sharded(rank, stage):
+        module = seeded(Model)
+        optimizers = groups(module)
+        onefold.shard(module, optimizers, stage=stage)
+        train(module, optimizers, rank, 2)
+        with onefold.unsharded(module):
+            return [p.detach().clone() for p in module.parameters()]
+
+    plain = seeded(Model)
+    train(plain, groups(plain), 0, 1)
+    for stage in (0, 3):
+        for weight, wanted in zip(run_ranks(2, sharded, stage)[0], plain.parameters(), strict=True):
+            torch.testing.assert_close(weight, wanted.detach(), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
+def test_an_optimizer_built_after_shard_trains_the_same(stage, kind):
+    def train(rank, late):
+        module = seeded(Matrices)
+        optimizer = None if late else kind(module.parameters(), lr=1e-2)
+        onefold.shard(module, optimizer, stage=stage)
+        if optimizer is None:
+            optimizer = kind(module.parameters(), lr=1e-2)
+        for batch in token_batches():
+            next_token_loss(module, cut(batch, 2)[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with onefold.unsharded(module):
+            return [p.detach().clone() for p in module.parameters()]
+
+    for late, early in zip(run_ranks(2, train, True)[0], run_ranks(2, train, False)[0], strict=True):
+        assert torch.equal(late, early)
+
+
+def test_one_fused_call_steps_each_unit_and_group(monkeypatch):
+    calls = []
+    fused = torch._fused_adamw_
+
+    def counting(params, *args, **kwargs):
+        calls.append([p.numel() for p in params])
+        return fused(params, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", counting)
+
+    def step(rank):
+        module = seeded(Model)
+        decay = [p for p in module.parameters() if p.dim() > 1]
+        plain = [p for p in module.parameters() if p.dim() == 1]
+        optimizer = torch.optim.AdamW([{"params": decay}, {"params": plain, "weight_decay": 0.0}])
+        onefold.shard(module, optimizer, stage=3)
+        units = len(onefold.report(module).units)
+        next_token_loss(module, token_batches()[0]).backward()
+        optimizer.step()
+        return units
+
+    units = run_ranks(2, step)[0]
+    assert units == 5
+    assert len(calls) == 2 * 2  # one call a group and rank ...
+    assert sorted(map(len, calls)) == [4, 4, 5, 5]  # ... of one tensor a unit that has the group
+
+
+def test_schedulers_hooks_and_groups_keep_working():
+    def train(rank):
+        module = seeded(Model)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
+        seen = []
+        optimizer.register_step_pre_hook(lambda o, a, k: seen.append(o.param_groups[0]["params"][0]))
+        same = optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        onefold.shard(module, optimizer, stage=3)
+        optimizer.register_step_post_hook(
+            lambda o, a, k: seen.append(o.param_groups[0]["params"][0])
+        )
+        optimizer.register_step_pre_hook(lambda o, a, k: seen.append(o.param_groups[0]["params"][0]))
+        for batch in token_batches(steps=2):
+            next_token_loss(module, batch).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        face = module.embed.weight
+        assert optimizer is same
+        assert type(optimizer) is torch.optim.AdamW
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert len(seen) == 6
+        assert all(tensor is face for tensor in seen)
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+            id(p) for p in module.parameters()
+        ]
+        assert isinstance(optimizer.state[face]["exp_avg"], DTensor)
+        assert optimizer.state[face]["exp_avg"].shape == face.shape
+
+    run_ranks(2, train)
+
+
+def test_a_closure_is_called_once_and_its_loss_returned():
+    def train(rank):
+        module = seeded(Model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=3)
+        calls = []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = next_token_loss(module, token_batches()[0])
+            loss.backward()
+            calls.append(loss.detach())
+            return loss
+
+        loss = optimizer.step(closure)
+        assert len(calls) == 1
+        assert torch.equal(loss, calls[0])
+
+    run_ranks(2, train)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_optimizer_that_has_stepped_is_recut_and_goes_on(stage, world_size):
+    def plain_steps(module, optimizer, batches, rank=0, world=1):
+        for batch in batches:
+            next_token_loss(module, cut(batch, world)[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def resumed(rank):
+        module = seeded(Model)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+        plain_steps(module, optimizer, batches[:2])
+        onefold.shard(module, optimizer, stage=stage)
+        plain_steps(module, optimizer, batches[2:], rank, world_size)
+        with onefold.unsharded(module):
+            return [p.detach().clone() for p in module.parameters()]
+
+    batches = token_batches(steps=4)
+    whole = seeded(Model)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, fused=True)
+    plain_steps(whole, optimizer, batches)
+    for weight, wanted in zip(run_ranks(world_size, resumed)[0], whole.parameters(), strict=True):
+        torch.testing.assert_close(weight, wanted.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_loaded_optimizer_state_is_used(stage):
+    def run(rank):
+        batches = token_batches(steps=4)
+
+        def fresh():
+            module = seeded(Model)
+            optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+            return onefold.shard(module, optimizer, stage=stage), optimizer
+
+        def steps(module, optimizer, batches):
+            for batch in batches:
+                next_token_loss(module, cut(batch, 2)[rank]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        module, optimizer = fresh()
+        steps(module, optimizer, batches[:2])
+        saved_module = {k: v.clone() for k, v in module.state_dict().items()}
+        saved_optimizer = optimizer.state_dict()
+        other, other_optimizer = fresh()
+        other.load_state_dict(saved_module)
+        other_optimizer.load_state_dict(saved_optimizer)
+        steps(other, other_optimizer, batches[2:])
+        steps(module, optimizer, batches[2:])
+        for ours, theirs in zip(module.parameters(), other.parameters(), strict=True):
+            ours, theirs = (getattr(p, "_local_tensor", p) for p in (ours, theirs))
+            assert torch.equal(ours, theirs)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_that_raises_leaves_faces_in_the_groups(stage):
+    def run(rank):
+        module = seeded(Model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=stage)
+        next_token_loss(module, token_batches()[0]).backward()
+        optimizer.param_groups[0]["momentum"] = "wrong"
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[0]["momentum"] = 0
+        optimizer.zero_grad()
+        next_token_loss(module, token_batches()[0]).backward()
+        assert optimizer.param_groups[0]["params"][0] is module.embed.weight
+        optimizer.step()
+        assert optimizer.param_groups[0]["params"][0] is module.embed.weight
+
+    run_ranks(2, run)
+
+
+def test_lbfgs_is_refused_where_its_parameters_are_spread():
+    def run(rank):
+        module = seeded(Model)
+        with pytest.raises(onefold.ConfigError, match="LBFGS"):
+            onefold.shard(module, torch.optim.LBFGS(module.parameters()), stage=3)
+
+    run_ranks(2, run)
+
+
+def test_gradients_set_by_hand_are_stepped():
+    def run(rank):
+        module = seeded(Model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        onefold.shard(module, optimizer, stage=3)
+        before = module.head.weight.full_tensor()
+        module.head.weight.grad = torch.ones_like(module.head.weight)
+        optimizer.step()
+        assert torch.equal(module.head.weight.full_tensor(), before - 1)
+
+    run_ranks(2, run)
+    assert not dist.is_initialized()
