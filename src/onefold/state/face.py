@@ -35,10 +35,12 @@ class Summoner(Protocol):
     @property
     def group(self) -> Group: ...
     def is_differentiable_use(self) -> bool: ...
+    def note_data_access(self) -> None: ...
     def whole_for(self) -> Tensor: ...
     def used_by(self, outputs: object) -> None: ...
 
 
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _COMPUTED_GETTERS = {"T", "H", "mT", "mH", "real", "imag"}
 _PASSIVE = {
     Tensor.detach, Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride,
@@ -70,6 +72,8 @@ def _dispatch(
     """Run `func` on the faces themselves, or on the whole weights where the use is differentiable."""
     kwargs = kwargs or {}
     if is_passive(func):
+        if func == _GET_DATA and (owner := args[0].summoner()) is not None:
+            owner.note_data_access()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     faces = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, FACES)]

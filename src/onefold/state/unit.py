@@ -191,6 +191,9 @@ class UnitParameter:
     def whole_for(self) -> Tensor:
         return self.unit.summon_for_use(self)
 
+    def note_data_access(self) -> None:
+        self.unit.note_data_access()
+
     def used_by(self, outputs: object) -> None:
         self.unit.note_use(outputs)
 
@@ -261,7 +264,8 @@ class Unit:
         self.is_wanted: Callable[[bool], bool] = lambda requires_grad: False
         self._ticket: Ticket = DONE
         self._fresh = False
-        self._weight_version = -1
+        self._gathered = -1  # `edits` when the full buffer was filled
+        self._touched_by_data = 0
         self._allocate()
 
     def _allocate(self) -> None:
@@ -275,7 +279,7 @@ class Unit:
                 numel, setting.master, Kind.MASTER, setting.store, setting.ledger
             )
             self.master.tensor.zero_()
-        self._published = -1  # version of the weight buffer that the master agrees with
+        self._published = -1  # `edits` when the master agreed with the weight
         self.full = self.weight
         if not self.is_resident:
             full_numel = self.rest.full_numel
@@ -306,7 +310,7 @@ class Unit:
                 parameter.show(parameter.face)
         if self.master is not None:
             self.master.tensor.copy_(self.weight.tensor)
-            self._published = self.weight.tensor._version
+            self._published = self.edits()
         if not self.is_resident:
             self.full.release()
 
@@ -346,7 +350,7 @@ class Unit:
         if self.is_resident or self._is_current():
             return
         self.full.reallocate()
-        self._weight_version = self.weight.tensor._version
+        self._gathered = self.edits()
         self._fresh = True
         self._ticket = self.gather_into(self.full)
 
@@ -365,7 +369,20 @@ class Unit:
 
     def _is_current(self) -> bool:
         """True if the full buffer holds, or is about to hold, the weights as they rest now."""
-        return self._fresh and self._weight_version == self.weight.tensor._version
+        return self._fresh and self._gathered == self.edits()
+
+    def edits(self) -> int:
+        """Grows with every in-place change of the weights at rest, ours or the user's.
+
+        Faces count their own: an operation on a DTensor does not reach its local tensor's counter.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            by_users = sum(parameter.face._version for parameter in self.parameters)
+        return self.weight.tensor._version + by_users + self._touched_by_data
+
+    def note_data_access(self) -> None:
+        """`face.data` was taken: what is done to it has a counter of its own, so expect the worst."""
+        self._touched_by_data += 1
 
     def unshard(self) -> None:
         """Show whole weights: wait for the gather, put them into the modules."""
@@ -417,16 +434,18 @@ class Unit:
                     was_current = self._is_current()
                     parameter.local.copy_(edited.view(parameter.local.shape))
                     if was_current:
-                        self._weight_version = self.weight.tensor._version
+                        self._gathered = self.edits()
 
     # masters
 
     def refresh_master(self) -> None:
         """Follow edits of the weights at rest (a loaded state dict) with the master."""
-        weight = self.weight.tensor
-        if self.master is None or self._published == weight._version:
+        if self.master is None:
             return
-        master = self.master.tensor
+        is_seen = self.setting.mesh is not None or not self.is_resident  # a plain face has no hooks
+        if is_seen and self._published == self.edits():
+            return
+        weight, master = self.weight.tensor, self.master.tensor
         with torch.no_grad():
             untouched = weight == master.to(weight.dtype)
             master.copy_(torch.where(untouched, master, weight.to(master.dtype)))
@@ -436,7 +455,7 @@ class Unit:
         if self.master is not None:
             with torch.no_grad():
                 self.weight.tensor.copy_(self.master.tensor)
-            self._published = self.weight.tensor._version
+            self._published = self.edits()
 
     @property
     def stepped(self) -> Tensor:

@@ -1,0 +1,182 @@
+"""Compute dtypes, masters and the loss scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import onefold
+from tests.models import Model, next_token_loss, token_batches
+from tests.ranks import run_ranks, seeded
+from tests.training import Job, assert_same_bits, cut, run_job, train_plain
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", onefold.Precision(compute=torch.bfloat16)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_stages_agree_bitwise_in_mixed_precision_and_follow_fp32(precision, world_size):
+    job = Job(Model, token_batches(), next_token_loss, options={"precision": precision})
+    runs = [run_job(job, world_size, stage) for stage in (0, 1, 2, 3)]
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
+    wanted = train_plain(job)
+    torch.testing.assert_close(runs[0].losses, wanted.losses, rtol=2e-2, atol=0)
+    assert all(weight.dtype == torch.float32 for weight in runs[0].weights.values())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_bf16_module_keeps_its_dtype_and_steps_an_fp32_master(stage):
+    """Steps far below bf16's resolution add up in the master; in bf16 alone they would vanish."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((64, 2), 256.0, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            return (self.weight * x).sum()
+
+    def train(rank):
+        module = Scale()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+        onefold.shard(module, optimizer, stage=stage)
+        for _ in range(8):
+            module(torch.ones((), dtype=torch.bfloat16)).backward()
+            assert module.weight.dtype == torch.bfloat16
+            assert module.weight.grad.dtype == torch.float32
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+        with onefold.unsharded(module):
+            return module.weight.detach().clone()
+
+    for weight in run_ranks(2, train):
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, torch.full((64, 2), 254.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_masters_follow_a_loaded_state_dict(stage):
+    def train(rank):
+        module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        onefold.shard(module, optimizer, stage=stage)
+        loaded = torch.arange(64.0).view(8, 8).to(torch.bfloat16)
+        module.load_state_dict({"weight": loaded})
+        module(torch.zeros(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        with onefold.unsharded(module):
+            assert torch.equal(module.weight, loaded)
+
+    run_ranks(2, train)
+
+
+@pytest.mark.parametrize("scaler_class", [onefold.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("overflowing_rank", [0, 2])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(scaler_class, stage, overflowing_rank):
+    def train(rank):
+        module = seeded(Model)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        onefold.shard(module, optimizer, stage=stage, precision="fp16")
+        scaler = scaler_class(device="cpu", init_scale=256.0)
+        scales, weights = [], []
+        for step, batch in enumerate(token_batches()):
+            loss = next_token_loss(module, cut(batch, 3)[rank])
+            if step == 1 and rank == overflowing_rank:
+                loss = loss * torch.tensor(float("inf"))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            with onefold.unsharded(module):
+                weights.append(module.head.weight.detach().clone())
+        assert scales == [256.0, 128.0, 128.0]
+        assert not torch.equal(weights[0], module_start)
+        assert torch.equal(weights[1], weights[0])
+        assert not torch.equal(weights[2], weights[1])
+        assert weights[2].isfinite().all()
+        return weights[2]
+
+    module_start = seeded(Model).head.weight.detach()
+    results = run_ranks(3, train)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_scale_reaches_ranks_that_hold_no_rows():
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.weight = nn.Parameter(torch.ones(1, 4))
+
+        def forward(self, x):
+            return (self.scale * self.weight * x).sum()
+
+    def train(rank):
+        module = One()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=3)
+        scaler = onefold.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(module(torch.tensor(float("inf") if rank == 1 else 1.0))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), module.weight.full_tensor()
+
+    for scale, weight in run_ranks(3, train):
+        assert scale == 2.0
+        assert torch.equal(weight, torch.ones(1, 4))
+
+
+def test_buffers_are_cast_only_when_asked():
+    class WithBuffer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.ones(4))
+
+        def forward(self, x):
+            return self.linear(x) + self.mean.to(x.dtype)
+
+    kept = onefold.shard(WithBuffer(), precision="bf16")
+    assert kept.mean.dtype == torch.float32
+    precision = onefold.Precision(compute=torch.bfloat16, buffers=torch.bfloat16)
+    cast = onefold.shard(WithBuffer(), precision=precision)
+    assert cast.mean.dtype == torch.bfloat16
+    assert cast(torch.ones(2, 4)).dtype == torch.bfloat16
+
+
+def test_faces_show_masters_and_compute_sees_the_compute_dtype():
+    def run(rank):
+        seen = {}
+        module = seeded(Model)
+        onefold.shard(module, stage=3, precision="bf16")
+        module.head.register_forward_pre_hook(
+            lambda m, args: seen.update(weight=m.weight.dtype, x=args[0].dtype)
+        )
+        next_token_loss(module, token_batches()[0]).backward()
+        assert seen == {"weight": torch.bfloat16, "x": torch.bfloat16}
+        assert isinstance(module.head.weight, DTensor)
+        assert module.head.weight.dtype == module.head.weight.grad.dtype == torch.float32
+
+    run_ranks(2, run)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("choice", "hint"), [("bf61", "did you mean 'bf16'"), (16, "None"), ("int8", "hint:")]
+)
+def test_an_unknown_precision_is_refused_with_the_nearest_name(choice, hint):
+    with pytest.raises(onefold.ConfigError, match=hint):
+        onefold.shard(nn.Linear(2, 2), precision=choice)
+
+
+def test_a_precision_of_integers_is_refused():
+    with pytest.raises(onefold.ConfigError, match=r"Precision\.compute"):
+        onefold.Precision(compute=torch.int8)
