@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onefold.layout.rows import Layout
 from onefold.ledger import Ledger
 from onefold.wire.collectives import Group
-from onefold.wire.transport import PACK_NBYTES, Composed, Region
+from onefold.wire.transport import PACK_NBYTES, Composed, Cut
 from tests.ranks import run_processes, run_ranks
 
 LARGE = (PACK_NBYTES // 4 + 3, 2)
@@ -20,42 +20,38 @@ shape_lists = st.lists(
 )
 
 
-def regions_of(shapes, world_size, fill):
-    layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], world_size)
-    flat = fill(layout.full_numel)
-    return [
-        Region(flat[slot.full_offset : slot.full_offset + slot.numel], slot.pieces)
-        for slot in layout.slots
-    ]
-
-
 def gather(rank, world_size, shapes, native):
-    truth = [r.whole for r in regions_of(shapes, world_size, lambda n: torch.arange(n).float())]
-    mine = regions_of(shapes, world_size, lambda n: torch.full((n,), -1.0))
-    for region, whole in zip(mine, truth, strict=True):
-        start, stop = region.pieces[rank]
-        region.whole[start:stop] = whole[start:stop]
-    transport = Composed(Group.of(dist.group.WORLD), Ledger(), native=native)
-    transport.gather(mine, "gather").wait()
-    for region, whole in zip(mine, truth, strict=True):
-        assert torch.equal(region.whole, whole)
+    layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], world_size)
+    group = Group.of(dist.group.WORLD)
+    cut = Cut(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
+    truth = torch.arange(layout.full_numel).float()
+    full = torch.full_like(truth, -1.0)
+    for slot in layout.slots:
+        start, stop = (slot.full_offset + bound for bound in slot.pieces[rank])
+        full[start:stop] = truth[start:stop]
+    Composed(group, Ledger(), native=native).gather(full, cut, "gather").wait()
+    for slot in layout.slots:
+        region = slice(slot.full_offset, slot.full_offset + slot.numel)
+        assert torch.equal(full[region], truth[region])
 
 
 def reduce(rank, world_size, shapes, dtype, fresh):
-    def noise(of_rank):
-        generator = torch.Generator().manual_seed(of_rank)
-        return lambda n: torch.randn(n, generator=generator).to(dtype)
-
-    all_ranks = [regions_of(shapes, world_size, noise(r)) for r in range(world_size)]
-    mine = all_ranks[rank]
-    out = [torch.full((region.piece_numel(rank),), 0.5) for region in mine]
-    transport = Composed(Group.of(dist.group.WORLD), Ledger())
-    transport.reduce_scatter(mine, out, [fresh] * len(mine), "reduce").wait()
-    for index, region in enumerate(mine):
-        start, stop = region.pieces[rank]
-        total = all_ranks[0][index].whole[start:stop].float()
+    layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], world_size)
+    generator = torch.Generator().manual_seed(0)
+    all_ranks = [
+        [torch.randn(slot.numel, generator=generator).to(dtype) for slot in layout.slots]
+        for _ in range(world_size)
+    ]
+    out = [torch.full((slot.piece_numel(rank),), 0.5) for slot in layout.slots]
+    group = Group.of(dist.group.WORLD)
+    cut = Cut(layout.slots, None, group, dtype.itemsize)
+    transport = Composed(group, Ledger())
+    transport.reduce_scatter(all_ranks[rank], cut, out, [fresh] * len(out), "reduce").wait()
+    for index, slot in enumerate(layout.slots):
+        start, stop = slot.pieces[rank]
+        total = all_ranks[0][index][start:stop].float()
         for other in all_ranks[1:]:
-            total = total + other[index].whole[start:stop].float()
+            total = total + other[index][start:stop].float()
         mean = total * (1.0 / world_size)
         assert torch.equal(out[index], mean if fresh else mean + 0.5)
 

@@ -145,7 +145,6 @@ FACES = (ShardedFace, ReplicatedFace)
 class GoneParameter(nn.Parameter):
     """A tensor object whose bytes have moved. Any use of its value raises `StateError`."""
 
-    _fqn: str
     _why: str
 
     @classmethod
@@ -163,10 +162,9 @@ class GoneParameter(nn.Parameter):
             raise StateError(gone._why)
 
 
-def bury(parameter: nn.Parameter, fqn: str, why: str) -> None:
-    """Make every later use of the object an error that names the parameter."""
+def bury(parameter: nn.Parameter, why: str) -> None:
+    """Make every later use of the object a `StateError` that says `why`."""
     parameter.__class__ = GoneParameter
-    parameter._fqn = fqn
     parameter._why = why
 
 

@@ -21,11 +21,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from onefold.layout.rows import Slot
 from onefold.ledger import Kind
 from onefold.state.buffer import Buffer
 from onefold.state.unit import Unit, UnitParameter
 from onefold.ticket import Ticket
-from onefold.wire.transport import Region
+from onefold.wire.transport import Cut
 
 
 class UnitGradient:
@@ -34,8 +35,11 @@ class UnitGradient:
     def __init__(self, unit: Unit) -> None:
         self._unit = ref(unit)
         self.fired: set[UnitParameter] = set()  # accumulated in the running backward
+        self._num_awaited = 0
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
+        self._cuts: dict[tuple[int, ...], Cut] = {}
+        self._spread_cuts: dict[tuple[int, ...], Cut] = {}
         self._local_nbytes = 0  # world 1, where gradients stay the tensors autograd made
         self._ledger = unit.setting.ledger
         self._tier = unit.setting.store.name
@@ -56,11 +60,13 @@ class UnitGradient:
 
     def note_fired(self, parameter: UnitParameter) -> bool:
         """Count a gradient that autograd has just accumulated; True if the unit is now complete."""
+        if not self.fired:
+            self._num_awaited = len(self.trainable())
         self.fired.add(parameter)
         if parameter not in self.partial:
             grad = parameter.whole.grad
             self._hold(parameter, grad.nbytes if grad is not None else 0)
-        return len(self.fired) == len(self.trainable())
+        return len(self.fired) == self._num_awaited
 
     def _hold(self, parameter: UnitParameter, nbytes: int) -> None:
         self.partial[parameter] = nbytes
@@ -122,13 +128,13 @@ class UnitGradient:
         self.drop_cleared()
         used = [p.whole.grad is not None for p in parameters]
         fresh = self._prepare_reduced(parameters)
-        slots = {p.fqn: slot for p, slot in zip(unit.parameters, unit.wire.slots, strict=True)}
-        regions = [Region(self._flat_partial(p), slots[p.fqn].pieces) for p in parameters]
+        cut = self._cut_for(parameters)
         flags = torch.tensor(used, dtype=unit.compute_dtype, device=unit.setting.store.device)
-        everywhere = ((0, len(used)),) * unit.setting.world_size
         used_counts = torch.empty(len(used), dtype=torch.float32, device=flags.device)
+        partials = [*(self._flat_partial(p) for p in parameters), flags]
         ticket = unit.setting.transport.reduce_scatter(
-            [*regions, Region(flags, everywhere)],
+            partials,
+            cut,
             [*(self._own_piece(p) for p in parameters), used_counts],
             [*fresh, True],
             f"reduce_scatter of unit {unit.name!r} on rank {unit.setting.rank}",
@@ -139,10 +145,22 @@ class UnitGradient:
 
         def finish() -> None:
             ticket.wait()
-            regions.clear()
+            partials.clear()
             self._finish_reduce(parameters, used, used_counts)
 
         return Ticket(finish=finish)
+
+    def _cut_for(self, parameters: list[UnitParameter]) -> Cut:
+        """How these parameters' gradients, and one flag for each, are cut over the ranks."""
+        key = tuple(map(id, parameters))
+        if key not in self._cuts:
+            unit = self.unit
+            slots = [unit.wire.slots[unit.parameters.index(p)] for p in parameters]
+            everywhere = ((0, len(parameters)),) * unit.setting.world_size
+            flags = Slot("", (), 0, everywhere, (0,) * unit.setting.world_size)
+            group, itemsize = unit.setting.transport.group, unit.compute_dtype.itemsize
+            self._cuts[key] = Cut([*slots, flags], None, group, itemsize)
+        return self._cuts[key]
 
     def _finish_reduce(
         self, parameters: list[UnitParameter], used: list[bool], used_counts: Tensor
@@ -161,10 +179,15 @@ class UnitGradient:
         unit = self.unit
         if unit.setting.is_sharded or self.reduced is None:
             return
-        indices = [unit.parameters.index(parameter) for parameter in parameters]
-        regions = unit.regions(self.reduced, unit.wire, only=indices)
+        key = tuple(map(id, parameters))
+        if key not in self._spread_cuts:
+            slots = [unit.wire.slots[unit.parameters.index(p)] for p in parameters]
+            slots = [slot for slot in slots if not slot.replicated]
+            offsets = [slot.full_offset for slot in slots]
+            group, itemsize = unit.setting.transport.group, self.reduced.tensor.itemsize
+            self._spread_cuts[key] = Cut(slots, offsets, group, itemsize)
         where = f"gather of gradients of unit {unit.name!r} on rank {unit.setting.rank}"
-        unit.setting.transport.gather(regions, where).wait()
+        unit.setting.transport.gather(self.reduced.tensor, self._spread_cuts[key], where).wait()
 
     def _show(self, parameter: UnitParameter) -> None:
         view = self._rest_view(parameter)

@@ -22,6 +22,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from onefold.errors import StateError, expected
 from onefold.layout.rows import Layout, Slot
@@ -32,11 +33,9 @@ from onefold.state.buffer import Buffer
 from onefold.ticket import DONE, Ticket
 from onefold.tier.store import Store
 from onefold.wire.collectives import Group
-from onefold.wire.transport import Region, Transport
+from onefold.wire.transport import Cut, Transport
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
     from onefold.state.gradient import UnitGradient
 
 
@@ -83,7 +82,7 @@ class UnitParameter:
     """One parameter of a unit: its owners in the module tree, its face, its whole weight."""
 
     __slots__ = (
-        "__weakref__", "_hooked", "_template", "_unit", "face", "fqn", "local", "on_grad",
+        "__weakref__", "_hooked", "_resting", "_template", "_unit", "face", "fqn", "local", "on_grad",
         "owners", "slot", "version", "whole",
     )  # fmt: skip
 
@@ -93,6 +92,7 @@ class UnitParameter:
         self.fqn = slot.fqn
         self.owners = [(ref(module), name) for module, name in owners]
         self._hooked = False
+        self._resting = _why_resting(slot.fqn, unit.setting.rank)
         self._template: DTensor | None = None
         self.on_grad: Callable[[UnitParameter], None] | None = None
         self.version = 0
@@ -119,7 +119,8 @@ class UnitParameter:
             return local
         template = self._template
         if local.dtype == template.dtype:
-            return type(template)(local, template._spec, requires_grad=False)  # type: ignore[call-arg]
+            # not the constructor, whose compiler guard costs more than the rest of this function
+            return DTensor.__new__(DTensor, local, template._spec, requires_grad=False)
         return _dtensor(local, self.unit.setting.mesh, self.slot)
 
     def unwrap(self, shown: Tensor) -> Tensor:
@@ -137,6 +138,12 @@ class UnitParameter:
             return value
         return self.wrap(self.unwrap(value).to(self.local))
 
+    def hide_whole(self) -> None:
+        """Put the face into the modules; reading the whole weight becomes an error."""
+        if self.whole is not self.face:
+            self.show(self.face)
+            faces.bury(self.whole, self._resting)
+
     def show(self, parameter: nn.Parameter) -> None:
         """Put `parameter` into every owner, as assignment would, without its checks."""
         for owner, name in self.owners:
@@ -152,7 +159,7 @@ class UnitParameter:
             self._template = _dtensor(self.local, setting.mesh, self.slot)
             self.face = faces.sharded_face(self.local, self._template, ref(self))  # type: ignore[assignment]
             self.face.requires_grad_(requires_grad)
-            faces.bury(original, self.fqn, _why_replaced(self.fqn, setting.rank))
+            faces.bury(original, _why_replaced(self.fqn, setting.rank))
         else:
             original.grad = None
             original.data = self.local
@@ -212,8 +219,6 @@ def _grad_hook(parameter: ReferenceType[UnitParameter]) -> Callable[[Tensor], No
 
 
 def _dtensor(local: Tensor, mesh: DeviceMesh | None, slot: Slot) -> DTensor:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     placement = Replicate() if slot.replicated else Shard(0)
     shape = torch.Size(slot.shape)
     stride = torch.empty(shape, device="meta").stride()
@@ -266,6 +271,8 @@ class Unit:
         self._fresh = False
         self._gathered = -1  # `edits` when the full buffer was filled
         self._touched_by_data = 0
+        self._gather_cut: Cut | None = None
+        self._local_rows: list[Tensor] = []
         self._allocate()
 
     def _allocate(self) -> None:
@@ -320,28 +327,10 @@ class Unit:
         else:
             slot = parameter.slot
             view = self.full.view(slot.full_offset, slot.shape)
-            requires_grad = view.is_floating_point() or view.is_complex()
-            parameter.whole = nn.Parameter(view, requires_grad=requires_grad and False)
-            faces.bury(
-                parameter.whole, parameter.fqn, _why_resting(parameter.fqn, self.setting.rank)
-            )
+            parameter.whole = nn.Parameter(view, requires_grad=False)
+            parameter.hide_whole()
         if parameter.face.requires_grad:
-            self._prepare_training(parameter)
-
-    def _prepare_training(self, parameter: UnitParameter) -> None:
-        parameter.follow_requires_grad()
-
-    def regions(
-        self, full: Buffer, layout: Layout, *, only: Iterable[int] | None = None
-    ) -> list[Region]:
-        """The regions of `full` as `layout` cuts them."""
-        slots = layout.slots if only is None else [layout.slots[index] for index in only]
-        return [
-            Region(
-                full.tensor[slot.full_offset : slot.full_offset + slot.numel], slot.pieces
-            )
-            for slot in slots
-        ]
+            parameter.follow_requires_grad()
 
     # the two moves
 
@@ -356,16 +345,28 @@ class Unit:
 
     def gather_into(self, full: Buffer) -> Ticket:
         """Start filling `full` (any dtype) from the shards of all ranks."""
+        if not self._local_rows:
+            sharded = [slot for slot in self.rest.slots if not slot.replicated]
+            offsets = [slot.full_offset for slot in sharded]
+            if self.setting.rest_world > 1:
+                group = self.setting.transport.group
+                self._gather_cut = Cut(sharded, offsets, group, full.tensor.itemsize)
+            self._local_rows = [parameter.local.reshape(-1) for parameter in self.parameters]
         rank = self.setting.rest_rank
-        regions = self.regions(full, self.rest)
-        own = [region.piece(rank) for region in regions]
+        flat = full.tensor
         with torch.no_grad():
-            locals_ = [parameter.local.reshape(-1) for parameter in self.parameters]
-            torch._foreach_copy_(own, locals_)
-        if self.setting.rest_world == 1:
+            own = [flat[start:stop] for start, stop in self._own_spans(rank)]
+            torch._foreach_copy_(own, self._local_rows)
+        if self._gather_cut is None:
             return DONE
         where = f"gather of unit {self.name!r} on rank {self.setting.rank}"
-        return self.setting.transport.gather(regions, where)
+        return self.setting.transport.gather(flat, self._gather_cut, where)
+
+    def _own_spans(self, rank: int) -> list[tuple[int, int]]:
+        return [
+            (slot.full_offset + slot.pieces[rank][0], slot.full_offset + slot.pieces[rank][1])
+            for slot in self.rest.slots
+        ]
 
     def _is_current(self) -> bool:
         """True if the full buffer holds, or is about to hold, the weights as they rest now."""
@@ -407,13 +408,7 @@ class Unit:
         if self.state is UnitState.WHOLE:
             self._keep_edits()
             for parameter in self.parameters:
-                if parameter.whole is not parameter.face:
-                    parameter.show(parameter.face)
-                    faces.bury(
-                        parameter.whole,
-                        parameter.fqn,
-                        _why_resting(parameter.fqn, self.setting.rank),
-                    )
+                parameter.hide_whole()
             self.state = UnitState.RESTING
         if release and not self.is_resident and self.state is UnitState.RESTING:
             self._ticket.wait()

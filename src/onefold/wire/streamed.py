@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onefold.ticket import Ticket
-from onefold.wire.transport import Region, Transport
+from onefold.wire.transport import Cut, Transport
 
 
 class Streamed:
@@ -26,16 +26,22 @@ class Streamed:
         self._gather_stream = torch.cuda.Stream(device)
         self._reduce_stream = torch.cuda.Stream(device)
 
-    def gather(self, regions: Sequence[Region], label: str) -> Ticket:
+    def gather(self, full: Tensor, cut: Cut, label: str) -> Ticket:
         """See `Transport.gather`."""
-        return _beside(self._gather_stream, lambda: self.inner.gather(regions, label))
+        return _beside(self._gather_stream, lambda: self.inner.gather(full, cut, label))
 
     def reduce_scatter(
-        self, regions: Sequence[Region], out: Sequence[Tensor], fresh: Sequence[bool], label: str
+        self,
+        partials: Sequence[Tensor],
+        cut: Cut,
+        out: Sequence[Tensor],
+        fresh: Sequence[bool],
+        label: str,
     ) -> Ticket:
         """See `Transport.reduce_scatter`."""
         return _beside(
-            self._reduce_stream, lambda: self.inner.reduce_scatter(regions, out, fresh, label)
+            self._reduce_stream,
+            lambda: self.inner.reduce_scatter(partials, cut, out, fresh, label),
         )
 
 

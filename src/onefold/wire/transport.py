@@ -12,76 +12,112 @@ a buffer gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from onefold.layout.rows import Slot
 from onefold.ledger import Kind, Ledger
 from onefold.ticket import DONE, Ticket, Work
 from onefold.wire.collectives import Group
 
 PACK_NBYTES = 64 * 1024
-"""Regions with pieces below this size share one message: its copy costs less than its latency.
+"""Regions whose pieces are smaller share one message: its copy costs less than its latency.
 
 Measured on 2 cores, gloo: a transformer block as 4 large regions and one packed message gathers in
 9.0 ms (2 ranks), as one contiguous message in 9.5 ms, packed and copied out whole in 10.4 ms.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """One parameter of a unit in flight, as consecutive pieces of `whole` in rank order.
+class Cut:
+    """How the regions of one message are cut over the ranks: made once, used for every transfer.
 
-    A replicated parameter has the same, whole piece on every rank.
+    `large` regions travel from and to where they lie. `small` ones are packed: `packed_index` lists
+    their elements in message order (rank by rank, region by region) as positions counted from each
+    region's offset: in one flat buffer (`offsets`), or, for separate tensors, in the small ones
+    laid end to end. A replicated region goes whole to every rank, which only reductions do.
     """
 
-    whole: Tensor  # flat [numel]
-    pieces: tuple[tuple[int, int], ...]  # per rank [start, stop)
+    def __init__(
+        self, slots: Sequence[Slot], offsets: Sequence[int] | None, group: Group, itemsize: int
+    ) -> None:
+        ranks = range(group.world_size)
+        self.numels = [[slot.piece_numel(rank) for rank in ranks] for slot in slots]
+        self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
+        is_large = [
+            max(numels) * itemsize >= PACK_NBYTES and not replicated
+            for numels, replicated in zip(self.numels, self.is_replicated, strict=True)
+        ]
+        self.large = [index for index, large in enumerate(is_large) if large]
+        self.small = [index for index, large in enumerate(is_large) if not large]
+        lengths = [
+            0 if large else slot.pieces[-1][1] for slot, large in zip(slots, is_large, strict=True)
+        ]
+        starts = offsets if offsets is not None else [0, *accumulate(lengths)][:-1]
+        self.spans = [
+            [(offset + start, offset + stop) for start, stop in slot.pieces]
+            for slot, offset in zip(slots, starts, strict=True)
+        ]
+        self.packed_numels = [sum(self.numels[index][rank] for index in self.small) for rank in ranks]
+        own = group.rank
+        self.own_packed_numels = [self.numels[index][own] for index in self.small]
+        self.sharded_numel = sum(
+            sum(numels)
+            for numels, replicated in zip(self.numels, self.is_replicated, strict=True)
+            if not replicated
+        )
+        self.own_numel = sum(
+            numels[own]
+            for numels, replicated in zip(self.numels, self.is_replicated, strict=True)
+            if not replicated
+        )
+        self.replicated_numel = sum(
+            numels[own]
+            for numels, replicated in zip(self.numels, self.is_replicated, strict=True)
+            if replicated
+        )
+        self._index: Tensor | None = None
 
-    def piece(self, rank: int) -> Tensor:
-        start, stop = self.pieces[rank]
-        return self.whole[start:stop]
-
-    def piece_numel(self, rank: int) -> int:
-        start, stop = self.pieces[rank]
-        return stop - start
-
-    @property
-    def replicated(self) -> bool:
-        return len(self.pieces) > 1 and self.pieces[0] == self.pieces[1] == (0, self.whole.numel())
-
-    @property
-    def is_even(self) -> bool:
-        return len({stop - start for start, stop in self.pieces}) == 1
-
-    @property
-    def is_large(self) -> bool:
-        largest = max(stop - start for start, stop in self.pieces)
-        return not self.replicated and largest * self.whole.element_size() >= PACK_NBYTES
+    def packed_index(self, device: torch.device) -> Tensor:
+        """int64 [elements of the packed message]: where each comes from."""
+        if self._index is None or self._index.device != device:
+            spans = [
+                torch.arange(*self.spans[index][rank])
+                for rank in range(len(self.packed_numels))
+                for index in self.small
+            ]
+            index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+            self._index = index.to(device)
+        return self._index
 
 
 class Transport(Protocol):
-    """How regions cross between ranks. Every rank must call with the same regions, in order."""
+    """How regions cross between ranks. Every rank must call with the same cut, in the same order."""
 
     @property
     def group(self) -> Group: ...
 
-    def gather(self, regions: Sequence[Region], label: str) -> Ticket:
-        """Fill every region from its owners; this rank's own pieces are already in place.
+    def gather(self, full: Tensor, cut: Cut, label: str) -> Ticket:
+        """Fill every region of the flat `full` from its owners; own pieces are in place already.
 
-        The regions may not be read or freed before the ticket is waited for.
+        `full` may not be read or freed before the ticket is waited for.
         """
         ...
 
     def reduce_scatter(
-        self, regions: Sequence[Region], out: Sequence[Tensor], fresh: Sequence[bool], label: str
+        self,
+        partials: Sequence[Tensor],
+        cut: Cut,
+        out: Sequence[Tensor],
+        fresh: Sequence[bool],
+        label: str,
     ) -> Ticket:
-        """Put the mean over ranks of this rank's piece of every region into `out`.
+        """Put the mean over ranks of this rank's piece of every flat partial into `out`.
 
-        Where `fresh` is False the mean is added to what `out` holds. The ticket owns the regions'
-        tensors until it is waited for; the sum happens inside that wait.
+        Where `fresh` is False the mean is added to what `out` holds. The ticket owns the partials
+        until it is waited for; the sum happens inside that wait.
         """
         ...
 
@@ -92,14 +128,21 @@ class LocalTransport:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def gather(self, regions: Sequence[Region], label: str) -> Ticket:
+    def gather(self, full: Tensor, cut: Cut, label: str) -> Ticket:
+        """Nothing to do."""
         return DONE
 
     def reduce_scatter(
-        self, regions: Sequence[Region], out: Sequence[Tensor], fresh: Sequence[bool], label: str
+        self,
+        partials: Sequence[Tensor],
+        cut: Cut,
+        out: Sequence[Tensor],
+        fresh: Sequence[bool],
+        label: str,
     ) -> Ticket:
-        for region, target, is_fresh in zip(regions, out, fresh, strict=True):
-            target.copy_(region.whole) if is_fresh else target.add_(region.whole)
+        """The mean over one rank is its own gradient."""
+        for partial, target, is_fresh in zip(partials, out, fresh, strict=True):
+            target.copy_(partial) if is_fresh else target.add_(partial)
         return DONE
 
 
@@ -116,140 +159,141 @@ class Composed:
         self.ledger = ledger
         self.native = native
 
-    def gather(self, regions: Sequence[Region], label: str) -> Ticket:
-        group, rank = self.group, self.group.rank
-        large = [region for region in regions if region.is_large]
-        small = [region for region in regions if not region.is_large and not region.replicated]
-        works = [work for region in large for work in self._gather_large(region)]
-        staged = self._staging(small)
-        if staged:
-            torch.cat([region.piece(rank) for region in small], out=staged[rank])
-        works += [
-            group.broadcast(buffer, source) for source, buffer in enumerate(staged) if len(buffer)
-        ]
-        own = sum(_piece_nbytes(region, rank) for region in (*large, *small))
-        self.ledger.sent("gather", own * (group.world_size - 1))
+    # gather
 
-        def unpack() -> None:
-            for source, buffer in enumerate(staged):
-                if source != rank and len(buffer):
-                    _split_into([region.piece(source) for region in small], buffer)
+    def gather(self, full: Tensor, cut: Cut, label: str) -> Ticket:
+        """See `Transport.gather`."""
+        rank, others = self.group.rank, self.group.world_size - 1
+        works = [work for index in cut.large for work in self._gather_large(full, cut, index)]
+        finish = None
+        if sum(cut.packed_numels):
+            index = cut.packed_index(full.device)
+            staged = full.new_empty(len(index))
+            parts = staged.split(cut.packed_numels)
+            torch.index_select(
+                full, 0, index.split(cut.packed_numels)[rank], out=parts[rank]
+            )
+            works += self._gather_pieces(staged, parts)
 
-        return Ticket(works, unpack, label)
+            def unpack() -> None:
+                full.index_copy_(0, index, staged)
 
-    def _gather_large(self, region: Region) -> list[Work]:
-        if self.native and region.is_even:
-            return [self.group.all_gather(region.whole, region.piece(self.group.rank))]
+            finish = unpack
+        self.ledger.sent("gather", cut.own_numel * full.element_size() * others)
+        return Ticket(works, finish, label)
+
+    def _gather_large(self, full: Tensor, cut: Cut, index: int) -> list[Work]:
+        spans = cut.spans[index]
+        pieces = [full[start:stop] for start, stop in spans]
+        if self.native and len(set(cut.numels[index])) == 1:
+            return [self.group.all_gather(full[spans[0][0] : spans[-1][1]], pieces[self.group.rank])]
+        return self._broadcast_each(pieces)
+
+    def _gather_pieces(self, staged: Tensor, parts: Sequence[Tensor]) -> list[Work]:
+        """The packed message: latency counts, so one collective where pieces are equal."""
+        if len({part.numel() for part in parts}) == 1:
+            return [self.group.all_gather(staged, parts[self.group.rank])]
+        return self._broadcast_each(parts)
+
+    def _broadcast_each(self, pieces: Sequence[Tensor]) -> list[Work]:
         return [
-            self.group.broadcast(region.piece(source), source)
-            for source in range(self.group.world_size)
-            if region.piece_numel(source)
+            self.group.broadcast(piece, source)
+            for source, piece in enumerate(pieces)
+            if piece.numel()
         ]
 
-    def _staging(self, small: Sequence[Region]) -> list[Tensor]:
-        """One message buffer for each rank's pieces of the small regions."""
-        if not small:
-            return []
-        like = small[0].whole
-        return [
-            like.new_empty(sum(region.piece_numel(source) for region in small))
-            for source in range(self.group.world_size)
-        ]
+    # reduce
 
     def reduce_scatter(
-        self, regions: Sequence[Region], out: Sequence[Tensor], fresh: Sequence[bool], label: str
+        self,
+        partials: Sequence[Tensor],
+        cut: Cut,
+        out: Sequence[Tensor],
+        fresh: Sequence[bool],
+        label: str,
     ) -> Ticket:
-        inbound: list[list[Tensor] | None] = [None] * len(regions)
+        """See `Transport.reduce_scatter`."""
+        world_size, rank = self.group.world_size, self.group.rank
+        scale = 1.0 / world_size
+        received: list[Tensor] = []
         works: list[Work] = []
-        small: list[int] = []
-        for index, region in enumerate(regions):
-            if region.is_large:
-                works.append(self._exchange_large(region, index, inbound))
-            else:
-                small.append(index)
-        if small:
-            works.append(self._exchange_small([regions[index] for index in small], small, inbound))
-        nbytes = sum(received.nbytes for pieces in inbound for received in pieces or ())
+        for index in cut.large:
+            own = cut.numels[index][rank]
+            received.append(partials[index].new_empty(own * world_size))
+            works.append(
+                self.group.all_to_all(
+                    received[-1], partials[index], [own] * world_size, cut.numels[index]
+                )
+            )
+        own_packed = sum(cut.own_packed_numels)
+        packed = self._packed(partials, cut)
+        received.append(packed.new_empty(own_packed * world_size))
+        if len(packed):
+            works.append(
+                self.group.all_to_all(
+                    received[-1], packed, [own_packed] * world_size, cut.packed_numels
+                )
+            )
+        nbytes = sum(buffer.nbytes for buffer in received)
         self.ledger.add(Kind.WIRE, "device", nbytes)
-        self._count(regions)
-        scale = 1.0 / self.group.world_size
+        self._count(cut, packed.element_size())
 
         def average() -> None:
-            for pieces, target, is_fresh in zip(inbound, out, fresh, strict=True):
-                if target.numel():
-                    _mean_in_rank_order(pieces or [], target, is_fresh, scale)
-            inbound.clear()
+            for index, buffer in zip(cut.large, received, strict=False):
+                if out[index].numel():
+                    _mean_in_rank_order(buffer, out[index], fresh[index], scale)
+            if own_packed:
+                _spread_packed(received[-1], cut, out, fresh, scale)
+            received.clear()
             self.ledger.add(Kind.WIRE, "device", -nbytes)
 
         return Ticket(works, average, label)
 
-    def _count(self, regions: Sequence[Region]) -> None:
+    def _packed(self, partials: Sequence[Tensor], cut: Cut) -> Tensor:
+        """All pieces for rank 0, then for rank 1, ...: what the small regions send."""
+        if not cut.small:
+            return partials[0].new_empty(0)
+        whole = torch.cat([partials[index] for index in cut.small])
+        return whole.index_select(0, cut.packed_index(whole.device))
+
+    def _count(self, cut: Cut, itemsize: int) -> None:
         """Sharded gradients are the law's bytes; what every rank must know whole is `control`."""
-        rank = self.group.rank
-        sharded = [region for region in regions if not region.replicated]
-        control = [region for region in regions if region.replicated]
-        sent = sum(region.whole.nbytes - _piece_nbytes(region, rank) for region in sharded)
-        self.ledger.sent("reduce_scatter", sent)
+        self.ledger.sent("reduce_scatter", (cut.sharded_numel - cut.own_numel) * itemsize)
         others = self.group.world_size - 1
-        self.ledger.sent("control", others * sum(region.whole.nbytes for region in control), 0)
-
-    def _exchange_large(
-        self, region: Region, index: int, inbound: list[list[Tensor] | None]
-    ) -> Work:
-        """Send the region's pieces from where they lie."""
-        world_size = self.group.world_size
-        own = region.piece_numel(self.group.rank)
-        received = region.whole.new_empty(own * world_size)
-        inbound[index] = list(received.split(own)) if own else []
-        sent = [region.piece_numel(rank) for rank in range(world_size)]
-        return self.group.all_to_all(received, region.whole, [own] * world_size, sent)
-
-    def _exchange_small(
-        self, regions: Sequence[Region], indices: list[int], inbound: list[list[Tensor] | None]
-    ) -> Work:
-        """Send all pieces for one rank as one message."""
-        group = self.group
-        packed = torch.cat(
-            [region.piece(rank) for rank in range(group.world_size) for region in regions]
-        )
-        sent = [
-            sum(region.piece_numel(rank) for region in regions) for rank in range(group.world_size)
-        ]
-        own = [region.piece_numel(group.rank) for region in regions]
-        received = packed.new_empty(sum(own) * group.world_size)
-        parts = received.split(own * group.world_size)
-        for position, index in enumerate(indices):
-            inbound[index] = list(parts[position :: len(own)])
-        return group.all_to_all(received, packed, [sum(own)] * group.world_size, sent)
+        self.ledger.sent("control", others * cut.replicated_numel * itemsize, 0)
 
 
-def _mean_in_rank_order(
-    pieces: Sequence[Tensor], target: Tensor, is_fresh: bool, scale: float
+def _spread_packed(
+    received: Tensor, cut: Cut, out: Sequence[Tensor], fresh: Sequence[bool], scale: float
 ) -> None:
-    """target = mean(pieces), or target += mean(pieces); summed from rank 0 up in target's dtype."""
-    if is_fresh:
-        total = target
-        if len(pieces) > 1 and pieces[0].dtype == target.dtype:
-            torch.add(pieces[0], pieces[1], out=total)
-            rest = pieces[2:]
-        else:
-            total.copy_(pieces[0])
-            rest = pieces[1:]
-    elif pieces[0].dtype == target.dtype:
-        total, rest = pieces[0], pieces[1:]
+    """Average the packed message and put each small region's piece where it goes."""
+    targets = [out[index] for index in cut.small]
+    mean = targets[0].new_empty(sum(cut.own_packed_numels))
+    _mean_in_rank_order(received, mean, True, scale)
+    parts = mean.split(cut.own_packed_numels)
+    replaced = [i for i, index in enumerate(cut.small) if fresh[index]]
+    added = [i for i, index in enumerate(cut.small) if not fresh[index]]
+    if replaced:
+        torch._foreach_copy_([targets[i] for i in replaced], [parts[i] for i in replaced])
+    if added:
+        torch._foreach_add_([targets[i] for i in added], [parts[i] for i in added])
+
+
+def _mean_in_rank_order(received: Tensor, target: Tensor, is_fresh: bool, scale: float) -> None:
+    """target = mean of the equal parts of `received`, or += it; summed from rank 0 up.
+
+    The sum is in target's dtype, whatever the dtype in which the parts travelled.
+    """
+    first, *rest = received.split(target.numel())
+    if not is_fresh:
+        total = first if first.dtype == target.dtype else first.to(target.dtype)
+    elif rest and first.dtype == target.dtype:
+        total = torch.add(first, rest[0], out=target)
+        rest = rest[1:]
     else:
-        total, rest = pieces[0].to(target.dtype), pieces[1:]
-    for piece in rest:
-        total.add_(piece)
+        total = target.copy_(first)
+    for part in rest:
+        total.add_(part)
     total.mul_(scale)
-    if total is not target:
+    if not is_fresh:
         target.add_(total)
-
-
-def _piece_nbytes(region: Region, rank: int) -> int:
-    return region.piece_numel(rank) * region.whole.element_size()
-
-
-def _split_into(targets: Sequence[Tensor], packed: Tensor) -> None:
-    parts = packed.split([target.numel() for target in targets])
-    torch._foreach_copy_(list(targets), list(parts))

@@ -1,0 +1,113 @@
+"""Host time of the engine per unit, forward + backward, beside FSDP2's, in one run.
+
+Tiny layers and a fake process group of 8 ranks leave nothing but host work. Rounds interleave the
+two engines and the plain module; printed are medians over rounds of (sharded - plain) / units.
+
+    python benchmarks/host_overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import onefold
+
+
+class Block(nn.Module):
+    """Two parameters, next to no arithmetic."""
+
+    def __init__(self, num_linears: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_linears))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for linear in self.linears:
+            x = linear(x)
+        return x
+
+
+class Stack(nn.Module):
+    """Blocks in a row."""
+
+    def __init__(self, num_units: int, num_linears: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(num_linears) for _ in range(num_units))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def seconds(module: nn.Module, x: torch.Tensor) -> float:
+    """One forward and backward; gradients are cleared outside the clock."""
+    start = time.perf_counter()
+    module(x).sum().backward()
+    elapsed = time.perf_counter() - start
+    module.zero_grad()
+    return elapsed
+
+
+def measure(num_units: int, num_linears: int, rounds: int) -> dict[str, float]:
+    """Milliseconds per unit above the plain module, for each engine."""
+    plain = Stack(num_units, num_linears)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fsdp = copy.deepcopy(plain)
+    for layer in fsdp.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(fsdp, mesh=mesh)
+    contestants = {"plain": plain, "fsdp2": fsdp}
+    for stage in (3, 2, 0):
+        contestants[f"onefold {stage}"] = onefold.shard(copy.deepcopy(plain), stage=stage)
+    x = torch.ones(1, 8)
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds + 3):
+        for name, module in contestants.items():
+            elapsed = seconds(module, x)
+            if number >= 3:
+                times[name].append(elapsed)
+    base = statistics.median(times["plain"])
+    return {
+        name: 1e3 * (statistics.median(values) - base) / num_units
+        for name, values in times.items()
+        if name != "plain"
+    }
+
+
+def main() -> None:
+    """Print milliseconds per unit for units of 2 and of 12 parameters."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--units", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    results = {
+        f"{2 * linears} parameters": measure(options.units, linears, options.rounds)
+        for linears in (1, 6)
+    }
+    dist.destroy_process_group()
+    if options.json:
+        print(json.dumps(results))
+        return
+    for size, by_engine in results.items():
+        cells = "   ".join(f"{name} {ms:6.3f} ms" for name, ms in by_engine.items())
+        print(f"units of {size:14s} {cells}")
+
+
+if __name__ == "__main__":
+    main()
