@@ -279,10 +279,11 @@ def _build_unit(plan: UnitPlan, setting: Setting, optimizers: Sequence[Optimizer
     }
     # parameters of one optimizer group lie together, so that they are one run
     plan.members.sort(key=lambda owned: group_of.get(id(owned.parameter), len(group_of)))
+    # what stays is allocated before what goes, so that the allocator gets its top of heap back
+    unit = Unit(plan, setting)
     materialise(plan, setting.store.device)
     originals = [owned.parameter for owned in plan.members]
     agree_on_values([original.data for original in originals], setting.transport.group)
-    unit = Unit(plan, setting)
     unit.adopt(originals)
     return unit
 

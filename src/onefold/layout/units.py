@@ -171,6 +171,8 @@ def _repeated_members(module: nn.Module) -> list[nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return []
     members = [child for child in module.children() if any(True for _ in child.parameters())]
+    if any(type(member).forward is nn.Module.forward for member in members):
+        return []  # lists of lists: what is never called cannot be a block
     classes = Counter(type(member) for member in members)
     if not classes or classes.most_common(1)[0][1] < max(2, len(members) / 2):
         return []

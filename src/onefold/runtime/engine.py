@@ -87,6 +87,7 @@ class Engine:
         self._clock = 0
         self._begun: list[Call] = []
         self._is_backward = False
+        self._builds_graph = False
         self._connect()
 
     def _connect(self) -> None:
@@ -170,9 +171,10 @@ class Engine:
         seen = self._seen[unit]
         if module is not None:
             seen.add(id(module))
-        if len(seen) >= num_modules or self.forward_depth == 0:
+        is_last = len(seen) >= num_modules or self.forward_depth == 0
+        if is_last:
             seen.clear()
-            unit.reshard(release=self.rests_after_forward)
+        unit.reshard(release=is_last and self.rests_after_forward)
 
     def _phase(self) -> Phase:
         if in_backward():
@@ -185,6 +187,12 @@ class Engine:
         if successor is not None:
             successor.start_unshard()
         unit.unshard()
+
+    def hold_alias(self, tensor: nn.Parameter) -> None:
+        """A module gave out a whole weight, or a view of one: it stays whole until backward ends."""
+        for unit in self.units:
+            if any(parameter.whole is tensor for parameter in unit.parameters):
+                unit.hold()
 
     def watch_use(self, unit: Unit, outputs: object) -> None:
         """Whole weights were used outside the unit's modules: backward must find them whole too."""
@@ -204,6 +212,9 @@ class Engine:
         if call.is_begun or self.is_summoned:
             return
         self.begin_backward()
+        if torch.is_grad_enabled():  # create_graph: the next graph refers to these weights
+            self._builds_graph = True
+            call.unit.hold()
         call.is_begun = True
         for later in [other for other in self._begun if other.started > call.finished]:
             self._begun.remove(later)
@@ -250,6 +261,8 @@ class Engine:
             call.is_begun = False
         self._begun.clear()
         for unit in self.units:
+            if not self._builds_graph:
+                unit.let_go()
             unit.reshard(release=self.rests_after_backward)
         if self.defers_reduction:
             for gradient in self.gradients.values():
@@ -268,7 +281,9 @@ class Engine:
 
     def rest(self) -> None:
         """All units rest as shards, nothing whole is kept."""
+        self._builds_graph = False
         for unit in self.units:
+            unit.let_go()
             unit.reshard(release=True)
 
     def before_step(self) -> None:

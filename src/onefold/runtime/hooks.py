@@ -7,7 +7,9 @@ tensors, because in-place changes of an output move the tensor to another node b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -15,6 +17,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from onefold.errors import WireError
 from onefold.runtime.engine import Call, Engine
 from onefold.runtime.precision import cast_floating
 from onefold.state.unit import Unit
@@ -54,15 +57,24 @@ class ModuleHooks:
         return cast_floating(args, self.compute), cast_floating(kwargs, self.compute)
 
     def post_forward(self, module: nn.Module, args: object, outputs: object) -> None:
+        if sys.exception() is None:
+            self._leave(module, outputs)
+            return
+        with suppress(WireError):  # forward has failed already: a second error would hide the first
+            self._leave(module, None)
+
+    def _leave(self, module: nn.Module, outputs: object) -> None:
         engine = self.engine
         calls = self._calls.pop() if self._calls else []
+        tensors = list(tensors_in(outputs))
+        for tensor in tensors:
+            base = tensor._base if tensor._is_view() else tensor
+            if isinstance(base, nn.Parameter):
+                engine.hold_alias(base)
         for call in calls:
             engine.leave(call, module, self._num_modules[call.unit])
-        if torch.is_grad_enabled():
-            if calls:
-                watch_outputs(ref(engine), calls, outputs)
-            elif self.is_root:
-                watch_outputs(ref(engine), [], outputs)
+        if torch.is_grad_enabled() and (calls or self.is_root):
+            watch_outputs(ref(engine), calls, tensors)
         if self.is_root:
             engine.end_forward()
 
@@ -93,12 +105,13 @@ def watch_outputs(
                 alive.enter_backward(call)
 
     nodes = {}
-    for tensor in tensors_in(outputs):
-        if tensor.requires_grad:
-            base = tensor._base if tensor._is_view() else None
-            node = (tensor if base is None or base.grad_fn is None else base).grad_fn
-            if node is not None:
-                nodes[id(node)] = node
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                base = tensor._base if tensor._is_view() else None
+                node = (tensor if base is None or base.grad_fn is None else base).grad_fn
+                if node is not None:
+                    nodes[id(node)] = node
     for node in nodes.values():
         node.register_prehook(before_node)
 
@@ -117,7 +130,9 @@ def tensors_in(value: object, depth: int = 6) -> Iterator[Tensor]:
         children = list(value)
     elif is_dataclass(value) and not isinstance(value, type):
         children = [getattr(value, field.name, None) for field in fields(value)]
-    elif not isinstance(value, type) and isinstance(getattr(value, "__dict__", None), dict):
-        children = list(vars(value).values())
+    elif not isinstance(value, type):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        children = [getattr(value, name, None) for name in slots]
+        children += list(getattr(value, "__dict__", {}).values())
     for child in children:
         yield from tensors_in(child, depth - 1)

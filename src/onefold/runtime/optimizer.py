@@ -135,7 +135,8 @@ class OptimizerBinding:
         self._restore = [(group, dict(group)) for group in optimizer.param_groups]
         for group, mine, others in zip(optimizer.param_groups, stand_ins, foreign, strict=True):
             group["params"] = mine + others
-            if type(optimizer) in FUSED and _may_fuse(group):
+            is_real = all(tensor.is_floating_point() for tensor in group["params"])
+            if type(optimizer) in FUSED and is_real and _may_fuse(group):
                 group["fused"] = True
         optimizer.state = state
         self._is_entered = True

@@ -44,9 +44,12 @@ class Reducer:
             self._in_flight.popleft().wait()
 
     def abort(self) -> None:
-        """Drop gradients that were not reduced; wait for what is under way on all ranks."""
+        """Drop gradients that were not shown yet; wait for what is under way on all ranks."""
         self._reduced.clear()
+        for gradient in self._gradients.values():
+            gradient.is_discarding = True
         while self._in_flight:
             self._in_flight.popleft().wait()
         for gradient in self._gradients.values():
+            gradient.is_discarding = False
             gradient.drop_partial()

@@ -36,6 +36,7 @@ class Summoner(Protocol):
     def group(self) -> Group: ...
     def is_differentiable_use(self) -> bool: ...
     def note_data_access(self) -> None: ...
+    def note_whole_edit(self) -> None: ...
     def whole_for(self) -> Tensor: ...
     def used_by(self, outputs: object) -> None: ...
 
@@ -142,6 +143,28 @@ class ReplicatedFace(nn.Parameter):
 FACES = (ShardedFace, ReplicatedFace)
 
 
+class WholeParameter(nn.Parameter):
+    """A whole weight while its modules run. Notices when `.data` is taken, perhaps to be edited."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    _summoner: ReferenceType[Summoner]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        self._expect_edit()
+        return nn.Parameter.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._expect_edit()
+        nn.Parameter.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def _expect_edit(self) -> None:
+        summoner = self._summoner()
+        if summoner is not None:
+            summoner.note_whole_edit()
+
+
 class GoneParameter(nn.Parameter):
     """A tensor object whose bytes have moved. Any use of its value raises `StateError`."""
 
@@ -169,8 +192,8 @@ def bury(parameter: nn.Parameter, why: str) -> None:
 
 
 def revive(parameter: nn.Parameter) -> None:
-    """Undo `bury`: the object is a plain Parameter again."""
-    parameter.__class__ = nn.Parameter
+    """Undo `bury`: the object is a whole weight that may be read."""
+    parameter.__class__ = WholeParameter
 
 
 def sharded_face(local: Tensor, like: DTensor, summoner: ReferenceType[Summoner]) -> ShardedFace:

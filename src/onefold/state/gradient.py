@@ -36,6 +36,7 @@ class UnitGradient:
         self._unit = ref(unit)
         self.fired: set[UnitParameter] = set()  # accumulated in the running backward
         self._num_awaited = 0
+        self.is_discarding = False  # an aborted backward: results that still arrive are dropped
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
         self._cuts: dict[tuple[int, ...], Cut] = {}
@@ -64,7 +65,8 @@ class UnitGradient:
             self._num_awaited = len(self.trainable())
         self.fired.add(parameter)
         if parameter not in self.partial:
-            grad = parameter.whole.grad
+            with torch._C.DisableTorchFunctionSubclass():  # the weight itself may rest already
+                grad = parameter.whole.grad
             self._hold(parameter, grad.nbytes if grad is not None else 0)
         return len(self.fired) == self._num_awaited
 
@@ -130,7 +132,7 @@ class UnitGradient:
         fresh = self._prepare_reduced(parameters)
         cut = self._cut_for(parameters)
         flags = torch.tensor(used, dtype=unit.compute_dtype, device=unit.setting.store.device)
-        used_counts = torch.empty(len(used), dtype=torch.float32, device=flags.device)
+        used_counts = torch.empty(len(used), dtype=self._dtype(parameters[0]), device=flags.device)
         partials = [*(self._flat_partial(p) for p in parameters), flags]
         ticket = unit.setting.transport.reduce_scatter(
             partials,
@@ -165,8 +167,11 @@ class UnitGradient:
     def _finish_reduce(
         self, parameters: list[UnitParameter], used: list[bool], used_counts: Tensor
     ) -> None:
+        if self.is_discarding:
+            self._count_reduced(parameters)
+            return
         if not all(used):  # only then is it worth asking the device what the others did
-            used = [count > 0 for count in used_counts.tolist()]
+            used = [count != 0 for count in used_counts.tolist()]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._spread(parameters)
             for parameter, is_used in zip(parameters, used, strict=True):

@@ -62,7 +62,7 @@ def initialise(module: nn.Module, device: torch.device) -> None:
     with torch.no_grad():
         reset()
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any()):
+        if tensor is not None and tensor.is_floating_point() and _has_nan(tensor):
             raise ConfigError(
                 expected(
                     f"{kind}.reset_parameters() to set {name!r}",
@@ -71,6 +71,11 @@ def initialise(module: nn.Module, device: torch.device) -> None:
                     "real device",
                 )
             )
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """A sum tells without a temporary as large as a mask; only opposite infinities need a look."""
+    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
 def agree_on_values(tensors: Iterable[Tensor], group: Group) -> None:

@@ -159,6 +159,8 @@ class UnitParameter:
             self._template = _dtensor(self.local, setting.mesh, self.slot)
             self.face = faces.sharded_face(self.local, self._template, ref(self))  # type: ignore[assignment]
             self.face.requires_grad_(requires_grad)
+            original.grad = None
+            original.data = original.data.new_empty(0)  # whoever holds the object holds no bytes
             faces.bury(original, _why_replaced(self.fqn, setting.rank))
         else:
             original.grad = None
@@ -200,6 +202,9 @@ class UnitParameter:
 
     def note_data_access(self) -> None:
         self.unit.note_data_access()
+
+    def note_whole_edit(self) -> None:
+        self.version = -1
 
     def used_by(self, outputs: object) -> None:
         self.unit.note_use(outputs)
@@ -265,6 +270,7 @@ class Unit:
             UnitParameter(self, slot, owned.owners)
             for slot, owned in zip(self.rest.slots, plan.members, strict=True)
         ]
+        self.is_held = False
         self.on_demand: Callable[[Unit, object], None] | None = None
         self.is_wanted: Callable[[bool], bool] = lambda requires_grad: False
         self._ticket: Ticket = DONE
@@ -293,7 +299,6 @@ class Unit:
             self.full = Buffer(
                 full_numel, self.compute_dtype, Kind.UNSHARDED, setting.store, setting.ledger
             )
-            self.full.tensor.zero_()  # gaps stay zero only until the first release; nobody reads
         for parameter in self.parameters:
             slot = parameter.slot
             start = slot.shard_offsets[rank]
@@ -328,6 +333,7 @@ class Unit:
             slot = parameter.slot
             view = self.full.view(slot.full_offset, slot.shape)
             parameter.whole = nn.Parameter(view, requires_grad=False)
+            parameter.whole._summoner = ref(parameter)
             parameter.hide_whole()
         if parameter.face.requires_grad:
             parameter.follow_requires_grad()
@@ -404,17 +410,25 @@ class Unit:
         self.state = UnitState.WHOLE
 
     def reshard(self, *, release: bool) -> None:
-        """Show faces again; with `release` also free the whole weights."""
+        """Show faces again; with `release` also free the whole weights, unless they are held."""
         if self.state is UnitState.WHOLE:
             self._keep_edits()
             for parameter in self.parameters:
                 parameter.hide_whole()
             self.state = UnitState.RESTING
-        if release and not self.is_resident and self.state is UnitState.RESTING:
+        if release and self.state is UnitState.RESTING and not (self.is_resident or self.is_held):
             self._ticket.wait()
             self._ticket = DONE
             self._fresh = False
             self.full.release()
+
+    def hold(self) -> None:
+        """Keep the whole weights until `let_go`: a graph or an output refers to them in ways that
+        no hook of a module foresees, such as a view."""
+        self.is_held = True
+
+    def let_go(self) -> None:
+        self.is_held = False
 
     def _keep_edits(self) -> None:
         """Bring in-place changes made to whole weights during forward back to the shards."""
@@ -496,6 +510,8 @@ class Unit:
     def summon_for_use(self, parameter: UnitParameter) -> Tensor:
         """The whole compute weight for an operation outside the unit's own modules."""
         self.unshard()
+        if torch.is_grad_enabled():
+            self.hold()
         return parameter.whole
 
     def note_use(self, outputs: object) -> None:

@@ -19,19 +19,19 @@ VOCAB = 256
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """The shape of a GPT. `max_seq` is the longest row it can read, in tokens."""
+    """The shape of a GPT, but for the longest row it reads. `lr` is a peak rate that suits it."""
 
     num_layers: int
     width: int
     num_heads: int
-    max_seq: int = 1024
+    lr: float
     is_tied: bool = False
 
 
 PRESETS = {
-    "tiny": GPTConfig(num_layers=4, width=128, num_heads=4),
-    "mini": GPTConfig(num_layers=6, width=256, num_heads=8),
-    "small": GPTConfig(num_layers=8, width=768, num_heads=12),
+    "tiny": GPTConfig(num_layers=4, width=128, num_heads=4, lr=3e-3),
+    "mini": GPTConfig(num_layers=6, width=256, num_heads=8, lr=2e-3),
+    "small": GPTConfig(num_layers=8, width=768, num_heads=12, lr=6e-4),
 }
 """About 0.9, 5 and 57 million parameters."""
 
@@ -88,13 +88,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes [B, T] to logits [B, T, 256] of the byte that follows each."""
+    """Bytes [B, T] to logits [B, T, 256] of the byte that follows each; T is at most `max_seq`."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, max_seq: int) -> None:
         super().__init__()
-        self.config = config
         self.tokens = Table(VOCAB, config.width)
-        self.positions = Table(config.max_seq, config.width)
+        self.positions = Table(max_seq, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = Projection(config.width, VOCAB)

@@ -1,0 +1,198 @@
+"""Text as bytes: any folder, or the source of the running Python's standard library.
+
+Files are never loaded whole. A split is a list of spans of files; a window is read when it is
+drawn, so a corpus may be larger than memory. Which files are held out depends on names alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onefold.errors import ConfigError, expected
+
+HELD_OUT_SHARE = 0.05
+"""Share of the files that are kept from training (of the bytes, where there is one file)."""
+
+_NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_SNIFF_NBYTES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes [start, stop) of one file."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """Spans read as one long row of bytes."""
+
+    spans: tuple[Span, ...]
+    ends: tuple[int, ...] = field(init=False)  # where each span ends in the row
+
+    def __post_init__(self) -> None:
+        numbers = accumulate(span.stop - span.start for span in self.spans)
+        object.__setattr__(self, "ends", tuple(numbers))
+
+    @property
+    def nbytes(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Bytes [offset, offset + count) of the row."""
+        parts: list[bytes] = []
+        index = bisect_right(self.ends, offset)
+        while count > 0:
+            span = self.spans[index]
+            begins = self.ends[index] - (span.stop - span.start)
+            wanted = min(count, self.ends[index] - offset)
+            parts.append(_read(span, offset - begins, wanted))
+            offset, count, index = offset + wanted, count - wanted, index + 1
+        return b"".join(parts)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out text, disjoint by file."""
+
+    name: str
+    train: Split
+    held_out: Split
+    prompt: bytes  # what generated text starts with
+
+
+def open_corpus(folder: str | None, seq: int) -> Corpus:
+    """Index a folder of text files, or the standard library; both splits hold a row of `seq`.
+
+    Raises:
+        ConfigError: no such folder, no text in it, or too little.
+    """
+    if folder is None:
+        name, root = "Python standard library", Path(sysconfig.get_paths()["stdlib"])
+        files = [path for path in _files(root, _NOT_SOURCE) if path.suffix == ".py"]
+    else:
+        name, root = folder, Path(folder)
+        files = _files(root, set()) if root.is_dir() else []
+    spans = [span for path in files if (span := _text_span(path)) is not None]
+    if not spans:
+        raise ConfigError(
+            expected(
+                "a data folder with text files",
+                f"no text in {str(root)!r}" if root.is_dir() else f"no folder {str(root)!r}",
+                hint="pass a folder of text or source files with --data",
+            )
+        )
+    train, held_out = _split(root, spans)
+    smallest = min(train.nbytes, held_out.nbytes)
+    if smallest <= seq:
+        raise ConfigError(
+            expected(
+                f"more than {seq} bytes of text to train on and to hold out, for one row each",
+                f"{train.nbytes} and {held_out.nbytes} bytes in {str(root)!r}",
+                hint="lower --seq, or pass a folder with more text",
+            )
+        )
+    prompt = b"def " if folder is None else held_out.read(0, min(smallest, 16))
+    return Corpus(name, train, held_out, prompt)
+
+
+class Windows:
+    """Endless global batches of random windows; gives this rank's rows of each.
+
+    Every rank draws the offsets of the whole batch, so which rows are trained on does not depend on
+    how many ranks there are.
+    """
+
+    def __init__(self, split: Split, *, rows: int, seq: int, seed: int, own: range) -> None:
+        self._split = split
+        self._rows = rows
+        self._seq = seq
+        self._own = own
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        """Own rows [len(own), seq + 1] of the next batch, as int64 tokens."""
+        last = self._split.nbytes - self._seq
+        offsets = torch.randint(0, last, (self._rows,), generator=self._generator).tolist()
+        rows = [self._split.read(offsets[row], self._seq + 1) for row in self._own]
+        flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
+        return flat.view(len(rows), self._seq + 1).long()
+
+
+def own_rows(rows: int, rank: int, world_size: int) -> range:
+    """The rows of a global batch that `rank` works on: contiguous, and as even as can be."""
+    return range(rank * rows // world_size, (rank + 1) * rows // world_size)
+
+
+def _files(root: Path, without: set[str]) -> list[Path]:
+    """Every file below `root` but hidden ones, in an order that does not depend on the disk."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in without and name[0] != "."]
+        found += [Path(folder, name) for name in names if name[0] != "."]
+    return sorted(found)
+
+
+def _text_span(path: Path) -> Span | None:
+    """All of a file, or None where it is empty, unreadable or not text (has a zero byte)."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_SNIFF_NBYTES)
+            nbytes = os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
+    return Span(path, 0, nbytes) if head and b"\0" not in head else None
+
+
+def _split(root: Path, spans: list[Span]) -> tuple[Split, Split]:
+    """Training and held-out spans, by the hash of each file's name relative to `root`."""
+    if len(spans) == 1:
+        path, nbytes = spans[0].path, spans[0].stop
+        cut = nbytes - max(1, int(nbytes * HELD_OUT_SHARE))
+        return Split((Span(path, 0, cut),)), Split((Span(path, cut, nbytes),))
+    draws = {span: _draw(span.path.relative_to(root)) for span in spans}
+    held_out = {span for span in spans if draws[span] < HELD_OUT_SHARE}
+    if not held_out:
+        held_out = {min(spans, key=draws.__getitem__)}
+    if len(held_out) == len(spans):
+        held_out.remove(max(spans, key=draws.__getitem__))
+    return (
+        Split(tuple(span for span in spans if span not in held_out)),
+        Split(tuple(span for span in spans if span in held_out)),
+    )
+
+
+def _draw(name: Path) -> float:
+    """A number in [0, 1) that depends on the name alone."""
+    return int.from_bytes(sha256(name.as_posix().encode()).digest()[:8], "big") / 2**64
+
+
+def _read(span: Span, offset: int, count: int) -> bytes:
+    with span.path.open("rb") as file:
+        file.seek(span.start + offset)
+        got = file.read(count)
+    if len(got) != count:
+        raise ConfigError(
+            expected(
+                f"{str(span.path)!r} to keep its {span.stop} bytes while it is read",
+                "a shorter file",
+                hint="train on a folder that nobody writes to",
+            )
+        )
+    return got

@@ -1,0 +1,30 @@
+"""What one training run is asked to do, as a frozen value. Imports no torch: `--help` reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run of the training loop.
+
+    `batch` is rows of the global batch, over all ranks and micro-batches; `seq` is tokens of a row.
+    """
+
+    model: str = "tiny"  # a preset, a Hugging Face config.json, or module:function
+    data: str | None = None  # a folder of text; None: the source of Python's standard library
+    stage: int = 3
+    precision: str | None = None  # None computes in the parameters' own dtype
+    steps: int = 250
+    batch: int = 16
+    seq: int = 64
+    accumulate: int = 1  # micro-batches of a step
+    lr: float | None = None  # peak learning rate; None: what suits the preset
+    clip: float = 1.0  # largest norm of the whole gradient; 0 does not clip
+    seed: int = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees, over all ranks."""
+        return self.batch * self.seq

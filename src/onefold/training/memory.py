@@ -1,0 +1,104 @@
+"""The closed form of what a rank holds, and the table that compares it with `onefold.report`.
+
+For fp32 parameters of n elements over N ranks, by ZeRO stage (arXiv 1910.02054, section 5):
+
+    stage      weight    grad     AdamW's two moments
+    0          4n        4n       8n
+    1, 2, 3    4n / N    4n / N   8n / N
+
+Stages differ in when they gather and reduce, not in what rests here between backward and step,
+but for the weight of stages 1 and 2, which is beside a whole copy ("unsharded") until the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+
+from onefold.reporting import Report
+
+KINDS = ("weight", "master", "grad", "optimizer")
+"""Kinds of state that rest, and that the closed form knows."""
+
+SHARD_STEP, REPLICA_STEP = 16, 64
+"""Elements to which each parameter is rounded up in a shard, and in a replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """One parameter as the closed form sees it."""
+
+    shape: tuple[int, ...]
+    itemsize: int  # bytes of an element
+
+    @staticmethod
+    def of(module: nn.Module) -> tuple[ParameterShape, ...]:
+        """Every parameter of a module once; the same before and after `onefold.shard`."""
+        return tuple(ParameterShape(tuple(p.shape), p.itemsize) for p in module.parameters())
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that one rank holds at the end of a step, before `zero_grad`, and at the peak."""
+
+    rank: int
+    now: dict[str, int]  # by kind
+    peak: dict[str, int]
+    total_peak: int
+    expected: dict[str, int]  # by kind, from the closed form
+
+    @property
+    def is_equal(self) -> bool:
+        """True if every kind of resting state is what the closed form says, to the byte."""
+        return all(self.now.get(kind, 0) == nbytes for kind, nbytes in self.expected.items())
+
+
+def expected_nbytes(
+    shapes: Iterable[ParameterShape], *, stage: int, world_size: int, rank: int
+) -> dict[str, int]:
+    """Bytes by kind that `rank` holds of AdamW training in which every parameter has a gradient."""
+    totals = dict.fromkeys(KINDS, 0)
+    is_sharded = stage > 0 and world_size > 1
+    for parameter in shapes:
+        numel = prod(parameter.shape)
+        if is_sharded:
+            resting = _round_up(_piece_numel(parameter.shape, world_size, rank), SHARD_STEP)
+        else:
+            resting = _round_up(numel, REPLICA_STEP)
+        stepped = resting if world_size > 1 else numel  # alone, gradients are autograd's own
+        totals["weight"] += resting * parameter.itemsize
+        totals["master"] += resting * 4 if parameter.itemsize < 4 else 0
+        totals["grad"] += stepped * max(4, parameter.itemsize)
+        totals["optimizer"] += stepped * 2 * max(4, parameter.itemsize)
+    return totals
+
+
+def measure(shapes: Iterable[ParameterShape], report: Report) -> RankMemory:
+    """A rank's report beside its closed form."""
+    where = {"stage": report.stage, "world_size": report.world_size, "rank": report.rank}
+    return RankMemory(
+        rank=report.rank,
+        now={kind: report.nbytes(kind) for kind in report.memory},
+        peak={
+            kind: sum(usage.peak for usage in tiers.values())
+            for kind, tiers in report.memory.items()
+        },
+        total_peak=report.total.peak,
+        expected=expected_nbytes(shapes, **where),
+    )
+
+
+def _piece_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:
+    """Elements of the rows that `torch.chunk` gives `rank`; a 0-dim parameter is held by all."""
+    if not shape:
+        return 1
+    per_rank = -(-shape[0] // world_size)
+    rows = max(0, min(per_rank, shape[0] - rank * per_rank))
+    return rows * prod(shape[1:])
+
+
+def _round_up(numel: int, step: int) -> int:
+    return -(-numel // step) * step

@@ -1,0 +1,57 @@
+"""Joining the ranks that a launcher started, and leaving them in every case."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from onefold.wire.collectives import Group
+
+TIMEOUT_S = 120
+"""After this long without its peers, a rank gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank among its peers."""
+
+    group: Group
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    def mean(self, values: list[float]) -> list[float]:
+        """The mean over ranks of each number; a collective."""
+        everywhere = [row for row in self.group.all_gather_object(values) if isinstance(row, list)]
+        return [sum(column) / self.world_size for column in zip(*everywhere, strict=True)]
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """The default process group as the launcher describes it: NCCL on GPUs, otherwise gloo."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    is_cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if is_cuda else "gloo",
+        timeout=timedelta(seconds=TIMEOUT_S),
+        device_id=device if is_cuda else None,
+    )
+    try:
+        yield World(Group.of(dist.group.WORLD), device)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,18 @@
+"""Settings of every test: one compute thread a rank, as ranks are threads themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests, with the reason, where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, found none")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
