@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from onefold import environment, loading
@@ -18,7 +17,7 @@ from onefold.ledger import Ledger
 from onefold.reporting import Report, UnitLine, copied, snapshot
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import install
-from onefold.runtime.optimizer import adopt_later, bind, replace_parameters
+from onefold.runtime.optimizer import adopt_later, bind, check_state, replace_parameters
 from onefold.state.materialise import agree_on_values, materialise, materialise_buffers
 from onefold.state.unit import Setting, Unit
 from onefold.tier.device import DeviceStore
@@ -66,26 +65,26 @@ def shard(
     chosen = precision_of(precision)
     refuse_unbuilt(offload, wire)
     optimizers = _as_list(optimizer)
+    _check_module(module)
     parameters = owned_parameters(module)
-    _check_module(module, parameters)
+    _check_parameters(parameters)
     _check_optimizers(optimizers, parameters)
     group, device_mesh, device = environment.resolve(mesh, parameters)
     is_sharded = placements.optimizer is Placement.SHARD
     ledger = Ledger()
     setting = Setting(
-        transport=_transport(group, device, ledger),
+        transport=_transport(group, device, ledger, chosen.reduce),
         store=DeviceStore(device),
         ledger=ledger,
         mesh=device_mesh if is_sharded else None,
         is_sharded=is_sharded,
         compute=chosen.compute,
         master=chosen.master,
-        reduce=chosen.reduce,
     )
     plans = plan_units(module, units)
     _check_agreement(group, plans, f"stage {stage}, {chosen}")
     originals = [owned.parameter for owned in parameters]
-    built = [_build_unit(plan, setting, optimizers) for plan in plans]
+    built = [_build_unit(i, plan, setting, optimizers) for i, plan in enumerate(plans)]
     _settle_buffers(module, device, group, chosen.buffers)
     engine = Engine(module, built, setting, stage=stage)
     module.__dict__[_ENGINE] = engine
@@ -159,7 +158,7 @@ def report(module: nn.Module) -> Report:
 
 def engine_of(module: nn.Module) -> Engine:
     """The engine of a sharded module, or `StateError`."""
-    engine = module.__dict__.get(_ENGINE)
+    engine = module.__dict__.get(_ENGINE) if isinstance(module, nn.Module) else None
     if not isinstance(engine, Engine):
         raise StateError(
             expected(
@@ -174,7 +173,8 @@ def engine_of(module: nn.Module) -> Engine:
 def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     if optimizer is None:
         return []
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    is_several = isinstance(optimizer, list | tuple)
+    optimizers = list(optimizer) if is_several else [optimizer]
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise ConfigError(
@@ -187,14 +187,17 @@ def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimize
     return optimizers
 
 
-def _transport(group: Group, device: torch.device, ledger: Ledger) -> Transport:
+def _transport(
+    group: Group, device: torch.device, ledger: Ledger, reduce: torch.dtype
+) -> Transport:
     if group.world_size == 1:
         return LocalTransport(group)
-    composed = Composed(group, ledger, native=device.type == "cuda" and group.is_nccl)
+    native = device.type == "cuda" and group.is_nccl
+    composed = Composed(group, ledger, reduce=reduce, native=native)
     return Streamed(composed, device) if device.type == "cuda" else composed
 
 
-def _check_module(module: nn.Module, parameters: Sequence[Owned]) -> None:
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(
             expected(
@@ -211,6 +214,9 @@ def _check_module(module: nn.Module, parameters: Sequence[Owned]) -> None:
                 hint="call onefold.shard once, on the outermost module",
             )
         )
+
+
+def _check_parameters(parameters: Sequence[Owned]) -> None:
     for owned in parameters:
         if getattr(owned.parameter, "_summoner", None) is not None:
             raise ConfigError(
@@ -244,6 +250,8 @@ def _check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owne
                     "after moving or casting it",
                 )
             )
+        for owned in parameters:
+            check_state(owned.fqn, owned.parameter, optimizer)
 
 
 def _check_agreement(group: Group, plans: Sequence[UnitPlan], choices: str) -> None:
@@ -269,7 +277,9 @@ def _check_agreement(group: Group, plans: Sequence[UnitPlan], choices: str) -> N
             )
 
 
-def _build_unit(plan: UnitPlan, setting: Setting, optimizers: Sequence[Optimizer]) -> Unit:
+def _build_unit(
+    index: int, plan: UnitPlan, setting: Setting, optimizers: Sequence[Optimizer]
+) -> Unit:
     """Give a unit's parameters their values, keep this rank's share, let go of the rest."""
     group_of = {
         id(tensor): index
@@ -280,7 +290,7 @@ def _build_unit(plan: UnitPlan, setting: Setting, optimizers: Sequence[Optimizer
     # parameters of one optimizer group lie together, so that they are one run
     plan.members.sort(key=lambda owned: group_of.get(id(owned.parameter), len(group_of)))
     # what stays is allocated before what goes, so that the allocator gets its top of heap back
-    unit = Unit(plan, setting)
+    unit = Unit(plan, setting, index)
     materialise(plan, setting.store.device)
     originals = [owned.parameter for owned in plan.members]
     agree_on_values([original.data for original in originals], setting.transport.group)

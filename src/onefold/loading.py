@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
-from weakref import ref
+from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
@@ -13,19 +14,32 @@ from onefold.state.unit import UnitParameter
 
 
 def guard(module: nn.Module, engine: Engine) -> None:
-    """Make `load_state_dict` of the module take whole or sharded tensors, and refuse others."""
-    alive = ref(engine)
-    strictness: list[bool] = []
+    """Make `load_state_dict` take whole or sharded tensors, of the module or a part of it.
 
-    def before(
-        module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any],
-        strict: bool, *_: object,
+    Shapes are checked where each submodule loads. Names are checked for the whole module, in front
+    of torch's own method: its hooks are not told whether the caller asked for strictness.
+    """
+    alive = ref(engine)
+    for part in module.modules():
+        if part._parameters:
+            part.register_load_state_dict_pre_hook(_Cutter(alive))
+    module.__dict__["load_state_dict"] = _Loader(module)
+
+
+class _Cutter:
+    """Turns a submodule's entries of a state dict into what its faces can copy from."""
+
+    def __init__(self, engine: ReferenceType[Engine]) -> None:
+        self.engine = engine
+
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any],
+        *_: object,
     ) -> None:  # fmt: skip
-        current = alive()
-        strictness[:] = [strict]
-        if current is None or current.is_summoned:
+        engine = self.engine()
+        if engine is None or engine.is_summoned:
             return
-        current.rest()
+        engine.rest()
         if metadata.get("assign_to_params_buffers"):
             raise StateError(
                 expected(
@@ -34,32 +48,37 @@ def guard(module: nn.Module, engine: Engine) -> None:
                     hint="leave assign out; values are copied into the shards",
                 )
             )
-        for name, parameter in _named(module, current):
-            value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor):
-                state_dict[prefix + name] = _fitted(name, parameter, value)
+        for name, face in module._parameters.items():
+            value = state.get(prefix + name)
+            parameter = engine.by_face.get(id(face))
+            if parameter is not None and isinstance(value, Tensor):
+                state[prefix + name] = _fitted(prefix + name, parameter, value)
 
-    def after(module: nn.Module, keys: Any) -> None:
-        missing, unexpected = list(keys.missing_keys), list(keys.unexpected_keys)
-        if strictness == [True] and (missing or unexpected):
-            raise StateError(
-                expected(
-                    "a state dict with the module's names",
-                    f"missing {missing[:5]}, unexpected {unexpected[:5]}",
-                    hint="load it with strict=False to take what fits",
+
+class _Loader:
+    """`load_state_dict` of the sharded module itself: names first, then torch's method."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = ref(module)
+
+    def __call__(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        module = self.module()
+        assert module is not None, "a method outlived its module"
+        if strict:
+            wanted = module.state_dict(keep_vars=True).keys()
+            missing = [name for name in wanted if name not in state_dict]
+            unexpected = [name for name in state_dict if name not in wanted]
+            if missing or unexpected:
+                raise StateError(
+                    expected(
+                        "a state dict with the module's names",
+                        f"missing {missing[:5]}, unexpected {unexpected[:5]}",
+                        hint="load it with strict=False to take what fits",
+                    )
                 )
-            )
-
-    module.register_load_state_dict_pre_hook(before)
-    module.register_load_state_dict_post_hook(after)
-
-
-def _named(module: nn.Module, engine: Engine) -> list[tuple[str, UnitParameter]]:
-    return [
-        (name, engine.by_face[id(face)])
-        for name, face in module.named_parameters(remove_duplicate=False)
-        if id(face) in engine.by_face
-    ]
+        return type(module).load_state_dict(module, state_dict, strict, assign)
 
 
 def _fitted(name: str, parameter: UnitParameter, value: Tensor) -> Tensor:

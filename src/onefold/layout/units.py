@@ -19,10 +19,6 @@ from onefold.errors import ConfigError, expected
 
 UnitChoice = Sequence[nn.Module] | Callable[[nn.Module], bool] | None
 
-DESCEND_SHARE = 0.25
-"""A repeated block that holds more than this share of all bytes is looked into for smaller ones."""
-
-
 @dataclass(slots=True, eq=False)
 class Owned:
     """One parameter and every (module, attribute name) under which the module tree knows it."""
@@ -151,30 +147,30 @@ def _innermost_block(blocks: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """Children of lists whose members with parameters are mostly of one class, outermost first."""
     members = _repeated_members(root)
-    return members or list(dict.fromkeys(_blocks_below(root, _nbytes(root) * DESCEND_SHARE)))
+    return members or list(dict.fromkeys(_blocks_below(root)))
 
 
-def _blocks_below(module: nn.Module, limit: float) -> list[nn.Module]:
-    """Blocks among the descendants; one above `limit` bytes gives way to blocks inside it."""
+def _blocks_below(module: nn.Module) -> list[nn.Module]:
+    """Outermost blocks among the descendants.
+
+    Lists inside a block are left alone, whatever their size: they may be experts, of which each
+    rank calls others, and a unit has to be used by all ranks or by none.
+    """
     blocks: list[nn.Module] = []
     for child in module.children():
-        members = _repeated_members(child)
-        if not members:
-            blocks += _blocks_below(child, limit)
-        for member in members:
-            inner = _blocks_below(member, limit) if _nbytes(member) > limit else []
-            blocks += inner or [member]
+        blocks += _repeated_members(child) or _blocks_below(child)
     return blocks
 
 
 def _repeated_members(module: nn.Module) -> list[nn.Module]:
-    if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     members = [child for child in module.children() if any(True for _ in child.parameters())]
     if any(type(member).forward is nn.Module.forward for member in members):
         return []  # lists of lists: what is never called cannot be a block
     classes = Counter(type(member) for member in members)
-    if not classes or classes.most_common(1)[0][1] < max(2, len(members) / 2):
+    least = 1 if isinstance(module, nn.ModuleList) else 2  # a list of one: a model of one layer
+    if not classes or classes.most_common(1)[0][1] < max(least, len(members) / 2):
         return []
     return members
 

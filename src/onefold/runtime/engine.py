@@ -51,7 +51,7 @@ class Stepper(Protocol):
 class Call:
     """One forward of a module that uses a unit, as backward will meet it again."""
 
-    __slots__ = ("finished", "is_begun", "started", "unit")
+    __slots__ = ("__weakref__", "finished", "is_begun", "started", "unit")
 
     def __init__(self, unit: Unit, started: int) -> None:
         self.unit = unit
@@ -86,8 +86,10 @@ class Engine:
         self._seen: dict[Unit, set[int]] = {unit: set() for unit in units}
         self._clock = 0
         self._begun: list[Call] = []
+        self._open: dict[Unit, WeakSet[Call]] = {unit: WeakSet() for unit in units}
         self._is_backward = False
         self._builds_graph = False
+        self._is_checked = False
         self._connect()
 
     def _connect(self) -> None:
@@ -134,6 +136,8 @@ class Engine:
                 self.abort_backward()
             for stepper in list(self.steppers):
                 stepper.recover()
+            if not self._is_checked:
+                self.check_structure()
             for gradient in self.gradients.values():
                 gradient.drop_cleared()
             self.schedule.begin(self._phase())
@@ -194,10 +198,17 @@ class Engine:
             if any(parameter.whole is tensor for parameter in unit.parameters):
                 unit.hold()
 
+    def hold_hidden(self, unit: Unit) -> None:
+        """A forward showed no tensor for backward to come by: if it hid one, weights must stay."""
+        if self.gradients[unit].trainable():
+            unit.hold()
+
     def watch_use(self, unit: Unit, outputs: object) -> None:
         """Whole weights were used outside the unit's modules: backward must find them whole too."""
         from onefold.runtime.hooks import watch_outputs
 
+        if self._users[unit] == 0 and not self.is_summoned:
+            unit.reshard(release=False)  # the next use elsewhere must meet the face again
         self._clock += 1
         watch_outputs(ref(self), Call(unit, self._clock), outputs)
 
@@ -219,7 +230,8 @@ class Engine:
         for later in [other for other in self._begun if other.started > call.finished]:
             self._begun.remove(later)
             later.is_begun = False
-            self._rest_after_backward(later.unit)
+            self._open[later.unit].discard(later)
+            self._leave_backward(later.unit)
         self._begun.append(call)
         self._make_whole(call.unit, Phase.BACKWARD)
 
@@ -238,9 +250,22 @@ class Engine:
 
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
-    def _rest_after_backward(self, unit: Unit) -> None:
-        if all(call.unit is not unit for call in self._begun):
-            unit.reshard(release=self.rests_after_backward)
+    def _leave_backward(self, unit: Unit) -> None:
+        """Backward is through with one call of `unit`; if it was the last, reduce and rest.
+
+        Every rank meets this point in the same order, also one that used only a part of the unit
+        (an expert that got no token) and will never see its last gradient.
+        """
+        if any(call.unit is unit for call in self._begun):
+            return
+        gradient = self.gradients[unit]
+        if not self._open[unit] and not self.defers_reduction:
+            self.reducer.start_if_due(gradient)
+        unit.reshard(release=self.rests_after_backward)
+
+    def expect_backward(self, call: Call) -> None:
+        """The outputs of `call` are watched: backward will come by, if it comes at all."""
+        self._open[call.unit].add(call)
 
     @property
     def defers_reduction(self) -> bool:
@@ -260,6 +285,8 @@ class Engine:
         for call in self._begun:
             call.is_begun = False
         self._begun.clear()
+        for calls in self._open.values():
+            calls.clear()
         for unit in self.units:
             if not self._builds_graph:
                 unit.let_go()
@@ -297,10 +324,38 @@ class Engine:
 
     def after_step(self, optimizer_nbytes: int) -> None:
         """The optimizer has stepped: publish, and close the step's account."""
+        self._is_checked = False
         for unit in self.units:
             unit.publish()
         self.ledger.set(Kind.OPTIMIZER, self.setting.store.name, optimizer_nbytes)
         self.ledger.end_step()
+
+    def check_structure(self) -> None:
+        """Raise `StateError` if the module has gained or lost parameters since `shard`."""
+        module = self.module()
+        if module is None or self.is_summoned:
+            return
+        self._is_checked = True
+        unseen = dict(self.by_face)
+        for prefix, part in module.named_modules():
+            for name, tensor in part._parameters.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in self.by_face:
+                    raise self._changed(f"{prefix}.{name}".lstrip("."), "one it did not shard")
+                unseen.pop(id(tensor), None)
+        for parameter in unseen.values():
+            raise self._changed(parameter.fqn, "a module from which it was removed or replaced")
+
+    def _changed(self, fqn: str, got: str) -> StateError:
+        return StateError(
+            expected(
+                f"parameter {fqn!r} to be as onefold.shard left it",
+                got,
+                where=f"rank {self.group.rank}",
+                hint="add, replace and resize parameters and modules before onefold.shard",
+            )
+        )
 
     # whole parameters for the user
 
@@ -326,16 +381,22 @@ class Engine:
             yield
         finally:
             self.is_summoned = False
-            for unit, buffer in zip(self.units, buffers, strict=True):
-                self._dismiss(unit, buffer, writeback=writeback)
+            edited = [self._edits(unit, writeback=writeback) for unit in self.units]
+            for unit in self.units:
+                for parameter in unit.parameters:
+                    parameter.show(parameter.face)
+                unit.state = UnitState.RESTING
+            self._write_back(edited)
+            buffers.clear()
 
     def _summon(self, unit: Unit) -> Buffer:
         unit.check_untouched()
         setting = self.setting
         buffer = Buffer(
-            unit.rest.full_numel, unit.dtype, Kind.UNSHARDED, setting.store, setting.ledger
+            unit.full_numel, unit.dtype, Kind.UNSHARDED, setting.store, setting.ledger
         )
         unit.gather_into(buffer).wait()
+        unit.check_tags(buffer)
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in unit.parameters:
                 view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
@@ -343,31 +404,38 @@ class Engine:
         unit.state = UnitState.SUMMONED
         return buffer
 
-    def _dismiss(self, unit: Unit, buffer: Buffer, *, writeback: bool) -> None:
-        rank = self.setting.rest_rank
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for parameter in unit.parameters:
-                if writeback:
-                    parameter.local.copy_(self._edited(parameter, buffer, rank))
-                parameter.show(parameter.face)
-        unit.state = UnitState.RESTING
+    def _edits(
+        self, unit: Unit, *, writeback: bool
+    ) -> list[tuple[UnitParameter, torch.Tensor | None]]:
+        """What the user left in the module for each parameter of the unit."""
+        found: list[tuple[UnitParameter, torch.Tensor | None]] = []
+        for parameter in unit.parameters if writeback else ():
+            owner, name = parameter.owners[0]
+            module = owner()
+            found.append((parameter, module._parameters.get(name) if module else None))
+        return found
 
-    def _edited(self, parameter: UnitParameter, buffer: Buffer, rank: int) -> torch.Tensor:
-        """Own rows of what the user left in the module: our parameter edited, or one in its place."""
-        owner, name = parameter.owners[0]
-        module = owner()
-        current = module._parameters.get(name) if module is not None else None
-        if current is None or tuple(current.shape) != parameter.slot.shape:
-            raise StateError(
-                expected(
-                    f"parameter {parameter.fqn!r} to keep shape {list(parameter.slot.shape)}",
-                    "none" if current is None else f"shape {list(current.shape)}",
-                    where=f"rank {self.group.rank}",
-                    hint="resize or remove parameters before onefold.shard",
+    def _write_back(
+        self, edited: list[list[tuple[UnitParameter, torch.Tensor | None]]]
+    ) -> None:
+        """Keep own rows of edited parameters; nothing is written unless all shapes fit."""
+        flat = [entry for unit in edited for entry in unit]
+        for parameter, current in flat:
+            if current is None or tuple(current.shape) != parameter.slot.shape:
+                raise StateError(
+                    expected(
+                        f"parameter {parameter.fqn!r} to keep shape {list(parameter.slot.shape)}",
+                        "none" if current is None else f"shape {list(current.shape)}",
+                        where=f"rank {self.group.rank}",
+                        hint="resize or remove parameters before onefold.shard",
+                    )
                 )
-            )
-        start, stop = parameter.slot.pieces[rank]
-        return current.detach().reshape(-1)[start:stop].view(parameter.local.shape)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for parameter, current in flat:
+                assert current is not None, "checked above"
+                start, stop = parameter.slot.pieces[self.setting.rest_rank]
+                rows = current.detach().reshape(-1)[start:stop]
+                parameter.local.copy_(rows.view(parameter.local.shape))
 
     # an engine belongs to one module in one process
 

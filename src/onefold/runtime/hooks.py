@@ -71,6 +71,9 @@ class ModuleHooks:
             base = tensor._base if tensor._is_view() else tensor
             if isinstance(base, nn.Parameter):
                 engine.hold_alias(base)
+        if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
+            for call in calls:
+                engine.hold_hidden(call.unit)
         for call in calls:
             engine.leave(call, module, self._num_modules[call.unit])
         if torch.is_grad_enabled() and (calls or self.is_root):
@@ -112,6 +115,10 @@ def watch_outputs(
                 node = (tensor if base is None or base.grad_fn is None else base).grad_fn
                 if node is not None:
                     nodes[id(node)] = node
+    current = engine()
+    if nodes and current is not None:
+        for call in watched:
+            current.expect_backward(call)
     for node in nodes.values():
         node.register_prehook(before_node)
 

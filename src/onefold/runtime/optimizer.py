@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onefold.errors import ConfigError, expected
 from onefold.runtime.engine import Engine
-from onefold.runtime.runs import FlatStep
+from onefold.runtime.runs import FlatStep, cannot_cut
 from onefold.runtime.whole import WholeStep
 from onefold.state.unit import UnitParameter
 
@@ -261,6 +261,15 @@ def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
         binding.engines.append(engine)
         engine.steppers.add(binding)
     return binding
+
+
+def check_state(fqn: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
+    """Raise `ConfigError` if an optimizer that has stepped holds state that cannot be cut."""
+    if type(optimizer) in ELEMENTWISE:
+        for name, value in optimizer.state.get(parameter, {}).items():
+            is_tensor = isinstance(value, Tensor)
+            if is_tensor and value.numel() != 1 and value.shape != parameter.shape:
+                raise cannot_cut(fqn, name, parameter.shape, value.shape)
 
 
 def adopt_later(engine: Engine) -> None:

@@ -29,6 +29,11 @@ class Reducer:
         self._reduced.add(gradient)
         self._in_flight.append(gradient.start_reduce())
 
+    def start_if_due(self, gradient: UnitGradient) -> None:
+        """Reduce a unit that backward has left, unless its gradients were complete before."""
+        if gradient not in self._reduced and gradient.trainable():
+            self.start(gradient)
+
     def finish(self) -> None:
         """Reduce what backward left incomplete or did not reach, then wait for everything.
 

@@ -8,6 +8,7 @@ Runs are cut anew only when that changes, and their state with them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,12 +209,15 @@ def _own_rows(parameter: UnitParameter, name: str, value: object) -> object:
         return parameter.unwrap(value.detach()).to(parameter.unit.stepped.dtype)
     if value.numel() == 1:
         return value.detach().clone()
-    raise ConfigError(
+    raise cannot_cut(parameter.fqn, name, parameter.slot.shape, shape)
+
+
+def cannot_cut(fqn: str, name: str, wanted: Sequence[int], got: Sequence[int]) -> ConfigError:
+    """The error for optimizer state that is neither like its parameter nor a number."""
+    return ConfigError(
         expected(
-            f"optimizer state {name!r} of {parameter.fqn!r} to have shape "
-            f"{list(parameter.slot.shape)} or one element",
-            f"shape {list(shape)}",
-            where=f"rank {parameter.unit.setting.rank}",
+            f"optimizer state {name!r} of {fqn!r} to have shape {list(wanted)} or one element",
+            f"shape {list(got)}",
             hint="shard before the first step, or clear optimizer.state",
         )
     )

@@ -35,12 +35,15 @@ class Summoner(Protocol):
     @property
     def group(self) -> Group: ...
     def is_differentiable_use(self) -> bool: ...
+    def detached(self) -> Tensor: ...
+    def refuse_other_data(self, value: Tensor) -> None: ...
     def note_data_access(self) -> None: ...
     def note_whole_edit(self) -> None: ...
     def whole_for(self) -> Tensor: ...
     def used_by(self, outputs: object) -> None: ...
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _COMPUTED_GETTERS = {"T", "H", "mT", "mH", "real", "imag"}
 _PASSIVE = {
@@ -73,8 +76,14 @@ def _dispatch(
     """Run `func` on the faces themselves, or on the whole weights where the use is differentiable."""
     kwargs = kwargs or {}
     if is_passive(func):
+        if func == _SET_DATA and (owner := args[0].summoner()) is not None:
+            owner.refuse_other_data(args[1])
         if func == _GET_DATA and (owner := args[0].summoner()) is not None:
             owner.note_data_access()
+        if func is Tensor.detach and isinstance(args[0], ShardedFace):  # as state_dict() does
+            owner = args[0].summoner()
+            if owner is not None:
+                return owner.detached()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     faces = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, FACES)]
@@ -94,6 +103,8 @@ def _dispatch(
         }
         args, kwargs = tree_map(lambda leaf: swap.get(id(leaf), leaf), (args, kwargs))
     outputs = func(*args, **kwargs)
+    if isinstance(outputs, WholeParameter):  # a function that gave back its argument
+        outputs = outputs.view_as(outputs)
     for summoner in wanted:
         summoner.used_by(outputs)
     return outputs
@@ -128,6 +139,10 @@ class ReplicatedFace(nn.Parameter):
 
     def summoner(self) -> Summoner | None:
         return self._summoner()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Parameter containing:\n{self.detach().as_subclass(Tensor)!r}"
 
     @classmethod
     def __torch_function__(
@@ -196,9 +211,21 @@ def revive(parameter: nn.Parameter) -> None:
     parameter.__class__ = WholeParameter
 
 
-def sharded_face(local: Tensor, like: DTensor, summoner: ReferenceType[Summoner]) -> ShardedFace:
+def dtensor_over(kind: type[DTensor], local: Tensor, spec: object) -> DTensor:
+    """A `kind` of DTensor over `local` with the placement and logical shape of `spec`.
+
+    Not through the constructor, whose compiler guard costs more than everything else here; and made
+    over a stand-in, since a wrapper that inherits its local tensor's offset into a flat buffer
+    looks to `copy.deepcopy` as if it had a storage of its own.
+    """
+    shown = kind.__new__(kind, local.new_empty(0), spec, requires_grad=False)  # type: ignore[call-arg]
+    shown._local_tensor = local
+    return shown
+
+
+def sharded_face(local: Tensor, like: DTensor, summoner: ReferenceType[Summoner]) -> nn.Parameter:
     """A face over `local` [own rows] with the placement and logical shape of `like`."""
-    face = ShardedFace.__new__(ShardedFace, local, like._spec, requires_grad=False)
+    face: Any = dtensor_over(ShardedFace, local, like._spec)
     face._is_param = True
     face._summoner = summoner
     return face

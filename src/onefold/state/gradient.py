@@ -21,6 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from onefold.errors import WireError, expected
 from onefold.layout.rows import Slot
 from onefold.ledger import Kind
 from onefold.state.buffer import Buffer
@@ -65,9 +66,7 @@ class UnitGradient:
             self._num_awaited = len(self.trainable())
         self.fired.add(parameter)
         if parameter not in self.partial:
-            with torch._C.DisableTorchFunctionSubclass():  # the weight itself may rest already
-                grad = parameter.whole.grad
-            self._hold(parameter, grad.nbytes if grad is not None else 0)
+            self._hold(parameter, parameter.slot.numel * self.unit.compute_dtype.itemsize)
         return len(self.fired) == self._num_awaited
 
     def _hold(self, parameter: UnitParameter, nbytes: int) -> None:
@@ -98,18 +97,21 @@ class UnitGradient:
 
     def _keep_local(self, parameters: list[UnitParameter]) -> None:
         """World 1: the partial gradient is the mean already."""
+        if self.is_discarding:
+            return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in parameters:
                 grad, face = parameter.whole.grad, parameter.face
                 if grad is None or parameter.whole is face:
                     continue
-                mean = grad.to(self._dtype(parameter)) if grad.is_floating_point() else grad
+                mean = grad.to(parameter.local.dtype)
                 existing = face.grad
                 if existing is not None:
                     parameter.unwrap(existing).add_(mean)
                 else:
                     face.grad = parameter.wrap(mean)
                 parameter.whole.grad = None
+                parameter.call_hooks()
         self.fired.clear()
         self._count_reduced(parameters)
         self._count_local()
@@ -131,8 +133,10 @@ class UnitGradient:
         used = [p.whole.grad is not None for p in parameters]
         fresh = self._prepare_reduced(parameters)
         cut = self._cut_for(parameters)
-        flags = torch.tensor(used, dtype=unit.compute_dtype, device=unit.setting.store.device)
-        used_counts = torch.empty(len(used), dtype=self._dtype(parameters[0]), device=flags.device)
+        flags = torch.tensor(
+            [*used, unit.tag], dtype=unit.compute_dtype, device=unit.setting.store.device
+        )
+        used_counts = torch.empty(len(flags), dtype=unit.dtype, device=flags.device)
         partials = [*(self._flat_partial(p) for p in parameters), flags]
         ticket = unit.setting.transport.reduce_scatter(
             partials,
@@ -158,7 +162,7 @@ class UnitGradient:
         if key not in self._cuts:
             unit = self.unit
             slots = [unit.wire.slots[unit.parameters.index(p)] for p in parameters]
-            everywhere = ((0, len(parameters)),) * unit.setting.world_size
+            everywhere = ((0, len(parameters) + 1),) * unit.setting.world_size
             flags = Slot("", (), 0, everywhere, (0,) * unit.setting.world_size)
             group, itemsize = unit.setting.transport.group, unit.compute_dtype.itemsize
             self._cuts[key] = Cut([*slots, flags], None, group, itemsize)
@@ -170,14 +174,29 @@ class UnitGradient:
         if self.is_discarding:
             self._count_reduced(parameters)
             return
+        if used_counts.device.type == "cpu":
+            self._check_tag(used_counts[-1].item())
         if not all(used):  # only then is it worth asking the device what the others did
-            used = [count != 0 for count in used_counts.tolist()]
+            used = [count != 0 for count in used_counts[:-1].tolist()]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._spread(parameters)
             for parameter, is_used in zip(parameters, used, strict=True):
                 if is_used:
                     self._show(parameter)
         self._count_reduced(parameters)
+
+    def _check_tag(self, mean: float | complex) -> None:
+        """Raise `WireError` if the ranks did not all reduce this unit."""
+        if abs(mean - self.unit.tag) > 0.25:
+            raise WireError(
+                expected(
+                    f"reduce_scatter of unit {self.unit.name!r} on every rank",
+                    "another unit on at least one",
+                    where=f"rank {self.unit.setting.rank}",
+                    hint="all ranks must run backward through units in the same order; a branch "
+                    "that only some ranks take has to be inside one unit (`units=`)",
+                )
+            )
 
     def _spread(self, parameters: list[UnitParameter]) -> None:
         """Where gradients rest replicated (stage 0), gather the reduced rows."""
@@ -206,8 +225,7 @@ class UnitGradient:
         unit, setting = self.unit, self.unit.setting
         if self.reduced is None:
             numel = unit.rest.shard_numels[setting.rest_rank]
-            dtype = self._dtype(unit.parameters[0])
-            self.reduced = Buffer(numel, dtype, Kind.GRAD, setting.store, setting.ledger)
+            self.reduced = Buffer(numel, unit.dtype, Kind.GRAD, setting.store, setting.ledger)
             self.reduced.tensor.zero_()
         fresh: list[bool] = []
         for parameter in parameters:
@@ -257,12 +275,3 @@ class UnitGradient:
         start = slot.shard_offsets[rank]
         numel = slot.piece_numel(rank)
         return self.reduced.tensor[start : start + numel].view(slot.piece_shape(rank))
-
-    def _dtype(self, parameter: UnitParameter) -> torch.dtype:
-        """dtype of the reduced gradient: the reduce dtype, or the parameter's if that is wider."""
-        own = parameter.local.dtype
-        if not own.is_floating_point:
-            return own
-        reduce = self.unit.setting.reduce
-        return reduce if reduce.itemsize >= own.itemsize else own
-

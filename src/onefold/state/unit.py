@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from onefold.errors import StateError, expected
+from onefold.errors import StateError, WireError, expected
 from onefold.layout.rows import Layout, Slot
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Kind, Ledger
@@ -50,7 +50,6 @@ class Setting:
     is_sharded: bool  # weights, masters, moments and grads rest as shards
     compute: torch.dtype | None
     master: torch.dtype
-    reduce: torch.dtype
 
     @property
     def rank(self) -> int:
@@ -68,6 +67,10 @@ class Setting:
     @property
     def rest_rank(self) -> int:
         return self.rank if self.is_sharded else 0
+
+
+MAX_TAG = 120
+"""Tags that tell units apart in messages stay below this: it fits int8 and is exact in bfloat16."""
 
 
 class UnitState(Enum):
@@ -118,9 +121,8 @@ class UnitParameter:
         if self._template is None:
             return local
         template = self._template
-        if local.dtype == template.dtype:
-            # not the constructor, whose compiler guard costs more than the rest of this function
-            return DTensor.__new__(DTensor, local, template._spec, requires_grad=False)
+        if local.dtype == template.dtype and local.shape == self.local.shape:
+            return faces.dtensor_over(DTensor, local, template._spec)
         return _dtensor(local, self.unit.setting.mesh, self.slot)
 
     def unwrap(self, shown: Tensor) -> Tensor:
@@ -134,14 +136,15 @@ class UnitParameter:
 
     def shown_like_face(self, value: Tensor) -> Tensor:
         """A whole or already sharded tensor as the face shows its own: for copying into it."""
-        if self._template is None or isinstance(value, type(self._template)):
+        if self._template is None:
+            return value.full_tensor() if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor):
             return value
         return self.wrap(self.unwrap(value).to(self.local))
 
-    def hide_whole(self) -> None:
-        """Put the face into the modules; reading the whole weight becomes an error."""
+    def bury_whole(self) -> None:
+        """Make reading the whole weight an error: its bytes are about to go."""
         if self.whole is not self.face:
-            self.show(self.face)
             faces.bury(self.whole, self._resting)
 
     def show(self, parameter: nn.Parameter) -> None:
@@ -157,7 +160,7 @@ class UnitParameter:
         requires_grad = original.requires_grad
         if setting.mesh is not None:
             self._template = _dtensor(self.local, setting.mesh, self.slot)
-            self.face = faces.sharded_face(self.local, self._template, ref(self))  # type: ignore[assignment]
+            self.face = faces.sharded_face(self.local, self._template, ref(self))
             self.face.requires_grad_(requires_grad)
             original.grad = None
             original.data = original.data.new_empty(0)  # whoever holds the object holds no bytes
@@ -165,12 +168,10 @@ class UnitParameter:
         else:
             original.grad = None
             original.data = self.local
-            if not self.unit.is_resident:
+            if not self.unit.computes_on_faces:
                 original.__class__ = faces.ReplicatedFace
             original._summoner = ref(self)
             self.face = original
-        if setting.reduce != original_dtype(self) and self.local.is_floating_point():
-            self.face.grad_dtype = setting.reduce
 
     def call_hooks(self) -> None:
         """Run the user's post-accumulate hooks, which autograd cannot: faces are not in its graph."""
@@ -194,11 +195,22 @@ class UnitParameter:
 
     # what faces ask for (state.face.Summoner)
 
+    def detached(self) -> Tensor:
+        return self.wrap(self.local.detach())
+
     def is_differentiable_use(self) -> bool:
         return self.unit.is_wanted_whole(self)
 
     def whole_for(self) -> Tensor:
         return self.unit.summon_for_use(self)
+
+    def refuse_other_data(self, value: Tensor) -> None:
+        """`face.data = value`: only a value that is already where it belongs may come."""
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        own = self.local
+        same = (local.data_ptr(), local.dtype, local.shape) == (own.data_ptr(), own.dtype, own.shape)
+        if not same:
+            raise self.unit.touched(self, "an assignment to its .data")
 
     def note_data_access(self) -> None:
         self.unit.note_data_access()
@@ -208,10 +220,6 @@ class UnitParameter:
 
     def used_by(self, outputs: object) -> None:
         self.unit.note_use(outputs)
-
-
-def original_dtype(parameter: UnitParameter) -> torch.dtype:
-    return parameter.local.dtype
 
 
 def _grad_hook(parameter: ReferenceType[UnitParameter]) -> Callable[[Tensor], None]:
@@ -254,13 +262,18 @@ def _why_resting(fqn: str, rank: int) -> str:
 class Unit:
     """The weights of one unit, and the two moves: `unshard` and `reshard`."""
 
-    def __init__(self, plan: UnitPlan, setting: Setting) -> None:
+    def __init__(self, plan: UnitPlan, setting: Setting, index: int = 0) -> None:
         self.name = plan.name
+        self.tag = index % MAX_TAG + 1
         self.setting = setting
         self.dtype = plan.dtype
         wants_compute = setting.compute is not None and self.dtype.is_floating_point
         self.compute_dtype = setting.compute if wants_compute and setting.compute else self.dtype
         self.is_resident = setting.rest_world == 1 and self.compute_dtype == self.dtype
+        # one process without a mesh: nothing to gather, reduce or show differently
+        self.computes_on_faces = (
+            self.is_resident and setting.mesh is None and setting.world_size == 1
+        )
         self.state = UnitState.RESTING
         self.gradient: UnitGradient  # given by the engine
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
@@ -295,9 +308,8 @@ class Unit:
         self._published = -1  # `edits` when the master agreed with the weight
         self.full = self.weight
         if not self.is_resident:
-            full_numel = self.rest.full_numel
             self.full = Buffer(
-                full_numel, self.compute_dtype, Kind.UNSHARDED, setting.store, setting.ledger
+                self.full_numel, self.compute_dtype, Kind.UNSHARDED, setting.store, setting.ledger
             )
         for parameter in self.parameters:
             slot = parameter.slot
@@ -327,14 +339,14 @@ class Unit:
             self.full.release()
 
     def _make_whole(self, parameter: UnitParameter) -> None:
-        if self.is_resident and self.setting.mesh is None:
+        if self.computes_on_faces:
             parameter.whole = parameter.face
         else:
             slot = parameter.slot
             view = self.full.view(slot.full_offset, slot.shape)
             parameter.whole = nn.Parameter(view, requires_grad=False)
             parameter.whole._summoner = ref(parameter)
-            parameter.hide_whole()
+            parameter.bury_whole()
         if parameter.face.requires_grad:
             parameter.follow_requires_grad()
 
@@ -355,18 +367,47 @@ class Unit:
             sharded = [slot for slot in self.rest.slots if not slot.replicated]
             offsets = [slot.full_offset for slot in sharded]
             if self.setting.rest_world > 1:
-                group = self.setting.transport.group
-                self._gather_cut = Cut(sharded, offsets, group, full.tensor.itemsize)
+                group, ranks = self.setting.transport.group, range(self.setting.world_size)
+                tags = Slot("", (len(ranks),), 0, tuple((r, r + 1) for r in ranks), ())
+                self._gather_cut = Cut(
+                    [*sharded, tags], [*offsets, self.rest.full_numel], group, full.tensor.itemsize
+                )
             self._local_rows = [parameter.local.reshape(-1) for parameter in self.parameters]
         rank = self.setting.rest_rank
         flat = full.tensor
         with torch.no_grad():
             own = [flat[start:stop] for start, stop in self._own_spans(rank)]
             torch._foreach_copy_(own, self._local_rows)
+            flat[self.rest.full_numel :] = self.tag
         if self._gather_cut is None:
             return DONE
         where = f"gather of unit {self.name!r} on rank {self.setting.rank}"
         return self.setting.transport.gather(flat, self._gather_cut, where)
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of a full buffer: the regions, and one tag for each rank where it is gathered."""
+        return self.rest.full_numel + (self.rest.world_size if self.rest.world_size > 1 else 0)
+
+    def check_tags(self, full: Buffer) -> None:
+        """Raise `WireError` if some rank gathered another unit at the same time.
+
+        Pieces of equal length would otherwise mix two units without anyone noticing. Only where
+        the host can look without waiting for a device.
+        """
+        if self._gather_cut is None or full.tensor.device.type != "cpu":
+            return
+        for rank, tag in enumerate(full.tensor[self.rest.full_numel :].tolist()):
+            if abs(tag - self.tag) > 0.25:
+                raise WireError(
+                    expected(
+                        f"gather of unit {self.name!r} on every rank",
+                        f"another unit on rank {rank}",
+                        where=f"rank {self.setting.rank}",
+                        hint="all ranks must use units in the same order; a branch that only some "
+                        "ranks take has to be inside one unit (`units=`)",
+                    )
+                )
 
     def _own_spans(self, rank: int) -> list[tuple[int, int]]:
         return [
@@ -399,6 +440,7 @@ class Unit:
         self.start_unshard()
         self._ticket.wait()
         self._ticket = DONE
+        self.check_tags(self.full)
         for parameter in self.parameters:
             if parameter.whole is not parameter.face:
                 faces.revive(parameter.whole)
@@ -414,13 +456,16 @@ class Unit:
         if self.state is UnitState.WHOLE:
             self._keep_edits()
             for parameter in self.parameters:
-                parameter.hide_whole()
+                parameter.show(parameter.face)
             self.state = UnitState.RESTING
         if release and self.state is UnitState.RESTING and not (self.is_resident or self.is_held):
             self._ticket.wait()
             self._ticket = DONE
             self._fresh = False
-            self.full.release()
+            if self.full.is_held:
+                for parameter in self.parameters:
+                    parameter.bury_whole()
+                self.full.release()
 
     def hold(self) -> None:
         """Keep the whole weights until `let_go`: a graph or an output refers to them in ways that
@@ -479,10 +524,10 @@ class Unit:
             for owner, name in parameter.owners:
                 module = owner()
                 if module is not None and module._parameters.get(name) is not parameter.face:
-                    raise self._touched(parameter, "another tensor in its place")
+                    raise self.touched(parameter, "another tensor in its place")
             with torch._C.DisableTorchFunctionSubclass():
                 if not self._is_own_memory(parameter):
-                    raise self._touched(parameter, "one that was moved, cast or resized")
+                    raise self.touched(parameter, "one that was moved, cast or resized")
 
     def _is_own_memory(self, parameter: UnitParameter) -> bool:
         if self.setting.mesh is not None:
@@ -492,7 +537,7 @@ class Unit:
             and parameter.face.shape == parameter.local.shape
         )
 
-    def _touched(self, parameter: UnitParameter, got: str) -> StateError:
+    def touched(self, parameter: UnitParameter, got: str) -> StateError:
         return StateError(
             expected(
                 f"parameter {parameter.fqn!r} to be as onefold.shard left it",

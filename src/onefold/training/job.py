@@ -16,7 +16,7 @@ class Job:
     data: str | None = None  # a folder of text; None: the source of Python's standard library
     stage: int = 3
     precision: str | None = None  # None computes in the parameters' own dtype
-    steps: int = 250
+    steps: int = 160
     batch: int = 16
     seq: int = 64
     accumulate: int = 1  # micro-batches of a step

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -100,7 +101,7 @@ def load_function(name: str) -> Callable[[], Any]:
         raise ConfigError(
             expected(
                 f"{name!r} to be a function",
-                f"a {type(found).__name__}",
+                f"type {type(found).__name__}",
                 hint="it is called without arguments and returns a torch.nn.Module",
             )
         )
@@ -118,18 +119,18 @@ def call_function(name: str, function: Callable[[], Any], wanted: type | tuple[t
         raise ConfigError(expected(meaning, described(error), hint=hint)) from error
     if not isinstance(result, kinds):
         hint = "return the module itself"
-        raise ConfigError(expected(meaning, f"a {type(result).__name__}", hint=hint))
+        raise ConfigError(expected(meaning, f"type {type(result).__name__}", hint=hint))
     return result
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line, with the file and line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """An exception in one line, with the user's file and line that led to it."""
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    user = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-    if user and user[-1].filename != __file__:
-        line += f" ({Path(user[-1].filename).name}:{user[-1].lineno})"
+    not_theirs = (sysconfig.get_paths()["stdlib"], __file__, "<frozen")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(not_theirs):
+            return f"{line} ({Path(frame.filename).name}:{frame.lineno})"
     return line
 
 

@@ -29,7 +29,7 @@ FINAL_LR = 0.05
 LOG_STEPS = 10
 """Ranks tell each other their losses once in this many steps."""
 
-HELD_OUT_SHARE, MAX_HELD_OUT_BATCHES = 8, 64
+HELD_OUT_SHARE, MAX_HELD_OUT_BATCHES = 5, 64
 """The held-out loss is over one batch for this many steps, and over so many at most."""
 
 
@@ -40,6 +40,7 @@ class Progress:
     step: int  # steps done
     loss: float  # nats per token, mean over ranks, of the last LOG_STEPS
     tokens_per_s: float
+    seconds_left: float
 
 
 class Observer(Protocol):
@@ -66,8 +67,8 @@ class TrainResult:
     stage0: dict[str, int]  # bytes by kind that each rank would hold at stage 0
 
 
-def preflight(job: Job, world_size: int) -> None:
-    """Refuse what cannot work before any rank is started."""
+def preflight(job: Job, world_size: int) -> Corpus:
+    """Refuse what cannot work, before any rank is started; the text to train on."""
     placements_of(job.stage)
     precision_of(job.precision)
     if job.batch < world_size * job.accumulate:
@@ -81,14 +82,13 @@ def preflight(job: Job, world_size: int) -> None:
                 hint="raise --batch, or lower --ranks or --accumulate",
             )
         )
-    open_corpus(job.data, job.seq)
     refuse(job.model, job.seq)
+    return open_corpus(job.data, job.seq)
 
 
 def train(job: Job, world: World, observer: Observer) -> TrainResult:
     """Run the job on this rank; every rank calls it. A collective."""
-    preflight(job, world.world_size)
-    corpus = open_corpus(job.data, job.seq)
+    corpus = preflight(job, world.world_size)
     trainer = Trainer(job, world, corpus)
     observer.started(job, corpus, trainer.num_parameters, world.world_size)
     meter = Meter(job, world, observer)
@@ -194,7 +194,8 @@ class Meter:
         self.seconds = now - self._begun
         speed = len(latest) * self._job.tokens_per_step / max(now - self._last, 1e-9)
         self._last = now
-        self._observer.stepped(Progress(steps, sum(latest) / len(latest), speed))
+        left = self.seconds / steps * (self._job.steps - steps)
+        self._observer.stepped(Progress(steps, sum(latest) / len(latest), speed, left))
 
 
 def summed_loss(module: nn.Module, rows: Tensor) -> Tensor:

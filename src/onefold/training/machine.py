@@ -80,7 +80,7 @@ def versions() -> dict[str, str]:
 
 
 def describe(folder: str | None = None) -> Machine:
-    """Look at this host and measure it; about two seconds. `folder`: where to write, default TMPDIR."""
+    """Look at this host and measure it, in about two seconds; writes to `folder`, or TMPDIR."""
     folder = folder or tempfile.gettempdir()
     total, free = memory_nbytes()
     disk_free = shutil.disk_usage(folder).free
@@ -188,8 +188,9 @@ def find_limits(memory_total: int, disk_free: int) -> list[Limit]:
 
 def _process_limits() -> Iterable[Limit]:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    bites = locked != resource.RLIM_INFINITY and locked < 64 * MIB
-    hint = "pinned and RDMA memory: raise it with `ulimit -l unlimited`"
+    is_small = locked != resource.RLIM_INFINITY and locked < 64 * MIB
+    bites = is_small and torch.cuda.is_available()
+    hint = "GPU ranks pin memory: raise it with `ulimit -l unlimited`"
     yield Limit("locked memory (ulimit -l)", _amount(locked), hint if bites else "")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     hint = "each rank opens a socket to every other: raise it with `ulimit -n 65536`"

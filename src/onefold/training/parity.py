@@ -236,7 +236,7 @@ def _check_rows(batch: Any, world_size: int) -> None:
 
 @contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
-    """Kernels that give the same bits each time: on the CPU they do, on a GPU torch has a choice."""
+    """Kernels that give the same bits each time; only on a GPU has torch others."""
     before = torch.are_deterministic_algorithms_enabled()
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -9,7 +9,7 @@ from onefold.training.loader import logits_of
 from onefold.training.model import VOCAB
 
 NUM_BYTES = 72
-TEMPERATURE = 0.7
+TEMPERATURE = 0.5
 """Below 1 prefers likely bytes; a small model is readable only well below it."""
 
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from onefold.errors import ConfigError, expected
 from onefold.wire.collectives import Group
 
 TIMEOUT_S = 120
@@ -39,13 +40,13 @@ class World:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
+def joined(*, use_gpus: bool = True) -> Iterator[World]:
     """The default process group as the launcher describes it: NCCL on GPUs, otherwise gloo."""
     device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    is_cuda = use_gpus and torch.cuda.is_available()
+    if is_cuda:
+        device = torch.device("cuda", _own_gpu())
         torch.cuda.set_device(device)
-    is_cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
         timeout=timedelta(seconds=TIMEOUT_S),
@@ -55,3 +56,16 @@ def joined() -> Iterator[World]:
         yield World(Group.of(dist.group.WORLD), device)
     finally:
         dist.destroy_process_group()
+
+
+def _own_gpu() -> int:
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            expected(
+                f"at most {count} ranks on this machine, one for each GPU",
+                f"a rank number {index + 1}",
+                hint="lower --ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use the CPU",
+            )
+        )
+    return index

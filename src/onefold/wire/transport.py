@@ -37,7 +37,8 @@ class Cut:
     `large` regions travel from and to where they lie. `small` ones are packed: `packed_index` lists
     their elements in message order (rank by rank, region by region) as positions counted from each
     region's offset: in one flat buffer (`offsets`), or, for separate tensors, in the small ones
-    laid end to end. A replicated region goes whole to every rank, which only reductions do.
+    laid end to end. A replicated region goes whole to every rank, which only reductions do. Regions
+    without a name carry no state: tags and flags, counted as `control`.
     """
 
     def __init__(
@@ -63,21 +64,14 @@ class Cut:
         self.packed_numels = [sum(self.numels[index][rank] for index in self.small) for rank in ranks]
         own = group.rank
         self.own_packed_numels = [self.numels[index][own] for index in self.small]
-        self.sharded_numel = sum(
-            sum(numels)
-            for numels, replicated in zip(self.numels, self.is_replicated, strict=True)
-            if not replicated
-        )
-        self.own_numel = sum(
-            numels[own]
-            for numels, replicated in zip(self.numels, self.is_replicated, strict=True)
-            if not replicated
-        )
-        self.replicated_numel = sum(
-            numels[own]
-            for numels, replicated in zip(self.numels, self.is_replicated, strict=True)
-            if replicated
-        )
+        counted = [
+            numels
+            for numels, slot, replicated in zip(self.numels, slots, self.is_replicated, strict=True)
+            if slot.fqn and not replicated
+        ]
+        self.sharded_numel = sum(map(sum, counted))
+        self.own_numel = sum(numels[own] for numels in counted)
+        self.control_numel = sum(numels[own] for numels in self.numels) - self.own_numel
         self._index: Tensor | None = None
 
     def packed_index(self, device: torch.device) -> Tensor:
@@ -154,9 +148,17 @@ class Composed:
     With `native`, large regions of equal pieces are gathered by the backend's own all-gather (NCCL).
     """
 
-    def __init__(self, group: Group, ledger: Ledger, *, native: bool = False) -> None:
+    def __init__(
+        self,
+        group: Group,
+        ledger: Ledger,
+        *,
+        reduce: torch.dtype = torch.float32,
+        native: bool = False,
+    ) -> None:
         self.group = group
         self.ledger = ledger
+        self.reduce = reduce
         self.native = native
 
     # gather
@@ -180,6 +182,7 @@ class Composed:
 
             finish = unpack
         self.ledger.sent("gather", cut.own_numel * full.element_size() * others)
+        self.ledger.sent("control", cut.control_numel * full.element_size() * others, 0)
         return Ticket(works, finish, label)
 
     def _gather_large(self, full: Tensor, cut: Cut, index: int) -> list[Work]:
@@ -214,7 +217,6 @@ class Composed:
     ) -> Ticket:
         """See `Transport.reduce_scatter`."""
         world_size, rank = self.group.world_size, self.group.rank
-        scale = 1.0 / world_size
         received: list[Tensor] = []
         works: list[Work] = []
         for index in cut.large:
@@ -241,9 +243,9 @@ class Composed:
         def average() -> None:
             for index, buffer in zip(cut.large, received, strict=False):
                 if out[index].numel():
-                    _mean_in_rank_order(buffer, out[index], fresh[index], scale)
+                    self._mean_in_rank_order(buffer, out[index], fresh[index])
             if own_packed:
-                _spread_packed(received[-1], cut, out, fresh, scale)
+                self._spread_packed(received[-1], cut, out, fresh)
             received.clear()
             self.ledger.add(Kind.WIRE, "device", -nbytes)
 
@@ -260,40 +262,40 @@ class Composed:
         """Sharded gradients are the law's bytes; what every rank must know whole is `control`."""
         self.ledger.sent("reduce_scatter", (cut.sharded_numel - cut.own_numel) * itemsize)
         others = self.group.world_size - 1
-        self.ledger.sent("control", others * cut.replicated_numel * itemsize, 0)
+        self.ledger.sent("control", others * cut.control_numel * itemsize, 0)
 
+    def _spread_packed(
+        self, received: Tensor, cut: Cut, out: Sequence[Tensor], fresh: Sequence[bool]
+    ) -> None:
+        """Average the packed message and put each small region's piece where it goes."""
+        targets = [out[index] for index in cut.small]
+        mean = targets[0].new_empty(sum(cut.own_packed_numels))
+        self._mean_in_rank_order(received, mean, True)
+        parts = mean.split(cut.own_packed_numels)
+        replaced = [i for i, index in enumerate(cut.small) if fresh[index]]
+        added = [i for i, index in enumerate(cut.small) if not fresh[index]]
+        if replaced:
+            torch._foreach_copy_([targets[i] for i in replaced], [parts[i] for i in replaced])
+        if added:
+            torch._foreach_add_([targets[i] for i in added], [parts[i] for i in added])
 
-def _spread_packed(
-    received: Tensor, cut: Cut, out: Sequence[Tensor], fresh: Sequence[bool], scale: float
-) -> None:
-    """Average the packed message and put each small region's piece where it goes."""
-    targets = [out[index] for index in cut.small]
-    mean = targets[0].new_empty(sum(cut.own_packed_numels))
-    _mean_in_rank_order(received, mean, True, scale)
-    parts = mean.split(cut.own_packed_numels)
-    replaced = [i for i, index in enumerate(cut.small) if fresh[index]]
-    added = [i for i, index in enumerate(cut.small) if not fresh[index]]
-    if replaced:
-        torch._foreach_copy_([targets[i] for i in replaced], [parts[i] for i in replaced])
-    if added:
-        torch._foreach_add_([targets[i] for i in added], [parts[i] for i in added])
+    def _mean_in_rank_order(self, received: Tensor, target: Tensor, is_fresh: bool) -> None:
+        """target = mean of the equal parts of `received`, or += it; summed from rank 0 up.
 
-
-def _mean_in_rank_order(received: Tensor, target: Tensor, is_fresh: bool, scale: float) -> None:
-    """target = mean of the equal parts of `received`, or += it; summed from rank 0 up.
-
-    The sum is in target's dtype, whatever the dtype in which the parts travelled.
-    """
-    first, *rest = received.split(target.numel())
-    if not is_fresh:
-        total = first if first.dtype == target.dtype else first.to(target.dtype)
-    elif rest and first.dtype == target.dtype:
-        total = torch.add(first, rest[0], out=target)
-        rest = rest[1:]
-    else:
-        total = target.copy_(first)
-    for part in rest:
-        total.add_(part)
-    total.mul_(scale)
-    if not is_fresh:
-        target.add_(total)
+        The sum is in the reduce dtype, whatever narrower dtype the parts travelled in.
+        """
+        first, second, *rest = received.split(target.numel())
+        widens = first.is_floating_point() and first.itemsize < self.reduce.itemsize
+        dtype = self.reduce if widens else first.dtype
+        if widens:
+            total = target if is_fresh and target.dtype == dtype else first.new_empty(
+                len(first), dtype=dtype
+            )
+            total.copy_(first).add_(second)
+        else:
+            total = torch.add(first, second, out=target if is_fresh else first)
+        for part in rest:
+            total.add_(part)
+        total.mul_(1.0 / self.group.world_size)
+        if total is not target:
+            target.copy_(total) if is_fresh else target.add_(total)

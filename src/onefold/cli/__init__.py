@@ -1,0 +1,1 @@
+"""The command `onefold`: arguments, output, exit codes. Nothing imports torch at the top."""

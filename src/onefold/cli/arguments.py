@@ -1,0 +1,72 @@
+"""argparse in the house style: one line for a mistake, values checked with their flag's name."""
+
+from __future__ import annotations
+
+import argparse
+from math import inf, isfinite
+from typing import Any, NoReturn
+
+from onefold.errors import ConfigError, expected
+
+SubParsers = Any
+"""What `add_subparsers` returns; argparse keeps the class to itself."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `ConfigError` where argparse would print its usage and exit."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("allow_abbrev", False)
+        options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            expected(f"arguments as in `{self.prog} --help`", message, hint="see the flags there")
+        )
+
+
+def one_line(error: BaseException) -> str:
+    """A message with its hint in brackets, on one line."""
+    text, _, hint = str(error).partition("\nhint: ")
+    line = " ".join(text.split())
+    return f"{line} (hint: {' '.join(hint.split())})" if hint else line
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The flag that every command has."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead, progress to stderr"
+    )
+
+
+def whole(flag: str, text: str, *, least: int) -> int:
+    """A whole number of at least `least`."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise _refused(flag, f"a whole number of at least {least}", text)
+    return number
+
+
+def real(flag: str, text: str, *, above: float = -inf, least: float = -inf) -> float:
+    """A finite number above `above`, or of at least `least`."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = inf
+    if not isfinite(number) or number <= above or number < least:
+        bound = f"above {above:g}" if above > -inf else f"of at least {least:g}"
+        raise _refused(flag, f"a number {bound}", text)
+    return number
+
+
+def word_or_number(text: str) -> int | str:
+    """The number that `text` spells, or the text."""
+    return int(text) if text.isdecimal() else text
+
+
+def _refused(flag: str, meaning: str, text: str) -> ConfigError:
+    return ConfigError(expected(f"{flag} to be {meaning}", repr(text), hint=f"pass {flag} NUMBER"))

@@ -1,0 +1,112 @@
+"""`onefold check`: do all stages compute on this module what one process does?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, TextIO
+
+from onefold.cli.arguments import SubParsers, add_json, whole
+from onefold.cli.failures import is_rank
+from onefold.cli.launch import end_with_launcher, launch, world_size_of
+
+if TYPE_CHECKING:
+    from onefold.training.parity import StageVerdict, Verdict
+
+DESCRIPTION = """\
+Train a module in one process and at stages 0-3, on the same batches, and compare what comes out:
+stages with one another bit for bit, and with the one process to 1e-6 per step. Exits with 1 where
+they differ."""
+
+
+def add_to(commands: SubParsers) -> None:
+    """Add the command's flags."""
+    summary = "compare every stage with one process, on your module"
+    parser = commands.add_parser("check", help=summary, description=DESCRIPTION)
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "model", nargs="?", metavar="module:function", default=argparse.SUPPRESS,
+        help="called without arguments; returns a module from byte tokens to logits, or (module, "
+        "batch, loss_fn) (default: the tiny GPT)",
+    )  # fmt: skip
+    parser.add_argument("--ranks", default="2", help="local processes to start")
+    parser.add_argument("--steps", default="3", help="optimizer steps of each run")
+    parser.add_argument("--seed", default="0", help="of initial weights and synthetic tokens")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Launch the ranks, or be one."""
+    steps = whole("--steps", arguments.steps, least=1)
+    seed = whole("--seed", arguments.seed, least=0)
+    ranks = whole("--ranks", arguments.ranks, least=1)
+    model: str | None = vars(arguments).get("model")
+    if not is_rank():
+        if model is not None:
+            from onefold.training.loader import load_function
+
+            load_function(model)
+        return launch(argv, ranks)
+    world_size_of(ranks if "--ranks" in argv else None)
+    end_with_launcher()
+    from onefold.training.parity import check
+    from onefold.training.world import joined
+
+    with joined() as world:
+        verdict = check(model, steps=steps, seed=seed, world=world)
+    if world.rank == 0 and arguments.json:
+        from onefold.cli.console import finite
+
+        print(json.dumps(finite({"passes": verdict.passes, **asdict(verdict)})))
+    elif world.rank == 0:
+        print_verdict(verdict, sys.stdout)
+    return 0 if verdict.passes else 1
+
+
+def print_verdict(verdict: Verdict, stream: TextIO) -> None:
+    """A row for each stage, then what differs."""
+    print(
+        f"{verdict.num_parameters:,d} parameters, {verdict.steps} steps, "
+        f"{verdict.world_size} ranks against one process, relative",
+        f"{'':10s}{'loss is off by':>18s}{'weights by':>18s}{'bits of stage 0':>18s}",
+        *(_row(stage) for stage in verdict.stages),
+        *(f"stage {stage.stage}: {line}" for stage in verdict.stages for line in _faults(stage)),
+        sep="\n",
+        file=stream,
+    )
+    if verdict.passes:
+        print("all stages agree", file=stream)
+    elif verdict.hint:
+        print(f"hint: {verdict.hint}", file=stream)
+
+
+def _row(stage: StageVerdict) -> str:
+    loss = f"{stage.loss_relative:.1e}"
+    weights = f"{stage.weights.relative:.1e}" if stage.weights else "same"
+    bits = "same" if stage.bits is None and stage.same_losses else "DIFFER"
+    verdict = "ok" if stage.passes else "FAILS"
+    return f"stage {stage.stage:<4d}{loss:>18s}{weights:>18s}{bits:>18s}   {verdict}"
+
+
+def _faults(stage: StageVerdict) -> list[str]:
+    lines: list[str] = []
+    if not stage.loss_is_close:
+        lines.append(f"losses are off from one process by {stage.loss_relative:.1e}, relative")
+    for is_fault, difference, other in (
+        (not stage.weights_are_close, stage.weights, "one process"),
+        (stage.bits is not None, stage.bits, "stage 0"),
+    ):
+        if is_fault and difference is not None:
+            lines.append(
+                f"{difference.parameter!r} differs most from {other}: by {difference.largest:.1e}, "
+                f"{difference.relative:.1e} of its largest value "
+                f"({difference.num_differing} parameters differ)"
+            )
+    if stage.bits is None and not stage.same_losses:
+        lines.append("losses are not those of stage 0, though the weights are")
+    if stage.rank_differs:
+        lines.append(f"{stage.rank_differs!r} is not the same on every rank")
+    return lines

@@ -1,0 +1,107 @@
+"""`onefold train`: trains a byte GPT, or any module, on a folder of text, sharded over ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from onefold.cli.arguments import SubParsers, add_json, real, whole, word_or_number
+from onefold.cli.failures import is_rank
+from onefold.cli.launch import default_ranks, end_with_launcher, launch, world_size_of
+from onefold.training.job import Job
+
+DEFAULTS = Job()
+
+DESCRIPTION = """\
+Train a byte-level GPT, or a module of yours, sharded over ranks. Without arguments: two local CPU
+ranks (or one for each GPU), stage 3, on the source of Python's standard library, in about half a
+minute. Under torchrun it joins the ranks that are there."""
+
+
+def add_to(commands: SubParsers) -> None:
+    """Add the command's flags."""
+    summary = "train a byte GPT or your module, sharded"
+    parser = commands.add_parser("train", help=summary, description=DESCRIPTION)
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--stage", default="3", help="0 replicates, 1 shards optimizer state, 2 also gradients, "
+        "3 also parameters")  # fmt: skip
+    add("--ranks", help="local processes to start (default: one for each GPU, or 2)",
+        default=argparse.SUPPRESS)  # fmt: skip
+    add("--model", default=DEFAULTS.model, metavar="NAME|config.json|module:function",
+        help="tiny, mini or small (0.9, 5, 57 M parameters), a Hugging Face config, or a function "
+        "that returns a module from byte tokens to logits")  # fmt: skip
+    add("--data", metavar="DIR", help="a folder of text files (default: the standard library)",
+        default=argparse.SUPPRESS)  # fmt: skip
+    add("--steps", default=str(DEFAULTS.steps), help="optimizer steps")
+    add("--batch", default=str(DEFAULTS.batch), help="rows in a step, over all ranks")
+    add("--seq", default=str(DEFAULTS.seq), help="bytes in a row")
+    add(
+        "--accumulate",
+        default=str(DEFAULTS.accumulate),
+        help="micro-batches that a step is cut into",
+    )
+    add("--precision", help="fp32, bf16 or fp16 compute; masters and sums stay fp32 "
+        "(default: the parameters' own)", default=argparse.SUPPRESS)  # fmt: skip
+    add("--lr", help="peak learning rate (default: what suits the model)",
+        default=argparse.SUPPRESS)  # fmt: skip
+    add("--clip", default=str(DEFAULTS.clip), help="largest gradient norm, 0 for any")
+    add("--seed", default=str(DEFAULTS.seed), help="of initial weights, batches and text")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Launch the ranks, or be one."""
+    job = job_of(arguments)
+    given = vars(arguments).get("ranks")
+    ranks = None if given is None else whole("--ranks", given, least=1)
+    if is_rank():
+        world_size_of(ranks)
+        return _run_rank(job, is_json=arguments.json)
+    from onefold.training.loop import preflight
+
+    ranks = default_ranks() if ranks is None else ranks
+    preflight(job, ranks)
+    return launch(argv, ranks)
+
+
+def job_of(arguments: argparse.Namespace) -> Job:
+    """The run that the flags describe."""
+    given = vars(arguments)
+    lr = given.get("lr")
+    return Job(
+        model=arguments.model,
+        data=given.get("data"),
+        stage=word_or_number(arguments.stage),  # type: ignore[arg-type]
+        precision=given.get("precision"),
+        steps=whole("--steps", arguments.steps, least=1),
+        batch=whole("--batch", arguments.batch, least=1),
+        seq=whole("--seq", arguments.seq, least=1),
+        accumulate=whole("--accumulate", arguments.accumulate, least=1),
+        lr=None if lr is None else real("--lr", lr, above=0),
+        clip=real("--clip", arguments.clip, least=0),
+        seed=whole("--seed", arguments.seed, least=0),
+    )
+
+
+def _run_rank(job: Job, *, is_json: bool) -> int:
+    end_with_launcher()
+    from onefold.cli.console import Silent, display, finite, print_result
+    from onefold.training.loop import train
+    from onefold.training.machine import versions
+    from onefold.training.world import joined
+
+    with joined() as world:
+        is_first = world.rank == 0
+        stream = sys.stderr if is_json else sys.stdout
+        with display(stream) if is_first else Silent() as observer:
+            result = train(job, world, observer)
+    if is_first and is_json:
+        told = {"job": asdict(job), "ranks": world.world_size, "versions": versions()}
+        print(json.dumps(finite({**told, **asdict(result)})))
+    elif is_first:
+        print_result(result, stream)
+    return 0
