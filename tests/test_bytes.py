@@ -118,7 +118,8 @@ def test_mixed_precision_holds_masters_once_and_sums_in_fp32(stage):
 def test_stage_3_holds_at_most_two_whole_units_and_one_units_gradients():
     unit = 64 * 64 + 64
     for _, report in run_ranks(2, one_step, 2, 3):
-        assert report.memory["unsharded"]["device"].peak == 2 * unit * FP32
+        tags = 2 * 2 * FP32  # one a rank in each gathered unit
+        assert report.memory["unsharded"]["device"].peak == 2 * unit * FP32 + tags
         assert report.memory["partial_grad"]["device"].peak <= 2 * unit * FP32
 
 

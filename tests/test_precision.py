@@ -45,7 +45,7 @@ def test_a_bf16_module_keeps_its_dtype_and_steps_an_fp32_master(stage):
         for _ in range(8):
             module(torch.ones((), dtype=torch.bfloat16)).backward()
             assert module.weight.dtype == torch.bfloat16
-            assert module.weight.grad.dtype == torch.float32
+            assert module.weight.grad.dtype == torch.bfloat16
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1e9)
             optimizer.step()
             optimizer.zero_grad()

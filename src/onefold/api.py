@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from onefold import environment, loading
-from onefold.config import Placement, placements_of, precision_of, refuse_unbuilt
+from onefold import environment, guards
+from onefold.config import (
+    Placement,
+    Placements,
+    Precision,
+    placements_of,
+    precision_of,
+    refuse_unbuilt,
+)
 from onefold.errors import ConfigError, StateError, expected
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.ledger import Ledger
@@ -61,41 +71,37 @@ def shard(
     Raises:
         ConfigError: a choice that cannot work; on every rank where it can be seen.
     """
-    placements = placements_of(stage)
-    chosen = precision_of(precision)
-    refuse_unbuilt(offload, wire)
-    optimizers = _as_list(optimizer)
-    _check_module(module)
-    parameters = owned_parameters(module)
-    _check_parameters(parameters)
-    _check_optimizers(optimizers, parameters)
-    group, device_mesh, device = environment.resolve(mesh, parameters)
-    is_sharded = placements.optimizer is Placement.SHARD
+    group, device_mesh = environment.resolve(mesh)
+    job = _examine_together(
+        group, lambda: _examine(module, optimizer, stage, units, precision, offload, wire)
+    )
+    device = environment.device_of(job.parameters, group)
     ledger = Ledger()
+    is_sharded = job.placements.optimizer is Placement.SHARD
+    if is_sharded and group.handle is not None and device_mesh is None:
+        device_mesh = DeviceMesh.from_group(group.handle, device.type)
     setting = Setting(
-        transport=_transport(group, device, ledger, chosen.reduce),
+        transport=_transport(group, device, ledger, job.precision.reduce),
         store=DeviceStore(device),
         ledger=ledger,
         mesh=device_mesh if is_sharded else None,
         is_sharded=is_sharded,
-        compute=chosen.compute,
-        master=chosen.master,
+        compute=job.precision.compute,
+        master=job.precision.master,
     )
-    plans = plan_units(module, units)
-    _check_agreement(group, plans, f"stage {stage}, {chosen}")
-    originals = [owned.parameter for owned in parameters]
-    built = [_build_unit(i, plan, setting, optimizers) for i, plan in enumerate(plans)]
-    _settle_buffers(module, device, group, chosen.buffers)
+    originals = [owned.parameter for owned in job.parameters]
+    built = [_build_unit(i, plan, setting, job.optimizers) for i, plan in enumerate(job.plans)]
+    _settle_buffers(module, device, group, job.precision.buffers)
     engine = Engine(module, built, setting, stage=stage)
     module.__dict__[_ENGINE] = engine
-    install(engine, module, dict(zip(built, [plan.modules for plan in plans], strict=True)))
-    loading.guard(module, engine)
+    install(engine, module, dict(zip(built, [plan.modules for plan in job.plans], strict=True)))
+    guards.install(module, engine)
     faces = {p.fqn: p.face for unit in built for p in unit.parameters}
-    replaced = {id(owned.parameter): faces[owned.fqn] for owned in parameters} | {
+    replaced = {id(owned.parameter): faces[owned.fqn] for owned in job.parameters} | {
         id(original): faces[owned.fqn]
-        for original, owned in zip(originals, parameters, strict=True)
+        for original, owned in zip(originals, job.parameters, strict=True)
     }
-    for each in optimizers:
+    for each in job.optimizers:
         replace_parameters(each, replaced, originals)
         bind(each, engine)
     adopt_later(engine)
@@ -170,11 +176,72 @@ def engine_of(module: nn.Module) -> Engine:
     return engine
 
 
-def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is to be sharded, and how: the arguments of `shard`, found to be sound."""
+
+    placements: Placements
+    precision: Precision
+    optimizers: list[Optimizer]
+    parameters: list[Owned]
+    plans: list[UnitPlan]
+
+    def facts(self) -> list[str]:
+        """What must be the same on every rank, a line each."""
+        return [f"{self.placements}, {self.precision}"] + [
+            f"{owned.fqn} {list(owned.parameter.shape)} {owned.parameter.dtype} "
+            f"requires_grad={owned.parameter.requires_grad} in unit {plan.name}"
+            for plan in self.plans
+            for owned in plan.members
+        ]
+
+
+def _examine(
+    module: nn.Module, optimizer: object, stage: object, units: UnitChoice, precision: object,
+    offload: object, wire: object,
+) -> _Job:  # fmt: skip
+    """Check one rank's arguments without touching anything."""
+    placements, chosen = placements_of(stage), precision_of(precision)
+    refuse_unbuilt(offload, wire)
+    optimizers = _as_list(optimizer)
+    _check_module(module)
+    parameters = owned_parameters(module)
+    _check_parameters(parameters)
+    _check_optimizers(optimizers, parameters)
+    return _Job(placements, chosen, optimizers, parameters, plan_units(module, units))
+
+
+def _examine_together(group: Group, examine: Callable[[], _Job]) -> _Job:
+    """The job of this rank, once every rank has found the same one; `ConfigError` on all if not."""
+    job, problem = None, None
+    try:
+        job = examine()
+    except ConfigError as error:
+        problem = error
+    mine = [f"! {problem}"] if problem else job.facts() if job else []
+    everyone = group.all_gather_object(mine) if group.world_size > 1 else [mine]
+    if problem is not None:
+        raise problem
+    assert job is not None, "neither a job nor a problem"
+    for rank, theirs in enumerate(everyone):
+        assert isinstance(theirs, list), "ranks exchange lists of lines"
+        if theirs != mine:
+            pairs = zip_longest(mine, theirs, fillvalue="nothing")
+            ours, other = next((a, b) for a, b in pairs if a != b)
+            raise ConfigError(
+                expected(
+                    "the same module and choices on every rank",
+                    f"{ours!r} on rank {group.rank} but {other!r} on rank {rank}",
+                    hint="build the module from the same configuration everywhere",
+                )
+            )
+    return job
+
+
+def _as_list(optimizer: object) -> list[Optimizer]:
     if optimizer is None:
         return []
-    is_several = isinstance(optimizer, list | tuple)
-    optimizers = list(optimizer) if is_several else [optimizer]
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise ConfigError(
@@ -252,29 +319,6 @@ def _check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owne
             )
         for owned in parameters:
             check_state(owned.fqn, owned.parameter, optimizer)
-
-
-def _check_agreement(group: Group, plans: Sequence[UnitPlan], choices: str) -> None:
-    """Every rank must shard the same parameters with the same choices, or none does."""
-    mine = [choices] + [
-        f"{owned.fqn} {list(owned.parameter.shape)} {owned.parameter.dtype} "
-        f"requires_grad={owned.parameter.requires_grad} in unit {plan.name}"
-        for plan in plans
-        for owned in plan.members
-    ]
-    if group.world_size == 1:
-        return
-    for rank, theirs in enumerate(group.all_gather_object(mine)):
-        if theirs != mine and isinstance(theirs, list):
-            pairs = zip([*mine, *[None] * len(theirs)], [*theirs, *[None] * len(mine)], strict=True)
-            ours, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ConfigError(
-                expected(
-                    "the same module and choices on every rank",
-                    f"{ours!r} on rank {group.rank} but {other!r} on rank {rank}",
-                    hint="build the module from the same configuration everywhere",
-                )
-            )
 
 
 def _build_unit(

@@ -17,16 +17,10 @@ from onefold.wire.collectives import Group
 MeshChoice = DeviceMesh | dist.ProcessGroup | None
 
 
-def resolve(
-    mesh: MeshChoice, parameters: Sequence[Owned]
-) -> tuple[Group, DeviceMesh | None, torch.device]:
-    """The group to shard over, its mesh (None without a process group), and the device."""
+def resolve(mesh: MeshChoice) -> tuple[Group, DeviceMesh | None]:
+    """The group to shard over, and the mesh if one was given."""
     handle, device_mesh = _group_of(mesh)
-    group = Group.of(handle)
-    device = _device_of(parameters, group)
-    if handle is not None and device_mesh is None:
-        device_mesh = DeviceMesh.from_group(handle, device.type)
-    return group, device_mesh, device
+    return Group.of(handle), device_mesh
 
 
 def _group_of(mesh: MeshChoice) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
@@ -90,7 +84,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _device_of(parameters: Sequence[Owned], group: Group) -> torch.device:
+def device_of(parameters: Sequence[Owned], group: Group) -> torch.device:
     """The one device all parameters are on; for `meta` the accelerator of the group, or the CPU."""
     found: dict[torch.device, str] = {}
     for owned in parameters:

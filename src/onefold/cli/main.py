@@ -73,5 +73,6 @@ def _failed(prog: str, error: BaseException) -> int:
     if not isinstance(error, OnefoldError):
         traceback.print_exception(error)
         return code
-    print(f"{prog}: {one_line(error)}", file=sys.stderr)
+    if code == 1 or os.environ.get("LOCAL_RANK", "0") == "0":  # bad input is bad on every rank
+        print(f"{prog}: {one_line(error)}", file=sys.stderr)
     return code

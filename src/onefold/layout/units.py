@@ -123,16 +123,22 @@ def _chosen_blocks(
         return _repeated_blocks(root)
     if callable(choice):
         return [module for module in names if module is not root and choice(module)]
+    if not isinstance(choice, Iterable):
+        raise _bad_units(f"a {type(choice).__name__}")
     for module in choice:
-        if module not in names:
-            raise ConfigError(
-                expected(
-                    "`units` to list submodules of the sharded module",
-                    f"a {type(module).__name__} that is not one of them",
-                    hint="pass modules taken from the module itself, such as list(model.layers)",
-                )
-            )
+        if not isinstance(module, nn.Module) or module not in names:
+            raise _bad_units(f"a {type(module).__name__} that is not one of them")
     return [module for module in choice if module is not root]
+
+
+def _bad_units(got: str) -> ConfigError:
+    return ConfigError(
+        expected(
+            "`units` to list submodules of the sharded module, or to be a predicate over them",
+            got,
+            hint="pass modules taken from the module itself, such as list(model.layers)",
+        )
+    )
 
 
 def _innermost_block(blocks: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:

@@ -195,6 +195,14 @@ class UnitParameter:
 
     # what faces ask for (state.face.Summoner)
 
+    def why_no_hook(self) -> str:
+        return expected(
+            f"no tensor hook on sharded parameter {self.fqn!r}",
+            "register_hook, which autograd would never call",
+            hint="use register_post_accumulate_grad_hook, or change gradients between backward "
+            "and step",
+        )
+
     def detached(self) -> Tensor:
         return self.wrap(self.local.detach())
 

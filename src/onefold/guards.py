@@ -1,8 +1,12 @@
-"""`module.load_state_dict` on a sharded module: names and shapes checked, whole tensors cut."""
+"""Methods of `nn.Module` that would put other tensors in place of shards, made right or refused.
+
+`load_state_dict` takes whole or sharded tensors, of the module or a part of it. `to`, `float`,
+`cuda` and their like pass where they change nothing and are refused where they would.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -13,17 +17,45 @@ from onefold.runtime.engine import Engine
 from onefold.state.unit import UnitParameter
 
 
-def guard(module: nn.Module, engine: Engine) -> None:
-    """Make `load_state_dict` take whole or sharded tensors, of the module or a part of it.
+def install(module: nn.Module, engine: Engine) -> None:
+    """Guard the module and its parts.
 
     Shapes are checked where each submodule loads. Names are checked for the whole module, in front
     of torch's own method: its hooks are not told whether the caller asked for strictness.
     """
     alive = ref(engine)
     for part in module.modules():
+        part.__dict__["_apply"] = _Mover(part, alive)
         if part._parameters:
             part.register_load_state_dict_pre_hook(_Cutter(alive))
     module.__dict__["load_state_dict"] = _Loader(module)
+
+
+class _Mover:
+    """`Module._apply` of a sharded module: what `to`, `float`, `cuda` and `share_memory` call."""
+
+    def __init__(self, module: nn.Module, engine: ReferenceType[Engine]) -> None:
+        self.module = ref(module)
+        self.engine = engine
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module, engine = self.module(), self.engine()
+        assert module is not None, "a method outlived its module"
+        assert engine is not None, "a module outlived its engine"
+        parts = list(module.modules()) if recurse else [module]
+        for face in (face for part in parts for face in part._parameters.values()):
+            parameter = engine.by_face.get(id(face))
+            if parameter is not None:
+                probe = parameter.local.new_empty(0)
+                moved = fn(probe)
+                if moved is not probe:
+                    change = f"one to be replaced by {moved.dtype} on {moved.device}"
+                    raise parameter.unit.touched(parameter, change)
+        for part in parts:
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = fn(buffer)
+        return module
 
 
 class _Cutter:
