@@ -46,7 +46,7 @@ def record_failure(error: BaseException, code: int) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not is_rank() or LAUNCHER not in os.environ or not path:
         return False
-    is_ours = isinstance(error, OnefoldError)
+    is_ours = isinstance(error, OnefoldError | BrokenPipeError)
     failure = Failure(
         rank=int(os.environ["RANK"]),
         code=code,

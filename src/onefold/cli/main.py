@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import onefold
 from onefold.cli import check, doctor, train
@@ -29,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # an interrupt ends a rank at once: whoever launched it says what there is to say
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = _run(argv)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a pipe that nobody reads any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     # gloo's threads may still let go of tensors, which aborts an interpreter that is shutting down
     os._exit(code)
 

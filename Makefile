@@ -1,0 +1,41 @@
+# One command a task. `make train` and `make test` set up everything they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: train test check format bench clean
+
+train: $(VENV)/train.done
+	$(BIN)/onefold train
+
+test: $(VENV)/dev.done
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev.done
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: $(VENV)/dev.done
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/dev.done
+	$(BIN)/python benchmarks/host_overhead.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# torch first and pinned: on Linux an unpinned one pulls gigabytes that a CPU does not need
+$(VENV)/train.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/dev.done: $(VENV)/train.done
+	$(PIP) --editable '.[dev,hf]'
+	touch $@

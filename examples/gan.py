@@ -1,0 +1,36 @@
+"""Two sharded models and one loss: `python examples/gan.py`, or under torchrun.
+
+Each model has its own shards, schedule and ledger; there is nothing global to configure.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import onefold
+
+torch.manual_seed(0)
+generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
+critic = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1))
+generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
+onefold.shard(generator, generator_optimizer, stage=3)
+onefold.shard(critic, critic_optimizer, stage=2)
+
+for _ in range(200):
+    angle = torch.rand(64) * 6.2832
+    real = torch.stack([angle.cos(), angle.sin()], dim=1)
+    fake = generator(torch.randn(64, 8))
+
+    critic_loss = F.softplus(critic(fake.detach())).mean() + F.softplus(-critic(real)).mean()
+    critic_loss.backward()
+    critic_optimizer.step()
+    critic_optimizer.zero_grad()
+
+    generator_loss = F.softplus(-critic(fake)).mean()  # backward crosses both models
+    generator_loss.backward()
+    generator_optimizer.step()
+    generator_optimizer.zero_grad()
+    critic_optimizer.zero_grad()
+if onefold.report(generator).rank == 0:
+    print(f"critic loss {critic_loss.item():.3f}, generator loss {generator_loss.item():.3f}")
