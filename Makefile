@@ -15,7 +15,7 @@ test: $(VENV)/dev.done
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_architecture.py
 

@@ -82,15 +82,22 @@ def seeded(build: Callable[..., Any], *args: Any, seed: int = 0) -> Any:
 
 
 def run_processes(
-    world_size: int, body: Callable[..., None], *args: Any, timeout_s: float = TIMEOUT_S
+    world_size: int,
+    body: Callable[..., None],
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    start_method: str = "fork",
 ) -> None:
-    """Call the module-level `body(rank, *args)` in `world_size` gloo processes."""
+    """Call the module-level `body(rank, *args)` in `world_size` gloo processes.
+
+    "fork" starts in no time; "spawn" gives processes with a heap of their own.
+    """
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _process,
             (world_size, f"file://{folder}/store", timeout_s, body, args),
             nprocs=world_size,
-            start_method="fork" if sys.platform == "linux" else "spawn",
+            start_method=start_method,
         )
 
 

@@ -30,7 +30,6 @@ from tests.zoo import (
     law_1_of_sums,
     rows,
     run_plain,
-    run_sharded,
     squared,
     tokens,
     training,
@@ -245,7 +244,9 @@ def test_a_wholly_frozen_module_passes_gradients_to_its_input(world_size):
         frozen, _ = process.ready(lambda: Tower().requires_grad_(False))
         module, optimizer = process.ready(linear)
         for index, batch in enumerate(rows()):
-            process.step(index, module, optimizer, lambda x: frozen(module(x)).square().mean(), batch)
+            process.step(
+                index, module, optimizer, lambda x: frozen(module(x)).square().mean(), batch
+            )
         process.note_weights(module)
         process.note_weights(frozen, "frozen")
 
@@ -1557,6 +1558,7 @@ def test_two_models_that_train_each_other_in_turn(world_size):
         maker, maker_steps = process.ready(Tower)
         judge, judge_steps = process.ready(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)))
         for index, batch in enumerate(rows()):
+
             def judged(x):
                 made = maker(x).detach()
                 return judge(made).square().mean() - judge(x[:, :3]).tanh().mean()
@@ -1597,6 +1599,7 @@ def test_a_teacher_and_a_student_train_with_one_loss(world_size):
         teacher, _ = process.ready(lambda: Tower(3).eval().requires_grad_(False))
         student, optimizer = process.ready(partial(Tower, 1))
         for index, batch in enumerate(rows()):
+
             def distance(x):
                 with torch.no_grad():
                     wanted = teacher(x)

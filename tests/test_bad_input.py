@@ -635,9 +635,7 @@ def test_loading_by_assignment_is_refused(world_size, stage):
         with refused(onefold.StateError, "assign"):
             module.load_state_dict(copy.copy(state), assign=True)
         with refused(onefold.StateError):
-            module.blocks[0].load_state_dict(
-                seeded(Tower).blocks[0].state_dict(), assign=True
-            )
+            module.blocks[0].load_state_dict(seeded(Tower).blocks[0].state_dict(), assign=True)
             trains(module, optimizer)
 
     on_every_rank(world_size, body)

@@ -361,7 +361,9 @@ def test_parameters_read_right_after_every_kind_of_event(stage):
 
         def note(moment: str) -> None:
             with torch.no_grad():
-                process.note(f"{moment}: norm", torch.stack([p.norm() for p in module.parameters()]))
+                process.note(
+                    f"{moment}: norm", torch.stack([p.norm() for p in module.parameters()])
+                )
 
         for index, batch in enumerate(rows()):
             note(f"{index} before")

@@ -132,7 +132,9 @@ def test_an_optimizer_built_after_shard_trains_the_same(stage, kind):
         with onefold.unsharded(module):
             return [p.detach().clone() for p in module.parameters()]
 
-    for late, early in zip(run_ranks(2, train, True)[0], run_ranks(2, train, False)[0], strict=True):
+    for late, early in zip(
+        run_ranks(2, train, True)[0], run_ranks(2, train, False)[0], strict=True
+    ):
         assert torch.equal(late, early)
 
 
@@ -168,14 +170,18 @@ def test_schedulers_hooks_and_groups_keep_working():
         module = seeded(Model)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
         seen = []
-        optimizer.register_step_pre_hook(lambda o, a, k: seen.append(o.param_groups[0]["params"][0]))
+        optimizer.register_step_pre_hook(
+            lambda o, a, k: seen.append(o.param_groups[0]["params"][0])
+        )
         same = optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         onefold.shard(module, optimizer, stage=3)
         optimizer.register_step_post_hook(
             lambda o, a, k: seen.append(o.param_groups[0]["params"][0])
         )
-        optimizer.register_step_pre_hook(lambda o, a, k: seen.append(o.param_groups[0]["params"][0]))
+        optimizer.register_step_pre_hook(
+            lambda o, a, k: seen.append(o.param_groups[0]["params"][0])
+        )
         for batch in token_batches(steps=2):
             next_token_loss(module, batch).backward()
             optimizer.step()

@@ -101,7 +101,7 @@ def _shard_from_meta(rank, stage, folder):
 
 
 def test_a_meta_module_never_exists_whole_on_any_rank(tmp_path):
-    run_processes(2, _shard_from_meta, 3, str(tmp_path))
+    run_processes(2, _shard_from_meta, 3, str(tmp_path), start_method="spawn")
     share = NUM_LAYERS * UNIT_NBYTES / 2
     for rank in (0, 1):
         above_share = int((tmp_path / str(rank)).read_text()) - share

@@ -16,7 +16,9 @@ from tests.ranks import run_processes, run_ranks
 
 LARGE = (PACK_NBYTES // 4 + 3, 2)
 shape_lists = st.lists(
-    st.sampled_from([(), (1,), (0,), (3, 0), (5,), (7, 3), (2, 2, 2), LARGE]), min_size=1, max_size=5
+    st.sampled_from([(), (1,), (0,), (3, 0), (5,), (7, 3), (2, 2, 2), LARGE]),
+    min_size=1,
+    max_size=5,
 )
 
 
@@ -64,7 +66,9 @@ def test_a_gather_fills_every_region_from_its_owners(shapes, world_size, native)
 
 
 @settings(max_examples=20, deadline=None)
-@given(shape_lists, st.integers(2, 4), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
+@given(
+    shape_lists, st.integers(2, 4), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans()
+)
 def test_a_reduction_is_the_fp32_mean_in_rank_order(shapes, world_size, dtype, fresh):
     run_ranks(world_size, reduce, world_size, shapes, dtype, fresh)
 

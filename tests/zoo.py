@@ -168,9 +168,7 @@ def rows(steps: int = 2, width: int = WIDTH, seed: int = 1) -> list[Tensor]:
 
 def tokens(steps: int = 2, length: int = 5, vocabulary: int = 20, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(0, vocabulary, (ROWS, length), generator=generator) for _ in range(steps)
-    ]
+    return [torch.randint(0, vocabulary, (ROWS, length), generator=generator) for _ in range(steps)]
 
 
 def run_plain(script: Script, world_size: int = 1) -> dict[str, Tensor | None]:

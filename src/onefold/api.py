@@ -25,11 +25,13 @@ from onefold.errors import ConfigError, StateError, expected
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.ledger import Ledger
 from onefold.reporting import Report, UnitLine, copied, snapshot
+from onefold.runtime import summon
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import install
 from onefold.runtime.optimizer import adopt_later, bind, check_state, replace_parameters
 from onefold.state.materialise import agree_on_values, materialise, materialise_buffers
-from onefold.state.unit import Setting, Unit
+from onefold.state.setting import Setting
+from onefold.state.unit import Unit
 from onefold.tier.device import DeviceStore
 from onefold.wire.collectives import Group
 from onefold.wire.streamed import Streamed
@@ -38,7 +40,7 @@ from onefold.wire.transport import Composed, LocalTransport, Transport
 _ENGINE = "_onefold_engine"
 
 
-def shard(
+def shard(  # noqa: PLR0913 - the contract
     module: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
@@ -132,12 +134,12 @@ def unsharded(module: nn.Module, writeback: bool = False) -> Iterator[None]:
     A collective on entry. With `writeback=True` edits made on every rank alike are kept; otherwise
     they are lost. Shapes must stay. The module may run inside, in the parameters' own dtype.
     """
-    with engine_of(module).unsharded(writeback=writeback):
+    with summon.unsharded(engine_of(module), writeback=writeback):
         yield
 
 
 def report(module: nn.Module) -> Report:
-    """Bytes by kind and tier, now and at the peak, and bytes sent, on this rank. Not a collective."""
+    """Bytes by kind and tier, now and at the peak, and bytes sent, on this rank alone."""
     engine = engine_of(module)
     for gradient in engine.gradients.values():
         gradient.drop_cleared()
@@ -241,8 +243,9 @@ def _examine_together(group: Group, examine: Callable[[], _Job]) -> _Job:
 def _as_list(optimizer: object) -> list[Optimizer]:
     if optimizer is None:
         return []
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    for each in optimizers:
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers: list[Optimizer] = []
+    for each in given:
         if not isinstance(each, Optimizer):
             raise ConfigError(
                 expected(
@@ -251,6 +254,7 @@ def _as_list(optimizer: object) -> list[Optimizer]:
                     hint="onefold.shard(module, optimizer, stage=3)",
                 )
             )
+        optimizers.append(each)
     return optimizers
 
 
@@ -333,12 +337,13 @@ def _build_unit(
     }
     # parameters of one optimizer group lie together, so that they are one run
     plan.members.sort(key=lambda owned: group_of.get(id(owned.parameter), len(group_of)))
-    # what stays is allocated before what goes, so that the allocator gets its top of heap back
     unit = Unit(plan, setting, index)
     materialise(plan, setting.store.device)
     originals = [owned.parameter for owned in plan.members]
     agree_on_values([original.data for original in originals], setting.transport.group)
     unit.adopt(originals)
+    originals.clear()
+    environment.return_free_memory()
     return unit
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from onefold.errors import StateError, expected
 from onefold.runtime.engine import Engine
-from onefold.state.unit import UnitParameter
+from onefold.state.parameter import UnitParameter
 
 
 def install(module: nn.Module, engine: Engine) -> None:

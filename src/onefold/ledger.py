@@ -1,7 +1,7 @@
 """The ledger: every byte the engine holds or sends, by kind, now and at its peak.
 
-An object, never a global: each sharded module has its own. Buffers enter and leave it where they are
-allocated and freed, transports where they send, so `onefold.report` reads sums instead of guesses.
+An object, never a global: each sharded module has its own. Buffers enter and leave it where they
+are allocated and freed, transports where they send: `onefold.report` reads sums, not guesses.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Traffic:
 class Ledger:
     """Bytes held by (kind, tier) and bytes sent by collective."""
 
-    usage: dict[tuple[Kind, str], Usage] = field(default_factory=dict)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-    last_step: dict[str, Traffic] = field(default_factory=dict)
+    usage: dict[tuple[Kind, str], Usage] = field(default_factory=dict[tuple[Kind, str], Usage])
+    traffic: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
+    last_step: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     steps: int = 0
     total: Usage = field(default_factory=Usage)
-    _mark: dict[str, Traffic] = field(default_factory=dict)
+    _mark: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
 
     def add(self, kind: Kind, tier: str, nbytes: int) -> None:
         """Count `nbytes` as allocated (negative: freed)."""

@@ -36,21 +36,25 @@ class Failure:
 
     rank: int
     code: int
-    line: str
+    line: str  # empty: the rank has said it itself
     trace: str  # of what is not an error of ours
     is_echo: bool
 
 
-def record_failure(error: BaseException, code: int) -> bool:
-    """Leave a rank's failure to the launcher that started it; False if that is not ours."""
+def record_failure(error: BaseException | None, code: int) -> bool:
+    """Leave a rank's failure to the launcher that started it; False if that is not ours.
+
+    None is a command that found what it looked for, and has said so.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not is_rank() or LAUNCHER not in os.environ or not path:
         return False
-    is_ours = isinstance(error, OnefoldError | BrokenPipeError)
+    is_ours = error is None or isinstance(error, OnefoldError | BrokenPipeError)
+    line = "" if error is None else one_line(error)
     failure = Failure(
         rank=int(os.environ["RANK"]),
         code=code,
-        line=one_line(error) if is_ours else f"{type(error).__name__}: {one_line(error)}",
+        line=line if is_ours else f"{type(error).__name__}: {line}",
         trace="" if is_ours else "".join(traceback.format_exception(error)),
         is_echo=isinstance(error, WireError) or "gloo" in str(error) or "NCCL" in str(error),
     )
@@ -65,7 +69,6 @@ def tell(prog: str, folder: str, exit_codes: dict[int, int]) -> int:
 
     `folder` holds the ranks' files; `exit_codes` are those of ranks that ended, negative: a signal.
     """
-    leave_line()
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != SIGTERM}
     failures = [
         Failure(**told["onefold"])
@@ -75,9 +78,13 @@ def tell(prog: str, folder: str, exit_codes: dict[int, int]) -> int:
     failures.sort(key=lambda failure: (failure.is_echo, -failure.code, failure.rank))
     if failures and not (failures[0].is_echo and killed):
         first = failures[0]
+        if not first.line:
+            return first.code
+        leave_line()
         where = "" if first.code == 2 else f"rank {first.rank}: "
         print(f"{first.trace}{prog}: {where}{first.line}", file=sys.stderr)
         return first.code
+    leave_line()
     rank, code = next(iter((killed or exit_codes).items()))
     ending = f"by {Signals(code).name}" if killed else f"with exit code {code}"
     hint = " (hint: the system may be out of memory)" if code == SIGKILL else ""

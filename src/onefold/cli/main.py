@@ -45,9 +45,12 @@ def _run(argv: list[str]) -> int:
         if unknown:
             hint = f"`{prog} --help` lists the flags"
             raise ConfigError(expected("flags that it has", " ".join(unknown), hint=hint))
-        return arguments.run(arguments, argv)
+        code = arguments.run(arguments, argv)
     except (Exception, KeyboardInterrupt) as error:
         return _failed(prog, error)
+    if code:
+        record_failure(None, code)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

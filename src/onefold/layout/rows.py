@@ -4,9 +4,9 @@
     shard, rank 0  | a: rank 0 |gap| b: rank 0 | s |gap|
     shard, rank 1  | a: rank 1 |gap| b: rank 1 | s |gap|
 
-Each parameter is one region of the full buffer, cut by rows as `torch.chunk` cuts: so a rank's piece
-is at once a flat slice (one fused optimizer call, one message) and the local tensor of a plain
-`DTensor(Shard(0))`. A parameter without rows (0-dim) is replicated: every rank owns it whole.
+Each parameter is one region of the full buffer, cut by rows as `torch.chunk` cuts: so a rank's
+piece is at once a flat slice (one fused optimizer call, one message) and the local tensor of a
+plain `DTensor(Shard(0))`. A parameter without rows (0-dim) is replicated: every rank owns it whole.
 Pieces may have any length, also none; nothing assumes that they are equal. See docs/adr/0001.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 ALIGN_NUMEL = 64
@@ -26,9 +27,9 @@ without it the same weights could give other bits at another place in a buffer.
 PIECE_NUMEL = 16
 """Pieces in a shard buffer start at multiples of this many elements (64 bytes in fp32).
 
-torch's fused kernels step the last `numel % vector width` elements of a tensor in scalar code, which
-now and then rounds the other way. Were pieces packed tightly, which elements are last would depend
-on the cut, and stages would differ in the last bit.
+torch's fused kernels step the last `numel % vector width` elements of a tensor in scalar code,
+which now and then rounds the other way. Were pieces packed tightly, which elements are last would
+depend on the cut, and stages would differ in the last bit.
 """
 
 
@@ -82,9 +83,7 @@ class Layout:
     shard_numels: tuple[int, ...]  # per rank (in a world of one: the full buffer)
 
     @staticmethod
-    def build(
-        names_and_shapes: Sequence[tuple[str, Sequence[int]]], world_size: int
-    ) -> Layout:
+    def build(names_and_shapes: Sequence[tuple[str, Sequence[int]]], world_size: int) -> Layout:
         """Lay out parameters in the given order over `world_size` ranks.
 
         In a world of one the shard is the full buffer, gaps and all, so that weights can compute
@@ -122,4 +121,4 @@ def _pieces(shape: tuple[int, ...], world_size: int) -> tuple[tuple[int, int], .
         return ((0, 1),) * world_size
     row_numel = prod(shape[1:])
     bounds = [row * row_numel for row in row_bounds(shape[0], world_size)]
-    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(pairwise(bounds))

@@ -19,6 +19,7 @@ from onefold.errors import ConfigError, expected
 
 UnitChoice = Sequence[nn.Module] | Callable[[nn.Module], bool] | None
 
+
 @dataclass(slots=True, eq=False)
 class Owned:
     """One parameter and every (module, attribute name) under which the module tree knows it."""

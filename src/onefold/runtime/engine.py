@@ -17,8 +17,6 @@ One step, top to bottom (hooks.py calls these verbs; a pipeline schedule could a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakSet, ref
 
@@ -29,9 +27,10 @@ from onefold.errors import StateError, expected
 from onefold.ledger import Kind, Ledger
 from onefold.runtime.reducer import Reducer
 from onefold.runtime.schedule import Phase, Schedule
-from onefold.state.buffer import Buffer
 from onefold.state.gradient import UnitGradient
-from onefold.state.unit import Setting, Unit, UnitParameter, UnitState
+from onefold.state.parameter import UnitParameter
+from onefold.state.setting import Setting
+from onefold.state.unit import Unit
 from onefold.wire.collectives import Group
 
 
@@ -193,7 +192,7 @@ class Engine:
         unit.unshard()
 
     def hold_alias(self, tensor: nn.Parameter) -> None:
-        """A module gave out a whole weight, or a view of one: it stays whole until backward ends."""
+        """A module gave out a whole weight or a view of one: it stays until backward ends."""
         for unit in self.units:
             if any(parameter.whole is tensor for parameter in unit.parameters):
                 unit.hold()
@@ -356,86 +355,6 @@ class Engine:
                 hint="add, replace and resize parameters and modules before onefold.shard",
             )
         )
-
-    # whole parameters for the user
-
-    @contextmanager
-    def unsharded(self, *, writeback: bool) -> Iterator[None]:
-        """Whole, plain parameters in their own dtype; edits are kept with `writeback`."""
-        if self.forward_depth > 0 or in_backward():
-            raise StateError(
-                expected(
-                    "onefold.unsharded outside forward and backward",
-                    "a call from within one",
-                    where=f"rank {self.group.rank}",
-                    hint="modules that run already see whole weights",
-                )
-            )
-        if self.is_summoned:
-            yield
-            return
-        self.rest()
-        buffers = [self._summon(unit) for unit in self.units]
-        self.is_summoned = True
-        try:
-            yield
-        finally:
-            self.is_summoned = False
-            edited = [self._edits(unit, writeback=writeback) for unit in self.units]
-            for unit in self.units:
-                for parameter in unit.parameters:
-                    parameter.show(parameter.face)
-                unit.state = UnitState.RESTING
-            self._write_back(edited)
-            buffers.clear()
-
-    def _summon(self, unit: Unit) -> Buffer:
-        unit.check_untouched()
-        setting = self.setting
-        buffer = Buffer(
-            unit.full_numel, unit.dtype, Kind.UNSHARDED, setting.store, setting.ledger
-        )
-        unit.gather_into(buffer).wait()
-        unit.check_tags(buffer)
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in unit.parameters:
-                view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
-                parameter.show(nn.Parameter(view, requires_grad=parameter.face.requires_grad))
-        unit.state = UnitState.SUMMONED
-        return buffer
-
-    def _edits(
-        self, unit: Unit, *, writeback: bool
-    ) -> list[tuple[UnitParameter, torch.Tensor | None]]:
-        """What the user left in the module for each parameter of the unit."""
-        found: list[tuple[UnitParameter, torch.Tensor | None]] = []
-        for parameter in unit.parameters if writeback else ():
-            owner, name = parameter.owners[0]
-            module = owner()
-            found.append((parameter, module._parameters.get(name) if module else None))
-        return found
-
-    def _write_back(
-        self, edited: list[list[tuple[UnitParameter, torch.Tensor | None]]]
-    ) -> None:
-        """Keep own rows of edited parameters; nothing is written unless all shapes fit."""
-        flat = [entry for unit in edited for entry in unit]
-        for parameter, current in flat:
-            if current is None or tuple(current.shape) != parameter.slot.shape:
-                raise StateError(
-                    expected(
-                        f"parameter {parameter.fqn!r} to keep shape {list(parameter.slot.shape)}",
-                        "none" if current is None else f"shape {list(current.shape)}",
-                        where=f"rank {self.group.rank}",
-                        hint="resize or remove parameters before onefold.shard",
-                    )
-                )
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for parameter, current in flat:
-                assert current is not None, "checked above"
-                start, stop = parameter.slot.pieces[self.setting.rest_rank]
-                rows = current.detach().reshape(-1)[start:stop]
-                parameter.local.copy_(rows.view(parameter.local.shape))
 
     # an engine belongs to one module in one process
 

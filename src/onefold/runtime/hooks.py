@@ -48,10 +48,7 @@ class ModuleHooks:
         engine = self.engine
         if self.is_root:
             engine.begin_forward()
-        calls: list[Call] = []
-        self._calls.append(calls)
-        for unit in self.units:
-            calls.append(engine.enter(unit))
+        self._calls.append([engine.enter(unit) for unit in self.units])
         if self.compute is None or engine.is_summoned:
             return None
         return cast_floating(args, self.compute), cast_floating(kwargs, self.compute)
@@ -94,9 +91,7 @@ def install(engine: Engine, module: nn.Module, users: Mapping[Unit, list[nn.Modu
             hooks.share(unit, len(users[unit]))
 
 
-def watch_outputs(
-    engine: ReferenceType[Engine], calls: Call | list[Call], outputs: object
-) -> None:
+def watch_outputs(engine: ReferenceType[Engine], calls: Call | list[Call], outputs: object) -> None:
     """Have backward enter `calls` before it runs any node that made `outputs`."""
     watched = calls if isinstance(calls, list) else [calls]
 

@@ -14,7 +14,7 @@ shows its weight, so state dicts, schedulers and checkpoints see ordinary per-pa
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import finalize, ref
@@ -28,7 +28,7 @@ from onefold.errors import ConfigError, expected
 from onefold.runtime.engine import Engine
 from onefold.runtime.runs import FlatStep, cannot_cut
 from onefold.runtime.whole import WholeStep
-from onefold.state.unit import UnitParameter
+from onefold.state.parameter import UnitParameter
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
@@ -94,8 +94,10 @@ class OptimizerBinding:
 
     def stand_innermost(self, optimizer: Optimizer) -> None:
         """Keep the user's own step hooks outside the swap: they see faces, whenever registered."""
-        optimizer._optimizer_step_pre_hooks.move_to_end(self._pre.id)
-        optimizer._optimizer_step_post_hooks.move_to_end(self._post.id, last=False)
+        before: OrderedDict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
+        after: OrderedDict[int, Any] = optimizer._optimizer_step_post_hooks  # type: ignore[assignment]
+        before.move_to_end(self._pre.id)
+        after.move_to_end(self._post.id, last=False)
 
     def parameter(self, tensor: Tensor) -> UnitParameter | None:
         for engine in self.engines:
@@ -279,7 +281,7 @@ def adopt_later(engine: Engine) -> None:
     """
     alive = ref(engine)
 
-    def before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def before_any_step(optimizer: Optimizer, *_: object) -> None:
         current = alive()
         if current is None:
             return
@@ -308,4 +310,5 @@ def replace_parameters(
         for original in originals
         if original in state and faces[id(original)] is not original
     }
-    state.update(moved)
+    for face, entry in moved.items():
+        state[face] = entry

@@ -40,10 +40,10 @@ class Reducer:
         A rank that did not use a unit still takes part with zeros: another may have used it. The
         last units of the module come first, so that ranks agree on the order.
         """
-        for gradient in reversed(self._gradients.values()):
-            if gradient not in self._reduced or gradient.fired:
-                if gradient.trainable():
-                    self.start(gradient)
+        for gradient in reversed(list(self._gradients.values())):
+            is_due = gradient not in self._reduced or gradient.fired
+            if is_due and gradient.trainable():
+                self.start(gradient)
         self._reduced.clear()
         while self._in_flight:
             self._in_flight.popleft().wait()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import ConfigError, expected
-from onefold.state.unit import Unit, UnitParameter
+from onefold.state.parameter import UnitParameter
+from onefold.state.unit import Unit
 
 State = dict[str, Any]
 
@@ -135,7 +136,7 @@ class FlatStep:
         return [self._make_run(unit, parameters) for parameters in runs]
 
     def _signature(self, parameter: UnitParameter) -> object:
-        """What must agree for parameters to share a run: names, kinds and values that are not rows."""
+        """What must agree for parameters to share a run: names, kinds, and values but rows."""
         state = self._imported.get(parameter, {})
         return [
             (name, "rows" if _is_rows(parameter, value) else _plain(value))
@@ -192,7 +193,7 @@ def _is_rows(parameter: UnitParameter, value: object) -> bool:
     return (
         isinstance(value, Tensor)
         and value.shape == parameter.local.shape
-        and (value.dim() > 0 or parameter.slot.replicated and value.is_floating_point())
+        and (value.dim() > 0 or (parameter.slot.replicated and value.is_floating_point()))
     )
 
 

@@ -6,6 +6,7 @@ A wrong guess costs one gather that nobody waited for; it never changes a result
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Schedule:
     """Successors of each unit per phase, learned from the last walk."""
 
     def __init__(self, units: list[Unit]) -> None:
-        forward = dict(zip(units, units[1:], strict=False))
+        forward = dict(pairwise(units))
         backward = {after: before for before, after in forward.items()}
         self._after: dict[Phase, dict[Unit, Unit]] = {
             Phase.FORWARD: dict(forward),

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.state.unit import Unit, UnitParameter
+from onefold.state.parameter import UnitParameter
+from onefold.state.unit import Unit
 
 State = dict[str, Any]
 
@@ -71,7 +72,7 @@ class WholeStep:
         return owner in (-1, parameter.unit.setting.rank)
 
     def _assign(self, members: list[UnitParameter]) -> None:
-        """Give each parameter the rank that owns least so far; -1: every rank steps its own copy."""
+        """Give each parameter the rank that owns least so far; -1: every rank steps its copy."""
         for parameter in members:
             if parameter in self._owner:
                 continue

@@ -1,4 +1,4 @@
-"""A flat buffer with an owner: allocated in a tier, counted in the ledger, released and refilled."""
+"""A flat buffer with an owner: allocated in a tier, counted in the ledger, refilled."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ _PASSIVE = {
     torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones,
     Tensor.new_full, Tensor.new_tensor,
 }  # fmt: skip
-"""What does not read the whole value, or writes in place (in-place initialisers act on the shard)."""
+"""What does not read the whole value, or writes in place (initialisers act on the shard)."""
 
 
 def is_passive(func: Callable[..., Any]) -> bool:
@@ -74,7 +74,7 @@ def is_passive(func: Callable[..., Any]) -> bool:
 def _dispatch(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
-    """Run `func` on the faces themselves, or on the whole weights where the use is differentiable."""
+    """Run `func` on the faces, or on the whole weights where the use is differentiable."""
     kwargs = kwargs or {}
     if is_passive(func):
         if func is Tensor.register_hook and (owner := args[0].summoner()) is not None:
@@ -104,8 +104,8 @@ def _dispatch(
             for face, summoner in zip(faces, summoners, strict=True)
             if summoner is not None
         }
-        args, kwargs = tree_map(lambda leaf: swap.get(id(leaf), leaf), (args, kwargs))
-    outputs = func(*args, **kwargs)
+        whole_args, whole_kwargs = tree_map(lambda leaf: swap.get(id(leaf), leaf), (args, kwargs))
+    outputs = func(*whole_args, **whole_kwargs)
     if isinstance(outputs, WholeParameter):  # a function that gave back its argument
         outputs = outputs.view_as(outputs)
     for summoner in wanted:
@@ -164,7 +164,7 @@ FACES = (ShardedFace, ReplicatedFace)
 class WholeParameter(nn.Parameter):
     """A whole weight while its modules run. Notices when `.data` is taken, perhaps to be edited."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _summoner: ReferenceType[Summoner]
 
     @property
@@ -206,7 +206,12 @@ class GoneParameter(nn.Parameter):
 def bury(parameter: nn.Parameter, why: str) -> None:
     """Make every later use of the object a `StateError` that says `why`."""
     parameter.__class__ = GoneParameter
-    parameter._why = why
+    setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
+
+
+def introduce(parameter: nn.Parameter, summoner: ReferenceType[Summoner]) -> None:
+    """Tell a parameter object, of whatever face, whose it is."""
+    setattr(parameter, "_summoner", summoner)  # noqa: B010 - torch declares no such attribute
 
 
 def revive(parameter: nn.Parameter) -> None:

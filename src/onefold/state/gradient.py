@@ -6,7 +6,7 @@ it from there, and what comes back is the face's `.grad`:
 
     world 1             the partial gradient itself
     optimizer sharded   own rows of the mean, a slice of one flat shard buffer
-    stage 0             the mean whole, a slice of one flat buffer: reduced to its rows, then gathered
+    stage 0             the mean whole, a slice of one flat buffer: rows reduced, then gathered
 
 Every message carries one number per parameter and destination: whether this rank used it. So a
 parameter that no rank used keeps `grad is None` on all of them, as in plain PyTorch, and an
@@ -25,7 +25,8 @@ from onefold.errors import WireError, expected
 from onefold.layout.rows import Slot
 from onefold.ledger import Kind
 from onefold.state.buffer import Buffer
-from onefold.state.unit import Unit, UnitParameter
+from onefold.state.parameter import UnitParameter
+from onefold.state.unit import Unit
 from onefold.ticket import Ticket
 from onefold.wire.transport import Cut
 
@@ -221,7 +222,7 @@ class UnitGradient:
         parameter.call_hooks()
 
     def _prepare_reduced(self, parameters: list[UnitParameter]) -> list[bool]:
-        """Make room for the mean; for each parameter, whether it replaces (or adds to) what is there."""
+        """Make room for the mean; for each parameter, whether it replaces what is there."""
         unit, setting = self.unit, self.unit.setting
         if self.reduced is None:
             numel = unit.rest.shard_numels[setting.rest_rank]

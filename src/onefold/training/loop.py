@@ -98,7 +98,6 @@ def train(job: Job, world: World, observer: Observer) -> TrainResult:
     module = trainer.module.eval()
     held_out = held_out_loss(job, world, module, corpus)
     text = generate(module, corpus.prompt, seq=job.seq, seed=job.seed, device=world.device)
-    memory = world.group.all_gather_object(trainer.memory)
     return TrainResult(
         losses=meter.losses,
         held_out=held_out,
@@ -106,7 +105,7 @@ def train(job: Job, world: World, observer: Observer) -> TrainResult:
         tokens_per_s=meter.tokens_per_s,
         text=text,
         num_parameters=trainer.num_parameters,
-        memory=[each for each in memory if isinstance(each, RankMemory)],
+        memory=world.gather(trainer.memory),
         stage0=expected_nbytes(trainer.shapes, stage=0, world_size=world.world_size, rank=0),
     )
 
@@ -131,7 +130,7 @@ class Trainer:
         self.scaler = onefold.GradScaler(world.device.type, enabled=job.precision == "fp16")
         own = own_rows(job.batch, world.rank, world.world_size)
         self.windows = Windows(corpus.train, rows=job.batch, seq=job.seq, seed=job.seed, own=own)
-        self.memory: RankMemory | None = None
+        self.memory: RankMemory  # at the end of the last step
 
     def step(self, step: int) -> Tensor:
         """One optimizer step; this rank's loss, whose mean over ranks is the batch's."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from onefold.reporting import Report
 
-KINDS = ("weight", "master", "grad", "optimizer")
+KINDS: tuple[str, ...] = ("weight", "master", "grad", "optimizer")
 """Kinds of state that rest, and that the closed form knows."""
 
 SHARD_STEP, REPLICA_STEP = 16, 64
@@ -71,7 +71,7 @@ def expected_nbytes(
         stepped = resting if world_size > 1 else numel  # alone, gradients are autograd's own
         totals["weight"] += resting * parameter.itemsize
         totals["master"] += resting * 4 if parameter.itemsize < 4 else 0
-        totals["grad"] += stepped * max(4, parameter.itemsize)
+        totals["grad"] += stepped * parameter.itemsize
         totals["optimizer"] += stepped * 2 * max(4, parameter.itemsize)
     return totals
 

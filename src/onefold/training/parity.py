@@ -125,7 +125,7 @@ def check(model: str | None, *, steps: int, seed: int, world: World) -> Verdict:
             stages=verdicts,
             hint=_hint(module),
         )
-    shared = world.group.all_gather_object(verdict)[0]
+    shared = world.gather(verdict)[0]
     assert isinstance(shared, Verdict), "rank 0 has judged"
     return shared
 
@@ -297,8 +297,8 @@ def _disagreement(run: _Run, world: World) -> str:
         for name, weight in run.weights.items()
         if weight.numel()
     }
-    everywhere = world.group.all_gather_object(mine)
-    return next((name for name in mine if len({d[name] for d in everywhere}) > 1), "")  # type: ignore[index]
+    everywhere = world.gather(mine)
+    return next((name for name in mine if len({each[name] for each in everywhere}) > 1), "")
 
 
 def _hint(module: nn.Module) -> str:

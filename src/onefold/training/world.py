@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from onefold.errors import ConfigError, expected
 from onefold.wire.collectives import Group
+
+T = TypeVar("T")
 
 TIMEOUT_S = 120
 """After this long without its peers, a rank gives up."""
@@ -33,10 +36,16 @@ class World:
     def world_size(self) -> int:
         return self.group.world_size
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's small value, in rank order; a collective."""
+        if self.world_size == 1:
+            return [value]
+        return cast("list[T]", self.group.all_gather_object(value))
+
     def mean(self, values: list[float]) -> list[float]:
         """The mean over ranks of each number; a collective."""
-        everywhere = [row for row in self.group.all_gather_object(values) if isinstance(row, list)]
-        return [sum(column) / self.world_size for column in zip(*everywhere, strict=True)]
+        columns = zip(*self.gather(values), strict=True)
+        return [sum(column) / self.world_size for column in columns]
 
 
 @contextmanager

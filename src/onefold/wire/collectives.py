@@ -1,4 +1,4 @@
-"""The only file that calls `torch.distributed` collectives, and the ranks that take part in them."""
+"""The only file that calls `torch.distributed` collectives, and the ranks that take part."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ class Group:
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         """Start gathering equal shards in rank order into `out`."""
-        return _issued(
-            lambda: dist.all_gather_single(out, shard, group=self.handle, async_op=True)
-        )
+        return _issued(lambda: dist.all_gather_single(out, shard, group=self.handle, async_op=True))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         """Start summing `full` over the ranks; rank r gets the r-th of equal pieces in `out`."""

@@ -61,7 +61,9 @@ class Cut:
             [(offset + start, offset + stop) for start, stop in slot.pieces]
             for slot, offset in zip(slots, starts, strict=True)
         ]
-        self.packed_numels = [sum(self.numels[index][rank] for index in self.small) for rank in ranks]
+        self.packed_numels = [
+            sum(self.numels[index][rank] for index in self.small) for rank in ranks
+        ]
         own = group.rank
         self.own_packed_numels = [self.numels[index][own] for index in self.small]
         counted = [
@@ -88,7 +90,7 @@ class Cut:
 
 
 class Transport(Protocol):
-    """How regions cross between ranks. Every rank must call with the same cut, in the same order."""
+    """How regions cross between ranks. Every rank calls with the same cut, in the same order."""
 
     @property
     def group(self) -> Group: ...
@@ -145,7 +147,7 @@ class Composed:
 
     Right on every backend and for pieces of any length, and on gloo 2-4 times as fast as its own
     tensor collectives, which stage every gather in a hidden copy and reduce everything everywhere.
-    With `native`, large regions of equal pieces are gathered by the backend's own all-gather (NCCL).
+    With `native`, large regions of equal pieces are gathered by the backend's own all-gather.
     """
 
     def __init__(
@@ -172,9 +174,7 @@ class Composed:
             index = cut.packed_index(full.device)
             staged = full.new_empty(len(index))
             parts = staged.split(cut.packed_numels)
-            torch.index_select(
-                full, 0, index.split(cut.packed_numels)[rank], out=parts[rank]
-            )
+            torch.index_select(full, 0, index.split(cut.packed_numels)[rank], out=parts[rank])
             works += self._gather_pieces(staged, parts)
 
             def unpack() -> None:
@@ -189,7 +189,9 @@ class Composed:
         spans = cut.spans[index]
         pieces = [full[start:stop] for start, stop in spans]
         if self.native and len(set(cut.numels[index])) == 1:
-            return [self.group.all_gather(full[spans[0][0] : spans[-1][1]], pieces[self.group.rank])]
+            return [
+                self.group.all_gather(full[spans[0][0] : spans[-1][1]], pieces[self.group.rank])
+            ]
         return self._broadcast_each(pieces)
 
     def _gather_pieces(self, staged: Tensor, parts: Sequence[Tensor]) -> list[Work]:
@@ -280,7 +282,7 @@ class Composed:
             torch._foreach_add_([targets[i] for i in added], [parts[i] for i in added])
 
     def _mean_in_rank_order(self, received: Tensor, target: Tensor, is_fresh: bool) -> None:
-        """target = mean of the equal parts of `received`, or += it; summed from rank 0 up.
+        """Target = mean of the equal parts of `received`, or += it; summed from rank 0 up.
 
         The sum is in the reduce dtype, whatever narrower dtype the parts travelled in.
         """
@@ -288,8 +290,10 @@ class Composed:
         widens = first.is_floating_point() and first.itemsize < self.reduce.itemsize
         dtype = self.reduce if widens else first.dtype
         if widens:
-            total = target if is_fresh and target.dtype == dtype else first.new_empty(
-                len(first), dtype=dtype
+            total = (
+                target
+                if is_fresh and target.dtype == dtype
+                else first.new_empty(len(first), dtype=dtype)
             )
             total.copy_(first).add_(second)
         else:

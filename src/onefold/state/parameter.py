@@ -1,0 +1,213 @@
+"""One parameter of a unit: where it stands in the module tree, what it shows, where its rows lie.
+
+face    what modules and users see at rest (state/face.py)
+local   [own rows] of the weight at rest, a view of the unit's weight buffer; what the face shows
+whole   [all rows] in the compute dtype, a view of the unit's full buffer; what forward sees
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from onefold.errors import StateError, expected
+from onefold.layout.rows import Slot
+from onefold.state import face as faces
+from onefold.wire.collectives import Group
+
+if TYPE_CHECKING:
+    from onefold.state.unit import Unit
+
+
+class UnitParameter:
+    """One parameter of a unit: its owners in the module tree, its face, its whole weight."""
+
+    __slots__ = (
+        "__weakref__", "_hooked", "_resting", "_template", "_unit", "face", "fqn", "local",
+        "on_grad", "owners", "slot", "version", "whole",
+    )  # fmt: skip
+
+    def __init__(self, unit: Unit, slot: Slot, owners: Iterable[tuple[nn.Module, str]]) -> None:
+        self._unit = ref(unit)
+        self.slot = slot
+        self.fqn = slot.fqn
+        self.owners = [(ref(module), name) for module, name in owners]
+        self._hooked = False
+        self._resting = _why_resting(slot.fqn, unit.setting.rank)
+        self._template: DTensor | None = None
+        self.on_grad: Callable[[UnitParameter], None] | None = None
+        self.version = 0
+        self.face: nn.Parameter
+        self.whole: nn.Parameter
+        self.local: Tensor  # this rank's rows of the weight at rest, a view of the weight buffer
+
+    @property
+    def unit(self) -> Unit:
+        unit = self._unit()
+        if unit is None:
+            raise StateError(
+                expected(
+                    f"the sharded module of parameter {self.fqn!r} to be alive",
+                    "a parameter whose module was deleted",
+                    hint="keep the module as long as its parameters are used",
+                )
+            )
+        return unit
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """`local` [own rows] as what users see: a DTensor like the face, or itself."""
+        if self._template is None:
+            return local
+        template = self._template
+        if local.dtype == template.dtype and local.shape == self.local.shape:
+            return faces.dtensor_over(DTensor, local, template._spec)
+        return _dtensor(local, self.unit.setting.mesh, self.slot)
+
+    def unwrap(self, shown: Tensor) -> Tensor:
+        """The rank's rows of a tensor shown like the face, or of a whole plain tensor."""
+        if self._template is not None and isinstance(shown, type(self._template)):
+            return shown._local_tensor
+        if self._template is None or tuple(shown.shape) == tuple(self.local.shape):
+            return shown
+        start, stop = self.slot.pieces[self.unit.setting.rest_rank]
+        return shown.reshape(-1)[start:stop].view(self.local.shape)
+
+    def shown_like_face(self, value: Tensor) -> Tensor:
+        """A whole or already sharded tensor as the face shows its own: for copying into it."""
+        if self._template is None:
+            return value.full_tensor() if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor):
+            return value
+        return self.wrap(self.unwrap(value).to(self.local))
+
+    def bury_whole(self) -> None:
+        """Make reading the whole weight an error: its bytes are about to go."""
+        if self.whole is not self.face:
+            faces.bury(self.whole, self._resting)
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Put `parameter` into every owner, as assignment would, without its checks."""
+        for owner, name in self.owners:
+            module = owner()
+            if module is not None:
+                module._parameters[name] = parameter
+
+    def make_face(self, original: nn.Parameter) -> None:
+        """Build the face over `local`; `original` becomes it, or is gone."""
+        setting = self.unit.setting
+        requires_grad = original.requires_grad
+        if setting.mesh is not None:
+            self._template = _dtensor(self.local, setting.mesh, self.slot)
+            self.face = faces.sharded_face(self.local, self._template, ref(self))
+            self.face.requires_grad_(requires_grad)
+            original.grad = None
+            original.data = original.data.new_empty(0)  # whoever holds the object holds no bytes
+            faces.bury(original, _why_replaced(self.fqn, setting.rank))
+        else:
+            original.grad = None
+            original.data = self.local
+            if not self.unit.computes_on_faces:
+                original.__class__ = faces.ReplicatedFace
+            faces.introduce(original, ref(self))
+            self.face = original
+
+    def call_hooks(self) -> None:
+        """Run the user's post-accumulate hooks: faces are in no graph, so autograd cannot."""
+        if self.face is not self.whole:
+            for hook in list((self.face._post_accumulate_grad_hooks or {}).values()):
+                hook(self.face)
+
+    def follow_requires_grad(self) -> None:
+        """Let the whole weight train when, and only when, the face says so."""
+        with torch._C.DisableTorchFunctionSubclass():
+            wanted = self.face.requires_grad
+            if self.whole.requires_grad != wanted:
+                self.whole.requires_grad_(wanted)
+            if wanted and not self._hooked:
+                self._hooked = True
+                self.whole.register_post_accumulate_grad_hook(_grad_hook(ref(self)))
+
+    @property
+    def group(self) -> Group:
+        return self.unit.setting.transport.group
+
+    # what faces ask for (state.face.Summoner)
+
+    def why_no_hook(self) -> str:
+        return expected(
+            f"no tensor hook on sharded parameter {self.fqn!r}",
+            "register_hook, which autograd would never call",
+            hint="use register_post_accumulate_grad_hook, or change gradients between backward "
+            "and step",
+        )
+
+    def detached(self) -> Tensor:
+        return self.wrap(self.local.detach())
+
+    def is_differentiable_use(self) -> bool:
+        return self.unit.is_wanted_whole(self)
+
+    def whole_for(self) -> Tensor:
+        return self.unit.summon_for_use(self)
+
+    def refuse_other_data(self, value: Tensor) -> None:
+        """`face.data = value`: only a value that is already where it belongs may come."""
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        own = self.local
+        same = (local.data_ptr(), local.dtype, local.shape) == (
+            own.data_ptr(),
+            own.dtype,
+            own.shape,
+        )
+        if not same:
+            raise self.unit.touched(self, "an assignment to its .data")
+
+    def note_data_access(self) -> None:
+        self.unit.note_data_access()
+
+    def note_whole_edit(self) -> None:
+        self.version = -1
+
+    def used_by(self, outputs: object) -> None:
+        self.unit.note_use(outputs)
+
+
+def _grad_hook(parameter: ReferenceType[UnitParameter]) -> Callable[[Tensor], None]:
+    def on_accumulated(_: Tensor) -> None:
+        alive = parameter()
+        if alive is not None and alive.on_grad is not None:
+            alive.on_grad(alive)
+
+    return on_accumulated
+
+
+def _dtensor(local: Tensor, mesh: DeviceMesh | None, slot: Slot) -> DTensor:
+    placement = Replicate() if slot.replicated else Shard(0)
+    shape = torch.Size(slot.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+def _why_replaced(fqn: str, rank: int) -> str:
+    return expected(
+        f"the parameter that {fqn!r} is now",
+        "the object it was before onefold.shard replaced it",
+        where=f"rank {rank}",
+        hint="pass the optimizer to onefold.shard, or build optimizers and lists of parameters "
+        "from module.parameters() after it",
+    )
+
+
+def _why_resting(fqn: str, rank: int) -> str:
+    return expected(
+        f"whole weight {fqn!r} to be used while its module runs",
+        "a use after it was sharded again",
+        where=f"rank {rank}",
+        hint="read module parameters anew, or inside `with onefold.unsharded(module):`",
+    )

@@ -1,0 +1,350 @@
+"""The command, as a user meets it: what it prints, its exit codes, what it leaves running."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onefold.cli.arguments import one_line, real, whole
+from onefold.cli.main import main
+from onefold.errors import ConfigError
+
+ONEFOLD = [sys.executable, "-m", "onefold"]
+TINY_RUN = ["--steps", "3", "--batch", "4", "--seq", "16"]
+LIMIT_S = 60
+
+MODULES = '''
+import os
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """Bytes to logits, through a layer that may weigh differently on each rank."""
+
+    def __init__(self, slope=0.0):
+        super().__init__()
+        self.slope = slope
+        self.embed = nn.Embedding(256, 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + (1 + self.slope * int(os.environ["RANK"])) * self.mix(x))
+
+
+class Dies(Net):
+    def forward(self, tokens):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), 9)
+        return super().forward(tokens)
+
+
+def net():
+    return Net()
+
+
+def rank_dependent():
+    return Net(slope=0.1)
+
+
+def dies():
+    return Dies()
+
+
+def narrow():
+    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 100))
+
+
+def regression():
+    rows = torch.linspace(-1, 1, 24).view(4, 6)
+    return nn.Linear(6, 5), (rows, rows[:, :5].sin()), loss
+
+
+def loss(module, batch):
+    inputs, targets = batch
+    return (module(inputs) - targets).square().mean()
+'''
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A working directory with modules of the user's own."""
+    (tmp_path / "mine.py").write_text(MODULES)
+    return tmp_path
+
+
+def onefold(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*ONEFOLD, *arguments], cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+
+def without_times(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name in ("losses", "held_out", "text", "memory", "ranks")}
+
+
+def processes_below(folder: Path) -> list[str]:
+    """Command lines of processes that work in `folder`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder:
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+# starting
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["doctor"]])
+def test_help_takes_under_three_tenths_of_a_second_and_imports_no_torch(command):
+    program = (
+        "import sys\nfrom onefold.cli.main import main\n"
+        f"try:\n    main({[*command, '--help']!r})\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    )
+    fastest = float("inf")
+    for _ in range(5):  # the fastest: other work on the machine is not ours
+        begun = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        fastest = min(fastest, time.perf_counter() - begun)
+        assert done.returncode == 0, done.stderr
+        assert "--json" in done.stdout or not command
+        if fastest < 0.3:
+            break
+    assert fastest < 0.3
+
+
+def test_without_a_command_it_shows_its_commands(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("train", "check", "doctor"))
+
+
+# bad input
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["train", "--stage", "7"], "expected stage to be 0, 1, 2 or 3, got 7"),
+    (["train", "--stage", "all"], "expected stage to be 0, 1, 2 or 3, got 'all'"),
+    (["train", "--precision", "bf61"], "did you mean 'bf16'?"),
+    (["train", "--ranks", "17"], "expected at least 17 rows in a batch, one for each of 17 ranks"),
+    (["train", "--ranks", "0"], "expected --ranks to be a whole number of at least 1, got '0'"),
+    (["train", "--steps", "many"], "expected --steps to be a whole number of at least 1"),
+    (["train", "--steps"], "expected one argument"),
+    (["train", "--lr", "-1"], "expected --lr to be a number above 0, got '-1'"),
+    (["train", "--clip", "nan"], "expected --clip to be a number of at least 0, got 'nan'"),
+    (["train", "--data", "/nonexistent"], "expected a data folder with text files, got no folder"),
+    (["train", "--model", "tini"], "did you mean 'tiny'?"),
+    (["train", "--model", "nosuch:build"], "expected 'nosuch:build' to import"),
+    (["train", "--model", "tests.test_cli:nosuch"], "has no attribute 'nosuch'"),
+    (["train", "--model", "nowhere/config.json"], "expected a readable Hugging Face config.json"),
+    (["train", "--bogus", "1"], "got --bogus 1"),
+    (["train", "--step", "1"], "got --step 1"),
+    (["check", "nosuch:build"], "expected 'nosuch:build' to import"),
+    (["check", "--steps", "0"], "expected --steps to be a whole number of at least 1, got '0'"),
+    (["doctor", "--fast"], "got --fast"),
+    (["fly"], "invalid choice: 'fly'"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_two_before_any_rank_starts(
+    arguments, message, capsys, monkeypatch
+):
+    def started(*_: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("onefold.cli.train.launch", started)
+    monkeypatch.setattr("onefold.cli.check.launch", started)
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert told.err.startswith(f"onefold {arguments[0]}: " if arguments != ["fly"] else "onefold: ")
+    assert message in told.err
+    assert "expected" in told.err
+
+
+def test_a_folder_without_text_is_refused(tmp_path, capsys):
+    assert main(["train", "--data", str(tmp_path)]) == 2
+    assert "got no text in" in capsys.readouterr().err
+
+
+def test_a_message_and_its_hint_become_one_line():
+    assert one_line(ConfigError("expected a,\n  got b\nhint: do\nc")) == (
+        "expected a, got b (hint: do c)"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "1e400", "inf", "nan", "x", "0"])
+def test_numbers_that_are_none_are_refused(text):
+    with pytest.raises(ConfigError, match=r"expected --lr to be a number above 0"):
+        real("--lr", text, above=0)
+    with pytest.raises(ConfigError, match=r"expected --steps to be a whole number"):
+        whole("--steps", text, least=1)
+
+
+@pytest.mark.process
+def test_bad_input_that_only_a_rank_can_see_is_one_line_too(workplace):
+    done = onefold("train", "--model", "mine:narrow", *TINY_RUN, cwd=workplace)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "got [2, 16, 100]" in done.stderr
+
+
+# train
+
+
+@pytest.mark.process
+def test_train_tells_the_same_in_json_alone_and_under_torchrun(workplace):
+    arguments = ["train", *TINY_RUN, "--json"]
+    done = onefold(*arguments, cwd=workplace)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    result = json.loads(done.stdout)
+    assert result["ranks"] == 2
+    assert result["job"]["stage"] == 3
+    assert len(result["losses"]) == 3
+    assert set(result["versions"]) == {"python", "torch", "onefold"}
+    assert result["text"].startswith("def ")
+    for memory in result["memory"]:
+        assert {kind: memory["now"].get(kind, 0) for kind in memory["expected"]} == (
+            memory["expected"]
+        )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    again = subprocess.run(
+        [sys.executable, *torchrun, "onefold", *arguments, "--ranks", "2"],
+        cwd=workplace, capture_output=True, text=True, timeout=LIMIT_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert without_times(json.loads(again.stdout)) == without_times(result)
+
+
+@pytest.mark.process
+def test_without_a_terminal_progress_is_lines_and_the_table_equals_the_closed_form(workplace):
+    done = onefold("train", "--model", "mine:net", "--stage", "2", *TINY_RUN, cwd=workplace)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    assert done.stdout.isascii()
+    assert "step      3 of 3   loss" in done.stdout
+    assert "held-out loss" in done.stdout
+    for kind in ("weight", "grad", "optimizer"):
+        (row,) = [line for line in done.stdout.splitlines() if line.startswith(kind)]
+        assert row.split()[3] == "equal"
+    assert 'text: "def ' in done.stdout
+
+
+@pytest.mark.process
+def test_on_a_terminal_progress_is_a_bar(workplace):
+    ours, theirs = pty.openpty()
+    running = subprocess.Popen(
+        [*ONEFOLD, "train", "--model", "mine:net", *TINY_RUN],
+        cwd=workplace, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    assert running.wait(LIMIT_S) == 0
+    text = shown.decode()
+    assert "step 3 of 3" in text
+    assert text.count("\x1b[?25h") >= text.count("\x1b[?25l") > 0, "the cursor is shown again"
+    assert "held-out loss" in text
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("delay_s", [0.7, 7.0])
+def test_an_interrupt_ends_all_ranks_within_seconds_with_one_line(workplace, delay_s):
+    running = subprocess.Popen(
+        [*ONEFOLD, "train", "--steps", "100000"], cwd=workplace, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    time.sleep(delay_s)
+    assert running.poll() is None
+    begun = time.monotonic()
+    os.killpg(running.pid, signal.SIGINT)
+    _, errors = running.communicate(timeout=LIMIT_S)
+    assert time.monotonic() - begun < 10
+    assert running.returncode == 130
+    assert errors == "onefold train: interrupted\n"
+    deadline = time.monotonic() + 5
+    while processes_below(workplace) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_below(workplace) == []
+
+
+@pytest.mark.process
+def test_a_rank_that_is_killed_ends_the_run_with_a_line_that_names_it(workplace):
+    done = onefold("train", "--model", "mine:dies", *TINY_RUN, cwd=workplace)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "rank 1 ended by SIGKILL" in done.stderr
+
+
+# check
+
+
+@pytest.mark.process
+def test_check_passes_on_the_default_module_and_says_so_in_json(workplace):
+    done = onefold("check", "--json", cwd=workplace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdict = json.loads(done.stdout)
+    assert verdict["passes"]
+    assert [stage["stage"] for stage in verdict["stages"]] == [0, 1, 2, 3]
+    assert all(stage["bits"] is None for stage in verdict["stages"])
+
+
+@pytest.mark.process
+def test_check_takes_a_batch_and_a_loss_from_the_user(workplace):
+    done = onefold("check", "mine:regression", "--steps", "2", cwd=workplace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "35 parameters, 2 steps, 2 ranks" in done.stdout
+    assert done.stdout.endswith("all stages agree\n")
+
+
+@pytest.mark.process
+def test_check_names_the_parameter_that_differs_where_ranks_compute_differently(workplace):
+    done = onefold("check", "mine:rank_dependent", cwd=workplace)
+    assert done.returncode == 1
+    assert done.stderr == ""
+    assert "FAILS" in done.stdout
+    assert "differs most from one process: by " in done.stdout
+    assert any(f"'{name}'" in done.stdout for name in ("embed.weight", "mix.weight", "head.weight"))
+
+
+# doctor
+
+
+@pytest.mark.process
+def test_doctor_tells_what_the_machine_has(workplace):
+    done = onefold("doctor", "--json", cwd=workplace)
+    assert done.returncode == 0, done.stderr
+    machine = json.loads(done.stdout)
+    assert machine["cores"] >= 1
+    assert machine["link"]["backend"] == "gloo"
+    assert machine["link"]["received_per_s"] > 0
+    assert machine["memory_total"] >= machine["memory_free"] > 0
