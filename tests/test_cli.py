@@ -178,7 +178,7 @@ def test_bad_input_is_one_line_and_exit_code_two_before_any_rank_starts(
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.count("\n") == 1
-    assert told.err.startswith(f"onefold {arguments[0]}: " if arguments != ["fly"] else "onefold: ")
+    assert told.err.startswith(f"onefold {arguments[0]}: ")
     assert message in told.err
     assert "expected" in told.err
 
@@ -277,7 +277,7 @@ def test_on_a_terminal_progress_is_a_bar(workplace):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("delay_s", [0.7, 7.0])
+@pytest.mark.parametrize("delay_s", [0.3, 0.8, 7.0])
 def test_an_interrupt_ends_all_ranks_within_seconds_with_one_line(workplace, delay_s):
     running = subprocess.Popen(
         [*ONEFOLD, "train", "--steps", "100000"], cwd=workplace, text=True,

@@ -35,9 +35,9 @@ def one_line(error: BaseException) -> str:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The flag that every command has."""
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead, progress to stderr"
-    )
+    parser.set_defaults(json=False)  # here, and not below, help does not mention it
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS,
+                        help="print one JSON object instead, progress to stderr")  # fmt: skip
 
 
 def whole(flag: str, text: str, *, least: int) -> int:

@@ -26,7 +26,7 @@ def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "compare every stage with one process, on your module"
     parser = commands.add_parser("check", help=summary, description=DESCRIPTION)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, model=None)
     parser.add_argument(
         "model", nargs="?", metavar="module:function", default=argparse.SUPPRESS,
         help="called without arguments; returns a module from byte tokens to logits, or (module, "
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     steps = whole("--steps", arguments.steps, least=1)
     seed = whole("--seed", arguments.seed, least=0)
     ranks = whole("--ranks", arguments.ranks, least=1)
-    model: str | None = vars(arguments).get("model")
+    model: str | None = arguments.model
     if not is_rank():
         if model is not None:
             from onefold.training.loader import load_function

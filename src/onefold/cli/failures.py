@@ -18,9 +18,6 @@ from signal import SIGKILL, SIGTERM, Signals
 from onefold.cli.arguments import one_line
 from onefold.errors import OnefoldError, WireError
 
-INTERRUPTED = 130
-"""Exit code after SIGINT, as shells have it."""
-
 LAUNCHER = "ONEFOLD_LAUNCHER_PID"
 """Environment variable by which our launcher makes itself known to its ranks."""
 

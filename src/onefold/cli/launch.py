@@ -44,13 +44,17 @@ def default_ranks() -> int:
 
 
 def launch(argv: Sequence[str], ranks: int) -> int:
-    """Run `onefold *argv` on `ranks` local ranks; the exit code."""
+    """Run `onefold *argv` on `ranks` local ranks; the exit code.
+
+    An interrupt ends the ranks and is raised as `KeyboardInterrupt`.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # the launcher's own lines; failures are told below
     os.environ.update(_environment(ranks))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     prog = f"onefold {argv[0]}"
     with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
         config = LaunchConfig(
@@ -64,6 +68,7 @@ def launch(argv: Sequence[str], ranks: int) -> int:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             shutdown_timeout=GRACE_S,
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # and SIGINT as Python has it
         )
         try:
             elastic_launch(config, sys.executable)("-P", "-m", "onefold", *argv)
@@ -72,11 +77,11 @@ def launch(argv: Sequence[str], ranks: int) -> int:
             return tell(prog, folder, exits)
         except SignalException as error:
             leave_line()
-            is_interrupt = error.sigval == signal.SIGINT
-            print(f"{prog}: {'interrupted' if is_interrupt else 'terminated'}", file=sys.stderr)
+            print(f"{prog}: ended by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        except KeyboardInterrupt:  # the launcher has ended the ranks on its way out
+            leave_line()
+            raise
     return 0
 
 

@@ -5,28 +5,37 @@ Exit codes: 0 done, 1 failed (a check that found a difference, too), 2 bad input
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
 
-import onefold
-from onefold.cli import check, doctor, train
-from onefold.cli.arguments import Parser, one_line
-from onefold.cli.failures import INTERRUPTED, is_rank, record_failure
-from onefold.errors import ConfigError, OnefoldError, expected
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
 
-COMMANDS = {"train": train, "check": check, "doctor": doctor}
+# Everything else is imported once an interrupt has its answer: imports take most of a short run.
+
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; default that of this process. Returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not is_rank():
+    if "RANK" in os.environ:
+        _run_rank(argv)
+    before = signal.signal(signal.SIGINT, lambda *_: _end_interrupted(argv))
+    try:
         return _run(argv)
+    except KeyboardInterrupt:  # once there are ranks, and they have been ended
+        _end_interrupted(argv)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run_rank(argv: list[str]) -> NoReturn:
+    """Be one of the ranks that a launcher started."""
     # an interrupt ends a rank at once: whoever launched it says what there is to say
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = _run(argv)
@@ -37,23 +46,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     os._exit(code)
 
 
+def _end_interrupted(argv: list[str]) -> NoReturn:
+    """Leave at once, from wherever we are: an exception might be caught, or shown, on its way."""
+    with suppress(OSError, RuntimeError):  # or in the middle of a print
+        sys.stdout.flush()
+    with suppress(OSError):
+        os.write(2, f"{_prog(argv)}: interrupted\n".encode())
+    os._exit(INTERRUPTED)
+
+
 def _run(argv: list[str]) -> int:
-    named = [name for name in argv[:1] if name in COMMANDS]
-    prog = " ".join(["onefold", *named])
+    from onefold.cli.failures import record_failure
+    from onefold.errors import ConfigError, expected
+
+    prog = _prog(argv)
     try:
         arguments, unknown = _parser().parse_known_args(argv)
         if unknown:
             hint = f"`{prog} --help` lists the flags"
             raise ConfigError(expected("flags that it has", " ".join(unknown), hint=hint))
         code = arguments.run(arguments, argv)
-    except (Exception, KeyboardInterrupt) as error:
+    except Exception as error:
         return _failed(prog, error)
     if code:
         record_failure(None, code)
     return code
 
 
+def _prog(argv: list[str]) -> str:
+    return " ".join(["onefold", *argv[:1]])
+
+
 def _parser() -> argparse.ArgumentParser:
+    import onefold
+    from onefold.cli import check, doctor, train
+    from onefold.cli.arguments import Parser
+
     parser = Parser(
         prog="onefold",
         description="Every training state exactly once: ZeRO stages 0-3 for plain PyTorch scripts.",
@@ -62,22 +90,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda *_: parser.print_help() or 0)
-    for command in COMMANDS.values():
+    for command in (train, check, doctor):
         command.add_to(commands)
     return parser
 
 
-def _failed(prog: str, error: BaseException) -> int:
+def _failed(prog: str, error: Exception) -> int:
     """Say what went wrong; the exit code."""
-    if isinstance(error, KeyboardInterrupt):
-        print(f"{prog}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    from traceback import print_exception
+
+    from onefold.cli.arguments import one_line
+    from onefold.cli.failures import record_failure
+    from onefold.errors import ConfigError, OnefoldError
+
     code = 2 if isinstance(error, ConfigError) else 1
     if record_failure(error, code):
         return code  # the launcher speaks for all ranks
     if not isinstance(error, OnefoldError):
-        traceback.print_exception(error)
-        return code
-    if code == 1 or os.environ.get("LOCAL_RANK", "0") == "0":  # bad input is bad on every rank
+        print_exception(error)
+    elif code == 1 or os.environ.get("LOCAL_RANK", "0") == "0":  # bad input is bad on every rank
         print(f"{prog}: {one_line(error)}", file=sys.stderr)
     return code

@@ -25,7 +25,8 @@ def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "train a byte GPT or your module, sharded"
     parser = commands.add_parser("train", help=summary, description=DESCRIPTION)
-    parser.set_defaults(run=run)
+    # defaults that are set here, and SUPPRESSed below, are not mentioned by help
+    parser.set_defaults(run=run, ranks=None, data=None, precision=None, lr=None)
     add = parser.add_argument
     add("--stage", default="3", help="0 replicates, 1 shards optimizer state, 2 also gradients, "
         "3 also parameters")  # fmt: skip
@@ -56,7 +57,7 @@ def add_to(commands: SubParsers) -> None:
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Launch the ranks, or be one."""
     job = job_of(arguments)
-    given = vars(arguments).get("ranks")
+    given = arguments.ranks
     ranks = None if given is None else whole("--ranks", given, least=1)
     if is_rank():
         world_size_of(ranks)
@@ -70,13 +71,12 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def job_of(arguments: argparse.Namespace) -> Job:
     """The run that the flags describe."""
-    given = vars(arguments)
-    lr = given.get("lr")
+    lr = arguments.lr
     return Job(
         model=arguments.model,
-        data=given.get("data"),
+        data=arguments.data,
         stage=word_or_number(arguments.stage),  # type: ignore[arg-type]
-        precision=given.get("precision"),
+        precision=arguments.precision,
         steps=whole("--steps", arguments.steps, least=1),
         batch=whole("--batch", arguments.batch, least=1),
         seq=whole("--seq", arguments.seq, least=1),
