@@ -35,6 +35,7 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any
         store = dist.HashStore()
 
         def run(rank: int) -> None:
+            torch.set_num_threads(1)  # a new thread would take over the setting only later
             dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
             try:
                 results[rank] = body(rank, *args)
