@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import onefold
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, seeded
 from tests.zoo import (
     ROWS,
     WIDTH,
@@ -612,6 +612,19 @@ def test_a_blocks_weight_used_by_the_parent_trains(world_size):
             return self.last(x) + torch.einsum("oi,bi->bo", self.last.weight, x)
 
     law_1(world_size, training(Reader))
+
+
+@every_world
+def test_a_blocks_weight_used_by_the_parent_before_the_block_trains(world_size):
+    """Its gradient is complete only after backward has left the block."""
+
+    class Reader(Tower):
+        def forward(self, x):
+            x = self.first(x) * self.blocks[0].down.bias
+            x = x + x @ self.blocks[1].up.weight.t() @ self.blocks[1].up.weight
+            return self.last(through(self.blocks, x) + self.last.weight.sum())
+
+    law_1(world_size, training(partial(Reader, 3)))
 
 
 @every_world
@@ -1816,3 +1829,387 @@ def test_ranks_that_take_other_units_get_an_error_that_names_the_unit():
 
     with pytest.raises((onefold.OnefoldError, RuntimeError)):
         run_ranks(2, body)
+
+
+def test_ranks_that_evaluate_other_units_get_an_error():
+    """Without a backward there is no reduction to notice it by."""
+
+    def body(rank: int) -> Tensor:
+        module = seeded(lambda: From(
+            lambda self, x, index: self.branches[index](x),
+            branches=nn.ModuleList(Residual() for _ in range(2)),
+        ))  # fmt: skip
+        onefold.shard(module, stage=3)
+        with torch.no_grad():
+            return module(torch.ones(2, WIDTH), rank)
+
+    with pytest.raises(onefold.OnefoldError):
+        run_ranks(2, body)
+
+
+@every_world
+def test_root_layers_that_some_ranks_skip_are_trained_or_are_an_error(world_size):
+    """The layers around blocks share a unit; whether it is gathered anew must not depend on them."""
+
+    class Skipping(Tower):
+        def __init__(self):
+            super().__init__()
+            self.middle = linear()
+
+        def forward(self, x, mark):
+            x = self.blocks[0](self.first(x))
+            if mark[0]:
+                x = torch.tanh(self.middle(x))
+            return self.last(self.blocks[1](x))
+
+    script = training(Skipping, marked, batches=by_half())
+    law_1(world_size, script, fine_units=False, by_part=True, stages=(0,))
+    try:
+        law_1(world_size, script, fine_units=False, by_part=True)
+    except onefold.OnefoldError as error:
+        assert "hint:" in str(error)
+
+
+@every_world
+def test_a_graph_that_one_rank_keeps_does_not_change_the_order_of_collectives(world_size):
+    """As when rank 0 alone keeps a validation loss for its log."""
+
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(Tower)
+        kept = []
+        for index, batch in enumerate(rows(3)):
+            validation = process.mean(squared(module), batch * 2)
+            if process.rank == 0:
+                kept.append(validation)
+            process.step(index, module, optimizer, squared(module), batch)
+        process.note_weights(module)
+
+    law_1(world_size, script)
+
+
+# more of the ordinary loop
+
+
+@every_world
+def test_gradients_accumulated_and_then_cleared_are_gone(world_size):
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(Tower)
+        for index, batch in enumerate(rows(3)):
+            if not process.is_plain:
+                with onefold.accumulate(module):
+                    process.mean(squared(module), batch * 3).backward()
+                module.zero_grad() if index else optimizer.zero_grad()
+            process.step(index, module, optimizer, squared(module), batch)
+        process.note_weights(module)
+
+    law_1(world_size, script)
+
+
+@every_world
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_without_the_last_micro_batch_is_right_or_an_error(world_size, stage):
+    """A loop whose number of batches does not divide by the micro-batches ends like this."""
+
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(Tower)
+        process.step(0, module, optimizer, squared(module), rows()[0])
+        if process.is_plain:
+            process.mean(squared(module), rows()[1]).backward()
+        else:
+            with onefold.accumulate(module):
+                process.mean(squared(module), rows()[1]).backward()
+        optimizer.step()
+        process.note_weights(module)
+
+    try:
+        law_1(world_size, script, stages=(stage,), fine_units=False)
+    except onefold.StateError as error:
+        assert "hint:" in str(error)
+
+
+@every_world
+def test_between_micro_batches_a_module_may_be_looked_at(world_size):
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(Tower)
+        for index, batch in enumerate(rows(2)):
+            if process.is_plain:
+                process.mean(squared(module), batch * 2).backward()
+            else:
+                with onefold.accumulate(module):
+                    process.mean(squared(module), batch * 2).backward()
+                    with torch.no_grad():
+                        module(batch)
+                with onefold.unsharded(module):
+                    assert module.first.weight.shape == (WIDTH, WIDTH)
+                module.state_dict()
+                with torch.no_grad():
+                    module.blocks[0](batch)
+                onefold.report(module)
+            process.step(index, module, optimizer, squared(module), batch)
+        process.note_weights(module)
+
+    law_1(world_size, script, stages=(0, 1, 2), fine_units=False)
+    law_1(world_size, script, stages=(3,))
+
+
+@every_world
+@pytest.mark.parametrize("change", ["step", "load", "copy"])
+def test_weights_changed_between_forward_and_backward_are_an_error_as_in_plain_torch(
+    world_size, change
+):
+    """Gradients of the old forward at the new weights would be of no function at all."""
+
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(Tower)
+        other = {name: p.clone() for name, p in seeded(Tower, seed=5).state_dict().items()}
+        process.step(0, module, optimizer, squared(module), rows()[0])
+        early = process.mean(squared(module), rows()[1])
+        if change == "step":
+            process.mean(squared(module), rows()[0]).backward()
+            optimizer.step()
+        elif change == "load":
+            module.load_state_dict(other)
+        else:
+            with torch.no_grad():
+                module.last.weight.mul_(2)
+        with pytest.raises(RuntimeError):
+            early.backward()
+        process.note("refused", torch.ones(1))
+
+    law_1(world_size, script)
+
+
+@every_world
+def test_hooks_on_modules_see_every_forward_and_backward(world_size):
+    def script(process: Process) -> None:
+        seen: list[str] = []
+
+        def build():
+            tower = Tower()
+            block = tower.blocks[0]
+            block.register_forward_pre_hook(lambda m, args: (args[0] * 1.5,))
+            block.register_forward_hook(lambda m, args, out: out * 0.5)
+            block.register_full_backward_hook(lambda m, gi, go: seen.append("before"))
+            return tower
+
+        module, optimizer = process.ready(build)
+        block = module.blocks[1]
+        block.register_forward_pre_hook(lambda m, args: (args[0] + m.up.weight[0],))
+        block.register_forward_hook(lambda m, args, out: out * m.down.bias.sum())
+        block.register_full_backward_pre_hook(lambda m, go: (go[0] * 2,))
+        block.register_full_backward_hook(lambda m, gi, go: (gi[0] * 3,))
+        for index, batch in enumerate(rows(2)):
+            process.step(index, module, optimizer, squared(module), batch)
+        process.note_weights(module)
+        assert seen == ["before"] * 2
+
+    law_1(world_size, script)
+
+
+@every_world
+def test_a_target_network_follows_another_module(world_size):
+    def script(process: Process) -> None:
+        online, optimizer = process.ready(Tower)
+        target, _ = process.ready(lambda: Tower().requires_grad_(False))
+        for index, batch in enumerate(rows(2)):
+
+            def distance(x):
+                return (online(x) - target(x) - 1).square().mean()
+
+            process.step(index, online, optimizer, distance, batch)
+            with torch.no_grad():
+                for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+                    slow.mul_(0.9).add_(fast, alpha=0.1)
+                    slow.lerp_(fast, 0.5)
+                    slow.data.copy_(slow.data * 0.5 + fast.data)
+        target.last.load_state_dict(online.last.state_dict())
+        process.note_weights(online, "online")
+        process.note_weights(target, "target")
+
+    law_1(world_size, script)
+
+
+@every_world
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_a_method_that_uses_weights_by_hand_evaluates(world_size, guard):
+    """As a `generate` or `encode` method of a plain model does."""
+
+    class Methods(Tower):
+        def encode(self, x):
+            x = through(self.blocks, F.linear(x, self.first.weight, self.first.bias))
+            return x @ self.last.weight.t() + self.last.bias
+
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(Methods)
+        for index, batch in enumerate(rows(2)):
+            with guard():
+                process.note_mean(
+                    f"{index} eval", process.mean(lambda x: module.encode(x).mean(), batch)
+                )
+            process.step(index, module, optimizer, squared(module), batch)
+
+    law_1(world_size, script)
+
+
+@every_world
+def test_parameter_groups_with_their_own_rates_and_frozen_ones_train(world_size):
+    def groups(module):
+        decayed = [p for p in module.parameters() if p.dim() > 1]
+        others = [p for p in module.parameters() if p.dim() <= 1]
+        return torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": 0.5},
+                {"params": others, "weight_decay": 0.0, "lr": 0.05},
+            ],
+            lr=1e-2, eps=1e-4,
+        )  # fmt: skip
+
+    def part(module):
+        return torch.optim.SGD(module.blocks.parameters(), lr=0.1, momentum=0.9)
+
+    law_1(world_size, training(Tower, optimizer=groups))
+    law_1(world_size, training(Tower, optimizer=part))
+
+
+@every_world
+def test_a_functional_call_with_the_modules_own_parameters_trains(world_size):
+    def loss(module):
+        def of(x):
+            parameters = dict(module.named_parameters())
+            return torch.func.functional_call(module, parameters, (x,)).square().mean()
+
+        return of
+
+    law_1(world_size, training(Tower, loss))
+
+
+# narrower compute
+
+
+class Reading(Tower):
+    """Uses weights of the root and of blocks by hand."""
+
+    def forward(self, x):
+        x = through(self.blocks, F.linear(x, self.first.weight.to(x.dtype)))
+        x = x @ self.blocks[0].up.weight.to(x.dtype).t() @ self.blocks[1].up.weight.to(x.dtype)
+        return self.last(x)
+
+
+class Renewing(Tower):
+    """Halves a weight of its own in every forward, and recomputes a block."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.last.weight.mul_(0.5)
+        x = checkpoint(self.blocks[0], self.first(x), use_reentrant=False)
+        return self.last(self.blocks[1](x))
+
+
+def _attending() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, WIDTH)),
+        nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True),
+        nn.Flatten(),
+    )
+
+
+def _recurrent() -> nn.Module:
+    return nn.Sequential(linear(), nn.Unflatten(1, (2, 4)), nn.LSTM(4, 3, batch_first=True))
+
+
+def _tied() -> nn.Module:
+    tower = Tower()
+    tower.blocks[1].up.weight = tower.blocks[0].up.weight
+    tower.first.weight.requires_grad_(False)
+    tower.unused = nn.Parameter(torch.ones(3))
+    return tower
+
+
+def penalised(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: (
+        squared(module)(x).float()
+        + 0.01 * sum(p.float().pow(2).sum() for p in module.blocks.parameters())
+    )
+
+
+@every_world
+@pytest.mark.parametrize(
+    ("build", "loss"),
+    [(Reading, squared), (Renewing, squared), (_attending, squared), (_tied, penalised),
+     (_recurrent, lambda module: lambda x: module(x)[0].square().mean())],
+    ids=["by hand", "in place", "attention", "tied, frozen, penalised", "recurrent"],
+)  # fmt: skip
+def test_bf16_compute_is_the_same_at_every_stage_and_near_fp32(world_size, build, loss):
+    def script(process: Process) -> None:
+        options = {} if process.is_plain else {"precision": "bf16"}
+        module, optimizer = process.ready(build, sgd, **options)
+        for index, batch in enumerate(rows(2)):
+            value = process.mean(lambda x: loss(module)(x).float(), batch)
+            value.backward()
+            process.note_mean(f"{index} loss", value)
+            process.note_grads(f"{index}", module)
+            optimizer.step()
+            optimizer.zero_grad()
+        process.note_weights(module)
+
+    law_1(world_size, script, relative=2e-3)
+
+
+class Scaled(torch.autograd.Function):
+    """What a fused kernel is to autograd: it is given the weight itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+@every_world
+def test_a_custom_function_given_its_modules_weight_trains(world_size):
+    class Scaling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH))
+            self.inner = linear()
+
+        def forward(self, x):
+            return self.inner(Scaled.apply(x, self.weight))
+
+    law_1(world_size, training(lambda: nn.Sequential(Scaling(), Scaling())))
+
+
+@every_world
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_custom_function_given_another_modules_weight_trains_or_is_an_error(world_size, stage):
+    """Autograd functions do not ask a tensor's class; a wrong gradient must not come of it."""
+
+    class Root(Tower):
+        def forward(self, x):
+            x = Scaled.apply(self.first(x), self.blocks[0].down.bias)
+            return self.last(through(self.blocks, x))
+
+    try:
+        law_1(world_size, training(Root), stages=(stage,), fine_units=False)
+    except onefold.StateError as error:
+        assert "'blocks.0.down.bias'" in str(error)
+
+
+@every_world
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_that_is_given_a_weight_trains_or_is_an_error(world_size, reentrant):
+    class Root(Tower):
+        def forward(self, x):
+            x = checkpoint(
+                F.linear, self.first(x), self.blocks[0].down.weight.t(), use_reentrant=reentrant
+            )
+            return self.last(torch.cat([x, x[:, :1]], 1))
+
+    try:
+        law_1(world_size, training(Root))
+    except onefold.StateError as error:
+        assert "'blocks.0.down.weight'" in str(error)

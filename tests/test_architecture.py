@@ -53,7 +53,13 @@ def test_the_house_rules_hold(path):
         assert not (isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names))
         if isinstance(node, ast.Name):
             assert node.id != "hasattr"
-        if isinstance(node, ast.Attribute) and room in ("runtime", "state", "wire", "tier", "layout"):
+        if isinstance(node, ast.Attribute) and room in (
+            "runtime",
+            "state",
+            "wire",
+            "tier",
+            "layout",
+        ):
             assert node.attr != "environ"
 
 

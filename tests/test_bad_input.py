@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import onefold
 from tests.ranks import run_ranks, seeded
@@ -405,6 +406,27 @@ def test_parameters_on_several_devices_are_refused():
         module.half_meta = nn.Linear(2, 2)
         onefold.shard(module)  # meta is no device: it is given the others'
         trains(module)
+
+    on_every_rank(2, body)
+
+
+def test_a_parameter_without_a_shape_yet_is_refused_by_name():
+    def body(rank: int) -> None:
+        module = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+        with refused(onefold.ConfigError, "'0.weight'"):
+            onefold.shard(module)
+
+    on_every_rank(2, body)
+
+
+def test_a_parameter_that_is_sharded_by_another_library_is_refused_by_name():
+    def body(rank: int) -> None:
+        module = Tower()
+        mesh = init_device_mesh("cpu", (2,))
+        whole_weight = module.last.weight.detach()
+        module.last.weight = nn.Parameter(distribute_tensor(whole_weight, mesh, [Shard(0)]))
+        with refused(onefold.ConfigError, "'last.weight'"):
+            onefold.shard(module)
 
     on_every_rank(2, body)
 

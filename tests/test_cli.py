@@ -210,6 +210,15 @@ def test_bad_input_that_only_a_rank_can_see_is_one_line_too(workplace):
     assert "got [2, 16, 100]" in done.stderr
 
 
+@pytest.mark.process
+def test_a_rank_without_its_launcher_is_told_so(workplace, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    done = onefold("train", *TINY_RUN, cwd=workplace)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "got no WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in done.stderr
+
+
 # train
 
 

@@ -15,7 +15,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def output(*command: str) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

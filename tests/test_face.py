@@ -352,6 +352,34 @@ def test_whatever_is_read_of_a_parameter_is_right_or_an_error(stage, grad, read)
     in_ranks(3, body)
 
 
+LOGGED: dict[str, Callable[[nn.Module], float]] = {
+    "norm": lambda m: m.first.weight.grad.norm().item(),
+    "sum": lambda m: float(m.last.bias.grad.sum()),
+    "mean": lambda m: m.last.bias.grad.mean().item(),
+    "largest": lambda m: max(p.grad.abs().max().item() for p in m.parameters()),
+    "square": lambda m: sum(p.grad.pow(2).sum().item() for p in m.parameters()) ** 0.5,
+    "total norm": lambda m: torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]).item(),
+    "printed": lambda m: float(f"{torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9):.8f}"),
+    "compared": lambda m: float(torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9) > 0.001),
+    "stacked": lambda m: torch.stack([p.grad.norm() for p in m.parameters()]).norm().item(),
+}
+
+
+@every_stage
+@pytest.mark.parametrize("log", LOGGED)
+def test_what_a_plain_script_logs_of_gradients_is_right(stage, log):
+    plain = seeded(Tower)
+    squared(plain)(rows()[0]).backward()
+    wanted = LOGGED[log](plain)
+
+    def body(rank: int) -> None:
+        module, _ = ready(Tower, stage)
+        squared(module)(rows()[0]).backward()
+        assert LOGGED[log](module) == pytest.approx(wanted, rel=1e-5)
+
+    in_ranks(3, body)
+
+
 @every_stage
 def test_parameters_read_right_after_every_kind_of_event(stage):
     """At stages 1 and 2 whole weights are kept after forward; they must not be stale."""

@@ -1,1 +1,1 @@
-"""The command `onefold`: arguments, output, exit codes. Nothing imports torch at the top."""
+"""The command `onefold`: arguments, output, exit codes. Commands import torch when they run."""

@@ -73,7 +73,7 @@ def print_verdict(verdict: Verdict, stream: TextIO) -> None:
         f"{verdict.world_size} ranks against one process, relative",
         f"{'':10s}{'loss is off by':>18s}{'weights by':>18s}{'bits of stage 0':>18s}",
         *(_row(stage) for stage in verdict.stages),
-        *(f"stage {stage.stage}: {line}" for stage in verdict.stages for line in _faults(stage)),
+        *_told_once(verdict),
         sep="\n",
         file=stream,
     )
@@ -89,6 +89,15 @@ def _row(stage: StageVerdict) -> str:
     bits = "same" if stage.bits is None and stage.same_losses else "DIFFER"
     verdict = "ok" if stage.passes else "FAILS"
     return f"stage {stage.stage:<4d}{loss:>18s}{weights:>18s}{bits:>18s}   {verdict}"
+
+
+def _told_once(verdict: Verdict) -> list[str]:
+    """Every fault once, with the stages that have it."""
+    stages: dict[str, list[str]] = {}
+    for stage in verdict.stages:
+        for fault in _faults(stage):
+            stages.setdefault(fault, []).append(str(stage.stage))
+    return [f"stage {', '.join(numbers)}: {fault}" for fault, numbers in stages.items()]
 
 
 def _faults(stage: StageVerdict) -> list[str]:

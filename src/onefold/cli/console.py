@@ -137,7 +137,7 @@ def memory_table(result: TrainResult) -> list[str]:
         is_equal = wanted == [memory.now.get(kind, 0) for memory in result.memory]
         verdict = "equal" if is_equal else f"{wanted[0]:,d}"
         lines.append(_row(kind, held, verdict, result.stage0[kind]))
-    lines.append(_row("all three", sums, "", sum(result.stage0.values())))
+    lines.append(_row("together", sums, "", sum(result.stage0.values())))
     lines.append(_row("highest at any moment", [memory.total_peak for memory in shown], "", ""))
     if len(result.memory) > len(shown):
         lines.append(f"(the first {len(shown)} of {len(result.memory)} ranks; --json has all)")

@@ -30,8 +30,13 @@ def refuse(model: str, seq: int) -> None:
         return
     if _is_config(model):
         _check_config(model, seq)
-    else:
+    elif ":" in model:
         load_function(model)
+    else:
+        known = f"a model that is {', '.join(PRESETS)}, a config.json or module:function"
+        close = get_close_matches(model, PRESETS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "a function has a colon: module:function"
+        raise ConfigError(expected(known, repr(model), hint=hint))
 
 
 def build_model(model: str, seq: int) -> nn.Module:
@@ -73,16 +78,8 @@ def load_function(name: str) -> Callable[[], Any]:
     """Import `module:function`, from the working directory too."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
-        close = get_close_matches(name, PRESETS, n=1)
-        raise ConfigError(
-            expected(
-                f"a model that is {', '.join(PRESETS)}, a config.json or module:function",
-                repr(name),
-                hint=f"did you mean {close[0]!r}?"
-                if close
-                else "module:function names a function that is called without arguments",
-            )
-        )
+        hint = "it names a function that is called without arguments, as in package.models:build"
+        raise ConfigError(expected("module:function", repr(name), hint=hint))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

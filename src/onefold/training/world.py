@@ -51,6 +51,7 @@ class World:
 @contextmanager
 def joined(*, use_gpus: bool = True) -> Iterator[World]:
     """The default process group as the launcher describes it: NCCL on GPUs, otherwise gloo."""
+    _check_launcher()
     device = torch.device("cpu")
     is_cuda = use_gpus and torch.cuda.is_available()
     if is_cuda:
@@ -65,6 +66,19 @@ def joined(*, use_gpus: bool = True) -> Iterator[World]:
         yield World(Group.of(dist.group.WORLD), device)
     finally:
         dist.destroy_process_group()
+
+
+def _check_launcher() -> None:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            expected(
+                f"{', '.join(names)} in the environment of a rank",
+                f"no {', '.join(missing)}",
+                hint="launch ranks with torchrun, or unset RANK to have them launched",
+            )
+        )
 
 
 def _own_gpu() -> int:
