@@ -28,6 +28,7 @@ from tests.zoo import (
     every_world,
     law_1,
     law_1_of_sums,
+    odd_worlds,
     rows,
     run_plain,
     squared,
@@ -843,7 +844,7 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
-@every_world
+@odd_worlds
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_modules_may_give_anything_that_holds_tensors(world_size, kind):
     pack, unpack = OUTPUTS[kind]
@@ -2132,7 +2133,7 @@ def penalised(module: nn.Module) -> Callable[[Tensor], Tensor]:
     )
 
 
-@every_world
+@odd_worlds
 @pytest.mark.parametrize(
     ("build", "loss"),
     [(Reading, squared), (Renewing, squared), (_attending, squared), (_tied, penalised),

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import onefold
 from tests.ranks import run_ranks, seeded
@@ -29,6 +29,7 @@ STAGES_AT = {1: (3,), 2: (0, 3), 3: STAGES, 4: (3,)}
 RELATIVE = 1e-6
 
 every_world = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+odd_worlds = pytest.mark.parametrize("world_size", [1, 3])
 every_stage = pytest.mark.parametrize("stage", STAGES)
 
 
@@ -55,6 +56,7 @@ class Process:
     stage: int | None = None  # None: plain, in one process
     options: dict[str, Any] = field(default_factory=dict)
     seen: dict[str, Tensor | None] = field(default_factory=dict)
+    cut: set[str] = field(default_factory=set)  # names of which this process saw its own rows
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.world_size}, stage {self.stage}"
@@ -89,9 +91,15 @@ class Process:
         return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 
     def note(self, name: str, value: Tensor | None) -> None:
-        """Keep a value that is the same on every rank."""
+        """Keep a value that is the same on every rank, or a rank's rows of it."""
         assert name not in self.seen, f"{name} is noted twice"
-        self.seen[name] = None if value is None else whole(value.detach()).clone()
+        if isinstance(value, DTensor):
+            (placement,) = value.placements
+            assert isinstance(placement, Shard | Replicate), f"{name} is {placement}"
+            if isinstance(placement, Shard):
+                self.cut.add(name)
+            value = value.to_local()
+        self.seen[name] = None if value is None else value.detach().clone()
 
     def note_mean(self, name: str, value: Tensor) -> None:
         """Keep the mean over ranks of a value, such as a loss."""
@@ -106,13 +114,8 @@ class Process:
             self.note(f"{label} grad of {name}", parameter.grad)
 
     def note_weights(self, module: nn.Module, label: str = "final") -> None:
-        if self.is_plain:
-            for name, parameter in module.named_parameters():
-                self.note(f"{label} {name}", parameter)
-        else:
-            with onefold.unsharded(module):
-                for name, parameter in module.named_parameters():
-                    self.note(f"{label} {name}", parameter)
+        for name, parameter in module.named_parameters():
+            self.note(f"{label} {name}", parameter)
 
     def step(
         self,
@@ -181,17 +184,27 @@ def run_plain(script: Script, world_size: int = 1) -> dict[str, Tensor | None]:
 def run_sharded(
     script: Script, world_size: int, stage: int, **options: Any
 ) -> dict[str, Tensor | None]:
-    """The script on ranks; rank 0's notes, after those of all ranks were compared."""
+    """The script on ranks; their notes in full, after those of all ranks were compared."""
 
-    def body(rank: int) -> dict[str, Tensor | None]:
+    def body(rank: int) -> Process:
         process = Process(rank, world_size, stage, options)
         script(process)
-        return process.seen
+        return process
 
-    results = run_ranks(world_size, body)
-    for rank, result in enumerate(results[1:], start=1):
-        assert_same_notes(result, results[0], f"rank {rank} against rank 0, stage {stage}")
-    return results[0]
+    first, *others = run_ranks(world_size, body)
+    for other in others:
+        assert other.cut == first.cut, f"{other} saw rows of other values than rank 0"
+        both = {name: value for name, value in other.seen.items() if name not in first.cut}
+        assert_same_notes(both, {name: first.seen[name] for name in both}, f"{other}, rank 0")
+        assert list(other.seen) == list(first.seen), f"{other} against rank 0"
+    joined = {name: join(name, [first, *others]) for name in first.cut}
+    return {name: joined.get(name, value) for name, value in first.seen.items()}
+
+
+def join(name: str, processes: Sequence[Process]) -> Tensor:
+    """A value of which each process saw its own rows."""
+    pieces = [process.seen[name] for process in processes]
+    return torch.cat([piece for piece in pieces if piece is not None])
 
 
 def law_1(

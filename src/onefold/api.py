@@ -10,6 +10,7 @@ from itertools import zip_longest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from onefold import environment, guards
@@ -289,6 +290,24 @@ def _check_module(module: object) -> None:
 
 def _check_parameters(parameters: Sequence[Owned]) -> None:
     for owned in parameters:
+        kind = type(owned.parameter)
+        if isinstance(owned.parameter, nn.parameter.UninitializedTensorMixin):
+            raise ConfigError(
+                expected(
+                    f"parameter {owned.fqn!r} to have a shape",
+                    f"a {kind.__name__}",
+                    hint="run the module once before onefold.shard, so that lazy layers get shapes",
+                )
+            )
+        if kind is not nn.Parameter and isinstance(owned.parameter, DTensor):
+            if getattr(owned.parameter, "_summoner", None) is None:
+                raise ConfigError(
+                    expected(
+                        f"parameter {owned.fqn!r} to be a plain tensor",
+                        "a DTensor that another library has sharded",
+                        hint="let onefold.shard be the only one to shard this module",
+                    )
+                )
         if getattr(owned.parameter, "_summoner", None) is not None:
             raise ConfigError(
                 expected(

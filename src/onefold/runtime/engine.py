@@ -50,13 +50,14 @@ class Stepper(Protocol):
 class Call:
     """One forward of a module that uses a unit, as backward will meet it again."""
 
-    __slots__ = ("__weakref__", "finished", "is_begun", "started", "unit")
+    __slots__ = ("__weakref__", "edits", "finished", "is_begun", "started", "unit")
 
     def __init__(self, unit: Unit, started: int) -> None:
         self.unit = unit
         self.started = started
         self.finished = started
         self.is_begun = False
+        self.edits = unit.edits_at_rest()
 
 
 class Engine:
@@ -207,7 +208,9 @@ class Engine:
         from onefold.runtime.hooks import watch_outputs
 
         if self._users[unit] == 0 and not self.is_summoned:
-            unit.reshard(release=False)  # the next use elsewhere must meet the face again
+            # the next use elsewhere must meet the face again
+            is_over = self.forward_depth == 0 and not torch.is_grad_enabled()
+            unit.reshard(release=is_over and self.rests_after_forward)
         self._clock += 1
         watch_outputs(ref(self), Call(unit, self._clock), outputs)
 
@@ -226,6 +229,8 @@ class Engine:
             self._builds_graph = True
             call.unit.hold()
         call.is_begun = True
+        if call.edits != call.unit.edits_at_rest():
+            raise self._edited(call.unit)
         for later in [other for other in self._begun if other.started > call.finished]:
             self._begun.remove(later)
             later.is_begun = False
@@ -239,6 +244,8 @@ class Engine:
         if self._is_backward:
             return
         self._is_backward = True
+        for gradient in self.gradients.values():
+            gradient.drop_cleared()
         self.schedule.begin(Phase.BACKWARD)
         engine = ref(self)
 
@@ -292,7 +299,7 @@ class Engine:
             unit.reshard(release=self.rests_after_backward)
         if self.defers_reduction:
             for gradient in self.gradients.values():
-                gradient.fired.clear()
+                gradient.rest_partial()
         else:
             self.reducer.finish()
 
@@ -317,6 +324,10 @@ class Engine:
         if self._is_backward:
             self.abort_backward()
         self.rest()
+        for gradient in self.gradients.values():
+            gradient.drop_cleared()
+        if any(gradient.partial for gradient in self.gradients.values()):
+            self.reducer.finish()  # an accumulation that ended without its last micro-batch
         for unit in self.units:
             unit.check_untouched()
             unit.refresh_master()
@@ -345,6 +356,16 @@ class Engine:
                 unseen.pop(id(tensor), None)
         for parameter in unseen.values():
             raise self._changed(parameter.fqn, "a module from which it was removed or replaced")
+
+    def _edited(self, unit: Unit) -> StateError:
+        return StateError(
+            expected(
+                f"the weights of unit {unit.name!r} to be in backward what they were in forward",
+                "weights changed in between",
+                where=f"rank {self.group.rank}",
+                hint="run backward before the optimizer steps or weights are loaded",
+            )
+        )
 
     def _changed(self, fqn: str, got: str) -> StateError:
         return StateError(

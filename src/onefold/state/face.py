@@ -89,16 +89,18 @@ def _dispatch(
                 return owner.detached()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    faces = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, FACES)]
+    leaves = list(tree_iter((args, kwargs)))
+    faces = [leaf for leaf in leaves if isinstance(leaf, FACES)]
     summoners = [face.summoner() for face in faces]
-    wanted = [
-        summoner
-        for summoner in summoners
-        if summoner is not None and summoner.is_differentiable_use()
-    ]
     with torch._C.DisableTorchFunctionSubclass():
+        must = _needs_plain(func, leaves)
+        wanted = [
+            summoner
+            for summoner in summoners
+            if summoner is not None and (must or summoner.is_differentiable_use())
+        ]
         if not wanted:
-            return func(*args, **kwargs)
+            return as_logical(func(*args, **kwargs))
         swap = {
             id(face): summoner.whole_for()
             for face, summoner in zip(faces, summoners, strict=True)
@@ -113,10 +115,60 @@ def _dispatch(
     return outputs
 
 
+def _needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
+    """True if a sharded face stands beside a plain tensor, where no DTensor operation is defined.
+
+    In-place functions are left to DTensor, and to its error: on a copy they would do nothing.
+    """
+    name = getattr(func, "__name__", "")
+    if name.endswith("_") and not name.endswith("__"):
+        return False
+    return any(isinstance(leaf, ShardedFace) for leaf in leaves) and any(
+        isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
+        for leaf in leaves
+    )
+
+
+_READS = {
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__,
+    Tensor.__index__, Tensor.__complex__, Tensor.__format__, Tensor.__array__,
+}  # fmt: skip
+
+
+class LogicalTensor(DTensor):
+    """A gradient, or what was computed from faces and gradients: a DTensor that reads as a whole.
+
+    torch's DTensor gives `norm.item()` of this rank's part; a plain script that logs it would log
+    something else on each rank. Here a read completes the value first (a collective, as all of
+    DTensor's operations).
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _READS:
+                return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))
+            return as_logical(func(*args, **(kwargs or {})))
+
+
+def as_logical(outputs: Any) -> Any:
+    """DTensors among the outputs of one operation, as ones that read as a whole."""
+    for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
+        if type(output) is DTensor:
+            output.__class__ = LogicalTensor
+    return outputs
+
+
 class ShardedFace(DTensor):
     """This rank's rows of a sharded parameter, as a `DTensor` with the parameter's logical shape.
 
-    `nn.Parameter` for every `isinstance` check. Operations on it give plain `DTensor`s.
+    `nn.Parameter` for every `isinstance` check.
     """
 
     _summoner: ReferenceType[Summoner]

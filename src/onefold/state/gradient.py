@@ -38,6 +38,8 @@ class UnitGradient:
         self._unit = ref(unit)
         self.fired: set[UnitParameter] = set()  # accumulated in the running backward
         self._num_awaited = 0
+        self._spans: dict[UnitParameter, tuple[int, int]] = {}
+        self._resting: dict[UnitParameter, Tensor] = {}  # `.grad` of faces with a resting partial
         self.is_discarding = False  # an aborted backward: results that still arrive are dropped
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
@@ -78,6 +80,35 @@ class UnitGradient:
         nbytes = sum(self.partial.pop(parameter, 0) for parameter in parameters)
         self._ledger.add(Kind.PARTIAL_GRAD, self._tier, -nbytes)
 
+    def rest_partial(self) -> None:
+        """Micro-batches go on: show resting partials on faces, so that clearing them is seen."""
+        self.fired.clear()
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter in self.partial:
+                grad = parameter.whole.grad
+                if grad is None or parameter.whole is parameter.face:
+                    continue
+                if parameter.face.grad is None:
+                    parameter.face.grad = parameter.wrap_partial(grad)
+                self._resting[parameter] = parameter.face.grad  # type: ignore[assignment]
+
+    def _drop_cleared_partials(self) -> None:
+        """Forget partials whose face was cleared (`zero_grad`) since they came to rest."""
+        if self._resting:
+            cleared = [p for p, shown in self._resting.items() if p.face.grad is not shown]
+            for parameter in cleared:
+                parameter.whole.grad = None
+                del self._resting[parameter]
+            self._count_reduced(cleared)
+
+    def _take_back_partials(self) -> None:
+        """Partials are about to be reduced: faces show only what is reduced already."""
+        for parameter, shown in self._resting.items():
+            is_reduced = shown is self.shown.get(parameter)
+            if parameter.face.grad is shown and not is_reduced:
+                parameter.face.grad = None
+        self._resting.clear()
+
     def drop_partial(self) -> None:
         """Forget gradients that were not reduced, as after an exception in backward."""
         self.fired.clear()
@@ -101,6 +132,7 @@ class UnitGradient:
         if self.is_discarding:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._take_back_partials()
             for parameter in parameters:
                 grad, face = parameter.whole.grad, parameter.face
                 if grad is None or parameter.whole is face:
@@ -110,7 +142,8 @@ class UnitGradient:
                 if existing is not None:
                     parameter.unwrap(existing).add_(mean)
                 else:
-                    face.grad = parameter.wrap(mean)
+                    face.grad = parameter.wrap_grad(mean)
+                    self.shown[parameter] = face.grad
                 parameter.whole.grad = None
                 parameter.call_hooks()
         self.fired.clear()
@@ -131,6 +164,7 @@ class UnitGradient:
     def _start_reduce(self, parameters: list[UnitParameter]) -> Ticket:
         unit = self.unit
         self.drop_cleared()
+        self._take_back_partials()
         used = [p.whole.grad is not None for p in parameters]
         fresh = self._prepare_reduced(parameters)
         cut = self._cut_for(parameters)
@@ -217,7 +251,7 @@ class UnitGradient:
     def _show(self, parameter: UnitParameter) -> None:
         view = self._rest_view(parameter)
         if parameter.face.grad is None or parameter.face is parameter.whole:
-            shown = self.shown[parameter] = parameter.wrap(view)
+            shown = self.shown[parameter] = parameter.wrap_grad(view)
             parameter.face.grad = shown
         parameter.call_hooks()
 
@@ -235,7 +269,7 @@ class UnitGradient:
             fresh.append(not adds)
             if adds and grad is not None and grad is not self.shown.get(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
-                shown = self.shown[parameter] = parameter.wrap(self._rest_view(parameter))
+                shown = self.shown[parameter] = parameter.wrap_grad(self._rest_view(parameter))
                 parameter.face.grad = shown
         return fresh
 
@@ -243,6 +277,8 @@ class UnitGradient:
         """Free the reduced buffer once no face shows a piece of it (after `zero_grad`)."""
         if self._local_nbytes:
             self._count_local()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._drop_cleared_partials()
         if self.reduced is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -264,15 +300,19 @@ class UnitGradient:
     def _own_piece(self, parameter: UnitParameter) -> Tensor:
         """Where this rank's part of the mean goes."""
         if self.unit.setting.is_sharded:
-            return self._rest_view(parameter).view(-1)
+            return self._rest_rows(parameter)
         index = self.unit.parameters.index(parameter)
         start, stop = self.unit.wire.slots[index].pieces[self.unit.setting.rank]
-        return self._rest_view(parameter).view(-1)[start:stop]
+        return self._rest_rows(parameter)[start:stop]
 
     def _rest_view(self, parameter: UnitParameter) -> Tensor:
-        assert self.reduced is not None, "a reduced gradient is shown before it has a buffer"
-        rank = self.unit.setting.rest_rank
-        slot = parameter.slot
-        start = slot.shard_offsets[rank]
-        numel = slot.piece_numel(rank)
-        return self.reduced.tensor[start : start + numel].view(slot.piece_shape(rank))
+        return self._rest_rows(parameter).view(parameter.local.shape)
+
+    def _rest_rows(self, parameter: UnitParameter) -> Tensor:
+        """The parameter's part of the reduced buffer, flat."""
+        assert self.reduced is not None, "a reduced gradient is used before it has a buffer"
+        if parameter not in self._spans:
+            start = parameter.slot.shard_offsets[self.unit.setting.rest_rank]
+            self._spans[parameter] = (start, start + parameter.local.numel())
+        start, stop = self._spans[parameter]
+        return self.reduced.tensor[start:stop]

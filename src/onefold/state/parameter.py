@@ -14,7 +14,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from onefold.errors import StateError, expected
 from onefold.layout.rows import Slot
@@ -69,9 +69,22 @@ class UnitParameter:
             return faces.dtensor_over(DTensor, local, template._spec)
         return _dtensor(local, self.unit.setting.mesh, self.slot)
 
+    def wrap_grad(self, local: Tensor) -> Tensor:
+        """A reduced gradient [own rows] as users see it."""
+        if self._template is None:
+            return local
+        return faces.dtensor_over(faces.LogicalTensor, local, self._template._spec)
+
+    def wrap_partial(self, grad: Tensor) -> Tensor:
+        """A gradient [all rows] that rests on each rank as its part of the mean."""
+        if self._template is None:
+            return grad
+        mesh = self._template.device_mesh
+        return faces.as_logical(DTensor.from_local(grad, mesh, [Partial("avg")], run_check=False))
+
     def unwrap(self, shown: Tensor) -> Tensor:
         """The rank's rows of a tensor shown like the face, or of a whole plain tensor."""
-        if self._template is not None and isinstance(shown, type(self._template)):
+        if self._template is not None and isinstance(shown, DTensor):
             return shown._local_tensor
         if self._template is None or tuple(shown.shape) == tuple(self.local.shape):
             return shown
@@ -116,12 +129,17 @@ class UnitParameter:
                 original.__class__ = faces.ReplicatedFace
             faces.introduce(original, ref(self))
             self.face = original
+            if not self.unit.computes_on_faces and requires_grad:
+                original.register_post_accumulate_grad_hook(_DirectUse(ref(self)))
+        if self.unit.compute_dtype != self.unit.dtype:
+            self.face.grad_dtype = None  # a partial gradient shows in the compute dtype
 
     def call_hooks(self) -> None:
         """Run the user's post-accumulate hooks: faces are in no graph, so autograd cannot."""
         if self.face is not self.whole:
             for hook in list((self.face._post_accumulate_grad_hooks or {}).values()):
-                hook(self.face)
+                if not isinstance(hook, _DirectUse):
+                    hook(self.face)
 
     def follow_requires_grad(self) -> None:
         """Let the whole weight train when, and only when, the face says so."""
@@ -176,6 +194,26 @@ class UnitParameter:
 
     def used_by(self, outputs: object) -> None:
         self.unit.note_use(outputs)
+
+
+class _DirectUse:
+    """Autograd accumulated into a face, so an operation used it where no dispatch could see it."""
+
+    def __init__(self, parameter: ReferenceType[UnitParameter]) -> None:
+        self.parameter = parameter
+
+    def __call__(self, _: Tensor) -> None:
+        parameter = self.parameter()
+        if parameter is not None:
+            raise StateError(
+                expected(
+                    f"parameter {parameter.fqn!r} to be used by its own module, or by functions",
+                    "a use inside a torch.autograd.Function outside that module",
+                    where=f"rank {parameter.unit.setting.rank}",
+                    hint="pass `weight.view_as(weight)`, or call the function in the module that "
+                    "owns the weight",
+                )
+            )
 
 
 def _grad_hook(parameter: ReferenceType[UnitParameter]) -> Callable[[Tensor], None]:

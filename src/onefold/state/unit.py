@@ -78,8 +78,10 @@ class Unit:
         self._fresh = False
         self._gathered = -1  # `edits` when the full buffer was filled
         self._touched_by_data = 0
+        self._kept_edits = 0
         self._gather_cut: Cut | None = None
         self._local_rows: list[Tensor] = []
+        self._own_spans: list[tuple[int, int]] = []
         self._allocate()
 
     def _allocate(self) -> None:
@@ -158,11 +160,15 @@ class Unit:
                 self._gather_cut = Cut(
                     [*sharded, tags], [*offsets, self.rest.full_numel], group, full.tensor.itemsize
                 )
+            rank = self.setting.rest_rank
+            self._own_spans = [
+                (slot.full_offset + slot.pieces[rank][0], slot.full_offset + slot.pieces[rank][1])
+                for slot in self.rest.slots
+            ]
             self._local_rows = [parameter.local.reshape(-1) for parameter in self.parameters]
-        rank = self.setting.rest_rank
         flat = full.tensor
         with torch.no_grad():
-            own = [flat[start:stop] for start, stop in self._own_spans(rank)]
+            own = [flat[start:stop] for start, stop in self._own_spans]
             torch._foreach_copy_(own, self._local_rows)
             flat[self.rest.full_numel :] = self.tag
         if self._gather_cut is None:
@@ -195,12 +201,6 @@ class Unit:
                     )
                 )
 
-    def _own_spans(self, rank: int) -> list[tuple[int, int]]:
-        return [
-            (slot.full_offset + slot.pieces[rank][0], slot.full_offset + slot.pieces[rank][1])
-            for slot in self.rest.slots
-        ]
-
     def _is_current(self) -> bool:
         """True if the full buffer holds, or is about to hold, the weights as they rest now."""
         return self._fresh and self._gathered == self.edits()
@@ -213,6 +213,10 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():
             by_users = sum(parameter.face._version for parameter in self.parameters)
         return self.weight.tensor._version + by_users + self._touched_by_data
+
+    def edits_at_rest(self) -> int:
+        """`edits` but for those a forward made itself, and for looks at `.data`."""
+        return self.edits() - self._touched_by_data - self._kept_edits
 
     def note_data_access(self) -> None:
         """`face.data` was taken: what is done to it has its own counter, so expect the worst."""
@@ -272,8 +276,9 @@ class Unit:
                 if parameter.whole._version != parameter.version:
                     start, stop = parameter.slot.pieces[rank]
                     edited = parameter.whole.detach().reshape(-1)[start:stop]
-                    was_current = self._is_current()
+                    was_current, before = self._is_current(), self.edits()
                     parameter.local.copy_(edited.view(parameter.local.shape))
+                    self._kept_edits += self.edits() - before
                     if was_current:
                         self._gathered = self.edits()
 
