@@ -1,7 +1,7 @@
 """Host time of the engine per unit, forward + backward, beside FSDP2's, in one run.
 
-Tiny layers and a fake process group of 8 ranks leave nothing but host work. Rounds interleave the
-two engines and the plain module; printed are medians over rounds of (sharded - plain) / units.
+Tiny layers and fake process groups of 1 and of 8 ranks leave nothing but host work. Rounds
+interleave the engines and the plain module; printed are medians of (sharded - plain) / units.
 
     python benchmarks/host_overhead.py
 """
@@ -87,7 +87,7 @@ def measure(num_units: int, num_linears: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print milliseconds per unit for units of 2 and of 12 parameters."""
+    """Print milliseconds per unit for units of 2 and of 12 parameters on 1 and 8 ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--units", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=30)
@@ -95,18 +95,19 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    results = {
-        f"{2 * linears} parameters": measure(options.units, linears, options.rounds)
-        for linears in (1, 6)
-    }
-    dist.destroy_process_group()
+    results = {}
+    for world_size in (1, 8):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        for linears in (1, 6):
+            name = f"{2 * linears} parameters, {world_size} ranks"
+            results[name] = measure(options.units, linears, options.rounds)
+        dist.destroy_process_group()
     if options.json:
         print(json.dumps(results))
         return
     for size, by_engine in results.items():
         cells = "   ".join(f"{name} {ms:6.3f} ms" for name, ms in by_engine.items())
-        print(f"units of {size:14s} {cells}")
+        print(f"units of {size:22s} {cells}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What keeps the house habitable: sizes of files and functions, one door, one place for collectives."""
+"""What keeps the house habitable: short files, one door, one place for collectives."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ some_worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 class Faces(Tower):
-    """Tied, frozen, scalar, empty and short parameters, a buffer, and a look at itself in forward."""
+    """Tied, frozen, scalar, empty and short parameters, a buffer, a look at itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,24 +332,28 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("read", READS)
-def test_whatever_is_read_of_a_parameter_is_right_or_an_error(stage, grad, read):
+def test_whatever_is_read_of_a_parameter_is_right_or_an_error(stage, grad):
     """7 rows over 3 ranks: no rank has as many as another."""
-    func = READS[read]
-    wanted = func(seeded(Tower).blocks[0].up.weight.detach())
+    plain = seeded(Tower).blocks[0].up.weight.detach()
 
-    def body(rank: int) -> None:
+    def body(rank: int) -> set[str]:
         module, _ = ready(Tower, stage)
-        weight = module.blocks[0].up.weight
-        with nullcontext() if grad else torch.no_grad():
-            try:
-                got = func(weight)
-            except (onefold.OnefoldError, RuntimeError, NotImplementedError, TypeError):
-                return  # torch's own DTensor refuses some operations; it must not be wrong
-            got = whole(got).detach()
-        torch.testing.assert_close(got, wanted, check_stride=False)
+        refused = set()
+        for name, func in READS.items():
+            with nullcontext() if grad else torch.no_grad():
+                try:
+                    got = func(module.blocks[0].up.weight)
+                except (onefold.OnefoldError, RuntimeError, NotImplementedError, TypeError):
+                    refused.add(name)  # as torch's own DTensor does; it must not be wrong
+                    continue
+                got = whole(got).detach()
+            torch.testing.assert_close(
+                got, func(plain), check_stride=False, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        return refused
 
-    in_ranks(3, body)
+    for refused in in_ranks(3, body):
+        assert len(refused) < len(READS) / 3, refused
 
 
 LOGGED: dict[str, Callable[[nn.Module], float]] = {
@@ -366,16 +370,15 @@ LOGGED: dict[str, Callable[[nn.Module], float]] = {
 
 
 @every_stage
-@pytest.mark.parametrize("log", LOGGED)
-def test_what_a_plain_script_logs_of_gradients_is_right(stage, log):
+def test_what_a_plain_script_logs_of_gradients_is_right(stage):
     plain = seeded(Tower)
     squared(plain)(rows()[0]).backward()
-    wanted = LOGGED[log](plain)
 
     def body(rank: int) -> None:
         module, _ = ready(Tower, stage)
         squared(module)(rows()[0]).backward()
-        assert LOGGED[log](module) == pytest.approx(wanted, rel=1e-5)
+        for name, log in LOGGED.items():
+            assert log(module) == pytest.approx(log(plain), rel=1e-5), name
 
     in_ranks(3, body)
 
@@ -390,7 +393,7 @@ def test_parameters_read_right_after_every_kind_of_event(stage):
         def note(moment: str) -> None:
             with torch.no_grad():
                 process.note(
-                    f"{moment}: norm", torch.stack([p.norm() for p in module.parameters()])
+                    f"{moment}: norm", torch.stack([whole(p.norm()) for p in module.parameters()])
                 )
 
         for index, batch in enumerate(rows()):
@@ -612,16 +615,25 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+def refuses_every_use(parameter: Tensor) -> None:
+    for name, use in USES.items():
+        with torch.no_grad() if name == "in place" else nullcontext():
+            try:
+                use(parameter)
+            except onefold.StateError as error:
+                assert "'blocks.0.up.weight'" in str(error), name
+                assert "\nhint: " in str(error), name
+            else:
+                pytest.fail(f"{name} is no error")
+
+
 @sharded_stages
-@pytest.mark.parametrize("use", USES)
-def test_the_objects_that_were_parameters_before_are_errors_that_name_them(stage, use):
+def test_the_objects_that_were_parameters_before_are_errors_that_name_them(stage):
     def body(rank: int) -> None:
         module = seeded(Tower)
         before = module.blocks[0].up.weight
         onefold.shard(module, adamw(module), stage=stage)
-        with torch.no_grad() if use == "in place" else nullcontext():
-            with pytest.raises(onefold.StateError, match=r"'blocks\.0\.up\.weight'.*\n*hint: "):
-                USES[use](before)
+        refuses_every_use(before)
 
     in_ranks(2, body)
 
@@ -639,17 +651,14 @@ def test_at_stage_0_the_objects_that_were_parameters_still_are():
     in_ranks(2, body)
 
 
-@pytest.mark.parametrize("use", USES)
-def test_whole_weights_kept_from_a_forward_are_errors_once_resharded(use):
+def test_whole_weights_kept_from_a_forward_are_errors_once_resharded():
     def body(rank: int) -> None:
         module, _ = ready(Tower, 3)
         kept: list[Tensor] = []
         module.blocks[0].up.register_forward_pre_hook(lambda m, args: kept.append(m.weight))
         with torch.no_grad():
             module(rows()[0])
-        with torch.no_grad() if use == "in place" else nullcontext():
-            with pytest.raises(onefold.StateError, match=r"'blocks\.0\.up\.weight'.*\n*hint: "):
-                USES[use](kept[0])
+        refuses_every_use(kept[0])
 
     in_ranks(2, body)
 

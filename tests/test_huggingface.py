@@ -234,7 +234,7 @@ def test_a_model_saves_and_loads_through_its_own_format(tmp_path):
 
 
 def test_one_process_is_what_the_plain_script_is():
-    """The comparison itself: the same seed gives the same plain run twice, another seed does not."""
+    """The same seed gives the same plain run twice, another seed does not."""
     script = training(gpt2)
     once, again = run_plain(script), run_plain(script)
     assert all(torch.equal(once[name], again[name]) for name in once if once[name] is not None)

@@ -65,7 +65,7 @@ def train_sharded(rank: int, job: Job, world_size: int, stage: int) -> Result:
 
 
 def run_job(job: Job, world_size: int, stage: int) -> Result:
-    """The job at a stage and world size; rank 0's result, after all ranks' weights were compared."""
+    """The job at a stage and world size: rank 0's result, which all ranks must share."""
     results = run_ranks(world_size, train_sharded, job, world_size, stage)
     for other in results[1:]:
         assert_same_bits(other, results[0])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from onefold import environment, guards
@@ -291,7 +292,7 @@ def _check_module(module: object) -> None:
 def _check_parameters(parameters: Sequence[Owned]) -> None:
     for owned in parameters:
         kind = type(owned.parameter)
-        if isinstance(owned.parameter, nn.parameter.UninitializedTensorMixin):
+        if isinstance(owned.parameter, UninitializedParameter):
             raise ConfigError(
                 expected(
                     f"parameter {owned.fqn!r} to have a shape",
@@ -299,16 +300,16 @@ def _check_parameters(parameters: Sequence[Owned]) -> None:
                     hint="run the module once before onefold.shard, so that lazy layers get shapes",
                 )
             )
-        if kind is not nn.Parameter and isinstance(owned.parameter, DTensor):
-            if getattr(owned.parameter, "_summoner", None) is None:
-                raise ConfigError(
-                    expected(
-                        f"parameter {owned.fqn!r} to be a plain tensor",
-                        "a DTensor that another library has sharded",
-                        hint="let onefold.shard be the only one to shard this module",
-                    )
+        is_ours = getattr(owned.parameter, "_summoner", None) is not None
+        if isinstance(owned.parameter, DTensor) and not is_ours:
+            raise ConfigError(
+                expected(
+                    f"parameter {owned.fqn!r} to be a plain tensor",
+                    "a DTensor that another library has sharded",
+                    hint="let onefold.shard be the only one to shard this module",
                 )
-        if getattr(owned.parameter, "_summoner", None) is not None:
+            )
+        if is_ours:
             raise ConfigError(
                 expected(
                     f"parameter {owned.fqn!r} to belong to one sharded module",

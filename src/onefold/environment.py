@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import time
 from collections.abc import Sequence
 
 import torch
@@ -92,6 +93,9 @@ def return_free_memory() -> None:
 
 
 def _leave() -> None:
+    # gloo's thread lets go of the last tensors a moment after their wait returned, for which it
+    # needs the interpreter: without this pause it may find one that is shutting down, and abort
+    time.sleep(0.05)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -33,7 +34,7 @@ def test_rows_are_cut_where_torch_chunk_cuts(num_rows, world_size):
     chunks = [len(chunk) for chunk in torch.arange(num_rows).chunk(world_size)]
     chunks += [0] * (world_size - len(chunks))
     bounds = row_bounds(num_rows, world_size)
-    lengths = [b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    lengths = [b - a for a, b in pairwise(bounds)]
     assert lengths == (chunks if num_rows else [0] * world_size)
 
 

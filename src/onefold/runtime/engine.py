@@ -266,7 +266,7 @@ class Engine:
             return
         gradient = self.gradients[unit]
         if not self._open[unit] and not self.defers_reduction:
-            self.reducer.start_if_due(gradient)
+            self.reducer.note_ready(gradient)
         unit.reshard(release=self.rests_after_backward)
 
     def expect_backward(self, call: Call) -> None:
@@ -283,7 +283,7 @@ class Engine:
         self.begin_backward()
         gradient = self.gradients[parameter.unit]
         if gradient.note_fired(parameter) and not self.defers_reduction:
-            self.reducer.start(gradient)
+            self.reducer.note_ready(gradient)
 
     def end_backward(self) -> None:
         """Autograd is done: rest every unit, finish every reduction."""

@@ -18,43 +18,56 @@ class Reducer:
     """Starts each unit's reduction once per backward and finishes them in order."""
 
     def __init__(self, gradients: Mapping[Unit, UnitGradient]) -> None:
-        self._gradients = gradients
+        # the last unit of the module is the first that backward is through with
+        self._order = list(gradients.values())[::-1]
         self._in_flight: deque[Ticket] = deque()
-        self._reduced: set[UnitGradient] = set()
+        self._ready: set[UnitGradient] = set()
+        self._started: set[UnitGradient] = set()
 
-    def start(self, gradient: UnitGradient) -> None:
-        """Reduce a unit whose gradients are complete, while backward goes on."""
+    def note_ready(self, gradient: UnitGradient) -> None:
+        """Backward is through with a unit: reduce it once all before it in the order are.
+
+        The order is the same on every rank, whatever parts of the module a rank used, so ranks
+        never reduce different units at the same time.
+        """
+        self._ready.add(gradient)
+        for due in self._order:
+            if due in self._started or not due.trainable():
+                continue
+            if due not in self._ready:
+                return
+            self._start(due)
+
+    def _start(self, gradient: UnitGradient) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._in_flight.popleft().wait()
-        self._reduced.add(gradient)
+        self._started.add(gradient)
         self._in_flight.append(gradient.start_reduce())
-
-    def start_if_due(self, gradient: UnitGradient) -> None:
-        """Reduce a unit that backward has left, unless its gradients were complete before."""
-        if gradient not in self._reduced and gradient.trainable():
-            self.start(gradient)
 
     def finish(self) -> None:
         """Reduce what backward left incomplete or did not reach, then wait for everything.
 
-        A rank that did not use a unit still takes part with zeros: another may have used it. The
-        last units of the module come first, so that ranks agree on the order.
+        A rank that did not use a unit still takes part with zeros: another may have used it. Units
+        that turn out to be used by none go to the end of the order, where they delay nobody.
         """
-        for gradient in reversed(list(self._gradients.values())):
-            is_due = gradient not in self._reduced or gradient.fired
+        for gradient in self._order:
+            is_due = gradient not in self._started or gradient.fired
             if is_due and gradient.trainable():
-                self.start(gradient)
-        self._reduced.clear()
+                self._start(gradient)
         while self._in_flight:
             self._in_flight.popleft().wait()
+        self._order.sort(key=lambda gradient: gradient.is_unused)
+        self._ready.clear()
+        self._started.clear()
 
     def abort(self) -> None:
         """Drop gradients that were not shown yet; wait for what is under way on all ranks."""
-        self._reduced.clear()
-        for gradient in self._gradients.values():
+        self._ready.clear()
+        self._started.clear()
+        for gradient in self._order:
             gradient.is_discarding = True
         while self._in_flight:
             self._in_flight.popleft().wait()
-        for gradient in self._gradients.values():
+        for gradient in self._order:
             gradient.is_discarding = False
             gradient.drop_partial()

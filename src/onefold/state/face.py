@@ -77,53 +77,65 @@ def _dispatch(
     """Run `func` on the faces, or on the whole weights where the use is differentiable."""
     kwargs = kwargs or {}
     if is_passive(func):
-        if func is Tensor.register_hook and (owner := args[0].summoner()) is not None:
-            raise StateError(owner.why_no_hook())
-        if func == _SET_DATA and (owner := args[0].summoner()) is not None:
-            owner.refuse_other_data(args[1])
-        if func == _GET_DATA and (owner := args[0].summoner()) is not None:
-            owner.note_data_access()
-        if func is Tensor.detach and isinstance(args[0], ShardedFace):  # as state_dict() does
-            owner = args[0].summoner()
-            if owner is not None:
-                return owner.detached()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return _bookkeeping(func, args, kwargs)
     leaves = list(tree_iter((args, kwargs)))
-    faces = [leaf for leaf in leaves if isinstance(leaf, FACES)]
-    summoners = [face.summoner() for face in faces]
+    owners = {id(leaf): leaf.summoner() for leaf in leaves if isinstance(leaf, FACES)}
     with torch._C.DisableTorchFunctionSubclass():
         must = _needs_plain(func, leaves)
         wanted = [
-            summoner
-            for summoner in summoners
-            if summoner is not None and (must or summoner.is_differentiable_use())
+            owner
+            for owner in owners.values()
+            if owner is not None and (must or owner.is_differentiable_use())
         ]
         if not wanted:
             return as_logical(func(*args, **kwargs))
-        swap = {
-            id(face): summoner.whole_for()
-            for face, summoner in zip(faces, summoners, strict=True)
-            if summoner is not None
-        }
-        whole_args, whole_kwargs = tree_map(lambda leaf: swap.get(id(leaf), leaf), (args, kwargs))
-    outputs = func(*whole_args, **whole_kwargs)
+        whole = {key: owner.whole_for() for key, owner in owners.items() if owner is not None}
+        new_args, new_kwargs = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
+    outputs = _own_memory(func(*new_args, **new_kwargs), list(whole.values()))
+    for owner in wanted:
+        owner.used_by(outputs)
+    return outputs
+
+
+def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attribute access on a face itself, and what has to be noticed about it."""
+    face = args[0] if args else None
+    owner = face.summoner() if isinstance(face, FACES) else None
+    if owner is not None:
+        if func is Tensor.register_hook:
+            raise StateError(owner.why_no_hook())
+        if func is Tensor.detach and isinstance(face, ShardedFace):  # as state_dict() does
+            return owner.detached()
+        if func == _SET_DATA:
+            owner.refuse_other_data(args[1])
+        elif func == _GET_DATA:
+            owner.note_data_access()
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _own_memory(outputs: Any, whole: list[Tensor]) -> Any:
+    """An output that outlives the moment in which the weights are whole for it."""
     if isinstance(outputs, WholeParameter):  # a function that gave back its argument
         outputs = outputs.view_as(outputs)
-    for summoner in wanted:
-        summoner.used_by(outputs)
+    if isinstance(outputs, Tensor) and not torch.is_grad_enabled():
+        storages = {weight.untyped_storage().data_ptr() for weight in whole}
+        if outputs.untyped_storage().data_ptr() in storages:
+            return outputs.clone()  # without a graph nothing else keeps the weights whole
     return outputs
 
 
 def _needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
-    """True if a sharded face stands beside a plain tensor, where no DTensor operation is defined.
+    """True where no DTensor operation is defined, as beside a plain tensor.
 
     In-place functions are left to DTensor, and to its error: on a copy they would do nothing.
     """
     name = getattr(func, "__name__", "")
     if name.endswith("_") and not name.endswith("__"):
         return False
-    return any(isinstance(leaf, ShardedFace) for leaf in leaves) and any(
+    if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
+        return True
+    return any(isinstance(leaf, ShardedFace | LogicalTensor) for leaf in leaves) and any(
         isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
         for leaf in leaves
     )
@@ -151,10 +163,16 @@ class LogicalTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _READS:
-                return func(args[0].full_tensor(), *args[1:], **(kwargs or {}))
-            return as_logical(func(*args, **(kwargs or {})))
+            leaves = list(tree_iter((args, kwargs)))
+            if func in _READS or _needs_plain(func, leaves):
+                plain_args, plain_kwargs = tree_map(
+                    lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf,
+                    (args, kwargs),
+                )
+                return func(*plain_args, **plain_kwargs)
+            return as_logical(func(*args, **kwargs))
 
 
 def as_logical(outputs: Any) -> Any:

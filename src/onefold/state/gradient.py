@@ -40,6 +40,7 @@ class UnitGradient:
         self._num_awaited = 0
         self._spans: dict[UnitParameter, tuple[int, int]] = {}
         self._resting: dict[UnitParameter, Tensor] = {}  # `.grad` of faces with a resting partial
+        self.is_unused = False  # by every rank, in the last backward
         self.is_discarding = False  # an aborted backward: results that still arrive are dropped
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
@@ -213,6 +214,7 @@ class UnitGradient:
             self._check_tag(used_counts[-1].item())
         if not all(used):  # only then is it worth asking the device what the others did
             used = [count != 0 for count in used_counts[:-1].tolist()]
+        self.is_unused = not any(used)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._spread(parameters)
             for parameter, is_used in zip(parameters, used, strict=True):

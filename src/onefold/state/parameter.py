@@ -129,8 +129,8 @@ class UnitParameter:
                 original.__class__ = faces.ReplicatedFace
             faces.introduce(original, ref(self))
             self.face = original
-            if not self.unit.computes_on_faces and requires_grad:
-                original.register_post_accumulate_grad_hook(_DirectUse(ref(self)))
+        if not self.unit.computes_on_faces and requires_grad:
+            self.face.register_post_accumulate_grad_hook(_DirectUse(ref(self)))
         if self.unit.compute_dtype != self.unit.dtype:
             self.face.grad_dtype = None  # a partial gradient shows in the compute dtype
 
@@ -202,8 +202,10 @@ class _DirectUse:
     def __init__(self, parameter: ReferenceType[UnitParameter]) -> None:
         self.parameter = parameter
 
-    def __call__(self, _: Tensor) -> None:
+    def __call__(self, face: Tensor) -> None:
         parameter = self.parameter()
+        if isinstance(face.grad, DTensor):  # of an operation that DTensor defines: full_tensor()
+            return
         if parameter is not None:
             raise StateError(
                 expected(

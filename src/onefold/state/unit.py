@@ -79,6 +79,7 @@ class Unit:
         self._gathered = -1  # `edits` when the full buffer was filled
         self._touched_by_data = 0
         self._kept_edits = 0
+        self._num_steps = 0
         self._gather_cut: Cut | None = None
         self._local_rows: list[Tensor] = []
         self._own_spans: list[tuple[int, int]] = []
@@ -212,7 +213,8 @@ class Unit:
         """
         with torch._C.DisableTorchFunctionSubclass():
             by_users = sum(parameter.face._version for parameter in self.parameters)
-        return self.weight.tensor._version + by_users + self._touched_by_data
+        ours = self.weight.tensor._version + self._num_steps
+        return ours + by_users + self._touched_by_data
 
     def edits_at_rest(self) -> int:
         """`edits` but for those a forward made itself, and for looks at `.data`."""
@@ -298,6 +300,7 @@ class Unit:
 
     def publish(self) -> None:
         """Round the stepped master into the weight that faces show and gathers send."""
+        self._num_steps += 1  # fused kernels change lists of tensors without counting it on them
         if self.master is not None:
             with torch.no_grad():
                 self.weight.tensor.copy_(self.master.tensor)
