@@ -27,6 +27,7 @@ from onefold.errors import StateError, expected
 from onefold.ledger import Kind, Ledger
 from onefold.runtime.reducer import Reducer
 from onefold.runtime.schedule import Phase, Schedule
+from onefold.runtime.watch import watch_outputs
 from onefold.state.gradient import UnitGradient
 from onefold.state.parameter import UnitParameter
 from onefold.state.setting import Setting
@@ -205,14 +206,12 @@ class Engine:
 
     def watch_use(self, unit: Unit, outputs: object) -> None:
         """Whole weights were used outside the unit's modules: backward must find them whole too."""
-        from onefold.runtime.hooks import watch_outputs
-
         if self._users[unit] == 0 and not self.is_summoned:
             # the next use elsewhere must meet the face again
             is_over = self.forward_depth == 0 and not torch.is_grad_enabled()
             unit.reshard(release=is_over and self.rests_after_forward)
         self._clock += 1
-        watch_outputs(ref(self), Call(unit, self._clock), outputs)
+        watch_outputs(ref(self), [Call(unit, self._clock)], outputs)
 
     # backward
 

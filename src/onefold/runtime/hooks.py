@@ -1,25 +1,24 @@
 """torch events -> engine verbs, and nothing else.
 
-A module that uses units gets a pre-forward and a forward hook. Backward is met through the autograd
-nodes of the module's outputs: a prehook on each runs before any node of that forward. Nodes, not
-tensors, because in-place changes of an output move the tensor to another node but keep this one.
+A module that uses units gets a pre-forward and a forward hook; the autograd nodes of its outputs
+announce the backward (runtime/watch.py).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onefold.errors import WireError
 from onefold.runtime.engine import Call, Engine
 from onefold.runtime.precision import cast_floating
+from onefold.runtime.watch import tensors_in, watch_outputs
 from onefold.state.unit import Unit
 
 
@@ -89,52 +88,3 @@ def install(engine: Engine, module: nn.Module, users: Mapping[Unit, list[nn.Modu
         hooks = ModuleHooks(engine, user, units, is_root=user is module)
         for unit in units:
             hooks.share(unit, len(users[unit]))
-
-
-def watch_outputs(engine: ReferenceType[Engine], calls: Call | list[Call], outputs: object) -> None:
-    """Have backward enter `calls` before it runs any node that made `outputs`."""
-    watched = calls if isinstance(calls, list) else [calls]
-
-    def before_node(_: object) -> None:
-        alive = engine()
-        if alive is not None:
-            alive.begin_backward()
-            for call in watched:
-                alive.enter_backward(call)
-
-    nodes = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for tensor in tensors_in(outputs):
-            if tensor.requires_grad:
-                base = tensor._base if tensor._is_view() else None
-                node = (tensor if base is None or base.grad_fn is None else base).grad_fn
-                if node is not None:
-                    nodes[id(node)] = node
-    current = engine()
-    if nodes and current is not None:
-        for call in watched:
-            current.expect_backward(call)
-    for node in nodes.values():
-        node.register_prehook(before_node)
-
-
-def tensors_in(value: object, depth: int = 6) -> Iterator[Tensor]:
-    """Every tensor in tuples, lists, mappings, dataclasses and plain objects, nested."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
-        return
-    children: list[object] = []
-    if isinstance(value, Mapping):
-        children = list(value.values())
-    elif isinstance(value, tuple | list | set | frozenset):
-        children = list(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        children = [getattr(value, field.name, None) for field in fields(value)]
-    elif not isinstance(value, type):
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        children = [getattr(value, name, None) for name in slots]
-        children += list(getattr(value, "__dict__", {}).values())
-    for child in children:
-        yield from tensors_in(child, depth - 1)
