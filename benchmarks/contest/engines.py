@@ -1,0 +1,202 @@
+"""The contestants: how each shards the same model, and what one step is in its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from contest.case import Case, loss_of
+from torch import Tensor, nn
+
+Batches = Sequence[tuple[Tensor, Tensor]]
+Step = Callable[[Batches], float]
+"""One optimizer step over the micro-batches of this rank; returns their mean loss."""
+
+LR = 3e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A running engine: its step and, where it keeps one, its ledger."""
+
+    step: Step
+    ledger: Callable[[], dict[str, int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine by name, the package it needs, and how it is set up on one rank."""
+
+    name: str
+    package: str
+    build: Callable[[Case, nn.Module], Contestant]
+
+    @property
+    def is_installed(self) -> bool:
+        """True if its package can be imported."""
+        return find_spec(self.package) is not None
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """The optimizer of every contestant, in torch's fastest implementation."""
+    return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+def autocast(case: Case) -> AbstractContextManager[object]:
+    """How engines without a precision of their own compute in bf16."""
+    return torch.autocast(case.device, torch.bfloat16, enabled=case.dtype == "bf16")
+
+
+def ordinary_step(
+    case: Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    not_last: Callable[[], AbstractContextManager[object]] = nullcontext,
+    compute: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Step:
+    """The plain training loop; `not_last` is entered around micro-batches but the last."""
+
+    def step(micro_batches: Batches) -> float:
+        total = torch.zeros((), device=case.device)
+        for number, (tokens, targets) in enumerate(micro_batches, 1):
+            is_last = number == len(micro_batches)
+            with nullcontext() if is_last else not_last():
+                with compute():
+                    loss = loss_of(model(tokens), targets) / len(micro_batches)
+                loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    return step
+
+
+def plain(case: Case, model: nn.Module) -> Contestant:
+    """No engine: one process."""
+    return Contestant(ordinary_step(case, model, adamw(model), compute=lambda: autocast(case)))
+
+
+def ddp(case: Case, model: nn.Module) -> Contestant:
+    """torch DistributedDataParallel, gradients in its buckets."""
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    step = ordinary_step(
+        case, wrapped, adamw(model), not_last=wrapped.no_sync, compute=lambda: autocast(case)
+    )
+    return Contestant(step)
+
+
+def zero_redundancy(case: Case, model: nn.Module) -> Contestant:
+    """torch ZeroRedundancyOptimizer over DDP: stage 1."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class=torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        lr=LR,
+        fused=True,
+    )
+    step = ordinary_step(
+        case, wrapped, optimizer, not_last=wrapped.no_sync, compute=lambda: autocast(case)
+    )
+    return Contestant(step)
+
+
+def fsdp2(case: Case, model: nn.Module, *, reshard: bool) -> Contestant:
+    """torch fully_shard on every block and the root; `reshard` frees weights after forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if case.dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(case.device, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if reshard:  # gradients leave with every micro-batch, or they would be held whole
+        return Contestant(ordinary_step(case, model, adamw(model)))
+
+    class NotLast(AbstractContextManager[None]):
+        def __enter__(self) -> None:
+            model.set_requires_gradient_sync(False)
+
+        def __exit__(self, *_: object) -> None:
+            model.set_requires_gradient_sync(True)
+
+    return Contestant(ordinary_step(case, model, adamw(model), not_last=NotLast))
+
+
+def deepspeed(case: Case, model: nn.Module, *, stage: int) -> Contestant:
+    """DeepSpeed with torch's fused AdamW, its defaults otherwise."""
+    import deepspeed as ds
+
+    engine, *_ = ds.initialize(
+        model=model,
+        optimizer=adamw(model),
+        config={
+            "train_micro_batch_size_per_gpu": case.shape.rows,
+            "gradient_accumulation_steps": case.accumulate,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": case.dtype == "bf16"},
+            "gradient_clipping": 0.0,  # it clips at 1.0 unless told otherwise
+            "steps_per_print": 10**9,
+        },
+    )
+
+    def step(micro_batches: Batches) -> float:
+        total = torch.zeros((), device=case.device)
+        for tokens, targets in micro_batches:
+            loss = loss_of(engine(tokens), targets)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / len(micro_batches)
+        return total.item()
+
+    return Contestant(step)
+
+
+def onefold(case: Case, model: nn.Module, *, stage: int) -> Contestant:
+    """This library."""
+    import onefold as library
+
+    optimizer = adamw(model)
+    precision = "bf16" if case.dtype == "bf16" else None
+    library.shard(model, optimizer, stage=stage, precision=precision)
+
+    def ledger() -> dict[str, int]:
+        report = library.report(model)
+        sent = {f"sent {name}": traffic.sent_nbytes for name, traffic in report.last_step.items()}
+        kinds = {kind: report.nbytes(kind) for kind in report.memory}
+        return {"now": report.total.now, "peak": report.total.peak, **kinds, **sent}
+
+    step = ordinary_step(case, model, optimizer, not_last=lambda: library.accumulate(model))
+    return Contestant(step, ledger)
+
+
+def _of_stage(
+    build: Callable[..., Contestant], stage: int
+) -> Callable[[Case, nn.Module], Contestant]:
+    return lambda case, model: build(case, model, stage=stage)
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine("plain", "torch", plain),
+        Engine("ddp", "torch", ddp),
+        Engine("zero-redundancy", "torch", zero_redundancy),
+        Engine("fsdp2 reshard", "torch", lambda case, model: fsdp2(case, model, reshard=True)),
+        Engine("fsdp2 keep", "torch", lambda case, model: fsdp2(case, model, reshard=False)),
+        *(Engine(f"deepspeed {s}", "deepspeed", _of_stage(deepspeed, s)) for s in (1, 2, 3)),
+        *(Engine(f"onefold {s}", "onefold", _of_stage(onefold, s)) for s in range(4)),
+    )
+}

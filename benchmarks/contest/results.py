@@ -1,0 +1,93 @@
+"""Result files: what was measured, on what, with which versions, by which command."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from contest.case import Case
+from contest.summary import Round
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+def provenance() -> dict[str, Any]:
+    """Date, machine, versions, commit and command."""
+    return {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _commit(),
+        "machine": _machine(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("torch", "deepspeed", "onefold")},
+        },
+    }
+
+
+def write(path: Path, case: Case, rounds: list[Round], about: dict[str, Any]) -> None:
+    """Replace the file of a case by the rounds that are finished."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**about, "case": case.as_dict(), "rounds": _rounded(rounds)})
+    new = path.with_suffix(".new")
+    new.write_text(text.replace('{"ddp"', '\n{"ddp"').replace('"rounds"', '\n"rounds"') + "\n")
+    new.replace(path)
+
+
+def path_of(case: Case, folder: Path = RESULTS) -> Path:
+    """Where the result of a case goes: its date and name."""
+    words = case.name.replace(",", "").replace(" ", "-")
+    return folder / f"{date.today().isoformat()}-peers-{words}.json"
+
+
+def read_newest(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The newest result of each case by its name."""
+    found = {}
+    for path in sorted(folder.glob("*-peers-*.json")):
+        result = json.loads(path.read_text())
+        found[Case(**result["case"]).name] = result
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    try:
+        head = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=10"],
+            capture_output=True, text=True, check=True, cwd=RESULTS.parent,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip()
+
+
+def _machine() -> dict[str, Any]:
+    facts = {"system": platform.system(), "arch": platform.machine()}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("model name", "cache size")):
+            name, _, value = line.partition(":")
+            facts.setdefault(name.strip(), value.strip())
+    meminfo = Path("/proc/meminfo").read_text().splitlines()[0]
+    return {**facts, "cores": len(__import__("os").sched_getaffinity(0)), "memory": meminfo[9:].strip()}

@@ -1,0 +1,212 @@
+"""One run of one engine: fresh ranks, a few steps, and what they cost.
+
+Ranks are forked from a server that has imported torch but run nothing, so that each run starts with
+a clean heap a moment after the one before.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import socket
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contest.case import WARMUP_STEPS, Case, batches, build_model, touch_libraries
+from contest.engines import ENGINES
+
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+    "onefold.api",
+    "contest.engines",
+]
+
+
+@dataclass(slots=True)
+class Rank:
+    """What one rank measured. Seconds and bytes are per step of the measured window."""
+
+    losses: list[float] = field(default_factory=list)  # of every step, the warm-up too
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0  # user + system, all threads
+    sent_nbytes: float = 0.0  # of all ranks together, headers included; rank 0 knows
+    peak_nbytes: int = 0  # resident set above the imports
+    resident_nbytes: int = 0  # the same after the last step
+    numel: int = 0
+    ledger: dict[str, int] = field(default_factory=dict)
+
+
+class RunError(RuntimeError):
+    """An engine failed; the message is the first rank's traceback."""
+
+
+def run(case: Case, engine: str, *, timeout: float = 600.0) -> list[dict[str, Any]]:
+    """Train with fresh ranks and return what each measured, as plain dicts in rank order."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    port = _free_port()
+    started = []
+    for rank in range(case.ranks):
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_main, args=(case, engine, rank, port, theirs))
+        process.start()
+        theirs.close()
+        started.append((process, mine))
+    try:
+        return _collect([mine for _, mine in started], time.monotonic() + timeout)
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[dict[str, Any]]:
+    found: dict[Connection, dict[str, Any]] = {}
+    while len(found) < len(pipes):
+        waiting = [pipe for pipe in pipes if pipe not in found]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RunError("no result within the time limit")
+        for pipe in ready:
+            try:
+                result = pipe.recv()
+            except EOFError:
+                raise RunError("a rank ended without a result") from None
+            if isinstance(result, str):
+                raise RunError(result)
+            found[pipe] = result
+    return [found[pipe] for pipe in pipes]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _main(case: Case, engine: str, rank: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks),
+        LOCAL_WORLD_SIZE=str(case.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    if case.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    _silence()
+    try:
+        pipe.send(asdict(_measure(case, engine, rank)))
+    except Exception:
+        pipe.send(traceback.format_exc())
+    pipe.close()
+    os._exit(0)  # libraries that are still talking at exit would be waited for
+
+
+def _silence() -> None:
+    """Ranks report through their pipe; what libraries print would tear the table."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def _measure(case: Case, engine: str, rank: int) -> Rank:
+    torch.set_num_threads(case.threads)
+    chosen = ENGINES[engine]
+    if chosen.package == "deepspeed":
+        __import__("deepspeed").init_distributed(dist_backend=case.backend)
+    elif case.ranks > 1:
+        dist.init_process_group(case.backend)
+    touch_libraries(case)
+    gc.collect()
+    memory = Memory(case.device)
+    model = build_model(case)
+    result = Rank(numel=sum(p.numel() for p in model.parameters()))
+    contestant = chosen.build(case, model)
+    for step in range(WARMUP_STEPS):
+        result.losses.append(contestant.step(batches(case, rank, step)))
+    window = Window(case)
+    for step in range(WARMUP_STEPS, WARMUP_STEPS + case.shape.steps):
+        result.losses.append(contestant.step(batches(case, rank, step)))
+    window.close(result, case.shape.steps)
+    result.peak_nbytes, result.resident_nbytes = memory.peak(), memory.now()
+    if contestant.ledger is not None:
+        result.ledger = contestant.ledger()
+    return result
+
+
+class Window:
+    """Clocks and counters over the measured steps, from a barrier to a barrier."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._barrier()
+        self._sent = loopback_nbytes()
+        self._cpu = _cpu_seconds()
+        self._wall = time.perf_counter()
+
+    def close(self, result: Rank, num_steps: int) -> None:
+        """Note what a step took."""
+        if self._case.device == "cuda":
+            torch.cuda.synchronize()
+        cpu = _cpu_seconds() - self._cpu
+        self._barrier()
+        result.wall_seconds = (time.perf_counter() - self._wall) / num_steps
+        result.cpu_seconds = cpu / num_steps
+        result.sent_nbytes = (loopback_nbytes() - self._sent) / num_steps
+
+    def _barrier(self) -> None:
+        if self._case.device == "cuda":
+            torch.cuda.synchronize()
+        if dist.is_initialized():
+            dist.barrier()
+
+
+class Memory:
+    """Resident bytes above those at its making; on a GPU the allocator's own."""
+
+    def __init__(self, device: str) -> None:
+        self._is_cuda = device == "cuda"
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        self._before = _status("VmRSS")
+
+    def now(self) -> int:
+        """Bytes held."""
+        return (torch.cuda.memory_allocated() if self._is_cuda else _status("VmRSS")) - self._before
+
+    def peak(self) -> int:
+        """Most bytes held since the making, as the kernel (the allocator) kept count."""
+        most = torch.cuda.max_memory_allocated() if self._is_cuda else _status("VmHWM")
+        return most - self._before
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return 1024 * int(line.split()[1])
+    raise RunError(f"/proc/self/status does not tell {name}")
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def loopback_nbytes() -> int:
+    """Bytes that have gone over the loopback device: what gloo sends between local ranks."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split()[9])
+    return 0

@@ -1,0 +1,171 @@
+"""One training job under DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed and Onefold, side by side.
+
+    python benchmarks/peers.py                            the cases of the README, about 40 minutes
+    python benchmarks/peers.py --sizes tiny --rounds 2    one small case
+    python benchmarks/peers.py --sizes small --ranks 2,4 --dtypes fp32,bf16 --malloc default,mmap
+
+Engines take turns (A B C A B C ...), each time with fresh ranks; ratios are taken inside a round.
+Peak bytes are the kernel's own high-water mark above what is resident after the imports; bytes sent
+are what passed over the loopback device; CPU-seconds are user + system of all ranks, as the
+difference between the end of the warm-up and the end of the run. Every case writes
+`benchmarks/results/DATE-peers-CASE.json` after each round, so a run that is interrupted keeps the
+rounds it finished. `benchmarks/readme.py` turns the newest results into the README's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+from contest.case import MALLOC, SIZES, Case
+from contest.engines import ENGINES
+from contest.results import RESULTS, path_of, provenance, write
+from contest.show import show_case
+from contest.summary import Round
+from contest.world import RunError, run
+from rich.console import Console
+
+SHARDED = [name for name in ENGINES if name != "plain"]
+FEWER = [name for name in SHARDED if name not in ("zero-redundancy", "deepspeed 1", "deepspeed 2")]
+README_CASES: list[tuple[Case, list[str]]] = [
+    (Case("small"), SHARDED),
+    (Case("small", malloc="mmap"), FEWER),
+    (Case("tiny"), SHARDED),
+    (Case("wide"), SHARDED),
+    (Case("deep"), SHARDED),
+    (Case("small", ranks=4), FEWER),
+    (Case("small", dtype="bf16"), FEWER),
+    (Case("small", accumulate=4), FEWER),
+    (Case("small", recompute=True), FEWER),
+    (Case("small", ranks=1, threads=2), ["plain", "onefold 0", "onefold 3"]),
+]
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the cases that were asked for; each in a process of its own, for its environment."""
+    options = _parser().parse_args()
+    if options.one:
+        return compete(Case(**json.loads(options.one)), options)
+    code = 0
+    for case, engines in _cases(options):
+        command = [sys.executable, __file__, "--one", json.dumps(case.as_dict())]
+        command += ["--engines", ",".join(engines), "--rounds", str(options.rounds)]
+        command += ["--results", str(options.results)]
+        here = str(Path(__file__).parent)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads), "PYTHONPATH": here}
+        try:
+            done = subprocess.run(command, env=environment | MALLOC[case.malloc], check=False)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        if done.returncode == INTERRUPTED:
+            return INTERRUPTED
+        code = code or done.returncode
+    return code
+
+
+def compete(case: Case, options: argparse.Namespace) -> int:
+    """All rounds of one case."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    about = provenance()
+    engines = []
+    for name in options.engines.split(","):
+        if ENGINES[name].is_installed:
+            engines.append(name)
+        else:
+            console.print(f"{name}: {ENGINES[name].package} is not installed, skipped")
+    rounds: list[Round] = []
+    failed: dict[str, str] = {}
+    interrupted = False
+    for number in range(options.rounds):
+        found: Round = {}
+        try:
+            for name in engines:
+                if name in failed:
+                    continue
+                _tell(console, f"{case.name}: round {number + 1} of {options.rounds}, {name}")
+                try:
+                    found[name] = run(case, name)
+                except RunError as error:
+                    failed[name] = str(error)
+                    console.print(f"{name} failed, the others go on:\n{error}", markup=False)
+        except KeyboardInterrupt:
+            interrupted = True
+            break
+        rounds.append(found)
+        write(path_of(case, options.results), case, rounds, about)
+    _tell(console, "")
+    show_case(console, case, rounds)
+    if interrupted:
+        console.print(f"interrupted: the {len(rounds)} rounds that were finished are kept")
+        return INTERRUPTED
+    return 1 if any(name.startswith("onefold") for name in failed) else 0
+
+
+def _tell(console: Console, line: str) -> None:
+    if console.is_terminal:
+        console.file.write(f"\r\033[K{line}")
+        console.file.flush()
+
+
+def _cases(options: argparse.Namespace) -> list[tuple[Case, list[str]]]:
+    axes = (options.sizes, options.ranks, options.dtypes, options.accumulate, options.recompute)
+    chosen = options.engines.split(",") if options.engines else None
+    if not any((*axes, options.malloc)):
+        return [(case, chosen or engines) for case, engines in README_CASES]
+    found = []
+    for size, ranks, dtype, accumulate, recompute, malloc in product(
+        (options.sizes or "small").split(","),
+        (options.ranks or "2").split(","),
+        (options.dtypes or "fp32").split(","),
+        (options.accumulate or "1").split(","),
+        (options.recompute or "off").split(","),
+        (options.malloc or "default").split(","),
+    ):
+        alone = ranks == "1"
+        case = Case(
+            size, int(ranks), dtype, int(accumulate), recompute == "on", malloc,
+            threads=2 if alone else 1,
+        )  # fmt: skip
+        found.append((case, chosen or (["plain", "onefold 0", "onefold 3"] if alone else SHARDED)))
+    return found
+
+
+def _listed(known: object) -> object:
+    """An argparse type: a comma-separated list of known words."""
+
+    def read(text: str) -> str:
+        for word in text.split(","):
+            if word not in known:
+                raise argparse.ArgumentTypeError(
+                    f"{word!r}; known are {', '.join(known)}"  # type: ignore[arg-type]
+                )
+        return text
+
+    return read
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=_listed(SIZES))
+    parser.add_argument("--ranks", type=_listed([str(n) for n in range(1, 9)]))
+    parser.add_argument("--dtypes", type=_listed(["fp32", "bf16"]))
+    parser.add_argument("--accumulate", help="micro-batches a step, e.g. 1,4")
+    parser.add_argument("--recompute", type=_listed(["off", "on"]))
+    parser.add_argument("--malloc", type=_listed(MALLOC))
+    parser.add_argument("--engines", type=_listed(ENGINES), help="default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
