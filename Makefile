@@ -23,8 +23,10 @@ format: $(VENV)/dev.done
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/dev.done
+bench: $(VENV)/peers.done
 	$(BIN)/python benchmarks/host_overhead.py
+	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/readme.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
@@ -38,4 +40,10 @@ $(VENV)/train.done: pyproject.toml constraints.txt
 
 $(VENV)/dev.done: $(VENV)/train.done
 	$(PIP) --editable '.[dev,hf]'
+	touch $@
+
+# DeepSpeed's build needs its tools, and torch, in the environment before it
+$(VENV)/peers.done: $(VENV)/dev.done
+	$(PIP) setuptools wheel ninja
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed==0.19.8
 	touch $@

@@ -1,6 +1,6 @@
 """One training job under DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed and Onefold, side by side.
 
-    python benchmarks/peers.py                            the cases of the README, about 40 minutes
+    python benchmarks/peers.py                            every case below, about an hour
     python benchmarks/peers.py --sizes tiny --rounds 2    one small case
     python benchmarks/peers.py --sizes small --ranks 2,4 --dtypes fp32,bf16 --malloc default,mmap
 

@@ -74,6 +74,39 @@ def test_bytes_sent_per_step_are_the_closed_form(world_size, stage, micro_batche
         assert set(report.last_step) <= {"gather", "reduce_scatter", "control"}
 
 
+class Twice(nn.Module):
+    """Two modules share a unit before the layers, as token and position embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, 64)
+        self.positions = nn.Embedding(8, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x):
+        x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def test_a_unit_that_backward_uses_twice_is_gathered_for_it_once():
+    def step(rank):
+        module = seeded(Twice)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=3)
+        for _ in range(2):
+            module(torch.ones(2, 8, dtype=torch.int64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return onefold.report(module).last_step
+
+    numel = 64 * 64 + 8 * 64 + 2 * (64 * 64 + 64)
+    for last_step in run_ranks(2, step):
+        assert last_step["gather"].sent_nbytes == 2 * numel // 2 * FP32
+        assert last_step["reduce_scatter"].sent_nbytes == numel // 2 * FP32
+
+
 def test_uneven_pieces_send_what_the_other_ranks_lack():
     def step(rank):
         module = seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)))

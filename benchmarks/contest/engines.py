@@ -9,8 +9,9 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from contest.case import Case, loss_of
 from torch import Tensor, nn
+
+from contest.case import Case, loss_of
 
 Batches = Sequence[tuple[Tensor, Tensor]]
 Step = Callable[[Batches], float]
@@ -83,7 +84,7 @@ def plain(case: Case, model: nn.Module) -> Contestant:
 
 
 def ddp(case: Case, model: nn.Module) -> Contestant:
-    """torch DistributedDataParallel, gradients in its buckets."""
+    """Torch DistributedDataParallel, gradients in its buckets."""
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     step = ordinary_step(
         case, wrapped, adamw(model), not_last=wrapped.no_sync, compute=lambda: autocast(case)
@@ -92,7 +93,7 @@ def ddp(case: Case, model: nn.Module) -> Contestant:
 
 
 def zero_redundancy(case: Case, model: nn.Module) -> Contestant:
-    """torch ZeroRedundancyOptimizer over DDP: stage 1."""
+    """Torch ZeroRedundancyOptimizer over DDP: stage 1."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -110,7 +111,7 @@ def zero_redundancy(case: Case, model: nn.Module) -> Contestant:
 
 
 def fsdp2(case: Case, model: nn.Module, *, reshard: bool) -> Contestant:
-    """torch fully_shard on every block and the root; `reshard` frees weights after forward."""
+    """Torch fully_shard on every block and the root; `reshard` frees weights after forward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

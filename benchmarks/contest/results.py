@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -90,4 +91,8 @@ def _machine() -> dict[str, Any]:
             name, _, value = line.partition(":")
             facts.setdefault(name.strip(), value.strip())
     meminfo = Path("/proc/meminfo").read_text().splitlines()[0]
-    return {**facts, "cores": len(__import__("os").sched_getaffinity(0)), "memory": meminfo[9:].strip()}
+    return {
+        **facts,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": meminfo[9:].strip(),
+    }

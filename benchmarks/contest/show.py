@@ -5,6 +5,9 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from contest.case import Case
 from contest.summary import (
     LOSS_TOLERANCE,
@@ -19,8 +22,6 @@ from contest.summary import (
     values,
     verdicts,
 )
-from rich.console import Console
-from rich.table import Table
 
 
 def show_case(console: Console, case: Case, rounds: list[Round]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from contest.case import WARMUP_STEPS, Case, batches, build_model, touch_libraries
 from contest.engines import ENGINES
 

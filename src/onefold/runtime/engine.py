@@ -89,6 +89,7 @@ class Engine:
         self._begun: list[Call] = []
         self._open: dict[Unit, WeakSet[Call]] = {unit: WeakSet() for unit in units}
         self._is_backward = False
+        self._next: Unit | None = None  # to be gathered once the unit in backward has a gradient
         self._builds_graph = False
         self._is_checked = False
         self._connect()
@@ -189,9 +190,20 @@ class Engine:
     def _make_whole(self, unit: Unit, phase: Phase) -> None:
         successor = self.schedule.enter(unit, phase)
         unit.start_unshard()
-        if successor is not None:
+        if phase is Phase.BACKWARD and self.prefetches_late:
+            self._next = successor
+        elif successor is not None:
             successor.start_unshard()
         unit.unshard()
+
+    @property
+    def prefetches_late(self) -> bool:
+        """On the CPU a gather in backward begins with the first gradient of the unit before it.
+
+        Backward starts with all activations alive; by then some are gone, and the reduction of the
+        unit before that is often over, which is the peak. A GPU's queue wants it sooner.
+        """
+        return self.setting.store.device.type == "cpu"
 
     def hold_alias(self, tensor: nn.Parameter) -> None:
         """A module gave out a whole weight or a view of one: it stays until backward ends."""
@@ -263,10 +275,10 @@ class Engine:
         """
         if any(call.unit is unit for call in self._begun):
             return
-        gradient = self.gradients[unit]
-        if not self._open[unit] and not self.defers_reduction:
-            self.reducer.note_ready(gradient)
-        unit.reshard(release=self.rests_after_backward)
+        is_through = not self._open[unit]  # else it is used again: what is whole stays whole
+        if is_through and not self.defers_reduction:
+            self.reducer.note_ready(self.gradients[unit])
+        unit.reshard(release=self.rests_after_backward and is_through)
 
     def expect_backward(self, call: Call) -> None:
         """The outputs of `call` are watched: backward will come by, if it comes at all."""
@@ -280,6 +292,10 @@ class Engine:
     def on_grad(self, parameter: UnitParameter) -> None:
         """Autograd has accumulated into a whole weight's gradient."""
         self.begin_backward()
+        self.reducer.poll()
+        if self._next is not None:
+            successor, self._next = self._next, None
+            successor.start_unshard()
         gradient = self.gradients[parameter.unit]
         if gradient.note_fired(parameter) and not self.defers_reduction:
             self.reducer.note_ready(gradient)
@@ -287,6 +303,7 @@ class Engine:
     def end_backward(self) -> None:
         """Autograd is done: rest every unit, finish every reduction."""
         self._is_backward = False
+        self._next = None
         for call in self._begun:
             call.is_begun = False
         self._begun.clear()
@@ -305,6 +322,7 @@ class Engine:
     def abort_backward(self) -> None:
         """An exception ended a backward: forget its gradients, rest everything."""
         self._is_backward = False
+        self._next = None
         self._begun.clear()
         self.reducer.abort()
         self.rest()

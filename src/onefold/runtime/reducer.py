@@ -21,6 +21,7 @@ class Reducer:
         # the last unit of the module is the first that backward is through with
         self._order = list(gradients.values())[::-1]
         self._in_flight: deque[Ticket] = deque()
+        self._finishes_alone = all(unit.setting.is_sharded for unit in gradients)
         self._ready: set[UnitGradient] = set()
         self._started: set[UnitGradient] = set()
 
@@ -43,6 +44,14 @@ class Reducer:
             self._in_flight.popleft().wait()
         self._started.add(gradient)
         self._in_flight.append(gradient.start_reduce())
+
+    def poll(self) -> None:
+        """Finish a reduction that is complete: its gradients and receive buffer go early.
+
+        Only where finishing is local; stage 0's is a collective, which has its place in the order.
+        """
+        if self._in_flight and self._finishes_alone and self._in_flight[0].done:
+            self._in_flight.popleft().wait()
 
     def finish(self) -> None:
         """Reduce what backward left incomplete or did not reach, then wait for everything.

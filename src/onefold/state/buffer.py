@@ -16,12 +16,15 @@ class Buffer:
     once `reallocate` has given the storage bytes again. Whoever reallocates refills before use.
     """
 
-    __slots__ = ("__weakref__", "_held", "_kind", "_ledger", "_nbytes", "_tier", "tensor")
+    __slots__ = (
+        "__weakref__", "_allocation", "_held", "_kind", "_ledger", "_nbytes", "_tier", "tensor",
+    )  # fmt: skip
 
     def __init__(
         self, numel: int, dtype: torch.dtype, kind: Kind, store: Store, ledger: Ledger
     ) -> None:
-        self.tensor = store.allocate(numel, dtype)
+        self._allocation = store.allocate(numel, dtype)
+        self.tensor = self._allocation.tensor
         self._nbytes = self.tensor.nbytes
         self._kind = kind
         self._tier = store.name
@@ -49,13 +52,13 @@ class Buffer:
         """Free the bytes; views of the buffer may not be read until `reallocate`."""
         if self._held:
             self._held = False
-            self.tensor.untyped_storage().resize_(0)
+            self._allocation.release()
             self._ledger.add(self._kind, self._tier, -self._nbytes)
 
     def reallocate(self) -> None:
         """Give the storage its bytes again, uninitialised."""
         if not self._held:
-            self.tensor.untyped_storage().resize_(self._nbytes)
+            self._allocation.restore()
             self._held = True
             self._ledger.add(self._kind, self._tier, self._nbytes)
 

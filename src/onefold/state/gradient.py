@@ -186,11 +186,10 @@ class UnitGradient:
         self.fired.clear()
 
         def finish() -> None:
-            ticket.wait()
             partials.clear()
             self._finish_reduce(parameters, used, used_counts)
 
-        return Ticket(finish=finish)
+        return ticket.then(finish)
 
     def _cut_for(self, parameters: list[UnitParameter]) -> Cut:
         """How these parameters' gradients, and one flag for each, are cut over the ranks."""

@@ -5,6 +5,26 @@ from __future__ import annotations
 import torch
 
 from onefold.errors import TierError
+from onefold.tier.pages import PAGES_NBYTES, PagePool, Pages, mover
+from onefold.tier.store import Allocation
+
+
+class Resizable:
+    """Bytes of torch's allocator: the storage object outlives them."""
+
+    __slots__ = ("_nbytes", "tensor")
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._nbytes = self.tensor.nbytes
+
+    def release(self) -> None:
+        """See `Allocation.release`."""
+        self.tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """See `Allocation.restore`."""
+        self.tensor.untyped_storage().resize_(self._nbytes)
 
 
 class DeviceStore:
@@ -14,14 +34,19 @@ class DeviceStore:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        move = mover() if device.type == "cpu" else None
+        self._pool = PagePool(move) if move else None
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> Allocation:
         """A flat, uninitialised tensor [numel] on the device."""
+        nbytes = numel * dtype.itemsize
         try:
-            return torch.empty(numel, dtype=dtype, device=self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError, and the CPU allocator's own
+            if self._pool is not None and nbytes >= PAGES_NBYTES:
+                return Pages(numel, dtype, self._pool)
+            return Resizable(numel, dtype, self.device)
+        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError, and the system's own
             raise TierError(
-                f"expected room for {numel * dtype.itemsize:,} bytes on {self.device}, "
+                f"expected room for {nbytes:,} bytes on {self.device}, "
                 f"got: {str(error).splitlines()[0]}\n"
                 "hint: a higher stage, smaller micro-batches or activation recompute hold less"
             ) from error

@@ -49,5 +49,22 @@ def _beside(stream: torch.cuda.Stream, start: Callable[[], Ticket]) -> Ticket:
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         start().wait()  # on a GPU this queues the rest on `stream` and returns
-        finished = stream.record_event()
-    return Ticket(finish=lambda: torch.cuda.current_stream(stream.device).wait_event(finished))
+        finished = torch.cuda.Event()
+        finished.record(stream)
+    return Ticket([_Queued(finished, stream.device)])
+
+
+class _Queued:
+    """Work on a side stream: waiting for it makes compute's stream wait, never the host."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        """See `onefold.ticket.Work`."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        """True once the device is through with it."""
+        return self._event.query()

@@ -1,0 +1,110 @@
+"""Host memory taken from the system in pages, and reused without asking it again.
+
+glibc keeps freed blocks below 32 MB in its heap, where other blocks come to lie between them: a
+model's worth of buffers that come and go then stays resident for good. Pages of our own leave no
+such trace. But a page that goes back to the system is cleared before it comes again, a fault for
+each 4 KiB, which costs more than filling it. So the pages of a released buffer move (`mremap`) to
+the next one of its length that needs some: addresses stay, and with them the views that autograd
+saved, while the memory below them is handed around.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable
+
+import torch
+
+PAGES_NBYTES = 1 << 20
+"""Smaller buffers come from the heap: they would not fill pages, and it does not miss them."""
+
+MAX_SPARE = 2
+"""Released buffers whose pages are kept: as many as are whole at once."""
+
+_GRAIN_NBYTES = 1 << 21
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+
+Move = Callable[[int, int, int], bool]
+"""(from, to, nbytes): moves the pages of one mapping into another; False where it cannot."""
+
+
+def mover() -> Move | None:
+    """How this system moves pages; None where it does not (then heap buffers are used)."""
+    if sys.platform != "linux":
+        return None
+    try:
+        mremap = ctypes.CDLL(None, use_errno=True).mremap
+    except (OSError, AttributeError):
+        return None
+    mremap.restype = ctypes.c_void_p
+    address, length = ctypes.c_void_p, ctypes.c_size_t
+    mremap.argtypes = [address, length, length, ctypes.c_int, address]
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+
+    def move(source: int, target: int, nbytes: int) -> bool:
+        return mremap(source, nbytes, nbytes, flags, target) == target
+
+    return move
+
+
+class Pages:
+    """A private anonymous mapping with a flat tensor over it; unmapped with the last view."""
+
+    __slots__ = ("_mapping", "_pool", "address", "mapped_nbytes", "tensor")
+
+    def __init__(self, numel: int, dtype: torch.dtype, pool: PagePool) -> None:
+        # lengths are rounded up, so that buffers of nearly equal ones share pages: an address
+        # that is never touched costs nothing
+        self.mapped_nbytes = -(-numel * dtype.itemsize // _GRAIN_NBYTES) * _GRAIN_NBYTES
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._mapping = mmap.mmap(-1, self.mapped_nbytes, flags)
+        self._pool = pool
+        self.tensor = torch.frombuffer(self._mapping, dtype=dtype, count=numel)
+        self.address = self.tensor.data_ptr()
+
+    def release(self) -> None:
+        """See `Allocation.release`; whoever reads all the same finds zeros or other values."""
+        self._pool.give(self)
+
+    def restore(self) -> None:
+        """See `Allocation.restore`."""
+        self._pool.take(self)
+
+    def drop(self) -> None:
+        """Give the pages back to the system."""
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class PagePool:
+    """Pages of released buffers, kept for the next ones. Each sharded module has its own."""
+
+    def __init__(self, move: Move) -> None:
+        self._move = move
+        self._spare: list[Pages] = []  # oldest first; each still has its pages
+
+    def give(self, pages: Pages) -> None:
+        """A buffer is released: keep its pages, and let those of an older one go."""
+        self._spare.append(pages)
+        if len(self._spare) > MAX_SPARE:
+            self._spare.pop(0).drop()
+
+    def take(self, pages: Pages) -> None:
+        """A buffer needs pages: its own if they are still here, or those of one of its length."""
+        if pages in self._spare:
+            self._spare.remove(pages)
+            return
+        for spare in self._spare:
+            if spare.mapped_nbytes == pages.mapped_nbytes:
+                self._spare.remove(spare)
+                if not self._move(spare.address, pages.address, pages.mapped_nbytes):
+                    spare.drop()
+                return
+        if self._spare:  # pages that nobody can use must not come on top of those that are used
+            self._spare.pop(0).drop()
+
+    def clear(self) -> None:
+        """Give everything back to the system."""
+        while self._spare:
+            self._spare.pop().drop()
