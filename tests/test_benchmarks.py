@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
 from contest import summary
+from contest.case import Case
 from contest.results import path_of, write
-from contest.case import Case  # isort: skip
 
 
 def ranks(wall, cpu, peak, losses=(2.0, 1.0)):
