@@ -24,7 +24,7 @@ def table() -> str:
         rounds = result["rounds"]
         base = next(iter(rounds[0]))
         lines += [
-            f"**{name}** ({len(rounds)} rounds, {result['date']}, commit {result['commit']})",
+            f"**{name}** (rounds: {len(rounds)}, {result['date']}, commit {result['commit']})",
             "",
             f"| engine | step / {base} | CPU-seconds / {base} | peak B/param | sent B/param |",
             "|---|---|---|---|---|",
