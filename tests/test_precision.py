@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 import onefold
+from onefold.runtime import adam
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.training import Job, assert_same_bits, cut, run_job, train_plain
@@ -55,6 +59,85 @@ def test_a_bf16_module_keeps_its_dtype_and_steps_an_fp32_master(stage):
     for weight in run_ranks(2, train):
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, torch.full((64, 2), 254.0, dtype=torch.bfloat16))
+
+
+class Sum(nn.Module):
+    """The gradient of each element is its factor, whatever the weights are."""
+
+    def __init__(self, *numels):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(n).to(torch.bfloat16) for n in numels)
+
+    def forward(self, factors):
+        return sum((w * f).sum() for w, f in zip(self.weights, factors, strict=True))
+
+
+def factors_of(module, step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(w.shape, generator=generator).to(w.dtype) for w in module.weights]
+
+
+def two_groups(parameters, **options):
+    first, *others = parameters
+    return torch.optim.AdamW(
+        [{"params": [first]}, {"params": others, "lr": 3e-2, "betas": (0.8, 0.9)}], **options
+    )
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(torch.optim.AdamW, weight_decay=0.1),
+        partial(torch.optim.Adam, weight_decay=0.1, maximize=True),
+        partial(torch.optim.AdamW, lr=torch.tensor(1e-2)),
+        partial(torch.optim.AdamW, amsgrad=True),  # no blocks: the class's own step
+        two_groups,
+    ],
+)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (2, 0), (2, 2), (3, 3)])
+def test_narrow_weights_are_stepped_with_the_bits_of_torchs_fused_step_on_masters(
+    build, world_size, stage, monkeypatch
+):
+    monkeypatch.setattr(adam, "CPU_BLOCK_NUMEL", 64)
+    numels = (1000, 48, 7)
+
+    def train(rank):
+        module = seeded(Sum, *numels)
+        optimizer = build(module.parameters())
+        onefold.shard(module, optimizer, stage=stage)
+        for step in range(3):
+            with onefold.unsharded(module):
+                factors = factors_of(module, step)
+            module(factors).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with onefold.unsharded(module):
+            return [weight.detach().clone() for weight in module.weights]
+
+    plain = seeded(Sum, *numels)
+    masters = [weight.detach().float().requires_grad_() for weight in plain.weights]
+    optimizer = build(masters, fused=True)
+    for step in range(3):
+        for master, factor in zip(masters, factors_of(plain, step), strict=True):
+            master.grad = factor.float()
+        optimizer.step()
+    for weights in run_ranks(world_size, train):
+        for weight, master in zip(weights, masters, strict=True):
+            assert torch.equal(weight, master.detach().to(torch.bfloat16))
+
+
+def test_a_step_in_blocks_takes_one_block_of_memory_not_a_copy_of_the_gradients():
+    numel = 8 * adam.CPU_BLOCK_NUMEL
+    master, weight = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    rule = adam.BlockedAdam.of(optimizer, optimizer.param_groups[0])
+    state = {}
+    rule.step(master, torch.ones_like(weight), weight, state)
+    grad = torch.ones_like(weight)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        rule.step(master, grad, weight, state)
+    taken = sum(max(0, event.self_cpu_memory_usage) for event in profiled.key_averages())
+    assert taken < 1.1 * 4 * adam.CPU_BLOCK_NUMEL
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

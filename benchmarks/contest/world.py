@@ -41,6 +41,7 @@ class Rank:
     losses: list[float] = field(default_factory=list)  # of every step, the warm-up too
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0  # user + system, all threads
+    num_faults: float = 0.0  # pages the kernel had to find: a cost that does not vary with load
     sent_nbytes: float = 0.0  # of all ranks together, headers included; rank 0 knows
     peak_nbytes: int = 0  # resident set above the imports
     resident_nbytes: int = 0  # the same after the last step
@@ -151,17 +152,18 @@ class Window:
         self._case = case
         self._barrier()
         self._sent = loopback_nbytes()
-        self._cpu = _cpu_seconds()
+        self._cpu, self._faults = _used()
         self._wall = time.perf_counter()
 
     def close(self, result: Rank, num_steps: int) -> None:
         """Note what a step took."""
         if self._case.device == "cuda":
             torch.cuda.synchronize()
-        cpu = _cpu_seconds() - self._cpu
+        cpu, faults = _used()
         self._barrier()
         result.wall_seconds = (time.perf_counter() - self._wall) / num_steps
-        result.cpu_seconds = cpu / num_steps
+        result.cpu_seconds = (cpu - self._cpu) / num_steps
+        result.num_faults = (faults - self._faults) / num_steps
         result.sent_nbytes = (loopback_nbytes() - self._sent) / num_steps
 
     def _barrier(self) -> None:
@@ -200,9 +202,10 @@ def _status(name: str) -> int:
     raise RunError(f"/proc/self/status does not tell {name}")
 
 
-def _cpu_seconds() -> float:
+def _used() -> tuple[float, int]:
+    """CPU-seconds of all threads, and page faults."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    return used.ru_utime + used.ru_stime, used.ru_minflt
 
 
 def loopback_nbytes() -> int:

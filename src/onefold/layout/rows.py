@@ -104,6 +104,16 @@ class Layout:
                 shard_ends = [full_offset]
         return Layout(tuple(slots), world_size, full_offset, tuple(shard_ends))
 
+    def gaps(self, rank: int) -> list[int]:
+        """The elements of the rank's shard buffer that belong to no piece."""
+        starts = [slot.shard_offsets[rank] for slot in self.slots]
+        stops = [slot.shard_offsets[rank] + slot.piece_numel(rank) for slot in self.slots]
+        return [
+            element
+            for stop, start in zip([0, *stops], [*starts, self.shard_numels[rank]], strict=True)
+            for element in range(stop, start)
+        ]
+
     def span(self, first: int, last: int, rank: int) -> tuple[int, int]:
         """[start, stop) of slots `first` to `last` in the rank's shard buffer, gaps included."""
         after = self.slots[last + 1 :]

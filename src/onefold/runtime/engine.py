@@ -17,6 +17,7 @@ One step, top to bottom (hooks.py calls these verbs; a pipeline schedule could a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from typing import Protocol
 from weakref import WeakSet, ref
 
@@ -75,6 +76,7 @@ class Engine:
         self.group: Group = setting.transport.group
         for unit in units:
             unit.gradient = UnitGradient(unit)
+            unit.keeps_bytes = not self.rests_after_backward
         self.gradients = {unit: unit.gradient for unit in units}
         self.by_face = {id(p.face): p for unit in units for p in unit.parameters}
         self.schedule = Schedule(units)
@@ -126,7 +128,11 @@ class Engine:
 
     @property
     def rests_after_backward(self) -> bool:
-        """Stages 1 and 2 keep what they gathered until the step; a local cast is not worth that."""
+        """Stages 1 and 2 keep what they gathered until the step; a local cast is not worth that.
+
+        They keep its bytes over the step too: backward's peak has room for them in any case, and
+        pages that go and come again are cleared and found anew, one by one.
+        """
         return self.stage in (0, 3) or self.group.world_size == 1
 
     # forward
@@ -349,11 +355,14 @@ class Engine:
             unit.check_untouched()
             unit.refresh_master()
 
-    def after_step(self, optimizer_nbytes: int) -> None:
-        """The optimizer has stepped: publish, and close the step's account."""
+    def after_step(self, optimizer_nbytes: int, rounded: Set[Unit] = frozenset()) -> None:
+        """The optimizer has stepped: publish, and close the step's account.
+
+        The weights of `rounded` units follow their masters already.
+        """
         self._is_checked = False
         for unit in self.units:
-            unit.publish()
+            unit.publish(is_rounded=unit in rounded)
         self.ledger.set(Kind.OPTIMIZER, self.setting.store.name, optimizer_nbytes)
         self.ledger.end_step()
 

@@ -15,7 +15,7 @@ shows its weight, so state dicts, schedulers and checkpoints see ordinary per-pa
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from weakref import finalize, ref
 
@@ -25,10 +25,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onefold.errors import ConfigError, expected
+from onefold.runtime.adam import BlockedAdam
 from onefold.runtime.engine import Engine
 from onefold.runtime.runs import FlatStep, cannot_cut
 from onefold.runtime.whole import WholeStep
 from onefold.state.parameter import UnitParameter
+from onefold.state.unit import Unit
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
@@ -51,8 +53,15 @@ class StepStrategy(Protocol):
         """Take over per-parameter state: of own rows, whole, or shown like the face."""
         ...
 
-    def enter(self, groups: list[list[UnitParameter]]) -> list[list[Tensor]]:
+    def enter(
+        self, groups: list[list[UnitParameter]], rules: Sequence[BlockedAdam | None]
+    ) -> list[list[Tensor]]:
         """For each group, the tensors to step, with their `.grad`."""
+        ...
+
+    @property
+    def rounded(self) -> set[Unit]:
+        """Units whose weights `enter` has stepped, and rounded from their masters already."""
         ...
 
     def state_of(self, stand_in: Tensor) -> State | None:
@@ -125,7 +134,8 @@ class OptimizerBinding:
             known = [(tensor, self.parameter(tensor)) for tensor in group["params"]]
             groups.append([p for _, p in known if p is not None and _grad(p) is not None])
             foreign.append([tensor for tensor, p in known if p is None])
-        stand_ins = self._strategy.enter(groups)
+        rules = [BlockedAdam.of(optimizer, group) for group in optimizer.param_groups]
+        stand_ins = self._strategy.enter(groups, rules)
         state: defaultdict[Tensor, State] = defaultdict(dict)
         for tensor in (tensor for group in foreign for tensor in group):
             if tensor in optimizer.state:
@@ -161,7 +171,7 @@ class OptimizerBinding:
         optimizer.state = state
         self._shown = dict(state)
         for engine in self.engines:
-            engine.after_step(self._state_nbytes(state, engine))
+            engine.after_step(self._state_nbytes(state, engine), self._strategy.rounded)
 
     def recover(self) -> None:
         """Put faces back after a step that raised; gradients cleared since then are cleared."""

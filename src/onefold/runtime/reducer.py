@@ -22,6 +22,7 @@ class Reducer:
         self._order = list(gradients.values())[::-1]
         self._in_flight: deque[Ticket] = deque()
         self._finishes_alone = all(unit.setting.is_sharded for unit in gradients)
+        self._transports = {unit.setting.transport for unit in gradients}
         self._ready: set[UnitGradient] = set()
         self._started: set[UnitGradient] = set()
 
@@ -63,8 +64,7 @@ class Reducer:
             is_due = gradient not in self._started or gradient.fired
             if is_due and gradient.trainable():
                 self._start(gradient)
-        while self._in_flight:
-            self._in_flight.popleft().wait()
+        self._drain()
         self._order.sort(key=lambda gradient: gradient.is_unused)
         self._ready.clear()
         self._started.clear()
@@ -75,8 +75,13 @@ class Reducer:
         self._started.clear()
         for gradient in self._order:
             gradient.is_discarding = True
-        while self._in_flight:
-            self._in_flight.popleft().wait()
+        self._drain()
         for gradient in self._order:
             gradient.is_discarding = False
             gradient.drop_partial()
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+        for transport in self._transports:
+            transport.end_backward()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import ConfigError, expected
+from onefold.runtime.adam import BlockedAdam
 from onefold.state.parameter import UnitParameter
 from onefold.state.unit import Unit
 
@@ -28,6 +29,7 @@ class Run:
 
     parameters: list[UnitParameter]
     start: int  # in the unit's flat buffers
+    weight: Tensor  # [numel], a view of the unit's weight
     tensor: nn.Parameter  # [numel], a view of the unit's weight or master
     state: State = field(default_factory=dict)
 
@@ -50,6 +52,7 @@ class FlatStep:
         self._by_tensor: dict[Tensor, Run] = {}
         self._imported: dict[UnitParameter, State] = {}
         self._shown: dict[UnitParameter, State] = {}
+        self.rounded: set[Unit] = set()
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
         """Cut per-parameter state to own rows; runs take it over at the next step."""
@@ -60,15 +63,31 @@ class FlatStep:
             name: _own_rows(parameter, name, value) for name, value in state.items()
         }
 
-    def enter(self, groups: list[list[UnitParameter]]) -> list[list[Tensor]]:
-        """One tensor for each run, its `.grad` a slice of the unit's reduced gradient."""
+    def enter(
+        self, groups: list[list[UnitParameter]], rules: Sequence[BlockedAdam | None]
+    ) -> list[list[Tensor]]:
+        """One tensor for each run, its `.grad` a slice of the unit's reduced gradient.
+
+        Runs that are narrower than their masters are stepped here where the group has a rule; they
+        are left without `.grad`, so the optimizer's own step passes over them.
+        """
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             key = [[(id(p), _is_flat(p)) for p in group] for group in groups]
             if key != self._key:
                 self._recut(groups)
                 self._key = key
-            for run in (run for runs in self._runs for run in runs):
-                run.tensor.grad = _run_grad(run)
+            left: set[Unit] = set()
+            self.rounded.clear()
+            for runs, rule in zip(self._runs, rules, strict=True):
+                for run in runs:
+                    unit, grad = run.parameters[0].unit, _run_grad(run)
+                    if rule is not None and unit.master is not None and grad.dtype == unit.dtype:
+                        rule.step(run.tensor.detach(), grad, run.weight, run.state)
+                        self.rounded.add(unit)
+                    else:
+                        run.tensor.grad = grad.to(run.tensor.dtype)
+                        left.add(unit)
+            self.rounded -= left
         return [[run.tensor for run in runs] for runs in self._runs]
 
     def state_of(self, stand_in: Tensor) -> State | None:
@@ -149,7 +168,8 @@ class FlatStep:
         start, stop = unit.rest.span(first, last, rank)
         if not _is_flat(parameters[0]):  # its gradient has no gap behind it
             stop = start + parameters[0].local.numel()
-        run = Run(parameters, start, nn.Parameter(unit.stepped[start:stop]))
+        weight, stepped = unit.weight.tensor[start:stop], unit.stepped[start:stop]
+        run = Run(parameters, start, weight, nn.Parameter(stepped))
         states = {p: self._imported.get(p, {}) for p in parameters}
         for name, value in states[parameters[0]].items():
             if not _is_rows(parameters[0], value):
@@ -172,14 +192,13 @@ def _is_flat(parameter: UnitParameter) -> bool:
 
 
 def _run_grad(run: Run) -> Tensor:
+    """The run's mean gradient [numel], in the dtype in which it was reduced."""
     unit = run.parameters[0].unit
-    dtype = run.tensor.dtype
     if _is_flat(run.parameters[0]) and unit.gradient.reduced is not None:
-        flat = unit.gradient.reduced.tensor[run.start : run.start + run.tensor.numel()]
-        return flat.to(dtype)
+        return unit.gradient.reduced.tensor[run.start : run.start + run.tensor.numel()]
     parameter = run.parameters[0]  # a gradient that lies elsewhere makes a run of its own
     assert parameter.face.grad is not None, "a parameter without gradient is stepped"
-    return parameter.unwrap(parameter.face.grad).reshape(-1).to(dtype)
+    return parameter.unwrap(parameter.face.grad).reshape(-1)
 
 
 def _show(run: Run, parameter: UnitParameter) -> State:

@@ -8,6 +8,7 @@ updated once and each rank keeps 1/N of the state; the price is 3(N-1)/N element
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ class WholeStep:
         self._handles: dict[UnitParameter, nn.Parameter] = {}
         self._state: dict[UnitParameter, State] = {}
         self._entered: list[UnitParameter] = []
+        self.rounded: set[Unit] = set()  # the class's own step rounds nothing
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
         """Keep whole per-parameter state, as loaded."""
         self._state[parameter] = state
 
-    def enter(self, groups: list[list[UnitParameter]]) -> list[list[Tensor]]:
+    def enter(
+        self, groups: list[list[UnitParameter]], rules: Sequence[object]
+    ) -> list[list[Tensor]]:
         """For each group the whole parameters this rank owns, with whole gradients."""
         self._entered = [parameter for group in groups for parameter in group]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

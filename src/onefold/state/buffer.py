@@ -21,9 +21,16 @@ class Buffer:
     )  # fmt: skip
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, kind: Kind, store: Store, ledger: Ledger
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        kind: Kind,
+        store: Store,
+        ledger: Ledger,
+        *,
+        is_brief: bool = False,
     ) -> None:
-        self._allocation = store.allocate(numel, dtype)
+        self._allocation = store.allocate(numel, dtype, is_brief=is_brief)
         self.tensor = self._allocation.tensor
         self._nbytes = self.tensor.nbytes
         self._kind = kind

@@ -45,6 +45,7 @@ class UnitGradient:
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
         self._cuts: dict[tuple[int, ...], Cut] = {}
+        self._gap_index: Tensor | None = None
         self._spread_cuts: dict[tuple[int, ...], Cut] = {}
         self._local_nbytes = 0  # world 1, where gradients stay the tensors autograd made
         self._ledger = unit.setting.ledger
@@ -261,8 +262,11 @@ class UnitGradient:
         unit, setting = self.unit, self.unit.setting
         if self.reduced is None:
             numel = unit.rest.shard_numels[setting.rest_rank]
-            self.reduced = Buffer(numel, unit.dtype, Kind.GRAD, setting.store, setting.ledger)
-            self.reduced.tensor.zero_()
+            self.reduced = Buffer(
+                numel, unit.dtype, Kind.GRAD, setting.store, setting.ledger,
+                is_brief=setting.is_sharded,
+            )  # fmt: skip
+            self.reduced.tensor.index_fill_(0, self._gaps(), 0)  # optimizers read them too
         fresh: list[bool] = []
         for parameter in parameters:
             grad = parameter.face.grad
@@ -274,8 +278,21 @@ class UnitGradient:
                 parameter.face.grad = shown
         return fresh
 
+    def _gaps(self) -> Tensor:
+        """int64: the elements of the reduced buffer that no reduction writes."""
+        if self._gap_index is None:
+            unit = self.unit
+            gaps = unit.rest.gaps(unit.setting.rest_rank)
+            self._gap_index = torch.tensor(
+                gaps, dtype=torch.int64, device=unit.setting.store.device
+            )
+        return self._gap_index
+
     def drop_cleared(self) -> None:
-        """Free the reduced buffer once no face shows a piece of it (after `zero_grad`)."""
+        """Free the reduced buffer once no face shows a piece of it (after `zero_grad`).
+
+        Whole ones (stage 0) keep their bytes, as every backward ends with all of them.
+        """
         if self._local_nbytes:
             self._count_local()
         with torch._C.DisableTorchFunctionSubclass():
@@ -286,7 +303,7 @@ class UnitGradient:
             for parameter, shown in list(self.shown.items()):
                 if parameter.face.grad is not shown:
                     del self.shown[parameter]
-        if not self.shown:
+        if not self.shown and self.unit.setting.is_sharded:
             self.reduced = None
 
     def _flat_partial(self, parameter: UnitParameter) -> Tensor:

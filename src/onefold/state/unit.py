@@ -72,6 +72,7 @@ class Unit:
             for slot, owned in zip(self.rest.slots, plan.members, strict=True)
         ]
         self.is_held = False
+        self.keeps_bytes = False  # of whole weights that are not to be read any more
         self.on_demand: Callable[[Unit, object], None] | None = None
         self.is_wanted: Callable[[bool], bool] = bool
         self._ticket: Ticket = DONE
@@ -244,7 +245,7 @@ class Unit:
         self.state = UnitState.WHOLE
 
     def reshard(self, *, release: bool) -> None:
-        """Show faces again; with `release` also free the whole weights, unless they are held."""
+        """Show faces again; with `release` also give up the whole weights, unless they are held."""
         if self.state is UnitState.WHOLE:
             self._keep_edits()
             for parameter in self.parameters:
@@ -257,7 +258,8 @@ class Unit:
             if self.full.is_held:
                 for parameter in self.parameters:
                     parameter.bury_whole()
-                self.full.release()
+                if not self.keeps_bytes:
+                    self.full.release()
 
     def hold(self) -> None:
         """Keep the whole weights until `let_go`: a graph or an output refers to them in ways that
@@ -298,12 +300,13 @@ class Unit:
             untouched = weight == master.to(weight.dtype)
             master.copy_(torch.where(untouched, master, weight.to(master.dtype)))
 
-    def publish(self) -> None:
+    def publish(self, *, is_rounded: bool) -> None:
         """Round the stepped master into the weight that faces show and gathers send."""
         self._num_steps += 1  # fused kernels change lists of tensors without counting it on them
         if self.master is not None:
-            with torch.no_grad():
-                self.weight.tensor.copy_(self.master.tensor)
+            if not is_rounded:
+                with torch.no_grad():
+                    self.weight.tensor.copy_(self.master.tensor)
             self._published = self.edits()
 
     @property

@@ -37,11 +37,15 @@ class DeviceStore:
         move = mover() if device.type == "cpu" else None
         self._pool = PagePool(move) if move else None
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Allocation:
-        """A flat, uninitialised tensor [numel] on the device."""
+    def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
+        """A flat, uninitialised tensor [numel] on the device.
+
+        What is brief comes from the heap: while backward fills it, activations leave blocks there
+        that the process cannot give back, but can use.
+        """
         nbytes = numel * dtype.itemsize
         try:
-            if self._pool is not None and nbytes >= PAGES_NBYTES:
+            if self._pool is not None and nbytes >= PAGES_NBYTES and not is_brief:
                 return Pages(numel, dtype, self._pool)
             return Resizable(numel, dtype, self.device)
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError, and the system's own

@@ -34,6 +34,9 @@ class Store(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Allocation:
-        """A flat tensor [numel]. Raises `TierError` when the tier has no room."""
+    def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
+        """A flat tensor [numel]. Raises `TierError` when the tier has no room.
+
+        `is_brief` says that it will not outlive the step, and may lie where activations lie.
+        """
         ...

@@ -44,6 +44,10 @@ class Streamed:
             lambda: self.inner.reduce_scatter(partials, cut, out, fresh, label),
         )
 
+    def end_backward(self) -> None:
+        """See `Transport.end_backward`."""
+        self.inner.end_backward()
+
 
 def _beside(stream: torch.cuda.Stream, start: Callable[[], Ticket]) -> Ticket:
     stream.wait_stream(torch.cuda.current_stream(stream.device))

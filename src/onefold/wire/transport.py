@@ -120,6 +120,10 @@ class Transport(Protocol):
         """
         ...
 
+    def end_backward(self) -> None:
+        """No reduction follows for now: free what was kept for the next."""
+        ...
+
 
 class LocalTransport:
     """A world of one: everything is already where it belongs."""
@@ -144,6 +148,44 @@ class LocalTransport:
             target.copy_(partial) if is_fresh else target.add_(partial)
         return DONE
 
+    def end_backward(self) -> None:
+        """Nothing is kept."""
+
+
+class Receivers:
+    """Receive buffers on the host, kept from one reduction to the next of a backward.
+
+    Units are often alike, and memory that goes and comes again is cleared and found anew, page by
+    page. A device's allocator keeps its blocks itself.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._spare: list[Tensor] = []
+
+    def take(self, like: Tensor, numel: int) -> Tensor:
+        """Uninitialised [numel] of the dtype and device of `like`."""
+        for index, spare in enumerate(self._spare):
+            if len(spare) == numel and spare.dtype == like.dtype:
+                return self._spare.pop(index)
+        buffer = like.new_empty(numel)
+        self._ledger.add(Kind.WIRE, "device", buffer.nbytes)
+        return buffer
+
+    def give(self, buffers: list[Tensor]) -> None:
+        """A reduction is over: its buffers are kept instead of those of the one before."""
+        self.clear()
+        for buffer in buffers:
+            if buffer.device.type == "cpu":
+                self._spare.append(buffer)
+            else:
+                self._ledger.add(Kind.WIRE, "device", -buffer.nbytes)
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        while self._spare:
+            self._ledger.add(Kind.WIRE, "device", -self._spare.pop().nbytes)
+
 
 class Composed:
     """Gathers by broadcasts into place, reduces by all-to-all and a local sum.
@@ -165,6 +207,7 @@ class Composed:
         self.ledger = ledger
         self.reduce = reduce
         self.native = native
+        self._receivers = Receivers(ledger)
 
     # gather
 
@@ -229,8 +272,6 @@ class Composed:
         ]
         packed = self._packed(partials, cut)
         small = self._exchange(packed, cut.packed_numels, works, received) if len(packed) else []
-        nbytes = sum(buffer.nbytes for buffer in received)
-        self.ledger.add(Kind.WIRE, "device", nbytes)
         self._count(cut, packed.element_size())
 
         def average() -> None:
@@ -241,10 +282,13 @@ class Composed:
                 self._spread_packed(small, cut, out, fresh)
             parts.clear()
             small.clear()
-            received.clear()
-            self.ledger.add(Kind.WIRE, "device", -nbytes)
+            self._receivers.give(received)
 
         return Ticket(works, average, label)
+
+    def end_backward(self) -> None:
+        """See `Transport.end_backward`."""
+        self._receivers.clear()
 
     def _exchange(
         self, sent: Tensor, numels: Sequence[int], works: list[Work], buffers: list[Tensor]
@@ -257,13 +301,13 @@ class Composed:
         world_size, rank = self.group.world_size, self.group.rank
         own = numels[rank]
         if world_size > 2:
-            received = sent.new_empty(own * world_size)
+            received = self._receivers.take(sent, own * world_size)
             buffers.append(received)
             works.append(self.group.all_to_all(received, sent, [own] * world_size, list(numels)))
             return list(received.split(own)) if own else [received] * world_size
         other = 1 - rank
         ours, theirs = (sent.split(list(numels))[each] for each in (rank, other))
-        received = sent.new_empty(own)
+        received = self._receivers.take(sent, own)
         buffers.append(received)
         counts_in, counts_out = [0, 0], [0, 0]
         counts_in[other], counts_out[other] = own, numels[other]
