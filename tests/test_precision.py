@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -59,6 +60,47 @@ def test_a_bf16_module_keeps_its_dtype_and_steps_an_fp32_master(stage):
     for weight in run_ranks(2, train):
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, torch.full((64, 2), 254.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda p: p.data.mul_(0.5),
+        lambda p: p.data.copy_(p.detach() * 0.5),
+        lambda p: p.mul_(0.5),
+        lambda p: torch._foreach_mul_([p], 0.5),
+    ],
+)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 3)])
+def test_masters_follow_edits_of_resting_weights(edit, world_size, stage):
+    """A master that did not would bring the old values back with the next step."""
+
+    def train(rank):
+        module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(64.0).view(8, 8))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+        onefold.shard(module, optimizer, stage=stage)
+        for wanted in (1.0, 0.5):
+            module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with onefold.unsharded(module):
+                weight = module.weight.detach().float().clone()
+            assert torch.equal(weight, wanted * torch.arange(64.0).view(8, 8))
+            with torch.no_grad():
+                edit(module.weight)
+
+    run_ranks(world_size, train)
+
+
+def test_a_copy_of_a_resting_weight_is_an_ordinary_parameter():
+    module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    onefold.shard(module, torch.optim.AdamW(module.parameters()))
+    copied = copy.deepcopy(module.weight)
+    assert type(copied) is nn.Parameter
+    assert copied.data_ptr() != module.weight.data_ptr()
+    assert torch.equal(copied, module.weight)
 
 
 class Sum(nn.Module):

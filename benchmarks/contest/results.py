@@ -35,7 +35,7 @@ def provenance() -> dict[str, Any]:
 def write(path: Path, case: Case, rounds: list[Round], about: dict[str, Any]) -> None:
     """Replace the file of a case by the rounds that are finished."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**about, "case": case.as_dict(), "rounds": _rounded(rounds)})
+    text = json.dumps({**about, "case": case.as_dict(), "rounds": rounded(rounds)})
     new = path.with_suffix(".new")
     new.write_text(text.replace('{"ddp"', '\n{"ddp"').replace('"rounds"', '\n"rounds"') + "\n")
     new.replace(path)
@@ -56,13 +56,14 @@ def read_newest(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Numbers with six digits: more would be noise."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return value
 
 

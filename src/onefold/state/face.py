@@ -20,6 +20,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -88,6 +89,8 @@ def _dispatch(
             if owner is not None and (must or owner.is_differentiable_use())
         ]
         if not wanted:
+            if getattr(func, "__name__", "").startswith("_foreach_"):  # edits that DTensor hides
+                increment_version([leaf for leaf in leaves if isinstance(leaf, FACES)])
             return as_logical(func(*args, **kwargs))
         whole = {key: owner.whole_for() for key, owner in owners.items() if owner is not None}
         new_args, new_kwargs = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
@@ -251,6 +254,20 @@ class WholeParameter(nn.Parameter):
         summoner = self._summoner()
         if summoner is not None:
             summoner.note_whole_edit()
+
+
+class PlainFace(WholeParameter):
+    """A weight that rests whole where forward reads it, and has a master to follow its edits."""
+
+    def _expect_edit(self) -> None:
+        summoner = self._summoner()
+        if summoner is not None:
+            summoner.note_data_access()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
 
 
 class GoneParameter(nn.Parameter):

@@ -125,9 +125,11 @@ class UnitParameter:
         else:
             original.grad = None
             original.data = self.local
+            faces.introduce(original, ref(self))
             if not self.unit.computes_on_faces:
                 original.__class__ = faces.ReplicatedFace
-            faces.introduce(original, ref(self))
+            elif self.unit.master is not None:
+                original.__class__ = faces.PlainFace
             self.face = original
         if not self.unit.computes_on_faces and requires_grad:
             self.face.register_post_accumulate_grad_hook(_DirectUse(ref(self)))

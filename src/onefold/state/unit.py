@@ -290,10 +290,7 @@ class Unit:
 
     def refresh_master(self) -> None:
         """Follow edits of the weights at rest (a loaded state dict) with the master."""
-        if self.master is None:
-            return
-        is_seen = self.setting.mesh is not None or not self.is_resident  # a plain face has no hooks
-        if is_seen and self._published == self.edits():
+        if self.master is None or self._published == self.edits():
             return
         weight, master = self.weight.tensor, self.master.tensor
         with torch.no_grad():
