@@ -1,15 +1,16 @@
-"""AdamW on flat shards: GB/s beside torch, DeepSpeedCPUAdam and this machine's memory, in one run.
+"""AdamW on flat shards: GB/s beside torch, DeepSpeedCPUAdam and this machine's memory.
 
-    python benchmarks/optimizer_step.py                    1 rank of 1 and of 2 threads, 2 ranks of 1
+    python benchmarks/optimizer_step.py             1 rank of 1 and of 2 threads, 2 ranks of 1
     python benchmarks/optimizer_step.py --ranks 2 --numel 4
 
 An element of AdamW moves 28 bytes: weight and two moments in and out and the gradient in (fp32), or
 master and moments in and out, a bf16 gradient in and a bf16 weight out. Whatever more a contestant
-moves is its own loss: GB/s count these 28. Rounds interleave all contestants; with several ranks all
-of them step at once, and a round's time is their mean. The ratio of a round is to torch's fused fp32
-AdamW on one flat tensor. Torch's and DeepSpeed's tensors lie staggered in one allocation: at equal
-distances from a multiple of 4 KiB their streams evict each other and the kernels lose up to half.
-Onefold's are where its engine puts them: its rows time `optimizer.step()` of a sharded module.
+moves is its own loss: GB/s count these 28. Rounds interleave all contestants; with several ranks
+all of them step at once, and a round's time is their mean. The ratio of a round is to torch's fused
+fp32 AdamW on one flat tensor. Torch's and DeepSpeed's tensors lie staggered in one allocation: at
+equal distances from a multiple of 4 KiB their streams evict each other and the kernels lose up to
+half. Onefold's are where its engine puts them: its rows time `optimizer.step()` of a sharded
+module.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch.multiprocessing as mp
 from contest.results import RESULTS, provenance, rounded
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 import onefold
 
@@ -73,7 +74,7 @@ def ceilings(numel: int) -> dict[str, Contestant]:
 
 
 def torch_steps(numel: int) -> dict[str, Contestant]:
-    """torch's implementations on one flat tensor, on parameters of a model, and beside casts."""
+    """Torch's implementations on one flat tensor, on parameters of a model, and beside casts."""
     s = Streams(numel)
 
     def stepper(cuts: list[int], **options: bool) -> torch.optim.Optimizer:

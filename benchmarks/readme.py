@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from contest.results import read_newest
-from contest.summary import PEAK, STEADY, WALL, ratio, values
+from contest.summary import PEAK, STEADY, WALL, base_of, ratio, values
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
@@ -22,7 +22,7 @@ def table() -> str:
     lines = []
     for name, result in sorted(read_newest().items()):
         rounds = result["rounds"]
-        base = next(iter(rounds[0]))
+        base = base_of(rounds[0])
         lines += [
             f"**{name}** (rounds: {len(rounds)}, {result['date']}, commit {result['commit']})",
             "",
@@ -37,17 +37,17 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Replace or check what stands between the markers."""
     text = README.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     wanted = f"{before}{BEGIN}\n{table()}{END}{after}"
-    if "--check" in sys.argv:
+    if "--check" in arguments:
         return int(wanted != text)
     README.write_text(wanted)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import gpu
+import peers
 import pytest
+import readme
 from contest import summary
 from contest.case import Case
+from contest.engines import ENGINES
 from contest.results import path_of, write
+from contest.world import RunError
 
 
 def ranks(wall, cpu, peak, losses=(2.0, 1.0)):
@@ -56,3 +69,104 @@ def test_a_result_file_is_replaced_whole(tmp_path):
     assert path.name.endswith("-peers-tiny-2-ranks-bf16-accumulate-4.json")
     write(path, Case("tiny"), ROUNDS, {"date": "2026-01-01"})
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def options_of(tmp_path, engines, rounds=2):
+    return argparse.Namespace(engines=engines, rounds=rounds, results=tmp_path)
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_one_line(tmp_path, monkeypatch, capsys):
+    missing = replace(ENGINES["deepspeed 3"], package="a_package_nobody_has")
+    monkeypatch.setitem(ENGINES, "deepspeed 3", missing)
+    monkeypatch.setattr(peers, "run", lambda case, name: ranks(1.0, 1.0, 100))
+    assert peers.compete(Case("tiny"), options_of(tmp_path, "ddp,deepspeed 3,onefold 3")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "not installed" in line] == [
+        "deepspeed 3: a_package_nobody_has is not installed, skipped"
+    ]
+    (result,) = tmp_path.iterdir()
+    found = json.loads(result.read_text())["rounds"]
+    assert [list(each) for each in found] == [["ddp", "onefold 3"]] * 2
+
+
+def test_a_peer_that_fails_shows_its_error_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    def run(case, name):
+        if name == "fsdp2 keep":
+            raise RunError("ValueError: it broke [here]")
+        return ranks(1.0, 1.0, 100)
+
+    monkeypatch.setattr(peers, "run", run)
+    assert peers.compete(Case("tiny"), options_of(tmp_path, "ddp,fsdp2 keep,onefold 3")) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("ValueError: it broke [here]") == 1, "it is not tried again"
+    (result,) = tmp_path.iterdir()
+    assert len(json.loads(result.read_text())["rounds"]) == 2
+
+
+def test_a_failure_of_our_own_fails_the_comparison(tmp_path, monkeypatch):
+    def run(case, name):
+        if name == "onefold 3":
+            raise RunError("StateError")
+        return ranks(1.0, 1.0, 100)
+
+    monkeypatch.setattr(peers, "run", run)
+    assert peers.compete(Case("tiny"), options_of(tmp_path, "ddp,onefold 3")) == 1
+
+
+def test_an_interrupted_run_keeps_the_rounds_it_finished(tmp_path, monkeypatch, capsys):
+    turns = iter(range(100))
+
+    def run(case, name):
+        if next(turns) == 5:
+            raise KeyboardInterrupt
+        return ranks(1.0, 1.0, 100)
+
+    monkeypatch.setattr(peers, "run", run)
+    options = options_of(tmp_path, "ddp,onefold 3", rounds=9)
+    assert peers.compete(Case("tiny"), options) == peers.INTERRUPTED
+    assert "the 2 rounds that were finished are kept" in capsys.readouterr().out
+    (result,) = tmp_path.iterdir()
+    assert len(json.loads(result.read_text())["rounds"]) == 2
+
+
+@pytest.mark.process
+def test_a_terminated_comparison_ends_with_its_ranks_and_keeps_its_rounds(tmp_path):
+    command = [sys.executable, "benchmarks/peers.py", "--sizes", "tiny", "--engines", "onefold 0"]
+    command += ["--rounds", "99", "--results", str(tmp_path)]
+    root = Path(__file__).parent.parent
+    started = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 80
+    while not list(tmp_path.glob("*.json")):
+        assert started.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    started.terminate()
+    shown, _ = started.communicate(timeout=30)
+    assert started.returncode == peers.INTERRUPTED
+    assert "that were finished are kept" in shown
+    (result,) = tmp_path.iterdir()
+    assert json.loads(result.read_text())["rounds"]
+
+
+def test_processes_that_do_not_talk_are_not_held_to_the_losses():
+    rounds = [{"plain": ranks(1, 1, 1, losses=(2.0, 9.0)), "ddp": ranks(1, 1, 1)}]
+    assert summary.base_of(rounds[0]) == "ddp"
+    assert list(summary.disagreement(rounds)) == ["ddp"]
+
+
+def test_the_gpu_script_tells_wrong_losses_from_right_ones():
+    outcome = gpu.Outcome(Case("tiny", device="cuda"), apart={"plain": 0.5, "onefold 3": 1e-5})
+    assert outcome.is_right, "a peer's losses are the peer's"
+    outcome.apart["onefold 1"] = 2e-3
+    assert not outcome.is_right
+    assert not gpu.Outcome(Case("tiny"), failed={"onefold 0": "StateError"}).is_right
+
+
+def test_every_target_names_engines_that_compete():
+    for target in summary.TARGETS:
+        assert target.ours in ENGINES
+        assert target.peer in ENGINES
+
+
+def test_the_readme_shows_the_newest_results():
+    assert readme.main(["--check"]) == 0

@@ -43,7 +43,8 @@ def test_the_sharded_script_reaches_the_loss_of_the_plain_one_alone_and_under_to
     plain = output(sys.executable, str(EXAMPLES / "train_plain.py"))
     assert plain.startswith("loss ")
     assert output(sys.executable, str(EXAMPLES / "train_sharded.py")) == plain
-    assert torchrun("train_sharded.py").splitlines() == plain.splitlines() * 2
+    both = torchrun("train_sharded.py")  # two ranks write at once: line ends may change places
+    assert both.replace("\n", "") == plain.strip() * 2
 
 
 @pytest.mark.process

@@ -36,6 +36,7 @@ SIZES = {
     "small": Size(8, 768, 12, rows=4, positions=128, steps=4),  # 57 M
     "wide": Size(2, 1536, 12, rows=4, positions=128, steps=4),  # 57 M in few large layers
     "deep": Size(48, 256, 8, rows=4, positions=128, steps=4),  # 38 M in many small layers
+    "large": Size(24, 1024, 16, rows=4, positions=512, steps=10),  # 302 M, for a GPU
 }
 WARMUP_STEPS = 2
 
@@ -53,6 +54,7 @@ class Case:
     threads: int = 1
     device: str = "cpu"
     backend: str = "gloo"
+    steps: int = 0  # measured; 0: as many as the size says
 
     @property
     def name(self) -> str:
@@ -61,12 +63,18 @@ class Case:
         parts += [f"accumulate {self.accumulate}"] * (self.accumulate > 1)
         parts += ["recompute"] * self.recompute
         parts += [f"malloc {self.malloc}"] * (self.malloc != "default")
+        parts += [self.device] * (self.device != "cpu")
         return ", ".join(parts)
 
     @property
     def shape(self) -> Size:
         """The model and its rows."""
         return SIZES[self.size]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in the measured window."""
+        return self.steps or self.shape.steps
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""

@@ -16,6 +16,7 @@ from contest.summary import (
     WALL,
     Round,
     Verdict,
+    base_of,
     curve,
     disagreement,
     ratio,
@@ -37,11 +38,11 @@ def show_case(console: Console, case: Case, rounds: list[Round]) -> None:
 
 
 def _costs(case: Case, rounds: list[Round]) -> Table:
-    base = "ddp" if "ddp" in rounds[0] else next(iter(rounds[0]))
+    base = base_of(rounds[0])
     numel = next(iter(rounds[0].values()))[0]["numel"]
     table = Table(
         title=f"{case.name}: {numel / 1e6:.1f} M parameters, {len(rounds)} rounds",
-        caption=f"ratios to {base}: median of the rounds [lowest-highest]; bytes per parameter",
+        caption=f"ratios to {base}: median of the rounds, lowest and highest; bytes per parameter",
         title_justify="left",
     )
     table.add_column("engine", no_wrap=True)
@@ -96,7 +97,7 @@ def _losses(case: Case, rounds: list[Round]) -> Table:
     table.add_column("engine", no_wrap=True)
     for step in shown:
         table.add_column(f"step {step + 1}", justify="right")
-    for engine, ranks in rounds[0].items():
-        losses = curve(ranks)
+    for engine in apart:
+        losses = curve(rounds[0][engine])
         table.add_row(engine, *(f"{losses[step]:.5f}" for step in shown))
     return table

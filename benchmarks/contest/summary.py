@@ -48,7 +48,8 @@ class Target:
     def applies(self, case: dict[str, Any]) -> bool:
         """True for a case this target is about."""
         return (
-            self.size in (None, case["size"])
+            case["device"] == "cpu"
+            and self.size in (None, case["size"])
             and self.malloc in (None, case["malloc"])
             and self.ranks in (None, case["ranks"])
         )
@@ -121,21 +122,33 @@ def verdicts(case: dict[str, Any], rounds: list[Round]) -> list[Verdict]:
     return found
 
 
+def base_of(found: Round) -> str:
+    """The engine to which the others of a round are compared."""
+    return "ddp" if "ddp" in found else next(iter(found))
+
+
+def talks(engine: str, found: Round) -> bool:
+    """False for plain processes side by side: compute alone, each with losses of its own."""
+    return engine != "plain" or len(found[engine]) == 1
+
+
 def curve(ranks: list[dict[str, Any]]) -> list[float]:
     """The loss of each step, averaged over the ranks."""
     return [sum(step) / len(step) for step in zip(*(r["losses"] for r in ranks), strict=True)]
 
 
+def distance(losses: list[float], reference: list[float]) -> float:
+    """The largest relative distance over the steps that both have."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=False))
+
+
 def disagreement(rounds: list[Round]) -> dict[str, float]:
-    """For each engine the largest relative distance of its losses from the first engine's."""
-    first = next(iter(rounds[0].values()))
-    reference = curve(first)
+    """For each engine the largest relative distance of its losses from those of the base."""
+    reference = curve(rounds[0][base_of(rounds[0])])
     return {
         engine: max(
-            abs(a - b) / abs(b)
-            for found in rounds
-            if engine in found
-            for a, b in zip(curve(found[engine]), reference, strict=True)
+            distance(curve(found[engine]), reference) for found in rounds if engine in found
         )
         for engine in rounds[0]
+        if talks(engine, rounds[0])
     }

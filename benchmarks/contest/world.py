@@ -102,6 +102,8 @@ def _main(case: Case, engine: str, rank: int, port: int, pipe: Connection) -> No
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks),
         LOCAL_WORLD_SIZE=str(case.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
+    if case.device == "cuda":
+        os.environ["LOCAL_RANK"] = "0"  # all ranks share the one device
     if case.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     _silence()
@@ -136,9 +138,9 @@ def _measure(case: Case, engine: str, rank: int) -> Rank:
     for step in range(WARMUP_STEPS):
         result.losses.append(contestant.step(batches(case, rank, step)))
     window = Window(case)
-    for step in range(WARMUP_STEPS, WARMUP_STEPS + case.shape.steps):
+    for step in range(WARMUP_STEPS, WARMUP_STEPS + case.num_steps):
         result.losses.append(contestant.step(batches(case, rank, step)))
-    window.close(result, case.shape.steps)
+    window.close(result, case.num_steps)
     result.peak_nbytes, result.resident_nbytes = memory.peak(), memory.now()
     if contestant.ledger is not None:
         result.ledger = contestant.ledger()

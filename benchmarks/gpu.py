@@ -1,0 +1,165 @@
+"""The comparison on one CUDA device, in one call of less than 8 minutes.
+
+    python benchmarks/gpu.py
+    python benchmarks/gpu.py --device cpu --sizes tiny --seconds 60      the same path without one
+
+World 1 in fp32 and bf16, and 2 ranks that share the device over gloo, where every message waits for
+streams on both sides: an ordering mistake shows in the losses. Those of every engine are compared
+with a run on the CPU. Rounds interleave the engines as in benchmarks/peers.py; peak bytes are the
+device allocator's. What is finished when the time is up is shown and written to
+`benchmarks/results/DATE-gpu.json`; the exit status is 1 if one of our runs failed or disagrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from contest.case import SIZES, Case
+from contest.engines import ENGINES
+from contest.results import RESULTS, provenance, rounded
+from contest.show import show_case
+from contest.summary import Round, base_of, curve, distance
+from contest.world import RunError, run
+from rich.console import Console
+
+ROUNDS = 3
+CPU_STEPS = 2  # beside the warm-up's: what is compared
+TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}
+ALONE = ["plain", "onefold 0", "onefold 1", "onefold 3"]
+TOGETHER = ["ddp", "fsdp2 reshard", "onefold 0", "onefold 1", "onefold 2", "onefold 3"]
+LARGEST_ON_CPU = 100_000_000  # parameters; above, plain torch on the device is the reference
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One case: its rounds, what failed, and how far the losses are from the reference's."""
+
+    case: Case
+    rounds: list[Round] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    reference: str = ""
+    apart: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_right(self) -> bool:
+        """True if all our runs ended and their losses agree."""
+        ours = [name for name in self.failed if name.startswith("onefold")]
+        worst = max((v for k, v in self.apart.items() if k.startswith("onefold")), default=0.0)
+        return not ours and worst <= TOLERANCE[self.case.dtype]
+
+
+def cases(device: str, sizes: list[str]) -> Iterator[tuple[Case, list[str]]]:
+    """Small ones first, so that a slow device still shows something of everything."""
+    for size in sizes:
+        for dtype in ("fp32", "bf16"):
+            yield Case(size, ranks=1, dtype=dtype, device=device, steps=10), ALONE
+        if SIZES[size].config.num_layers <= 8:
+            yield Case(size, ranks=2, device=device, steps=4), TOGETHER
+
+
+def compete(case: Case, engines: list[str], deadline: float, console: Console) -> Outcome:
+    """Rounds of one case until they are done or the time is up."""
+    outcome = Outcome(case)
+    for _ in range(ROUNDS):
+        found: Round = {}
+        for name in engines:
+            left = deadline - time.monotonic()
+            if name in outcome.failed or left < 0:
+                continue
+            try:
+                found[name] = run(case, name, timeout=left)
+            except RunError as error:
+                if time.monotonic() >= deadline:
+                    break
+                outcome.failed[name] = str(error)
+                console.print(f"{name} failed, the others go on:\n{error}", markup=False)
+        if found and found.keys() >= set(engines) - outcome.failed.keys():
+            outcome.rounds.append(found)
+    return outcome
+
+
+def compare(outcome: Outcome, deadline: float, console: Console) -> None:
+    """Fill in how far every engine's losses are from those of a run on the CPU."""
+    if not outcome.rounds:
+        return
+    case, first = outcome.case, outcome.rounds[0]
+    base = base_of(first)
+    outcome.reference, reference = f"{base} on {case.device}", curve(first[base])
+    if first[base][0]["numel"] <= LARGEST_ON_CPU:
+        on_cpu = replace(case, device="cpu", dtype="fp32", steps=CPU_STEPS, threads=4)
+        try:
+            reference = curve(run(on_cpu, base, timeout=max(1.0, deadline - time.monotonic())))
+            outcome.reference = f"{base} in fp32 on the CPU"
+        except RunError as error:
+            console.print(f"{base} on the CPU failed, compared with {outcome.reference}:\n{error}")
+    for name, ranks in first.items():
+        outcome.apart[name] = distance(curve(ranks), reference)
+
+
+def show(console: Console, outcome: Outcome) -> None:
+    """The costs of a case, and whether its losses are right."""
+    show_case(console, outcome.case, outcome.rounds)
+    if not outcome.rounds:
+        return
+    for name, apart in outcome.apart.items():
+        console.print(f"{name}: losses within {apart:.1e} of {outcome.reference}")
+    allowed = TOLERANCE[outcome.case.dtype]
+    console.print(f"{'right' if outcome.is_right else 'WRONG'} ({allowed:.0e} allowed)\n")
+
+
+def as_dict(outcome: Outcome) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "case": outcome.case.as_dict(), "reference": outcome.reference, "apart": outcome.apart,
+        "is_right": outcome.is_right, "failed": outcome.failed, "rounds": outcome.rounds,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run what fits into the time."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--sizes", default="small,large", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--seconds", type=float, default=420.0)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        console.print("no CUDA device here: nothing was measured")
+        return 2
+    unknown = set(options.sizes.split(",")) - set(SIZES)
+    if unknown:
+        parser.error(f"unknown size {', '.join(sorted(unknown))}; known are {', '.join(SIZES)}")
+    deadline = time.monotonic() + options.seconds
+    is_cuda = options.device == "cuda"
+    about = provenance() | {"gpu": torch.cuda.get_device_name() if is_cuda else None}
+    path = options.results / f"{date.today().isoformat()}-gpu.json"
+    outcomes: list[Outcome] = []
+    for case, engines in cases(options.device, options.sizes.split(",")):
+        present = [name for name in engines if ENGINES[name].is_installed]
+        outcome = compete(case, present, deadline, console)
+        compare(outcome, deadline, console)
+        outcomes.append(outcome)
+        show(console, outcome)
+        options.results.mkdir(parents=True, exist_ok=True)
+        found = rounded({"cases": [as_dict(outcome) for outcome in outcomes]})
+        path.write_text(json.dumps(about | found) + "\n")
+    left_out = [outcome.case.name for outcome in outcomes if not outcome.rounds]
+    if left_out:
+        console.print(f"no time was left for: {'; '.join(left_out)}")
+    return 0 if all(outcome.is_right for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
