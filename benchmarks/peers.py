@@ -60,8 +60,8 @@ def main() -> int:
         command = [sys.executable, __file__, "--one", json.dumps(case.as_dict())]
         command += ["--engines", ",".join(engines), "--rounds", str(options.rounds)]
         command += ["--results", str(options.results)]
-        here = str(Path(__file__).parent)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads), "PYTHONPATH": here}
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads), "PYTHONPATH": path}
         ended = _wait(subprocess.Popen(command, env=environment | MALLOC[case.malloc]))
         if ended == INTERRUPTED:
             return INTERRUPTED
