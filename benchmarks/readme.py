@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from contest.results import read_newest
-from contest.summary import PEAK, STEADY, WALL, base_of, ratio, values
+from contest.summary import PEAK, STEADY, WALL, base_of, engines_of, ratio, values
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
@@ -29,7 +29,7 @@ def table() -> str:
             f"| engine | step / {base} | CPU-seconds / {base} | peak B/param | sent B/param |",
             "|---|---|---|---|---|",
         ]
-        for engine in rounds[0]:
+        for engine in engines_of(rounds):
             wall, cpu = (ratio(rounds, engine, base, what) for what in (WALL, STEADY))
             peak, sent = (median(values(rounds, engine, what)) for what in (PEAK, "sent"))
             lines.append(f"| {engine} | {wall} | {cpu} | {peak:.1f} | {sent:.2f} |")

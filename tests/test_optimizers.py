@@ -322,3 +322,24 @@ def test_gradients_set_by_hand_are_stepped():
 
     run_ranks(2, run)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_that_a_user_keeps_are_not_overwritten_by_the_next_backward(stage):
+    def train(rank):
+        module = seeded(lambda: nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=stage)
+        module(torch.ones(2, 8)).sum().backward()
+        kept = [parameter.grad for parameter in module.parameters()]
+        views = [_local(grad).view(-1) for grad in kept]
+        before = [view.clone() for view in views]
+        optimizer.zero_grad()
+        module(torch.randn(2, 8)).square().sum().backward()
+        for view, was in zip(views, before, strict=True):
+            assert torch.equal(view, was)
+
+    def _local(tensor):
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+    run_ranks(2, train)

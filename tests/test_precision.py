@@ -103,6 +103,75 @@ def test_a_copy_of_a_resting_weight_is_an_ordinary_parameter():
     assert torch.equal(copied, module.weight)
 
 
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3)])
+@pytest.mark.parametrize("way", ["data", "no_grad"])
+def test_masters_follow_edits_made_inside_forward(world_size, stage, way):
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            if way == "data":
+                self.weight.data.clamp_(-0.5, 0.5)
+            else:
+                with torch.no_grad():
+                    self.weight.clamp_(-0.5, 0.5)
+            return super().forward(x)
+
+    def train(rank):
+        module = Clamped(8, 8, bias=False).to(torch.bfloat16)
+        nn.init.ones_(module.weight)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+        onefold.shard(module, optimizer, stage=stage)
+        for _ in range(2):
+            module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with onefold.unsharded(module):
+                assert torch.equal(module.weight, torch.full_like(module.weight, 0.5))
+
+    run_ranks(world_size, train)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3)])
+def test_looking_at_weights_in_lists_is_no_edit(world_size, stage):
+    def train(rank):
+        module = nn.Linear(8, 8)
+        onefold.shard(module, stage=stage, precision="bf16")
+        loss = module(torch.ones(2, 8)).sum()
+        with torch.no_grad():
+            torch._foreach_norm(list(module.parameters()))
+        loss.backward()
+
+    run_ranks(world_size, train)
+
+
+def test_one_group_may_hold_weights_with_masters_of_different_dtypes():
+    wide = onefold.Precision(master=torch.float64)
+    modules = [nn.Linear(16, 16).to(torch.bfloat16), nn.Linear(4, 4).to(torch.bfloat16)]
+    both = [p for module in modules for p in module.parameters()]
+    optimizer = torch.optim.AdamW(both, lr=0.1)
+    onefold.shard(modules[0], optimizer)
+    onefold.shard(modules[1], optimizer, precision=wide)
+    before = [parameter.detach().clone() for parameter in both]
+    for module in modules:
+        module(torch.ones(1, module.in_features, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    moved = [not torch.equal(b, p) for b, p in zip(before, both, strict=True)]
+    assert all(moved)
+
+
+def test_a_grad_scale_left_to_the_optimizer_is_used():
+    def stepped(scale):
+        torch.manual_seed(0)
+        module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.5, eps=1.0, fused=True)
+        onefold.shard(module, optimizer)
+        optimizer.grad_scale = scale
+        module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        return module.weight.detach()
+
+    assert not torch.equal(stepped(torch.tensor(4.0)), stepped(None))
+
+
 class Sum(nn.Module):
     """The gradient of each element is its factor, whatever the weights are."""
 

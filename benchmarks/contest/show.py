@@ -19,6 +19,7 @@ from contest.summary import (
     base_of,
     curve,
     disagreement,
+    engines_of,
     ratio,
     values,
     verdicts,
@@ -48,7 +49,7 @@ def _costs(case: Case, rounds: list[Round]) -> Table:
     table.add_column("engine", no_wrap=True)
     for heading in ("step s", "ratio", "CPU-s", "ratio", "peak B", "rest B", "sent B", "ledger B"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for engine in rounds[0]:
+    for engine in engines_of(rounds):
         wall, cpu = (ratio(rounds, engine, base, what) for what in (WALL, STEADY))
         last = next(found[engine] for found in reversed(rounds) if engine in found)
         peaks = [rank["ledger"].get("peak", 0) / numel for rank in last]
@@ -98,6 +99,6 @@ def _losses(case: Case, rounds: list[Round]) -> Table:
     for step in shown:
         table.add_column(f"step {step + 1}", justify="right")
     for engine in apart:
-        losses = curve(rounds[0][engine])
+        losses = curve(next(found[engine] for found in rounds if engine in found))
         table.add_row(engine, *(f"{losses[step]:.5f}" for step in shown))
     return table

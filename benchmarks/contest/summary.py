@@ -6,6 +6,7 @@ what the machine did at the time touches both sides; the median over the rounds 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -122,9 +123,16 @@ def verdicts(case: dict[str, Any], rounds: list[Round]) -> list[Verdict]:
     return found
 
 
-def base_of(found: Round) -> str:
+def engines_of(rounds: list[Round]) -> list[str]:
+    """Every engine that finished a run, the base first."""
+    names = sorted({engine for found in rounds for engine in found})
+    base = base_of(names)
+    return [base, *(name for name in names if name != base)]
+
+
+def base_of(found: Collection[str]) -> str:
     """The engine to which the others of a round are compared."""
-    return "ddp" if "ddp" in found else next(iter(found))
+    return next((name for name in ("ddp", "plain") if name in found), min(found))
 
 
 def talks(engine: str, found: Round) -> bool:
@@ -149,6 +157,6 @@ def disagreement(rounds: list[Round]) -> dict[str, float]:
         engine: max(
             distance(curve(found[engine]), reference) for found in rounds if engine in found
         )
-        for engine in rounds[0]
-        if talks(engine, rounds[0])
+        for engine in engines_of(rounds)
+        if all(talks(engine, found) for found in rounds if engine in found)
     }

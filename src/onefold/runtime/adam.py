@@ -26,7 +26,8 @@ class BlockedAdam:
 
     def __init__(self, group: dict[str, Any], *, is_decoupled: bool) -> None:
         beta1, beta2 = group["betas"]
-        self._widened = torch.empty(0)
+        self._scratch: tuple[int, torch.dtype, torch.device] | None = None
+        self._widened: Tensor
         self._update = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
         self._options = {
             "lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"],
@@ -39,7 +40,8 @@ class BlockedAdam:
         """The rule of a group; None where the class's own step does something else."""
         if type(optimizer) not in (Adam, AdamW) or group["amsgrad"]:
             return None
-        if getattr(optimizer, "found_inf", None) is not None:  # torch's scaler steps inside it
+        scaler = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if any(value is not None for value in scaler):  # the class's kernel is to unscale
             return None
         is_open = group["fused"] is None and not group["foreach"]
         if not (is_open or group["fused"]) or group["differentiable"] or group["capturable"]:
@@ -58,8 +60,9 @@ class BlockedAdam:
         state["step"] += 1
         steps = [state["step"]]
         block = CPU_BLOCK_NUMEL if master.device.type == "cpu" else DEVICE_BLOCK_NUMEL
-        if len(self._widened) < min(block, len(master)):
-            self._widened = master.new_empty(min(block, len(master)))
+        wanted = (min(block, len(master)), master.dtype, master.device)
+        if self._scratch != wanted:
+            self._scratch, self._widened = wanted, master.new_empty(wanted[0])
         flats = (master, grad, weight, state["exp_avg"], state["exp_avg_sq"])
         for p, g, w, m, v in zip(*(flat.split(block) for flat in flats), strict=True):
             wide = self._widened[: len(g)].copy_(g)

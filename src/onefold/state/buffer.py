@@ -44,6 +44,11 @@ class Buffer:
         """True while the buffer has its bytes."""
         return self._held
 
+    @property
+    def num_users(self) -> int:
+        """How many tensors share the bytes, this buffer's own among them."""
+        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) - 1
+
     def view(self, start: int, shape: tuple[int, ...]) -> Tensor:
         """A view [shape] from element `start`, with a version counter of its own.
 

@@ -89,9 +89,11 @@ def _dispatch(
             if owner is not None and (must or owner.is_differentiable_use())
         ]
         if not wanted:
-            if getattr(func, "__name__", "").startswith("_foreach_"):  # edits that DTensor hides
-                increment_version([leaf for leaf in leaves if isinstance(leaf, FACES)])
-            return as_logical(func(*args, **kwargs))
+            outputs = as_logical(func(*args, **kwargs))
+            name = getattr(func, "__name__", "")
+            if name.startswith("_foreach_") and name.endswith("_"):  # DTensor hides these edits
+                increment_version([leaf for leaf in args[0] if isinstance(leaf, FACES)])
+            return outputs
         whole = {key: owner.whole_for() for key, owner in owners.items() if owner is not None}
         new_args, new_kwargs = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
     outputs = _own_memory(func(*new_args, **new_kwargs), list(whole.values()))
@@ -238,7 +240,7 @@ class WholeParameter(nn.Parameter):
     """A whole weight while its modules run. Notices when `.data` is taken, perhaps to be edited."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _summoner: ReferenceType[Summoner]
+    _summoner: Callable[[], Summoner | None] = staticmethod(lambda: None)  # until introduced
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]

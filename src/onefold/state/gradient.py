@@ -264,7 +264,7 @@ class UnitGradient:
             numel = unit.rest.shard_numels[setting.rest_rank]
             self.reduced = Buffer(
                 numel, unit.dtype, Kind.GRAD, setting.store, setting.ledger,
-                is_brief=setting.is_sharded,
+                is_brief=not self._keeps_bytes,
             )  # fmt: skip
             self.reduced.tensor.index_fill_(0, self._gaps(), 0)  # optimizers read them too
         fresh: list[bool] = []
@@ -291,7 +291,7 @@ class UnitGradient:
     def drop_cleared(self) -> None:
         """Free the reduced buffer once no face shows a piece of it (after `zero_grad`).
 
-        Whole ones (stage 0) keep their bytes, as every backward ends with all of them.
+        At stages 0 to 2 it stays for the next backward, unless the user kept a gradient.
         """
         if self._local_nbytes:
             self._count_local()
@@ -300,11 +300,15 @@ class UnitGradient:
         if self.reduced is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, shown in list(self.shown.items()):
-                if parameter.face.grad is not shown:
-                    del self.shown[parameter]
-        if not self.shown and self.unit.setting.is_sharded:
+            for parameter in [p for p, shown in self.shown.items() if p.face.grad is not shown]:
+                del self.shown[parameter]
+        if not self.shown and not (self._keeps_bytes and self.reduced.num_users == 1):
             self.reduced = None
+
+    @property
+    def _keeps_bytes(self) -> bool:
+        """Stages 0 to 2, as for whole weights: every backward ends with all of them again."""
+        return self.unit.keeps_bytes or not self.unit.setting.is_sharded
 
     def _flat_partial(self, parameter: UnitParameter) -> Tensor:
         grad = parameter.whole.grad

@@ -272,7 +272,11 @@ class Unit:
 
     def _keep_edits(self) -> None:
         """Bring in-place changes made to whole weights during forward back to the shards."""
-        if self.is_resident:
+        if self.is_resident:  # they are the weights at rest, under another counter
+            if any(
+                p.whole is not p.face and p.whole._version != p.version for p in self.parameters
+            ):
+                self._touched_by_data += 1
             return
         rank = self.setting.rest_rank
         with torch.no_grad():
@@ -290,7 +294,11 @@ class Unit:
 
     def refresh_master(self) -> None:
         """Follow edits of the weights at rest (a loaded state dict) with the master."""
-        if self.master is None or self._published == self.edits():
+        if self.master is None:
+            return
+        # a device's list kernels change plain parameters without counting it
+        is_counted = not self.computes_on_faces or self.weight.tensor.device.type == "cpu"
+        if is_counted and self._published == self.edits():
             return
         weight, master = self.weight.tensor, self.master.tensor
         with torch.no_grad():
