@@ -1,7 +1,7 @@
-"""Write the newest results of benchmarks/peers.py into the README, between its two markers.
+"""Turn the newest results of benchmarks/peers.py into the README's tables and docs/peers.md.
 
-python benchmarks/readme.py            replace the table
-python benchmarks/readme.py --check    exit 1 if the README says something else
+python benchmarks/readme.py            write them
+python benchmarks/readme.py --check    exit 1 if they say something else
 """
 
 from __future__ import annotations
@@ -9,43 +9,116 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from contest.case import Case
+from contest.laws import laws
 from contest.results import read_newest
-from contest.summary import PEAK, STEADY, WALL, base_of, engines_of, ratio, values
+from contest.summary import (
+    PEAK,
+    STEADY,
+    WALL,
+    base_of,
+    engines_of,
+    ratio,
+    values,
+    verdicts,
+)
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README, PEERS = ROOT / "README.md", ROOT / "docs" / "peers.md"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
+HEADLINE = "small, 2 ranks, fp32"
+PAIRS = (
+    ("onefold 3", "ddp", STEADY),
+    ("onefold 3", "fsdp2 reshard", STEADY),
+    ("onefold 2", "fsdp2 keep", STEADY),
+    ("onefold 3", "deepspeed 3", STEADY),
+    ("onefold 3", "fsdp2 reshard", PEAK),
+    ("onefold 3", "deepspeed 3", PEAK),
+)
+PREFACE = """# Beside the others, case by case
+
+Written by `benchmarks/readme.py` from `benchmarks/results/`; `make bench` makes both anew. Ratios
+are taken inside a round and given as median [lowest-highest] of the rounds. CPU-seconds are user
+and system time of all ranks. `plain` are unsynchronised processes: compute alone.
+"""
 
 
-def table() -> str:
-    """One block of rows for each case: ratios to DDP in one run, bytes per parameter."""
+def case_table(name: str, result: dict[str, Any]) -> list[str]:
+    """Every engine of one case: ratios to the base in one run, bytes per parameter."""
+    rounds = result["rounds"]
+    base = base_of(engines_of(rounds))
+    lines = [
+        f"**{name}** ({len(rounds)} rounds, {result['date']}, commit {result['commit']})",
+        "",
+        f"| engine | step / {base} | CPU-seconds / {base} | peak B/param | sent B/param |",
+        "|---|---|---|---|---|",
+    ]
+    for engine in engines_of(rounds):
+        wall, cpu = (ratio(rounds, engine, base, what) for what in (WALL, STEADY))
+        peak, sent = (median(values(rounds, engine, what)) for what in (PEAK, "sent"))
+        lines.append(f"| {engine} | {wall} | {cpu} | {peak:.1f} | {sent:.2f} |")
+    return [*lines, ""]
+
+
+def matrix(results: dict[str, dict[str, Any]]) -> list[str]:
+    """One row a case: our CPU-seconds and peak bytes over those of the peers."""
+    lines = [
+        "| case | CPU-s: stage 3 / DDP | stage 3 / FSDP2 reshard | stage 2 / FSDP2 keep | "
+        "stage 3 / DeepSpeed 3 | peak: stage 3 / FSDP2 | stage 3 / DeepSpeed 3 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in sorted(results.items()):
+        found = [ratio(result["rounds"], *pair) for pair in PAIRS]
+        if any(found):
+            cells = ["" if spread is None else f"{spread.median:.2f}" for spread in found]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def judged(result: dict[str, Any]) -> list[str]:
+    """Targets and laws of one case."""
+    rounds, case = result["rounds"], Case(**result["case"])
     lines = []
-    for name, result in sorted(read_newest().items()):
-        rounds = result["rounds"]
-        base = base_of(rounds[0])
-        lines += [
-            f"**{name}** (rounds: {len(rounds)}, {result['date']}, commit {result['commit']})",
-            "",
-            f"| engine | step / {base} | CPU-seconds / {base} | peak B/param | sent B/param |",
-            "|---|---|---|---|---|",
-        ]
-        for engine in engines_of(rounds):
-            wall, cpu = (ratio(rounds, engine, base, what) for what in (WALL, STEADY))
-            peak, sent = (median(values(rounds, engine, what)) for what in (PEAK, "sent"))
-            lines.append(f"| {engine} | {wall} | {cpu} | {peak:.1f} | {sent:.2f} |")
-        lines.append("")
-    return "\n".join(lines)
+    for verdict in verdicts(case.as_dict(), rounds):
+        target, found = verdict.target, verdict.peak or verdict.cpu
+        lines.append(
+            f"- {target.ours} / {target.peer}, {target.measure}: {found}, at most "
+            f"{target.at_most:.2f} {'holds' if verdict.holds else '**missed**'}"
+        )
+    lines += [
+        f"- {law.engine}, {law.what} by the ledger: {law.found:.3f} B/param, closed form "
+        f"{law.wanted:.3f} {'holds' if law.holds else '**missed**'}"
+        for law in laws(case, rounds[0])
+    ]
+    return [*lines, ""] if lines else []
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """All of docs/peers.md."""
+    lines = [PREFACE]
+    for name, result in sorted(results.items()):
+        lines += case_table(name, result) + judged(result)
+        machine = result["machine"]
+        known = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
+        lines += [f"Machine: {machine['model name']}, {machine['cores']} cores; {known}.", ""]
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str]) -> int:
-    """Replace or check what stands between the markers."""
+    """Write or check the README's part and the page."""
+    results = read_newest()
+    headline = case_table(HEADLINE, results[HEADLINE]) if HEADLINE in results else []
     text = README.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    wanted = f"{before}{BEGIN}\n{table()}{END}{after}"
+    inside = "\n".join([*headline, *matrix(results)])
+    wanted = {README: f"{before}{BEGIN}\n{inside}{END}{after}", PEERS: page(results)}
     if "--check" in arguments:
-        return int(wanted != text)
-    README.write_text(wanted)
+        return int(any(not p.exists() or p.read_text() != text for p, text in wanted.items()))
+    for path, content in wanted.items():
+        path.write_text(content)
     return 0
 
 

@@ -17,6 +17,7 @@ import readme
 from contest import summary
 from contest.case import Case
 from contest.engines import ENGINES
+from contest.laws import held_nbytes, laws, sent_nbytes
 from contest.results import path_of, write
 from contest.world import RunError
 
@@ -160,6 +161,28 @@ def test_the_gpu_script_tells_wrong_losses_from_right_ones():
     outcome.apart["onefold 1"] = 2e-3
     assert not outcome.is_right
     assert not gpu.Outcome(Case("tiny"), failed={"onefold 0": "StateError"}).is_right
+
+
+def test_the_bound_of_bytes_sent_is_two_or_three_times_the_others_share():
+    assert [sent_nbytes(Case("tiny"), stage) for stage in range(4)] == [4.0, 4.0, 4.0, 6.0]
+    assert sent_nbytes(Case("tiny", ranks=4), 3) == 9.0
+    assert sent_nbytes(Case("tiny", accumulate=4), 3) == 24.0
+    assert sent_nbytes(Case("tiny", accumulate=4), 2) == 4.0
+    assert sent_nbytes(Case("tiny", dtype="bf16"), 3) == 3.0
+
+
+@pytest.mark.parametrize(("excess", "holds"), [(1.0, True), (1.02, True), (1.04, False)])
+def test_a_ledger_above_the_closed_form_is_told(excess, holds):
+    case = Case("tiny")
+    numel = 1000
+    ledger = {
+        "sent gather": 4 * numel, "sent reduce_scatter": 2 * numel,
+        "peak": excess * held_nbytes(case),
+    }  # fmt: skip
+    sent, peak = laws(case, {"onefold 3": [{"numel": numel, "ledger": ledger}] * 2})
+    assert (sent.what, sent.found, sent.holds) == ("sent", 6.0, True)
+    assert (peak.what, peak.holds) == ("peak", holds)
+    assert peak.ratio == pytest.approx(excess)
 
 
 def test_every_target_names_engines_that_compete():

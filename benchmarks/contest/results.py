@@ -75,14 +75,16 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        where = RESULTS.parent.parent
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=where).stdout
+
     try:
-        head = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=10"],
-            capture_output=True, text=True, check=True, cwd=RESULTS.parent,
-        )  # fmt: skip
+        changed = git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")
+        return git("rev-parse", "--short=10", "HEAD").strip() + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head.stdout.strip()
 
 
 def _machine() -> dict[str, Any]:

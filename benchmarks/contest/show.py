@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from contest.case import Case
+from contest.laws import laws
 from contest.summary import (
     LOSS_TOLERANCE,
     PEAK,
@@ -35,6 +36,11 @@ def show_case(console: Console, case: Case, rounds: list[Round]) -> None:
     judged = verdicts(case.as_dict(), rounds)
     if judged:
         console.print(targets_table(judged))
+    for law in laws(case, rounds[0]):
+        console.print(
+            f"{law.engine}: {law.what} {law.found:.3f} bytes per parameter, closed form "
+            f"{law.wanted:.3f}: {law.ratio:.4f}, {'holds' if law.holds else 'MISSED'}"
+        )
     console.print(_losses(case, rounds))
 
 

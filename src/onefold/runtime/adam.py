@@ -26,8 +26,7 @@ class BlockedAdam:
 
     def __init__(self, group: dict[str, Any], *, is_decoupled: bool) -> None:
         beta1, beta2 = group["betas"]
-        self._scratch: tuple[int, torch.dtype, torch.device] | None = None
-        self._widened: Tensor
+        self._scratch: Tensor | None = None
         self._update = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
         self._options = {
             "lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"],
@@ -60,11 +59,21 @@ class BlockedAdam:
         state["step"] += 1
         steps = [state["step"]]
         block = CPU_BLOCK_NUMEL if master.device.type == "cpu" else DEVICE_BLOCK_NUMEL
-        wanted = (min(block, len(master)), master.dtype, master.device)
-        if self._scratch != wanted:
-            self._scratch, self._widened = wanted, master.new_empty(wanted[0])
+        widened = self._scratch_for(master, min(block, len(master)))
         flats = (master, grad, weight, state["exp_avg"], state["exp_avg_sq"])
         for p, g, w, m, v in zip(*(flat.split(block) for flat in flats), strict=True):
-            wide = self._widened[: len(g)].copy_(g)
+            wide = widened[: len(g)].copy_(g)
             self._update([p], [wide], [m], [v], [], steps, **self._options)
             w.copy_(p)
+
+    def _scratch_for(self, master: Tensor, numel: int) -> Tensor:
+        """Uninitialised, like `master`, of at least `numel`: one for all runs of a step."""
+        found = self._scratch
+        fits = (
+            found is not None
+            and (found.dtype, found.device) == (master.dtype, master.device)
+            and len(found) >= numel
+        )
+        if found is None or not fits:
+            found = self._scratch = master.new_empty(numel)
+        return found
