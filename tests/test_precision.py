@@ -69,6 +69,7 @@ def test_a_bf16_module_keeps_its_dtype_and_steps_an_fp32_master(stage):
         lambda p: p.data.copy_(p.detach() * 0.5),
         lambda p: p.mul_(0.5),
         lambda p: torch._foreach_mul_([p], 0.5),
+        lambda p: p.detach().mul_(0.5),
     ],
 )
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 3)])

@@ -45,10 +45,10 @@ def laws(case: Case, found: Round) -> list[Law]:
     judged = []
     for stage in range(4):
         engine = f"onefold {stage}"
-        if engine not in found:
+        ledgers = [rank["ledger"] for rank in found.get(engine, [])]
+        if not ledgers or not all(ledgers):
             continue
         numel = found[engine][0]["numel"]
-        ledgers = [rank["ledger"] for rank in found[engine]]
         sent = sum(
             ledger[f"sent {way}"] for ledger in ledgers for way in ("gather", "reduce_scatter")
         )

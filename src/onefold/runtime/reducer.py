@@ -20,7 +20,9 @@ class Reducer:
     def __init__(self, gradients: Mapping[Unit, UnitGradient]) -> None:
         # the last unit of the module is the first that backward is through with
         self._order = list(gradients.values())[::-1]
-        self._in_flight: deque[Ticket] = deque()
+        self._in_flight: deque[tuple[UnitGradient, Ticket]] = deque()
+        self._spreading: Ticket | None = None
+        self._spreads: UnitGradient | None = None  # whose rows are spreading
         self._finishes_alone = all(unit.setting.is_sharded for unit in gradients)
         self._transports = {unit.setting.transport for unit in gradients}
         self._ready: set[UnitGradient] = set()
@@ -42,17 +44,36 @@ class Reducer:
 
     def _start(self, gradient: UnitGradient) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._in_flight.popleft().wait()
+            self._land()
+        if gradient is self._spreads:  # a second reduction adds to what the first has shown
+            self._end_spreading()
         self._started.add(gradient)
-        self._in_flight.append(gradient.start_reduce())
+        self._in_flight.append((gradient, gradient.start_reduce()))
+
+    def _land(self) -> None:
+        """Finish the oldest reduction, and the gather that follows the one before it (stage 0).
+
+        Every rank does so at the same reductions, as that gather is a collective too.
+        """
+        self._end_spreading()
+        gradient, ticket = self._in_flight.popleft()
+        ticket.wait()
+        self._spreads, self._spreading = gradient, gradient.spreading
+        gradient.spreading = None
+
+    def _end_spreading(self) -> None:
+        if self._spreading is not None:
+            spreading, self._spreading, self._spreads = self._spreading, None, None
+            spreading.wait()
 
     def poll(self) -> None:
         """Finish a reduction that is complete: its gradients and receive buffer go early.
 
-        Only where finishing is local; stage 0's is a collective, which has its place in the order.
+        Only where finishing is local; stage 0's starts a collective, which has its place in the
+        order.
         """
-        if self._in_flight and self._finishes_alone and self._in_flight[0].done:
-            self._in_flight.popleft().wait()
+        if self._in_flight and self._finishes_alone and self._in_flight[0][1].done:
+            self._land()
 
     def finish(self) -> None:
         """Reduce what backward left incomplete or did not reach, then wait for everything.
@@ -82,6 +103,7 @@ class Reducer:
 
     def _drain(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft().wait()
+            self._land()
+        self._end_spreading()
         for transport in self._transports:
             transport.end_backward()

@@ -45,6 +45,7 @@ class UnitGradient:
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
         self._cuts: dict[tuple[int, ...], Cut] = {}
+        self.spreading: Ticket | None = None  # stage 0: reduced rows on their way to every rank
         self._gap_index: Tensor | None = None
         self._spread_cuts: dict[tuple[int, ...], Cut] = {}
         self._local_nbytes = 0  # world 1, where gradients stay the tensors autograd made
@@ -122,7 +123,10 @@ class UnitGradient:
     # reduced
 
     def start_reduce(self) -> Ticket:
-        """Begin averaging over the ranks; the ticket's `wait` shows the result on the faces."""
+        """Begin averaging over the ranks; the ticket's `wait` shows the result on the faces.
+
+        At stage 0 it leaves `spreading`, whose `wait` does: the mean is gathered meanwhile.
+        """
         parameters = self.trainable()
         if self.unit.setting.world_size == 1:
             return Ticket(finish=lambda: self._keep_local(parameters))
@@ -215,12 +219,19 @@ class UnitGradient:
         if not all(used):  # only then is it worth asking the device what the others did
             used = [count != 0 for count in used_counts[:-1].tolist()]
         self.is_unused = not any(used)
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self._spread(parameters)
-            for parameter, is_used in zip(parameters, used, strict=True):
-                if is_used:
-                    self._show(parameter)
         self._count_reduced(parameters)
+        shown = [p for p, is_used in zip(parameters, used, strict=True) if is_used]
+        if self.unit.setting.is_sharded:
+            self._show_all(shown)
+        else:
+            self.spreading = self._spread(parameters).then(lambda: self._show_all(shown))
+
+    def _show_all(self, parameters: Iterable[UnitParameter]) -> None:
+        if self.is_discarding:
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter in parameters:
+                self._show(parameter)
 
     def _check_tag(self, mean: float | complex) -> None:
         """Raise `WireError` if the ranks did not all reduce this unit."""
@@ -235,11 +246,10 @@ class UnitGradient:
                 )
             )
 
-    def _spread(self, parameters: list[UnitParameter]) -> None:
-        """Where gradients rest replicated (stage 0), gather the reduced rows."""
+    def _spread(self, parameters: list[UnitParameter]) -> Ticket:
+        """Where gradients rest replicated (stage 0), begin to gather the reduced rows."""
         unit = self.unit
-        if unit.setting.is_sharded or self.reduced is None:
-            return
+        assert self.reduced is not None, "reduced rows are gathered before there are any"
         key = tuple(map(id, parameters))
         if key not in self._spread_cuts:
             slots = [unit.wire.slots[unit.parameters.index(p)] for p in parameters]
@@ -248,7 +258,8 @@ class UnitGradient:
             group, itemsize = unit.setting.transport.group, self.reduced.tensor.itemsize
             self._spread_cuts[key] = Cut(slots, offsets, group, itemsize)
         where = f"gather of gradients of unit {unit.name!r} on rank {unit.setting.rank}"
-        unit.setting.transport.gather(self.reduced.tensor, self._spread_cuts[key], where).wait()
+        with torch.no_grad():
+            return unit.setting.transport.gather(self.reduced.tensor, self._spread_cuts[key], where)
 
     def _show(self, parameter: UnitParameter) -> None:
         view = self._rest_view(parameter)

@@ -168,7 +168,9 @@ class UnitParameter:
         )
 
     def detached(self) -> Tensor:
-        return self.wrap(self.local.detach())
+        shown = self.wrap(self.local.detach())
+        self.unit.note_shown(shown)
+        return shown
 
     def is_differentiable_use(self) -> bool:
         return self.unit.is_wanted_whole(self)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import TYPE_CHECKING
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,7 @@ class Unit:
         if self.dtype.is_floating_point and setting.master.itemsize > self.dtype.itemsize:
             self.master = Buffer(numel, setting.master, Kind.MASTER, setting.store, setting.ledger)
             self.master.tensor.zero_()
+        self._shown: WeakSet[Tensor] = WeakSet()
         self._published = -1  # `edits` when the master agreed with the weight
         self.full = self.weight
         if not self.is_resident:
@@ -292,13 +293,19 @@ class Unit:
 
     # masters
 
+    def note_shown(self, weight: Tensor) -> None:
+        """Own rows were given out as a DTensor (`state_dict`), whose edits no counter tells."""
+        if self.master is not None:
+            self._shown.add(weight)
+            self._published = -1
+
     def refresh_master(self) -> None:
         """Follow edits of the weights at rest (a loaded state dict) with the master."""
         if self.master is None:
             return
         # a device's list kernels change plain parameters without counting it
         is_counted = not self.computes_on_faces or self.weight.tensor.device.type == "cpu"
-        if is_counted and self._published == self.edits():
+        if is_counted and not self._shown and self._published == self.edits():
             return
         weight, master = self.weight.tensor, self.master.tensor
         with torch.no_grad():
