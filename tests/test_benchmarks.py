@@ -18,7 +18,7 @@ from contest import summary
 from contest.case import Case
 from contest.engines import ENGINES
 from contest.laws import held_nbytes, laws, sent_nbytes
-from contest.results import path_of, write
+from contest.results import path_of, provenance, write
 from contest.world import RunError
 
 
@@ -193,3 +193,9 @@ def test_every_target_names_engines_that_compete():
 
 def test_the_readme_shows_the_newest_results():
     assert readme.main(["--check"]) == 0
+
+
+def test_a_result_names_its_command_but_no_folder_of_the_machine(monkeypatch):
+    typed = ["/home/me/onefold/benchmarks/peers.py", "--results", "/data/out", "--sizes", "tiny"]
+    monkeypatch.setattr(sys, "argv", typed)
+    assert provenance()["command"] == "python benchmarks/peers.py --sizes tiny"

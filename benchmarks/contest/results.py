@@ -22,7 +22,7 @@ def provenance() -> dict[str, Any]:
     """Date, machine, versions, commit and command."""
     return {
         "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(),
         "commit": _commit(),
         "machine": _machine(),
         "versions": {
@@ -65,6 +65,15 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [rounded(item) for item in value]
     return value
+
+
+def _command() -> str:
+    """As typed in the root of a checkout: where it lies, and where results go, is left out."""
+    script, *arguments = sys.argv
+    if "--results" in arguments:
+        at = arguments.index("--results")
+        del arguments[at : at + 2]
+    return " ".join(["python", f"benchmarks/{Path(script).name}", *arguments])
 
 
 def _version(name: str) -> str:
