@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -28,7 +29,7 @@ from contest.engines import ENGINES
 from contest.results import RESULTS, provenance, rounded
 from contest.show import show_case
 from contest.summary import Round, base_of, curve, distance
-from contest.world import RunError, run
+from contest.world import RunError, one_round, run
 from rich.console import Console
 
 ROUNDS = 3
@@ -66,24 +67,29 @@ def cases(device: str, sizes: list[str]) -> Iterator[tuple[Case, list[str]]]:
             yield Case(size, ranks=2, device=device, steps=4), TOGETHER
 
 
+class OutOfTime(Exception):
+    """The time is up; what is finished counts."""
+
+
 def compete(case: Case, engines: list[str], deadline: float, console: Console) -> Outcome:
     """Rounds of one case until they are done or the time is up."""
+
+    def run_one(name: str) -> list[dict[str, Any]]:
+        if time.monotonic() >= deadline:
+            raise OutOfTime
+        try:
+            return run(case, name, timeout=deadline - time.monotonic())
+        except RunError as error:
+            if time.monotonic() >= deadline:
+                raise OutOfTime from error
+            raise
+
     outcome = Outcome(case)
-    for _ in range(ROUNDS):
-        found: Round = {}
-        for name in engines:
-            left = deadline - time.monotonic()
-            if name in outcome.failed or left < 0:
-                continue
-            try:
-                found[name] = run(case, name, timeout=left)
-            except RunError as error:
-                if time.monotonic() >= deadline:
-                    break
-                outcome.failed[name] = str(error)
-                console.print(f"{name} failed, the others go on:\n{error}", markup=False)
-        if found and found.keys() >= set(engines) - outcome.failed.keys():
-            outcome.rounds.append(found)
+    with suppress(OutOfTime):
+        for _ in range(ROUNDS):
+            found = one_round(engines, outcome.failed, run_one, console)
+            if found:
+                outcome.rounds.append(found)
     return outcome
 
 
@@ -100,7 +106,8 @@ def compare(outcome: Outcome, deadline: float, console: Console) -> None:
             reference = curve(run(on_cpu, base, timeout=max(1.0, deadline - time.monotonic())))
             outcome.reference = f"{base} in fp32 on the CPU"
         except RunError as error:
-            console.print(f"{base} on the CPU failed, compared with {outcome.reference}:\n{error}")
+            told = f"{base} on the CPU failed, compared with {outcome.reference}:\n{error}"
+            console.print(told, markup=False)
     for name, ranks in first.items():
         outcome.apart[name] = distance(curve(ranks), reference)
 

@@ -73,6 +73,18 @@ def ceilings(numel: int) -> dict[str, Contestant]:
     }
 
 
+def between_casts(s: Streams, step: Callable[[], object]) -> Callable[[], None]:
+    """A step in fp32 that takes a bf16 gradient and leaves a bf16 weight."""
+
+    @torch.no_grad()
+    def run() -> None:
+        s.g.copy_(s.narrow_g)
+        step()
+        s.narrow_w.copy_(s.p)
+
+    return run
+
+
 def torch_steps(numel: int) -> dict[str, Contestant]:
     """Torch's implementations on one flat tensor, on parameters of a model, and beside casts."""
     s = Streams(numel)
@@ -90,18 +102,12 @@ def torch_steps(numel: int) -> dict[str, Contestant]:
     pieces.append(numel - sum(pieces))
     fused = stepper(whole, fused=True)
 
-    @torch.no_grad()
-    def between_casts() -> None:
-        s.g.copy_(s.narrow_g)
-        fused.step()
-        s.narrow_w.copy_(s.p)
-
     return {
         BASE: (28, fused.step),
         "torch fused, fp32, a model's parameters": (28, stepper(pieces, fused=True).step),
         "torch foreach, fp32, one flat tensor": (28, stepper(whole, foreach=True).step),
         "torch foreach, fp32, a model's parameters": (28, stepper(pieces, foreach=True).step),
-        "torch fused between casts, bf16": (28, between_casts),
+        "torch fused between casts, bf16": (28, between_casts(s, fused.step)),
     }
 
 
@@ -116,15 +122,9 @@ def deepspeed_steps(numel: int) -> dict[str, Contestant]:
     optimizer = DeepSpeedCPUAdam([parameter], **OPTIONS)
     optimizer.state[parameter] = {"step": 10, "exp_avg": s.m, "exp_avg_sq": s.v}
 
-    @torch.no_grad()
-    def between_casts() -> None:
-        s.g.copy_(s.narrow_g)
-        optimizer.step()
-        s.narrow_w.copy_(s.p)
-
     return {
         "DeepSpeedCPUAdam, fp32": (28, optimizer.step),
-        "DeepSpeedCPUAdam between casts, bf16": (28, between_casts),
+        "DeepSpeedCPUAdam between casts, bf16": (28, between_casts(s, optimizer.step)),
     }
 
 
@@ -150,20 +150,18 @@ def onefold_steps(numel: int) -> dict[str, Contestant]:
 
 
 def contestants(numel: int, rank: int) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Everyone who can run here, and why the others cannot."""
-    found: dict[str, Contestant] = {}
+    """Everyone who can run here, and why DeepSpeed cannot if it cannot."""
+    found = ceilings(numel) | torch_steps(numel)
     missing: dict[str, str] = {}
-    for build in (ceilings, torch_steps, deepspeed_steps, onefold_steps):
-        try:
-            if rank == 0:  # DeepSpeed compiles: once, then the other ranks find it done
-                found |= build(numel) if build is not onefold_steps else {}
-            _barrier()
-            if rank > 0 or build is onefold_steps:
-                found |= build(numel)
-        except (ImportError, RuntimeError) as error:
-            missing[build.__name__] = str(error).strip().splitlines()[-1]
-            _barrier()
-    return found, missing
+    if rank > 0:  # DeepSpeed compiles on the first rank, and the others find it done
+        _barrier()
+    try:
+        found |= deepspeed_steps(numel)
+    except (ImportError, RuntimeError) as error:
+        missing["DeepSpeedCPUAdam"] = str(error).strip().splitlines()[-1]
+    if rank == 0:
+        _barrier()
+    return found | onefold_steps(numel), missing
 
 
 def measure(
@@ -196,8 +194,14 @@ def run_case(ranks: int, threads: int, numel: int, rounds: int) -> dict[str, Any
         port = probe.getsockname()[1]
     arguments = (ranks, threads, numel, rounds, port, queue)
     processes = mp.spawn(measure, arguments, nprocs=ranks, join=False)
-    results = sorted((queue.get() for _ in range(ranks)), key=lambda result: result[0])
+    found = []
+    while len(found) < ranks:
+        if queue.empty():
+            processes.join(timeout=0.2)  # raises what a rank raised, and ends the others
+        else:
+            found.append(queue.get())
     processes.join()
+    results = sorted(found, key=lambda result: result[0])
     _, _, nbytes, missing = results[0]
     seconds = {
         name: [statistics.mean(times) for times in zip(*(r[1][name] for r in results), strict=True)]

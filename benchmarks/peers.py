@@ -22,13 +22,14 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from contest.case import MALLOC, SIZES, Case
 from contest.engines import ENGINES
 from contest.results import RESULTS, path_of, provenance, write
 from contest.show import show_case
 from contest.summary import Round
-from contest.world import RunError, run
+from contest.world import one_round, run
 from rich.console import Console
 
 SHARDED = [name for name in ENGINES if name != "plain"]
@@ -71,12 +72,21 @@ def main() -> int:
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
     """Its exit status. It gets a Ctrl-C from the terminal as we do, and a SIGTERM from us."""
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    interrupted = False
+
+    def pass_on(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        child.terminate()
+
+    signal.signal(signal.SIGTERM, pass_on)
     while True:
         try:
-            return child.wait()
+            ended = child.wait()
         except KeyboardInterrupt:
-            continue
+            interrupted = True
+        else:
+            return INTERRUPTED if interrupted else ended
 
 
 def compete(case: Case, options: argparse.Namespace) -> int:
@@ -93,18 +103,14 @@ def compete(case: Case, options: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     interrupted = False
     for number in range(options.rounds):
-        found: Round = {}
+        first = number * len(engines) // options.rounds  # nobody is always early or late
+
+        def run_one(name: str, number: int = number) -> list[dict[str, Any]]:
+            _tell(console, f"{case.name}: round {number + 1} of {options.rounds}, {name}")
+            return run(case, name)
+
         try:
-            first = number * len(engines) // options.rounds  # nobody is always early or late
-            for name in engines[first:] + engines[:first]:
-                if name in failed:
-                    continue
-                _tell(console, f"{case.name}: round {number + 1} of {options.rounds}, {name}")
-                try:
-                    found[name] = run(case, name)
-                except RunError as error:
-                    failed[name] = str(error)
-                    console.print(f"{name} failed, the others go on:\n{error}", markup=False)
+            found = one_round(engines[first:] + engines[:first], failed, run_one, console)
         except KeyboardInterrupt:
             interrupted = True
             break

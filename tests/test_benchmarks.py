@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +75,17 @@ def test_a_result_file_is_replaced_whole(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
+def run_but(broken, message):
+    """Stands in for a run: one engine fails."""
+
+    def run(case, name):
+        if name == broken:
+            raise RunError(message)
+        return ranks(1.0, 1.0, 100)
+
+    return run
+
+
 def options_of(tmp_path, engines, rounds=2):
     return argparse.Namespace(engines=engines, rounds=rounds, results=tmp_path)
 
@@ -91,12 +105,7 @@ def test_a_peer_that_is_not_installed_is_skipped_with_one_line(tmp_path, monkeyp
 
 
 def test_a_peer_that_fails_shows_its_error_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    def run(case, name):
-        if name == "fsdp2 keep":
-            raise RunError("ValueError: it broke [here]")
-        return ranks(1.0, 1.0, 100)
-
-    monkeypatch.setattr(peers, "run", run)
+    monkeypatch.setattr(peers, "run", run_but("fsdp2 keep", "ValueError: it broke [here]"))
     assert peers.compete(Case("tiny"), options_of(tmp_path, "ddp,fsdp2 keep,onefold 3")) == 0
     shown = capsys.readouterr().out
     assert shown.count("ValueError: it broke [here]") == 1, "it is not tried again"
@@ -105,12 +114,7 @@ def test_a_peer_that_fails_shows_its_error_and_the_others_go_on(tmp_path, monkey
 
 
 def test_a_failure_of_our_own_fails_the_comparison(tmp_path, monkeypatch):
-    def run(case, name):
-        if name == "onefold 3":
-            raise RunError("StateError")
-        return ranks(1.0, 1.0, 100)
-
-    monkeypatch.setattr(peers, "run", run)
+    monkeypatch.setattr(peers, "run", run_but("onefold 3", "StateError"))
     assert peers.compete(Case("tiny"), options_of(tmp_path, "ddp,onefold 3")) == 1
 
 
@@ -147,6 +151,19 @@ def test_a_terminated_comparison_ends_with_its_ranks_and_keeps_its_rounds(tmp_pa
     assert "that were finished are kept" in shown
     (result,) = tmp_path.iterdir()
     assert json.loads(result.read_text())["rounds"]
+
+
+def test_an_interruption_before_the_first_run_ends_the_comparison_too():
+    """A case that dies of the signal must not look like one that is merely over."""
+    before = signal.getsignal(signal.SIGTERM)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    interrupt = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    interrupt.start()
+    try:
+        assert peers._wait(child) == peers.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        interrupt.join()
 
 
 def test_processes_that_do_not_talk_are_not_held_to_the_losses():

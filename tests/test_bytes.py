@@ -135,9 +135,8 @@ def test_states_hold_the_closed_form_to_the_byte(world_size, stage):
         keeps_grads = stage < 3 and world_size > 1  # every backward ends with all of them
         assert report.nbytes("grad") == keeps_grads * NUMEL * FP32 // shards
         keeps_whole = stage in (1, 2) and world_size > 1
-        assert (
-            report.nbytes("unsharded") == keeps_whole * (NUMEL + 4 * world_size) * FP32
-        )  # and tags
+        tags = 4 * world_size  # one a rank in each of four units
+        assert report.nbytes("unsharded") == keeps_whole * (NUMEL + tags) * FP32
         assert report.nbytes("partial_grad") == 0
         assert report.nbytes("wire") == 0
 

@@ -12,6 +12,7 @@ import resource
 import socket
 import time
 import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -20,9 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from contest.case import WARMUP_STEPS, Case, batches, build_model, touch_libraries
 from contest.engines import ENGINES
+from contest.summary import Round
 
 PRELOAD = [
     "torch",
@@ -51,6 +54,25 @@ class Rank:
 
 class RunError(RuntimeError):
     """An engine failed; the message is the first rank's traceback."""
+
+
+def one_round(
+    engines: Iterable[str],
+    failed: dict[str, str],
+    run_one: Callable[[str], list[dict[str, Any]]],
+    console: Console,
+) -> Round:
+    """A run of every engine that has not failed yet; a failure is told, and the others go on."""
+    found: Round = {}
+    for name in engines:
+        if name in failed:
+            continue
+        try:
+            found[name] = run_one(name)
+        except RunError as error:
+            failed[name] = str(error)
+            console.print(f"{name} failed, the others go on:\n{error}", markup=False)
+    return found
 
 
 def run(case: Case, engine: str, *, timeout: float = 600.0) -> list[dict[str, Any]]:

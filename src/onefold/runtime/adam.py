@@ -26,7 +26,7 @@ class BlockedAdam:
 
     def __init__(self, group: dict[str, Any], *, is_decoupled: bool) -> None:
         beta1, beta2 = group["betas"]
-        self._scratch: Tensor | None = None
+        self._scratch = torch.empty(0)
         self._update = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
         self._options = {
             "lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"],
@@ -69,11 +69,7 @@ class BlockedAdam:
     def _scratch_for(self, master: Tensor, numel: int) -> Tensor:
         """Uninitialised, like `master`, of at least `numel`: one for all runs of a step."""
         found = self._scratch
-        fits = (
-            found is not None
-            and (found.dtype, found.device) == (master.dtype, master.device)
-            and len(found) >= numel
-        )
-        if found is None or not fits:
+        is_alike = (found.dtype, found.device) == (master.dtype, master.device)
+        if not is_alike or len(found) < numel:
             found = self._scratch = master.new_empty(numel)
         return found

@@ -355,7 +355,7 @@ class Engine:
             unit.check_untouched()
             unit.refresh_master()
 
-    def after_step(self, optimizer_nbytes: int, rounded: Set[Unit] = frozenset()) -> None:
+    def after_step(self, optimizer_nbytes: int, rounded: Set[Unit]) -> None:
         """The optimizer has stepped: publish, and close the step's account.
 
         The weights of `rounded` units follow their masters already.

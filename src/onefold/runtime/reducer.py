@@ -21,8 +21,7 @@ class Reducer:
         # the last unit of the module is the first that backward is through with
         self._order = list(gradients.values())[::-1]
         self._in_flight: deque[tuple[UnitGradient, Ticket]] = deque()
-        self._spreading: Ticket | None = None
-        self._spreads: UnitGradient | None = None  # whose rows are spreading
+        self._landed: UnitGradient | None = None  # the last; at stage 0 its rows are spreading
         self._finishes_alone = all(unit.setting.is_sharded for unit in gradients)
         self._transports = {unit.setting.transport for unit in gradients}
         self._ready: set[UnitGradient] = set()
@@ -45,8 +44,7 @@ class Reducer:
     def _start(self, gradient: UnitGradient) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._land()
-        if gradient is self._spreads:  # a second reduction adds to what the first has shown
-            self._end_spreading()
+        gradient.end_spreading()  # a second reduction adds to what the first has shown
         self._started.add(gradient)
         self._in_flight.append((gradient, gradient.start_reduce()))
 
@@ -56,15 +54,12 @@ class Reducer:
         Every rank does so at the same reductions, as that gather is a collective too.
         """
         self._end_spreading()
-        gradient, ticket = self._in_flight.popleft()
+        self._landed, ticket = self._in_flight.popleft()
         ticket.wait()
-        self._spreads, self._spreading = gradient, gradient.spreading
-        gradient.spreading = None
 
     def _end_spreading(self) -> None:
-        if self._spreading is not None:
-            spreading, self._spreading, self._spreads = self._spreading, None, None
-            spreading.wait()
+        if self._landed is not None:
+            self._landed.end_spreading()
 
     def poll(self) -> None:
         """Finish a reduction that is complete: its gradients and receive buffer go early.

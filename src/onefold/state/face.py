@@ -92,7 +92,8 @@ def _dispatch(
             outputs = as_logical(func(*args, **kwargs))
             name = getattr(func, "__name__", "")
             if name.startswith("_foreach_") and name.endswith("_"):  # DTensor hides these edits
-                increment_version([leaf for leaf in args[0] if isinstance(leaf, FACES)])
+                edited = tree_iter(args[:1])
+                increment_version([leaf for leaf in edited if isinstance(leaf, FACES)])
             return outputs
         whole = {key: owner.whole_for() for key, owner in owners.items() if owner is not None}
         new_args, new_kwargs = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))

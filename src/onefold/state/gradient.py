@@ -27,7 +27,7 @@ from onefold.ledger import Kind
 from onefold.state.buffer import Buffer
 from onefold.state.parameter import UnitParameter
 from onefold.state.unit import Unit
-from onefold.ticket import Ticket
+from onefold.ticket import DONE, Ticket
 from onefold.wire.transport import Cut
 
 
@@ -45,7 +45,7 @@ class UnitGradient:
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
         self._cuts: dict[tuple[int, ...], Cut] = {}
-        self.spreading: Ticket | None = None  # stage 0: reduced rows on their way to every rank
+        self._spreading = DONE  # stage 0: reduced rows on their way to every rank
         self._gap_index: Tensor | None = None
         self._spread_cuts: dict[tuple[int, ...], Cut] = {}
         self._local_nbytes = 0  # world 1, where gradients stay the tensors autograd made
@@ -125,7 +125,7 @@ class UnitGradient:
     def start_reduce(self) -> Ticket:
         """Begin averaging over the ranks; the ticket's `wait` shows the result on the faces.
 
-        At stage 0 it leaves `spreading`, whose `wait` does: the mean is gathered meanwhile.
+        At stage 0 it begins to gather the mean, and `end_spreading` shows that.
         """
         parameters = self.trainable()
         if self.unit.setting.world_size == 1:
@@ -224,7 +224,12 @@ class UnitGradient:
         if self.unit.setting.is_sharded:
             self._show_all(shown)
         else:
-            self.spreading = self._spread(parameters).then(lambda: self._show_all(shown))
+            self._spreading = self._spread(parameters).then(lambda: self._show_all(shown))
+
+    def end_spreading(self) -> None:
+        """Stage 0: wait for the gather of the last reduction's mean, if it is not over."""
+        spreading, self._spreading = self._spreading, DONE
+        spreading.wait()
 
     def _show_all(self, parameters: Iterable[UnitParameter]) -> None:
         if self.is_discarding:

@@ -103,8 +103,3 @@ class PagePool:
                 return
         if self._spare:  # pages that nobody can use must not come on top of those that are used
             self._spare.pop(0).drop()
-
-    def clear(self) -> None:
-        """Give everything back to the system."""
-        while self._spare:
-            self._spare.pop().drop()
