@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onefold.api import accumulate, report, shard, unsharded
+    from onefold.checkpoint.load import load
+    from onefold.checkpoint.save import save
     from onefold.config import Precision
     from onefold.errors import (
         CheckpointError,
@@ -32,6 +34,8 @@ _HOMES = {
     "report": "onefold.api",
     "shard": "onefold.api",
     "unsharded": "onefold.api",
+    "load": "onefold.checkpoint.load",
+    "save": "onefold.checkpoint.save",
     "Precision": "onefold.config",
     "CheckpointError": "onefold.errors",
     "ConfigError": "onefold.errors",
@@ -54,7 +58,9 @@ __all__ = [
     "TierError",
     "WireError",
     "accumulate",
+    "load",
     "report",
+    "save",
     "shard",
     "unsharded",
 ]

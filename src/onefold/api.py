@@ -23,7 +23,7 @@ from onefold.config import (
     precision_of,
     refuse_unbuilt,
 )
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, expected
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.ledger import Ledger
 from onefold.reporting import Report, UnitLine, copied, snapshot
@@ -31,6 +31,7 @@ from onefold.runtime import summon
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import install
 from onefold.runtime.optimizer import adopt_later, bind, check_state, replace_parameters
+from onefold.runtime.registry import ENGINE, engine_of
 from onefold.state.materialise import agree_on_values, materialise, materialise_buffers
 from onefold.state.setting import Setting
 from onefold.state.unit import Unit
@@ -38,8 +39,6 @@ from onefold.tier.device import DeviceStore
 from onefold.wire.collectives import Group
 from onefold.wire.streamed import Streamed
 from onefold.wire.transport import Composed, LocalTransport, Transport
-
-_ENGINE = "_onefold_engine"
 
 
 def shard(  # noqa: PLR0913 - the contract
@@ -97,7 +96,7 @@ def shard(  # noqa: PLR0913 - the contract
     built = [_build_unit(i, plan, setting, job.optimizers) for i, plan in enumerate(job.plans)]
     _settle_buffers(module, device, group, job.precision.buffers)
     engine = Engine(module, built, setting, stage=stage)
-    module.__dict__[_ENGINE] = engine
+    module.__dict__[ENGINE] = engine
     install(engine, module, dict(zip(built, [plan.modules for plan in job.plans], strict=True)))
     guards.install(module, engine)
     faces = {p.fqn: p.face for unit in built for p in unit.parameters}
@@ -164,20 +163,6 @@ def report(module: nn.Module) -> Report:
             for unit in engine.units
         ),
     )
-
-
-def engine_of(module: nn.Module) -> Engine:
-    """The engine of a sharded module, or `StateError`."""
-    engine = module.__dict__.get(_ENGINE) if isinstance(module, nn.Module) else None
-    if not isinstance(engine, Engine):
-        raise StateError(
-            expected(
-                "a module that onefold.shard has sharded",
-                f"a {type(module).__name__} that it has not",
-                hint="pass the module that was given to onefold.shard, not a part of it",
-            )
-        )
-    return engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +264,7 @@ def _check_module(module: object) -> None:
                 hint="onefold.shard(module, optimizer)",
             )
         )
-    if any(_ENGINE in part.__dict__ for part in module.modules()):
+    if any(ENGINE in part.__dict__ for part in module.modules()):
         raise ConfigError(
             expected(
                 f"a {type(module).__name__} that is not sharded yet",

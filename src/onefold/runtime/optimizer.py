@@ -53,6 +53,10 @@ class StepStrategy(Protocol):
         """Take over per-parameter state: of own rows, whole, or shown like the face."""
         ...
 
+    def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
+        """Those whose state this rank keeps: own rows of each, or some of them whole."""
+        ...
+
     def enter(
         self, groups: list[list[UnitParameter]], rules: Sequence[BlockedAdam | None]
     ) -> list[list[Tensor]]:
@@ -114,6 +118,10 @@ class OptimizerBinding:
             if found is not None:
                 return found
         return None
+
+    def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
+        """Those of the optimizer's parameters whose state this rank keeps."""
+        return self._strategy.kept_here(parameters)
 
     # around the class's own step
 

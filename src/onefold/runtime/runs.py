@@ -35,9 +35,12 @@ class Run:
 
     def view(self, value: Tensor, parameter: UnitParameter) -> Tensor:
         """The parameter's rows in a flat state tensor of the run."""
-        slot, rank = parameter.slot, parameter.unit.setting.rest_rank
-        start = slot.shard_offsets[rank] - self.start
-        return value[start : start + slot.piece_numel(rank)].view(parameter.local.shape)
+        start = self.view_start(parameter)
+        return value[start : start + parameter.local.numel()].view(parameter.local.shape)
+
+    def view_start(self, parameter: UnitParameter) -> int:
+        """Where the parameter's rows start in a flat tensor of the run."""
+        return parameter.slot.shard_offsets[parameter.unit.setting.rest_rank] - self.start
 
     def is_elementwise(self, value: object) -> bool:
         return isinstance(value, Tensor) and value.shape == self.tensor.shape
@@ -62,6 +65,10 @@ class FlatStep:
         self._imported[parameter] = {
             name: _own_rows(parameter, name, value) for name, value in state.items()
         }
+
+    def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
+        """All: every rank keeps own rows."""
+        return list(parameters)
 
     def enter(
         self, groups: list[list[UnitParameter]], rules: Sequence[BlockedAdam | None]
@@ -175,14 +182,30 @@ class FlatStep:
             if not _is_rows(parameters[0], value):
                 run.state[name] = value.clone() if isinstance(value, Tensor) else value
                 continue
-            joined = torch.zeros(stop - start, dtype=value.dtype, device=value.device)
-            for parameter, state in states.items():
-                run.view(joined, parameter).copy_(state[name])
-            run.state[name] = joined
+            run.state[name] = _joined(run, {p: state[name] for p, state in states.items()})
         for parameter in parameters:
             self._imported.pop(parameter, None)
             self._shown.pop(parameter, None)
         return run
+
+
+def _joined(run: Run, rows: dict[UnitParameter, Tensor]) -> Tensor:
+    """One state of a run as one flat tensor: where its rows lie, if that is how they lie already.
+
+    A checkpoint is loaded that way: a copy would need the moments' memory a second time.
+    """
+    first = rows[run.parameters[0]]
+    joined = torch.empty(0, dtype=first.dtype, device=first.device)
+    base = first.storage_offset() - run.view_start(run.parameters[0])
+    numel = run.tensor.numel()
+    if base >= 0 and (base + numel) * first.itemsize <= first.untyped_storage().nbytes():
+        joined.set_(first.untyped_storage(), base, (numel,), (1,))
+        if all(run.view(joined, p).data_ptr() == row.data_ptr() for p, row in rows.items()):
+            return joined
+    joined = torch.zeros(numel, dtype=first.dtype, device=first.device)
+    for parameter, row in rows.items():
+        run.view(joined, parameter).copy_(row)
+    return joined
 
 
 def _is_flat(parameter: UnitParameter) -> bool:

@@ -34,6 +34,11 @@ class WholeStep:
         """Keep whole per-parameter state, as loaded."""
         self._state[parameter] = state
 
+    def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
+        """Those that this rank steps. Asking decides it, if no step has yet."""
+        self._assign(list(parameters))
+        return [parameter for parameter in parameters if self._is_mine(parameter)]
+
     def enter(
         self, groups: list[list[UnitParameter]], rules: Sequence[object]
     ) -> list[list[Tensor]]:
@@ -92,11 +97,11 @@ class WholeStep:
 
     def _collect(self, unit: Unit, members: list[UnitParameter]) -> None:
         travelling = [p for p in members if self._owner[p] >= 0]
-        weights = self._to_owners(unit, travelling, {p: _stepped(p) for p in travelling})
+        weights = self._to_owners(unit, travelling, {p: p.stepped for p in travelling})
         grads = self._to_owners(unit, travelling, {p: _local_grad(p) for p in travelling})
         for parameter in members:
             if self._owner[parameter] < 0:
-                weight, grad = _stepped(parameter), _local_grad(parameter)
+                weight, grad = parameter.stepped, _local_grad(parameter)
             elif self._is_mine(parameter):
                 weight, grad = weights[parameter], grads[parameter]
             else:
@@ -153,18 +158,11 @@ class WholeStep:
         flat = [numel for owned in own for numel in owned]
         homecoming = [p for owned in by_owner for p in owned]
         for parameter, rows in zip(homecoming, received.split(flat), strict=True):
-            _stepped(parameter).copy_(rows.view(parameter.local.shape))
+            parameter.stepped.copy_(rows.view(parameter.local.shape))
 
 
 def _units(parameters: list[UnitParameter]) -> list[Unit]:
     return list(dict.fromkeys(parameter.unit for parameter in parameters))
-
-
-def _stepped(parameter: UnitParameter) -> Tensor:
-    """This rank's rows of what is stepped: a view of the unit's master or weight."""
-    slot, unit = parameter.slot, parameter.unit
-    start = slot.shard_offsets[unit.setting.rest_rank]
-    return unit.stepped[start : start + parameter.local.numel()].view(parameter.local.shape)
 
 
 def _local_grad(parameter: UnitParameter) -> Tensor:

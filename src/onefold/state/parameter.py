@@ -60,6 +60,12 @@ class UnitParameter:
             )
         return unit
 
+    @property
+    def stepped(self) -> Tensor:
+        """This rank's rows of what is stepped: a view of the unit's master, or of its weight."""
+        start = self.slot.shard_offsets[self.unit.setting.rest_rank]
+        return self.unit.stepped[start : start + self.local.numel()].view(self.local.shape)
+
     def wrap(self, local: Tensor) -> Tensor:
         """`local` [own rows] as what users see: a DTensor like the face, or itself."""
         if self._template is None:

@@ -1,0 +1,1 @@
+"""Checkpoints: about parameters and their names, never about how they happened to be cut."""

@@ -1,0 +1,245 @@
+"""What a sharded module and its optimizers hold, by name.
+
+    model.FQN                   weights at rest and persistent buffers, in their own dtype
+    master.FQN                  fp32 masters of narrower weights
+    optim.state.FQN.KEY         moments, step counts: whatever the optimizer keeps per parameter
+    optim.param_groups.I.KEY    hyper-parameters; `params` are names
+    rank.R                      what belongs to one rank: random states, its `extra`, its buffers
+
+The first and the last two are the names that `torch.distributed.checkpoint.state_dict` gives.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from onefold.checkpoint.manifest import OptimizerRecord
+from onefold.checkpoint.storage import bytes_of, read_object
+from onefold.errors import CheckpointError, expected
+from onefold.runtime.engine import Engine
+from onefold.state.parameter import UnitParameter
+
+MODEL, MASTER, OPTIM, RANK = "model", "master", "optim", "rank"
+
+
+@dataclass(slots=True)
+class Subject:
+    """What is saved or loaded: a sharded module and the optimizers of its parameters."""
+
+    engine: Engine
+    module: nn.Module
+    optimizers: list[Optimizer]
+
+    @staticmethod
+    def of(engine: Engine, module: nn.Module, optimizer: object) -> Subject:
+        """Check that `optimizer` is one or several optimizers of this module's parameters."""
+        given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        subject = Subject(engine, module, [])
+        for each in given:
+            if each is None:
+                continue
+            if not isinstance(each, Optimizer):
+                raise CheckpointError(
+                    expected(
+                        "optimizer to be a torch.optim.Optimizer, or several",
+                        f"a {type(each).__name__}",
+                        hint="pass schedulers, scalers and the like as extra={'scheduler': ...}",
+                    )
+                )
+            for tensor in (tensor for group in each.param_groups for tensor in group["params"]):
+                if id(tensor) not in engine.by_face:
+                    raise CheckpointError(
+                        expected(
+                            f"{type(each).__name__} to hold this module's parameters alone",
+                            f"a tensor {list(tensor.shape)} that is not among them",
+                            hint="save modules that share an optimizer as parts of one module",
+                        )
+                    )
+            subject.optimizers.append(each)
+        return subject
+
+    @property
+    def rank(self) -> int:
+        return self.engine.group.rank
+
+    def parameters(self) -> list[UnitParameter]:
+        return [p for unit in self.engine.units for p in unit.parameters]
+
+    def parameter(self, tensor: Tensor) -> UnitParameter:
+        return self.engine.by_face[id(tensor)]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups of all optimizers, one after the other."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    def records(self) -> list[OptimizerRecord]:
+        return [
+            OptimizerRecord(OptimizerRecord.of(o), len(o.param_groups)) for o in self.optimizers
+        ]
+
+    def states(self) -> Iterator[tuple[UnitParameter, Optimizer]]:
+        """Every parameter that an optimizer holds, with that optimizer."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for tensor in group["params"]:
+                    yield self.parameter(tensor), optimizer
+
+    def aliases(self) -> dict[str, str]:
+        """The other names of tied weights, and the name under which each lies."""
+        known = {p.fqn for p in self.parameters()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {n: self.parameter(face).fqn for n, face in named if n not in known}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers by name."""
+        found: dict[str, Tensor] = {}
+        for prefix, part in self.module.named_modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    found[f"{prefix}.{name}" if prefix else name] = buffer
+        return found
+
+    def extra_states(self) -> dict[str, nn.Module]:
+        """Modules that have a `get_extra_state` of their own, by the name of their state."""
+        return {
+            f"{prefix}.{_EXTRA}" if prefix else _EXTRA: part
+            for prefix, part in self.module.named_modules()
+            if type(part).get_extra_state is not nn.Module.get_extra_state
+        }
+
+
+_EXTRA = "_extra_state"
+
+
+def settle(engine: Engine) -> None:
+    """Everything at rest and true: no whole weights, masters that follow edited weights."""
+    engine.rest()
+    for unit in engine.units:
+        unit.check_untouched()
+        unit.refresh_master()
+
+
+def collect(subject: Subject) -> dict[str, Any]:
+    """This rank's part of the shared state, as views; nested as `torch.distributed.checkpoint` has.
+
+    Replicated tensors (stage 0, scalars, buffers) are there on every rank; torch's planner lets one
+    of them write each.
+    """
+    model: dict[str, Any] = {}
+    master: dict[str, Any] = {}
+    for parameter in subject.parameters():
+        model[parameter.fqn] = parameter.wrap(parameter.local.detach())
+        if parameter.unit.master is not None:
+            master[parameter.fqn] = parameter.wrap(parameter.stepped)
+    if subject.rank == 0:
+        model |= subject.buffers()
+        model |= {name: part.get_extra_state() for name, part in subject.extra_states().items()}
+    found: dict[str, Any] = {MODEL: model}
+    if master:
+        found[MASTER] = master
+    if subject.optimizers:
+        state = {
+            parameter.fqn: {key: value for key, value in entry.items() if value is not None}
+            for parameter, optimizer in subject.states()
+            if (entry := optimizer.state.get(parameter.face))
+        }
+        groups = [_named(group, subject) for group in subject.groups()]
+        found[OPTIM] = {"state": state, "param_groups": groups}
+    return found
+
+
+def _named(group: dict[str, Any], subject: Subject) -> dict[str, Any]:
+    names = [subject.parameter(tensor).fqn for tensor in group["params"]]
+    return {**{k: v for k, v in group.items() if k != "params"}, "params": names}
+
+
+def own_nbytes(state: object) -> int:
+    """Bytes of this rank's tensors in a nested state."""
+    if isinstance(state, dict):
+        return sum(own_nbytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(own_nbytes(value) for value in state)
+    if isinstance(state, DTensor):
+        return state._local_tensor.nbytes
+    return state.nbytes if isinstance(state, Tensor) else 0
+
+
+# what belongs to one rank
+
+
+def fingerprints(buffers: dict[str, Tensor]) -> dict[str, int]:
+    """A checksum of each buffer, by which ranks see where they differ."""
+    return {
+        name: zlib.crc32(bytes_of(buffer.detach().cpu().contiguous()))
+        for name, buffer in buffers.items()
+    }
+
+
+def plain(value: object) -> Any:
+    """`value` with every object that has a `state_dict()` replaced by what that returns."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(each) for each in value)  # type: ignore[call-arg]
+    state_dict = getattr(value, "state_dict", None)
+    return plain(state_dict()) if callable(state_dict) else value
+
+
+def of_rank(subject: Subject, extra: object, differing: Iterable[str]) -> dict[str, Any]:
+    """What this rank alone has. `differing`: names of buffers that are not the same everywhere.
+
+    Raises `CheckpointError` for an `extra` that could not be read again without running code.
+    """
+    own = {name: buffer for name, buffer in subject.buffers().items() if name in differing}
+    found = {"extra": plain(extra), "random": random_states(subject.engine), "buffers": own}
+    try:
+        written = io.BytesIO()
+        torch.save(found["extra"], written)
+    except Exception as error:
+        raise CheckpointError(
+            expected(
+                "extra to hold values that can be saved",
+                f"{type(error).__name__}: {error}",
+                hint="pass tensors, numbers, strings, lists, dicts, or objects with state_dict()",
+            )
+        ) from error
+    written.seek(0)
+    read_object(written, "extra")
+    return found
+
+
+def random_states(engine: Engine) -> dict[str, Any]:
+    """The generators that dropout, shuffling and augmentation draw from."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    device = engine.setting.store.device
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy"] = (kind, keys.tolist(), *rest)
+    return found
+
+
+def restore_random_states(engine: Engine, states: dict[str, Any]) -> None:
+    """Undo `random_states`."""
+    torch.set_rng_state(states["torch"])
+    version, inner, gauss = states["python"]
+    random.setstate((version, tuple(inner), gauss))
+    device = engine.setting.store.device
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(tuple(states["numpy"]))

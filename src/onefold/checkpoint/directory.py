@@ -1,0 +1,178 @@
+"""Where checkpoints lie: written aside and renamed when complete, found again, deleted when old.
+
+runs/step-00000010           complete: it has a manifest, or it would not have its name
+runs/.step-00000020.writing  a save that goes on, or one that was cut off; never loaded
+runs/.step-00000005.deleting an old one on its way out
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onefold.checkpoint import manifest as manifests
+from onefold.checkpoint.blocks import BlockWriter, check_size
+from onefold.checkpoint.manifest import Manifest
+from onefold.errors import CheckpointError, expected
+
+METADATA = ".metadata"
+"""The file by which `torch.distributed.checkpoint` knows a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint that is being written, beside the place where it will be."""
+
+    target: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.target.parent / f".{self.target.name}.writing"
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if the target exists or cannot be created."""
+        if os.path.lexists(self.target):
+            raise CheckpointError(
+                expected(
+                    f"{str(self.target)!r} not to exist yet",
+                    "something of that name",
+                    hint="a checkpoint is never overwritten: save under a new name, or delete it",
+                )
+            )
+
+    def begin(self) -> None:
+        """Create the folder, empty: what a save that was cut off has left goes."""
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.folder.mkdir()
+        except OSError as error:
+            raise CheckpointError(
+                expected(
+                    f"to write checkpoints in {str(self.target.parent)!r}",
+                    f"{type(error).__name__}: {error.strerror}",
+                    hint="save to a directory that this user may write, on a disk with room",
+                )
+            ) from error
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make the draft a checkpoint: all or nothing, also if the machine stops here."""
+        path = self.folder / manifests.NAME
+        new = self.folder / f"{manifests.NAME}.new"
+        writer = BlockWriter(new)
+        try:
+            writer.write(manifest.encode())
+        finally:
+            writer.finish()
+        new.rename(path)
+        sync_folder(self.folder)
+        self.folder.rename(self.target)
+        sync_folder(self.target.parent)
+
+    def abandon(self) -> None:
+        """Give the bytes back; a save that failed leaves nothing."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a directory holds: the checkpoint to load, and those that cannot be."""
+
+    path: Path
+    manifest: Manifest | None  # None: written by another library, so it cannot be verified
+    passed_over: list[str] = field(default_factory=list)  # "NAME: why", newest first
+
+
+def find(directory: Path) -> list[Found]:
+    """The checkpoint that `directory` is, or the complete ones that it holds, newest first.
+
+    Raises `CheckpointError` if there is none, saying what is there and why it will not do.
+    """
+    if not directory.is_dir():
+        what = "a file" if directory.exists() else "nothing there"
+        raise _none(directory, what)
+    if is_checkpoint(directory):
+        return [Found(directory, complete(directory))]
+    found: list[tuple[int, str, Path, Manifest]] = []
+    broken: list[str] = []
+    for path in sorted(directory.iterdir(), reverse=True):
+        if not path.is_dir() or path.name.startswith("."):
+            continue
+        try:
+            manifest = complete(path)
+        except CheckpointError as error:
+            broken.append(f"{path.name}: {str(error).splitlines()[0]}")
+        else:
+            if manifest is None:
+                broken.append(f"{path.name}: no {manifests.NAME}, so it cannot be verified")
+            else:
+                found.append((manifest.step, manifest.saved_at, path, manifest))
+    if not found:
+        raise _none(directory, "; ".join(broken) or "no checkpoint in it")
+    found.sort(key=lambda each: each[:2], reverse=True)
+    return [Found(path, manifest, list(broken)) for _, _, path, manifest in found]
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """True for a folder that is a checkpoint itself, complete or not, of ours or of torch."""
+    return (folder / manifests.NAME).exists() or (folder / METADATA).exists()
+
+
+def complete(folder: Path) -> Manifest | None:
+    """The manifest of a folder whose files are all there, in full length; None if not of ours.
+
+    Raises `CheckpointError` if something is missing. Contents are verified when they are read.
+    """
+    if not (folder / manifests.NAME).exists():
+        if (folder / METADATA).exists():
+            return None
+        if not any(folder.glob("*.distcp")):
+            raise _none(folder, "no checkpoint in it")
+    manifest = manifests.read(folder)
+    for name, record in manifest.files.items():
+        check_size(folder / name, record)
+    return manifest
+
+
+def prune(newest: Path, keep: int) -> None:
+    """Delete the oldest complete checkpoints beside `newest` until `keep` are left with it.
+
+    What earlier saves and deletions have left unfinished goes too.
+    """
+    for path in newest.parent.iterdir():
+        if path.name.startswith(".") and path.suffix in (".writing", ".deleting"):
+            shutil.rmtree(path, ignore_errors=True)
+    others = []
+    for path in newest.parent.iterdir():
+        if path != newest and (path / manifests.NAME).exists():
+            try:
+                manifest = manifests.read(path)
+            except CheckpointError:  # not ours to judge: it may be of a newer format
+                continue
+            others.append((manifest.step, manifest.saved_at, path))
+    for _, _, path in sorted(others)[: max(0, len(others) - (keep - 1))]:
+        leaving = path.parent / f".{path.name}.deleting"
+        path.rename(leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk keep the folder's names."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _none(directory: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        expected(
+            f"a checkpoint, or a directory of checkpoints, at {str(directory)!r}",
+            got,
+            hint="pass what onefold.save was given, or the directory above it",
+        )
+    )

@@ -1,0 +1,140 @@
+"""Loading: each rank reads its own pieces, from whichever ranks wrote them, to where they rest.
+
+choose      the newest complete checkpoint, the same on every rank
+compare     names, shapes, optimizers; all that does not match in one message, nothing changed
+read        torch's planner finds the pieces; each is verified as it is read
+settle      weights follow masters, optimizers get their states, generators go on
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from onefold.checkpoint.blocks import Damaged
+from onefold.checkpoint.contents import RANK, Subject, restore_random_states, settle
+from onefold.checkpoint.directory import Found, find
+from onefold.checkpoint.save import finish_pending, first_failure, quiet
+from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
+from onefold.checkpoint.targets import Targets
+from onefold.checkpoint.together import together
+from onefold.errors import CheckpointError, expected
+from onefold.runtime.registry import engine_of
+
+
+def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object = None) -> Any:
+    """Load a checkpoint into a sharded module, and its optimizer, in place. A collective.
+
+    World size, stage, precision and units may be others than those it was saved at: every rank
+    reads its own rows of every parameter, and nothing else. At the same world size the run goes on
+    bit for bit. Random states are those of the saved rank of the same number, if there was one.
+
+    Args:
+        directory: a checkpoint, or a directory of checkpoints, of which the newest complete one is
+            taken; a warning says which were passed over and why. Checkpoints that
+            `torch.distributed.checkpoint` has written load as well, but cannot be verified.
+        module: what was given to `onefold.shard`.
+        optimizer: as it was given to `onefold.save`; None loads the weights alone.
+
+    Returns: the `extra` that the rank of the same number saved (of rank r modulo the saved world).
+
+    Raises: CheckpointError, on every rank, naming the file or the parameter: nothing to load,
+        another model or optimizer, a newer format, damaged files. Before values are read nothing
+        is changed; where reading finds damage, older checkpoints of the directory are tried, and
+        without one the module is left with a mixture that must not be trained.
+    """
+    engine = engine_of(module)
+    finish_pending(engine)
+    path = Path(os.path.abspath(directory))
+
+    def look() -> tuple[str, list[Found]]:
+        return str(path), find(path)
+
+    everyone = together(engine.group, look)
+    _check_same([path for path, _ in everyone])
+    candidates = everyone[0][1]
+    subjects = together(engine.group, lambda: _checked(engine, module, optimizer))
+    assert all(subjects), "a rank that refuses raises"
+    subject = Subject.of(engine, module, optimizer)
+    passed_over = list(candidates[0].passed_over)
+    for found in candidates:
+        try:
+            extra = _load(subject, found)
+        except Damaged as error:
+            if found is candidates[-1]:
+                raise
+            passed_over.append(f"{found.path.name}: {str(error).splitlines()[0]}")
+            continue
+        if passed_over and subject.rank == 0:
+            told = "; ".join(passed_over)
+            warnings.warn(f"loaded {found.path.name}, passed over {told}", stacklevel=2)
+        return extra
+    raise AssertionError("there is at least one candidate, and the last returns or raises")
+
+
+def _checked(engine: Any, module: nn.Module, optimizer: object) -> bool:
+    Subject.of(engine, module, optimizer)
+    settle(engine)
+    return True
+
+
+def _check_same(paths: list[str]) -> None:
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
+            raise CheckpointError(
+                expected(
+                    "the same directory on every rank",
+                    f"{paths[0]!r} on rank 0 and {path!r} on rank {rank}",
+                    hint="every rank loads from the same place",
+                )
+            )
+
+
+def _load(subject: Subject, found: Found) -> Any:
+    """Load one checkpoint; returns this rank's `extra`."""
+    group = subject.engine.group
+    plans: list[Targets] = []
+    together(group, lambda: plans.append(_targets(subject, found)))
+    targets = plans[0]
+    objects = _read(subject, found, targets, targets.objects())
+    together(group, lambda: targets.compare(objects))
+    tensors = _read(subject, found, targets, targets.tensors())
+    targets.settle(objects, tensors)
+    own = objects.get(f"{RANK}.{targets.own_rank}")
+    if own is None:  # saved by another library
+        return None
+    (of_rank,) = own
+    if targets.own_rank == subject.rank:
+        restore_random_states(subject.engine, of_rank["random"])
+        buffers = subject.buffers()
+        for name, value in of_rank["buffers"].items():
+            buffers[name].copy_(value)
+    return of_rank["extra"]
+
+
+def _targets(subject: Subject, found: Found) -> Targets:
+    metadata = read_metadata(found.path, found.manifest)
+    return Targets(subject, found, metadata)
+
+
+def _read(
+    subject: Subject, found: Found, targets: Targets, wanted: dict[str, Any]
+) -> dict[str, Any]:
+    """Read by name: tensors in place, objects as new values."""
+    handle = subject.engine.group.handle
+    try:
+        with quiet():
+            dcp.load(
+                wanted,
+                storage_reader=Reader(found.path, found.manifest, targets.metadata),
+                planner=ReadPlanner(), process_group=handle, no_dist=handle is None,
+            )  # fmt: skip
+    except CheckpointException as error:
+        raise first_failure(error) from error
+    return wanted

@@ -1,0 +1,346 @@
+"""Saving: every rank writes its own pieces, and the last thing that happens is a rename.
+
+    agree       same directory on every rank, nothing there yet, everything can be saved
+    write       torch's planner deals out pieces; each rank copies its own into one file
+    finish      each rank waits for the disk; the first writes the manifest and renames
+
+The first two are collectives on the caller's thread. With `wait=False` the third is a thread's, and
+ranks leave each other notes in the draft's folder: collectives belong to the training loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from onefold.checkpoint import contents
+from onefold.checkpoint import manifest as manifests
+from onefold.checkpoint.blocks import FileRecord
+from onefold.checkpoint.contents import MODEL, RANK, Subject
+from onefold.checkpoint.directory import Draft, prune
+from onefold.checkpoint.manifest import Manifest
+from onefold.checkpoint.storage import WritePlanner, Writer
+from onefold.checkpoint.together import as_checkpoint_error, together
+from onefold.errors import CheckpointError, expected
+from onefold.runtime.engine import Engine
+from onefold.runtime.registry import engine_of
+from onefold.ticket import DONE, Ticket
+
+NOTES_TIMEOUT_S = 600.0
+"""So long after its own part is done, a save in the background gives up on the other ranks."""
+
+_pending: WeakKeyDictionary[Engine, Ticket] = WeakKeyDictionary()
+
+
+def save(
+    directory: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: object = None,
+    *,
+    extra: object = None,
+    wait: bool = True,
+    keep: int | None = None,
+) -> Ticket:
+    """Save a sharded module, and its optimizer, as the new checkpoint `directory`. A collective.
+
+    Every rank writes its own pieces; nothing is gathered, and no tensor is copied but by the system
+    on its way to the disk. Saved are weights, masters, moments, step counts, hyper-parameters of
+    param groups, buffers, the random states of every rank, and `extra`. The checkpoint loads at any
+    world size, stage and precision, and with `torch.distributed.checkpoint` alone.
+
+    Args:
+        directory: does not exist yet; appears at once when everything is on the disk.
+        module: what was given to `onefold.shard`.
+        optimizer: one or several optimizers of its parameters.
+        extra: what else a run needs to go on: the step, the position in the data. Tensors, numbers,
+            strings, containers, and objects with a `state_dict()` (schedulers, `GradScaler`), which
+            is taken. Each rank's own; `onefold.load` returns it.
+        wait: False returns once the state has been copied to the system's page cache: training may
+            go on, the ticket's `wait()` returns when the checkpoint is durable. A save that fails
+            meanwhile raises at `wait()`, or at the next `save` or `load` of this module.
+        keep: of the checkpoints beside this one, delete all but the newest `keep`, this one
+            included, after what was written has been read back and compared.
+
+    Returns: a ticket; one of a save that is over if `wait`.
+
+    Raises: CheckpointError, on every rank: the directory exists or cannot be written, ranks pass
+        different ones, the disk is full or fails, `extra` cannot be saved.
+    """
+    engine = engine_of(module)
+    finish_pending(engine)
+    path = Path(os.path.abspath(directory))
+    draft = Draft(path)
+    subject, differing = _agree(engine, module, optimizer, extra, draft, keep)
+    own = contents.of_rank(subject, extra, differing)
+    state = {**contents.collect(subject), RANK: {str(engine.group.rank): (own,)}}  # one object
+    manifest = Manifest(
+        save_id=_shared_id(engine), step=engine.ledger.steps, stage=engine.stage,
+        world_size=engine.group.world_size, optimizers=subject.records(), **manifests.stamp(),
+    )  # fmt: skip
+    writer = _write(engine, draft, subject, state)
+    finishing = _Finishing(engine, draft, writer, manifest, keep)
+    if wait:
+        finishing.now()
+        return DONE
+    ticket = finishing.in_background()
+    _pending[engine] = ticket
+    return ticket
+
+
+def finish_pending(engine: Engine) -> None:
+    """Wait for a save of this module that goes on in the background; its error is raised here."""
+    ticket = _pending.pop(engine, None)
+    if ticket is not None:
+        together(engine.group, ticket.wait)
+
+
+def _agree(
+    engine: Engine, module: nn.Module, optimizer: object, extra: object, draft: Draft,
+    keep: int | None,
+) -> tuple[Subject, set[str]]:  # fmt: skip
+    """Refuse on every rank, before anything is written; the names of buffers that differ."""
+
+    def look() -> tuple[str, dict[str, int], int]:
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            hint = "keep=2 leaves this checkpoint and the one before it"
+            raise CheckpointError(expected("keep to be None or at least 1", repr(keep), hint=hint))
+        subject = Subject.of(engine, module, optimizer)
+        contents.of_rank(subject, extra, ())
+        contents.settle(engine)
+        if engine.group.rank == 0:
+            draft.check()
+        nbytes = contents.own_nbytes(contents.collect(subject))
+        return str(draft.target), contents.fingerprints(subject.buffers()), nbytes
+
+    everyone = together(engine.group, look)
+    for rank, (path, _, _) in enumerate(everyone):
+        if path != everyone[0][0]:
+            raise CheckpointError(
+                expected(
+                    "the same directory on every rank",
+                    f"{everyone[0][0]!r} on rank 0 and {path!r} on rank {rank}",
+                    hint="name it by the step, not by rank or time",
+                )
+            )
+
+    def begin() -> None:
+        if engine.group.rank == 0:
+            draft.begin()
+            _check_room(draft, sum(nbytes for _, _, nbytes in everyone) // _copies(engine))
+
+    together(engine.group, begin)
+    first = everyone[0][1]
+    differing = {name for _, prints, _ in everyone for name in first if prints[name] != first[name]}
+    return Subject.of(engine, module, optimizer), differing
+
+
+def _copies(engine: Engine) -> int:
+    """How many ranks hold, and count, the same bytes."""
+    return engine.group.world_size if engine.setting.rest_world == 1 else 1
+
+
+def _check_room(draft: Draft, nbytes: int) -> None:
+    room = os.statvfs(draft.folder)
+    free = room.f_bavail * room.f_frsize
+    if free < nbytes:
+        draft.abandon()
+        raise CheckpointError(
+            expected(
+                f"{nbytes:,} free bytes for checkpoint {str(draft.target)!r}",
+                f"{free:,}",
+                hint="delete something, save with keep=, or save to another disk; "
+                "checkpoints that are complete are untouched",
+            )
+        )
+
+
+def _shared_id(engine: Engine) -> str:
+    """A name for this save that all ranks know."""
+    return together(engine.group, lambda: uuid4().hex)[0]
+
+
+def _write(engine: Engine, draft: Draft, subject: Subject, state: dict[str, Any]) -> Writer:
+    """Plan together, and copy this rank's pieces to where the system will write them from."""
+    aliases = {f"{MODEL}.{a}": f"{MODEL}.{name}" for a, name in subject.aliases().items()}
+    writer = Writer(draft.folder, aliases)
+    try:
+        with quiet():
+            dcp.save(
+                state, storage_writer=writer, planner=WritePlanner(),
+                process_group=engine.group.handle, no_dist=engine.group.handle is None,
+            )  # fmt: skip
+    except CheckpointException as error:
+        writer.files.abandon()
+        if engine.group.rank == 0:
+            draft.abandon()
+        raise first_failure(error) from error
+    return writer
+
+
+class _Finishing:
+    """The part of a save that waits for disks: inline, or in a thread of its own."""
+
+    def __init__(
+        self, engine: Engine, draft: Draft, writer: Writer, manifest: Manifest, keep: int | None
+    ) -> None:
+        self.group = engine.group
+        self.draft = draft
+        self.writer = writer
+        self.manifest = manifest
+        self.keep = keep
+
+    def now(self) -> None:
+        """Finish together with the other ranks, by collectives."""
+        try:
+            records = together(self.group, self._own_records)
+            together(self.group, lambda: self._commit(records))
+        except CheckpointError:
+            self.writer.files.abandon()
+            if self.group.rank == 0:
+                self.draft.abandon()
+            raise
+
+    def _own_records(self) -> dict[str, FileRecord]:
+        return self.writer.files.finish(verify=self.keep is not None)
+
+    def _commit(self, records: list[dict[str, FileRecord]]) -> None:
+        """On the first rank, with what all ranks have written: make it a checkpoint."""
+        if self.group.rank == 0:
+            files = {name: record for of_rank in records for name, record in of_rank.items()}
+            self.draft.commit(replace(self.manifest, files=files))
+            if self.keep is not None:
+                prune(self.draft.target, self.keep)
+
+    # in the background
+
+    def in_background(self) -> Ticket:
+        """Finish in a thread; the ticket raises what went wrong on any rank."""
+        work = _Thread(self._by_notes)
+        return Ticket([work], label=f"save of {self.draft.target.name!r}")
+
+    def _by_notes(self) -> None:
+        rank = self.group.rank
+        try:
+            told: dict[str, Any] = {"files": {n: asdict(r) for n, r in self._own_records().items()}}
+        except (CheckpointError, OSError) as error:
+            told = {"error": str(as_checkpoint_error(error))}
+        self._leave(f"note-{rank}", told)
+        if rank > 0:
+            self._await_verdict()
+            return
+        try:
+            notes = [self._await_note(other) for other in range(self.group.world_size)]
+            for other in range(self.group.world_size):
+                self._path(f"note-{other}").unlink()
+            self._commit([{n: FileRecord(**r) for n, r in note.items()} for note in notes])
+        except (CheckpointError, OSError) as error:
+            failed = as_checkpoint_error(error)
+            self.draft.abandon()
+            self.draft.folder.mkdir()
+            self._leave("failed", {"error": str(failed)})
+            raise failed from error
+
+    def _path(self, name: str) -> Path:
+        return self.draft.folder / f"{name}.json"
+
+    def _leave(self, name: str, told: dict[str, Any]) -> None:
+        """Write a note so that it appears whole."""
+        new = self._path(f"{name}-{self.group.rank}-new")
+        new.write_text(json.dumps({"save_id": self.manifest.save_id, **told}))
+        new.rename(self._path(name))
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            told = json.loads(self._path(name).read_text())
+        except FileNotFoundError:
+            return None
+        return told if told["save_id"] == self.manifest.save_id else None
+
+    def _await_note(self, rank: int) -> dict[str, dict[str, Any]]:
+        for _ in _patiently(f"rank {rank} to finish its files"):
+            told = self._read(f"note-{rank}")
+            if told is not None:
+                if "error" in told:
+                    raise CheckpointError(f"rank {rank}: {told['error']}")
+                return told["files"]
+        raise AssertionError("waiting ends by an answer or an error")
+
+    def _await_verdict(self) -> None:
+        for _ in _patiently("rank 0 to complete the checkpoint"):
+            if (self.draft.target / manifests.NAME).exists():
+                return
+            told = self._read("failed")
+            if told is not None:
+                raise CheckpointError(told["error"])
+
+
+def _patiently(what: str) -> Iterator[None]:
+    """Yield ever more slowly, until the time is up."""
+    start, pause = time.monotonic(), 0.001
+    while time.monotonic() - start < NOTES_TIMEOUT_S:
+        yield
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    raise CheckpointError(
+        expected(
+            f"{what} within {NOTES_TIMEOUT_S:.0f} s",
+            "nothing",
+            hint="a rank died or its disk hangs; look for the first error among the other ranks",
+        )
+    )
+
+
+class _Thread:
+    """Work of a ticket in a thread, which the interpreter waits for when it ends."""
+
+    def __init__(self, run: Any) -> None:
+        self._error: BaseException | None = None
+        self._run = run
+        self._thread = threading.Thread(target=self._keep_error, name="onefold-save")
+        self._thread.start()
+
+    def _keep_error(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's remark that there is no process group, which is a choice here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+        yield
+
+
+def first_failure(error: CheckpointException) -> Exception:
+    """What the first rank that failed raised, as an error of ours."""
+    rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, CheckpointError):
+        return type(cause)(f"rank {rank}: {cause}")
+    if isinstance(cause, OSError):
+        return CheckpointError(f"rank {rank}: {as_checkpoint_error(cause)}")
+    raise error

@@ -1,0 +1,270 @@
+"""Where each name of a checkpoint goes in a sharded module and its optimizers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from onefold.checkpoint.contents import MASTER, MODEL, OPTIM, RANK, Subject
+from onefold.checkpoint.directory import Found
+from onefold.checkpoint.manifest import Manifest
+from onefold.errors import CheckpointError, expected
+from onefold.runtime.optimizer import bind
+from onefold.state.parameter import UnitParameter
+from onefold.state.unit import Unit
+
+SHOWN_MISMATCHES = 20
+
+
+class Targets:
+    """What is read of one checkpoint on this rank, and what happens to it then.
+
+    Raises `CheckpointError` for a checkpoint of another module, with all that does not match.
+    """
+
+    def __init__(self, subject: Subject, found: Found, metadata: Metadata) -> None:
+        self.subject = subject
+        self.manifest: Manifest | None = found.manifest
+        self.metadata = metadata
+        self._names = metadata.state_dict_metadata
+        self._name = str(found.path)
+        self._prefix = self._find_prefix()
+        self._paths = self._optimizer_paths()
+        self._extra_paths = self._extra_state_paths()
+        saved_ranks = sum(name.startswith(f"{RANK}.") for name in self._names)
+        self.own_rank = subject.rank % max(1, saved_ranks)
+        self._refuse(self._model_mismatches() + self._optimizer_mismatches())
+
+    # names
+
+    def _find_prefix(self) -> str:
+        """What weights' names start with: `model.` here and in torch's tutorials, or nothing."""
+        fqns = [p.fqn for p in self.subject.parameters()]
+        under_model = sum(f"{MODEL}.{fqn}" in self._names for fqn in fqns)
+        return "" if sum(fqn in self._names for fqn in fqns) > under_model else f"{MODEL}."
+
+    def _optimizer_paths(self) -> dict[str, tuple[Any, ...]]:
+        """For each name of an optimizer's state: ("optim", "state", FQN, KEY ...)."""
+        told = self.metadata.planner_data or {}
+        found = {}
+        for name in self._names:
+            path = told.get(name, ())
+            if len(path) < 4 and name.startswith(f"{OPTIM}.state."):
+                fqn, _, key = name.removeprefix(f"{OPTIM}.state.").rpartition(".")
+                path = (OPTIM, "state", fqn, key)
+            if tuple(path[:2]) == (OPTIM, "state"):
+                found[name] = tuple(path)
+        return found
+
+    def _extra_state_paths(self) -> dict[str, tuple[Any, ...]]:
+        """For each name of a module's extra state: the state's name, and keys inside it."""
+        told = self.metadata.planner_data or {}
+        known = self.subject.extra_states()
+        found = {}
+        for name in self._names:
+            path = tuple(told.get(name, ()))[1 if self._prefix else 0 :]
+            path = path or (name.removeprefix(self._prefix),)
+            if path[0] in known:
+                found[name] = path
+        return found
+
+    # mismatches
+
+    def _refuse(self, mismatches: list[str]) -> None:
+        if not mismatches:
+            return
+        more = len(mismatches) - SHOWN_MISMATCHES
+        shown = mismatches[:SHOWN_MISMATCHES] + [f"and {more} more"] * (more > 0)
+        raise CheckpointError(
+            expected(
+                f"checkpoint {self._name!r} to match the module and its optimizers",
+                "\n  " + "\n  ".join(shown),
+                hint="build the module and optimizers as for the run that saved it; "
+                "without an optimizer only the weights are loaded",
+            )
+        )
+
+    def _model_mismatches(self) -> list[str]:
+        wanted = {p.fqn: list(p.slot.shape) for p in self.subject.parameters()}
+        wanted |= {name: list(value.shape) for name, value in self.subject.buffers().items()}
+        found = []
+        for name, shape in wanted.items():
+            saved = self._names.get(self._prefix + name)
+            if not isinstance(saved, TensorStorageMetadata):
+                found.append(f"{name}: {shape} in the module, not in the checkpoint")
+            elif list(saved.size) != shape:
+                found.append(f"{name}: {shape} in the module, {list(saved.size)} in the checkpoint")
+        known = wanted.keys() | self.subject.aliases().keys()
+        found += [
+            f"{name}: in the checkpoint, not in the module"
+            for name in self._model_names()
+            if name not in known
+        ]
+        return found
+
+    def _model_names(self) -> list[str]:
+        ours = tuple(f"{kind}." for kind in (MASTER, OPTIM, RANK))
+        return [
+            name.removeprefix(self._prefix)
+            for name in self._names
+            if name.startswith(self._prefix)
+            and (self._prefix or not name.startswith(ours))
+            and name not in self._extra_paths
+        ]
+
+    def _optimizer_mismatches(self) -> list[str]:
+        if not self.subject.optimizers:
+            return []
+        if not any(name.startswith(f"{OPTIM}.") for name in self._names):
+            return ["an optimizer to load, none in the checkpoint"]
+        if self.manifest is None:
+            return []
+        ours = [record.kind for record in self.subject.records()]
+        theirs = [record.kind for record in self.manifest.optimizers]
+        if ours != theirs:
+            return [f"optimizers: {', '.join(ours)} to load, {', '.join(theirs)} in the checkpoint"]
+        return []
+
+    def compare(self, objects: dict[str, Any]) -> None:
+        """Raise `CheckpointError` unless param groups hold the parameters they were saved with."""
+        if not self.subject.optimizers:
+            return
+        ours, theirs = self.subject.groups(), self._groups(objects)
+        if len(ours) != len(theirs):
+            self._refuse([f"{len(ours)} param groups to load, {len(theirs)} in the checkpoint"])
+        mismatches = []
+        for index, (group, saved) in enumerate(zip(ours, theirs, strict=True)):
+            here = {self.subject.parameter(tensor).fqn for tensor in group["params"]}
+            there = set(saved["params"])
+            mismatches += [f"{n}: in param group {index} here alone" for n in sorted(here - there)]
+            mismatches += [
+                f"{n}: in param group {index} of the checkpoint alone" for n in sorted(there - here)
+            ]
+        self._refuse(mismatches)
+
+    def _groups(self, objects: dict[str, Any]) -> list[dict[str, Any]]:
+        """The saved param groups, hyper-parameters and names of parameters."""
+        prefix = f"{OPTIM}.param_groups."
+        found: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        for name, value in objects.items():
+            if name.startswith(prefix):
+                index, _, key = name.removeprefix(prefix).partition(".")
+                found[int(index)][key] = value
+        return [found[index] for index in sorted(found)]
+
+    # what to read
+
+    def objects(self) -> dict[str, Any]:
+        """Names of what is small and needed before tensors: hyper-parameters, this rank's own."""
+        wanted = [*self._extra_paths, f"{RANK}.{self.own_rank}"]
+        if self.subject.optimizers:
+            wanted += [name for name in self._names if name.startswith(f"{OPTIM}.param_groups.")]
+        return {
+            name: self._empty(saved) if isinstance(saved, TensorStorageMetadata) else None
+            for name in wanted
+            if (saved := self._names.get(name)) is not None
+        }
+
+    def tensors(self) -> dict[str, Any]:
+        """Where tensors go, by name: weights and buffers in place, optimizer states to new ones."""
+        wanted: dict[str, Any] = {}
+        for parameter in self.subject.parameters():
+            wanted[self._source(parameter)] = parameter.wrap(parameter.stepped)
+        for name, buffer in self.subject.buffers().items():
+            wanted[self._prefix + name] = buffer
+        if self.subject.optimizers:
+            wanted |= self._states()
+        return wanted
+
+    def _source(self, parameter: UnitParameter) -> str:
+        """The weight itself if it is of the dtype to be filled, else its wider master."""
+        weight, master = self._prefix + parameter.fqn, f"{MASTER}.{parameter.fqn}"
+        saved = self._names[weight]
+        assert isinstance(saved, TensorStorageMetadata), "mismatches were refused"
+        is_alike = saved.properties.dtype == parameter.unit.stepped.dtype
+        return weight if is_alike or master not in self._names else master
+
+    def _states(self) -> dict[str, Any]:
+        by_fqn: defaultdict[str, list[str]] = defaultdict(list)
+        for name, path in self._paths.items():
+            by_fqn[path[2]].append(name)
+        flats: dict[tuple[Unit, Any], Tensor] = {}
+        wanted: dict[str, Any] = {}
+        for optimizer in self.subject.optimizers:
+            held = [p for p, owner in self.subject.states() if owner is optimizer]
+            kept = bind(optimizer, self.subject.engine).kept_here(held)
+            for parameter in kept:
+                for name in by_fqn[parameter.fqn]:
+                    wanted[name] = self._state_target(name, parameter, optimizer, flats)
+        return wanted
+
+    def _state_target(
+        self, name: str, parameter: UnitParameter, optimizer: Optimizer,
+        flats: dict[tuple[Unit, Any], Tensor],
+    ) -> Tensor | None:  # fmt: skip
+        """Room for one state: rows of a flat tensor a unit, as it will be stepped, or a whole."""
+        saved = self._names[name]
+        if not isinstance(saved, TensorStorageMetadata):
+            return None
+        is_like_weight = tuple(saved.size) == parameter.slot.shape != ()
+        unit = parameter.unit
+        if not is_like_weight or not bind(optimizer, self.subject.engine).is_elementwise:
+            return self._empty(saved, unit.setting.store.device)
+        key = (unit, self._paths[name][3:])
+        if key not in flats:
+            flats[key] = torch.zeros_like(unit.stepped)
+        rank = unit.setting.rest_rank
+        start = parameter.slot.shard_offsets[rank]
+        rows = flats[key][start : start + parameter.local.numel()].view(parameter.local.shape)
+        return parameter.wrap(rows)
+
+    @staticmethod
+    def _empty(saved: TensorStorageMetadata, device: torch.device | None = None) -> Tensor:
+        return torch.empty(tuple(saved.size), dtype=saved.properties.dtype, device=device)
+
+    # afterwards
+
+    def settle(self, objects: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """Everything has been read: let the engine and the optimizers know."""
+        engine = self.subject.engine
+        for unit in engine.units:
+            unit.publish(is_rounded=False)
+        extra_states = _nested(objects, self._extra_paths)
+        for name, part in self.subject.extra_states().items():
+            if name in extra_states:
+                part.set_extra_state(extra_states[name])
+        if self.manifest is not None:
+            engine.ledger.steps = self.manifest.step
+        if not self.subject.optimizers:
+            return
+        for group, saved in zip(self.subject.groups(), self._groups(objects), strict=True):
+            _restore_group(group, saved)
+        paths = {name: path[2:] for name, path in self._paths.items()}
+        states = _nested(tensors, paths)
+        for parameter, optimizer in self.subject.states():
+            optimizer.state.pop(parameter.face, None)
+            if parameter.fqn in states:
+                optimizer.state[parameter.face] = states[parameter.fqn]
+
+
+def _nested(values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Those values that have a path, as the nested containers that they were saved from."""
+    own = {name: path for name, path in paths.items() if name in values}
+    return unflatten_state_dict({name: values[name] for name in own}, own)
+
+
+def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key, value in saved.items():
+        if key == "params":
+            continue
+        now = group.get(key)
+        if isinstance(now, Tensor):
+            now.fill_(value) if not isinstance(value, Tensor) else now.copy_(value)
+        else:
+            group[key] = value.item() if isinstance(value, Tensor) and now is not None else value
