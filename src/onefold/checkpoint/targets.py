@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.optim import Optimizer
 
 from onefold.checkpoint.contents import MASTER, MODEL, OPTIM, RANK, Subject
 from onefold.checkpoint.directory import Found
 from onefold.checkpoint.manifest import Manifest
 from onefold.errors import CheckpointError, expected
-from onefold.runtime.optimizer import bind
+from onefold.runtime.optimizer import OptimizerBinding, bind
 from onefold.state.parameter import UnitParameter
 from onefold.state.unit import Unit
 
@@ -194,18 +193,19 @@ class Targets:
         by_fqn: defaultdict[str, list[str]] = defaultdict(list)
         for name, path in self._paths.items():
             by_fqn[path[2]].append(name)
-        flats: dict[tuple[Unit, Any], Tensor] = {}
         wanted: dict[str, Any] = {}
         for optimizer in self.subject.optimizers:
+            flats: dict[tuple[Unit, Any], Tensor] = {}
+            binding = bind(optimizer, self.subject.engine)
             held = [p for p, owner in self.subject.states() if owner is optimizer]
-            kept = bind(optimizer, self.subject.engine).kept_here(held)
-            for parameter in kept:
+            for parameter in binding.kept_here(held):
                 for name in by_fqn[parameter.fqn]:
-                    wanted[name] = self._state_target(name, parameter, optimizer, flats)
+                    wanted[name] = self._state_target(name, parameter, binding, flats)
+            binding.take_over(list(flats.values()))
         return wanted
 
     def _state_target(
-        self, name: str, parameter: UnitParameter, optimizer: Optimizer,
+        self, name: str, parameter: UnitParameter, binding: OptimizerBinding,
         flats: dict[tuple[Unit, Any], Tensor],
     ) -> Tensor | None:  # fmt: skip
         """Room for one state: rows of a flat tensor a unit, as it will be stepped, or a whole."""
@@ -214,7 +214,7 @@ class Targets:
             return None
         is_like_weight = tuple(saved.size) == parameter.slot.shape != ()
         unit = parameter.unit
-        if not is_like_weight or not bind(optimizer, self.subject.engine).is_elementwise:
+        if not is_like_weight or not binding.is_elementwise:
             return self._empty(saved, unit.setting.store.device)
         key = (unit, self._paths[name][3:])
         if key not in flats:

@@ -123,6 +123,14 @@ class OptimizerBinding:
         """Those of the optimizer's parameters whose state this rank keeps."""
         return self._strategy.kept_here(parameters)
 
+    def take_over(self, flats: Sequence[Tensor]) -> None:
+        """Step states that will be assigned as views of `flats` where they lie, without a copy.
+
+        Each is [own rows of a unit], laid out as its weight; nobody else may use it.
+        """
+        if isinstance(self._strategy, FlatStep):
+            self._strategy.own += flats
+
     # around the class's own step
 
     def before_step(

@@ -56,6 +56,7 @@ class FlatStep:
         self._imported: dict[UnitParameter, State] = {}
         self._shown: dict[UnitParameter, State] = {}
         self.rounded: set[Unit] = set()
+        self.own: list[Tensor] = []  # flat states [own rows of a unit] to be stepped as they lie
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
         """Cut per-parameter state to own rows; runs take it over at the next step."""
@@ -128,6 +129,7 @@ class FlatStep:
     def _recut(self, groups: list[list[UnitParameter]]) -> None:
         self._split_all()
         self._runs = [self._cut_group(group) for group in groups]
+        self.own.clear()
         self._by_tensor = {run.tensor: run for runs in self._runs for run in runs}
 
     def _split_all(self) -> None:
@@ -161,6 +163,16 @@ class FlatStep:
             runs[-1].append(parameter) if joins else runs.append([parameter])
         return [self._make_run(unit, parameters) for parameters in runs]
 
+    def _taken_over(self, run: Run, rows: dict[UnitParameter, Tensor]) -> Tensor | None:
+        """One state of a run where it lies, if it lies as a run's in a tensor that is ours."""
+        first = rows[run.parameters[0]]
+        for flat in self.own:
+            if flat.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
+                joined = flat[run.start : run.start + run.tensor.numel()]
+                if all(run.view(joined, p).data_ptr() == row.data_ptr() for p, row in rows.items()):
+                    return joined
+        return None
+
     def _signature(self, parameter: UnitParameter) -> object:
         """What must agree for parameters to share a run: names, kinds, and values but rows."""
         state = self._imported.get(parameter, {})
@@ -182,7 +194,9 @@ class FlatStep:
             if not _is_rows(parameters[0], value):
                 run.state[name] = value.clone() if isinstance(value, Tensor) else value
                 continue
-            run.state[name] = _joined(run, {p: state[name] for p, state in states.items()})
+            rows = {p: state[name] for p, state in states.items()}
+            own = self._taken_over(run, rows)
+            run.state[name] = _joined(run, rows) if own is None else own
         for parameter in parameters:
             self._imported.pop(parameter, None)
             self._shown.pop(parameter, None)
@@ -190,19 +204,9 @@ class FlatStep:
 
 
 def _joined(run: Run, rows: dict[UnitParameter, Tensor]) -> Tensor:
-    """One state of a run as one flat tensor: where its rows lie, if that is how they lie already.
-
-    A checkpoint is loaded that way: a copy would need the moments' memory a second time.
-    """
+    """One state of a run as one flat tensor."""
     first = rows[run.parameters[0]]
-    joined = torch.empty(0, dtype=first.dtype, device=first.device)
-    base = first.storage_offset() - run.view_start(run.parameters[0])
-    numel = run.tensor.numel()
-    if base >= 0 and (base + numel) * first.itemsize <= first.untyped_storage().nbytes():
-        joined.set_(first.untyped_storage(), base, (numel,), (1,))
-        if all(run.view(joined, p).data_ptr() == row.data_ptr() for p, row in rows.items()):
-            return joined
-    joined = torch.zeros(numel, dtype=first.dtype, device=first.device)
+    joined = torch.zeros(run.tensor.numel(), dtype=first.dtype, device=first.device)
     for parameter, row in rows.items():
         run.view(joined, parameter).copy_(row)
     return joined
