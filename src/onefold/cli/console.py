@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from onefold.training.checkpoints import Resumed
 from onefold.training.corpus import Corpus
 from onefold.training.job import Job
 from onefold.training.loop import Progress, TrainResult
@@ -35,6 +36,8 @@ class Silent:
 
     def started(self, job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> None: ...
 
+    def resumed(self, resumed: Resumed) -> None: ...
+
     def stepped(self, progress: Progress) -> None: ...
 
     def trained(self) -> None: ...
@@ -51,6 +54,10 @@ class Lines(Silent):
     def started(self, job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> None:
         self._steps = job.steps
         print(heading(job, corpus, num_parameters, world_size), file=self._stream, flush=True)
+
+    def resumed(self, resumed: Resumed) -> None:
+        print(_told(resumed), file=self._stream, flush=True)
+        self._shown = resumed.step * NUM_LINES // self._steps
 
     def stepped(self, progress: Progress) -> None:
         due = progress.step * NUM_LINES // self._steps
@@ -82,6 +89,10 @@ class Live(Silent):
         self._bar.console.print(heading(job, corpus, num_parameters, world_size), markup=False)
         self._bar.reset(self._task, total=job.steps, description="loss  -")
         self._bar.start()
+
+    def resumed(self, resumed: Resumed) -> None:
+        self._bar.console.print(_told(resumed), markup=False)
+        self._bar.update(self._task, completed=resumed.step)
 
     def stepped(self, progress: Progress) -> None:
         self._bar.update(self._task, completed=progress.step, description=_speed(progress))
@@ -158,6 +169,10 @@ def finite(value: Any) -> Any:
 def _row(name: str, held: Sequence[object], *others: object) -> str:
     cells = [f"{cell:,d}" if isinstance(cell, int) else str(cell) for cell in (*held, *others)]
     return f"{name:22s}" + "".join(f"{cell:>14s}" for cell in cells).rstrip()
+
+
+def _told(resumed: Resumed) -> str:
+    return f"goes on after step {resumed.step:,d}: {resumed.told}"
 
 
 def _speed(progress: Progress) -> str:

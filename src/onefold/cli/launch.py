@@ -14,9 +14,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from onefold.cli.failures import LAUNCHER, leave_line, tell
 from onefold.errors import ConfigError, expected
+
+PIDS = "ONEFOLD_PIDS"
+"""Environment variable with the folder in which ranks leave their process numbers."""
 
 GRACE_S = 5
 """Ranks that have not ended so long after they were told to are killed."""
@@ -43,10 +48,11 @@ def default_ranks() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
-def launch(argv: Sequence[str], ranks: int) -> int:
+def launch(argv: Sequence[str], ranks: int, *, passes_stops_on: bool = False) -> int:
     """Run `onefold *argv` on `ranks` local ranks; the exit code.
 
-    An interrupt ends the ranks and is raised as `KeyboardInterrupt`.
+    An interrupt ends the ranks and is raised as `KeyboardInterrupt`. With `passes_stops_on` the
+    first SIGINT or SIGTERM only goes to the ranks, which save and end by themselves.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -54,9 +60,13 @@ def launch(argv: Sequence[str], ranks: int) -> int:
 
     logging.disable(logging.CRITICAL)  # the launcher's own lines; failures are told below
     os.environ.update(_environment(ranks))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     prog = f"onefold {argv[0]}"
     with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
+        os.environ[PIDS] = folder
+        stops = _PassOn(folder)
+        signal.signal(signal.SIGINT, stops if passes_stops_on else signal.default_int_handler)
+        if passes_stops_on:
+            signal.signal(signal.SIGTERM, stops)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -68,21 +78,47 @@ def launch(argv: Sequence[str], ranks: int) -> int:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             shutdown_timeout=GRACE_S,
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # and SIGINT as Python has it
+            signals_to_handle="SIGHUP,SIGQUIT" if passes_stops_on else "SIGTERM,SIGHUP,SIGQUIT",
         )
         try:
             elastic_launch(config, sys.executable)("-P", "-m", "onefold", *argv)
         except ChildFailedError as error:
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            if stops.passed_on and -stops.passed_on in exits.values():  # before it could save
+                return _ended(prog, signal.Signals(stops.passed_on))
             return tell(prog, folder, exits)
         except SignalException as error:
-            leave_line()
-            print(f"{prog}: ended by {error.sigval.name}", file=sys.stderr)
-            return 128 + error.sigval
+            return _ended(prog, error.sigval)
         except KeyboardInterrupt:  # the launcher has ended the ranks on its way out
             leave_line()
             raise
     return 0
+
+
+def _ended(prog: str, by: signal.Signals) -> int:
+    leave_line()
+    print(f"{prog}: ended by {by.name}", file=sys.stderr)
+    return 128 + by
+
+
+class _PassOn:
+    """A signal handler: the first request to stop goes to the ranks, the second ends them."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.passed_on = 0  # the signal's number
+
+    def __call__(self, number: int, _: object) -> None:
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        pids = [int(path.suffix[1:]) for path in Path(self._folder).glob("rank.*")]
+        if self.passed_on or not pids:  # without ranks there is nothing to save
+            sys.unraisablehook = lambda _: None  # torch's launcher is torn down from wherever it is
+            raise SignalException("a request to stop", signal.Signals(number))
+        self.passed_on = number
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def _environment(ranks: int) -> dict[str, str]:
@@ -102,10 +138,15 @@ def _environment(ranks: int) -> dict[str, str]:
 
 
 def end_with_launcher() -> None:
-    """Have this rank end when the launcher that started it is gone, however that was."""
+    """Have this rank end when the launcher that started it is gone, however that was.
+
+    Leaves its process number where the launcher looks for whom to pass signals on to.
+    """
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
         return
+    if PIDS in os.environ:
+        Path(os.environ[PIDS], f"rank.{os.getpid()}").touch()
 
     def watch() -> None:
         while os.getppid() == int(launcher):

@@ -26,7 +26,8 @@ def add_to(commands: SubParsers) -> None:
     summary = "train a byte GPT or your module, sharded"
     parser = commands.add_parser("train", help=summary, description=DESCRIPTION)
     # defaults that are set here, and SUPPRESSed below, are not mentioned by help
-    parser.set_defaults(run=run, ranks=None, data=None, precision=None, lr=None)
+    none = dict.fromkeys(("ranks", "data", "precision", "lr", "checkpoint", "every"))
+    parser.set_defaults(run=run, resume=False, **none)
     add = parser.add_argument
     add("--stage", default="3", help="0 replicates, 1 shards optimizer state, 2 also gradients, "
         "3 also parameters")  # fmt: skip
@@ -51,6 +52,12 @@ def add_to(commands: SubParsers) -> None:
         default=argparse.SUPPRESS)  # fmt: skip
     add("--clip", default=str(DEFAULTS.clip), help="largest gradient norm, 0 for any")
     add("--seed", default=str(DEFAULTS.seed), help="of initial weights, batches and text")
+    add("--checkpoint", metavar="DIR", default=argparse.SUPPRESS,
+        help="save there after the last step, and when interrupted (SIGTERM, Ctrl-C)")  # fmt: skip
+    add("--every", metavar="N", default=argparse.SUPPRESS, help="save after every N steps as well")
+    add("--keep", metavar="K", default=str(DEFAULTS.keep), help="newest checkpoints that stay")
+    add("--resume", action="store_true", default=argparse.SUPPRESS,
+        help="go on from the newest complete checkpoint in DIR, if there is one")  # fmt: skip
     add_json(parser)
 
 
@@ -66,7 +73,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
     ranks = default_ranks() if ranks is None else ranks
     preflight(job, ranks)
-    return launch(argv, ranks)
+    return launch(argv, ranks, passes_stops_on=job.checkpoint is not None)
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
@@ -84,12 +91,17 @@ def job_of(arguments: argparse.Namespace) -> Job:
         lr=None if lr is None else real("--lr", lr, above=0),
         clip=real("--clip", arguments.clip, least=0),
         seed=whole("--seed", arguments.seed, least=0),
+        checkpoint=arguments.checkpoint,
+        every=0 if arguments.every is None else whole("--every", arguments.every, least=1),
+        keep=whole("--keep", arguments.keep, least=1),
+        resume=arguments.resume,
     )
 
 
 def _run_rank(job: Job, *, is_json: bool) -> int:
     end_with_launcher()
     from onefold.cli.console import Silent, display, finite, print_result
+    from onefold.training.checkpoints import Interrupted
     from onefold.training.loop import train
     from onefold.training.machine import versions
     from onefold.training.world import joined
@@ -97,8 +109,13 @@ def _run_rank(job: Job, *, is_json: bool) -> int:
     with joined() as world:
         is_first = world.rank == 0
         stream = sys.stderr if is_json else sys.stdout
-        with display(stream) if is_first else Silent() as observer:
-            result = train(job, world, observer)
+        try:
+            with display(stream) if is_first else Silent() as observer:
+                result = train(job, world, observer)
+        except Interrupted as stop:
+            if is_first:
+                print(f"onefold train: {stop}; --resume goes on there", file=sys.stderr, flush=True)
+            return 128 + stop.number
     if is_first and is_json:
         told = {"job": asdict(job), "ranks": world.world_size, "versions": versions()}
         print(json.dumps(finite({**told, **asdict(result)})))

@@ -123,6 +123,14 @@ class Windows:
         self._own = own
         self._generator = torch.Generator().manual_seed(seed)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """The position in the data; the same for every rank, so it suits any world size."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from that position."""
+        self._generator.set_state(state["generator"])
+
     def __iter__(self) -> Iterator[Tensor]:
         return self
 

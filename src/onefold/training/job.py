@@ -23,6 +23,10 @@ class Job:
     lr: float | None = None  # peak learning rate; None: what suits the preset
     clip: float = 1.0  # largest norm of the whole gradient; 0 does not clip
     seed: int = 0
+    checkpoint: str | None = None  # a directory of checkpoints; None saves nothing
+    every: int = 0  # steps between checkpoints; 0: only the last step, and when interrupted
+    keep: int | None = 2  # newest checkpoints that stay; None: all
+    resume: bool = False  # go on from the newest checkpoint, if there is one
 
     @property
     def tokens_per_step(self) -> int:

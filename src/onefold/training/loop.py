@@ -15,11 +15,14 @@ from torch.nn import functional as F
 import onefold
 from onefold.config import placements_of, precision_of
 from onefold.errors import ConfigError, expected
+from onefold.training.checkpoints import Checkpoints, Resumed
+from onefold.training.checkpoints import preflight as preflight_checkpoints
 from onefold.training.corpus import Corpus, Windows, open_corpus, own_rows
 from onefold.training.job import Job
 from onefold.training.loader import build_model, default_lr, logits_of, refuse
 from onefold.training.memory import ParameterShape, RankMemory, expected_nbytes, measure
 from onefold.training.sample import generate
+from onefold.training.signals import StopRequests
 from onefold.training.world import World
 
 WARMUP_STEPS = 20
@@ -48,6 +51,8 @@ class Observer(Protocol):
 
     def started(self, job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> None: ...
 
+    def resumed(self, resumed: Resumed) -> None: ...
+
     def stepped(self, progress: Progress) -> None: ...
 
     def trained(self) -> None: ...
@@ -57,7 +62,8 @@ class Observer(Protocol):
 class TrainResult:
     """What a run has come to; the same on every rank."""
 
-    losses: list[float]  # per step, nats per token, mean over the global batch
+    first_step: int  # steps that were done before this run, by the one it resumed
+    losses: list[float]  # per step of this run, nats per token, mean over the global batch
     held_out: float  # nats per token, of files that were not trained on
     seconds: float  # of the steps alone
     tokens_per_s: float
@@ -83,6 +89,7 @@ def preflight(job: Job, world_size: int) -> Corpus:
             )
         )
     refuse(job.model, job.seq)
+    preflight_checkpoints(job)
     return open_corpus(job.data, job.seq)
 
 
@@ -91,14 +98,21 @@ def train(job: Job, world: World, observer: Observer) -> TrainResult:
     corpus = preflight(job, world.world_size)
     trainer = Trainer(job, world, corpus)
     observer.started(job, corpus, trainer.num_parameters, world.world_size)
-    meter = Meter(job, world, observer)
-    for step in range(job.steps):
-        meter.note(trainer.step(step))
+    resumed = trainer.checkpoints.resume()
+    if resumed is not None:
+        observer.resumed(resumed)
+    first = resumed.step if resumed else 0
+    meter = Meter(job, world, observer, first)
+    with StopRequests(is_active=job.checkpoint is not None) as requests:
+        for step in range(first, job.steps):
+            meter.note(trainer.step(step))
+            trainer.checkpoints.after(step + 1, requests)
     observer.trained()
     module = trainer.module.eval()
     held_out = held_out_loss(job, world, module, corpus)
     text = generate(module, corpus.prompt, seq=job.seq, seed=job.seed, device=world.device)
     return TrainResult(
+        first_step=first,
         losses=meter.losses,
         held_out=held_out,
         seconds=meter.seconds,
@@ -130,7 +144,14 @@ class Trainer:
         self.scaler = onefold.GradScaler(world.device.type, enabled=job.precision == "fp16")
         own = own_rows(job.batch, world.rank, world.world_size)
         self.windows = Windows(corpus.train, rows=job.batch, seq=job.seq, seed=job.seed, own=own)
-        self.memory: RankMemory  # at the end of the last step
+        stateful = {"windows": self.windows, "scaler": self.scaler}
+        self.checkpoints = Checkpoints(job, world, self.module, self.optimizer, stateful)
+        self._memory: RankMemory | None = None
+
+    @property
+    def memory(self) -> RankMemory:
+        """What this rank held at the end of the last step; now, if it resumed behind that."""
+        return self._memory or measure(self.shapes, onefold.report(self.module))
 
     def step(self, step: int) -> Tensor:
         """One optimizer step; this rank's loss, whose mean over ranks is the batch's."""
@@ -143,7 +164,7 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if step + 1 == self.job.steps:  # at the end of a step everything that rests is held
-            self.memory = measure(self.shapes, onefold.report(self.module))
+            self._memory = measure(self.shapes, onefold.report(self.module))
         self.optimizer.zero_grad()
         return total
 
@@ -166,8 +187,9 @@ class Trainer:
 class Meter:
     """Losses of all ranks and the speed, told to an observer every LOG_STEPS."""
 
-    def __init__(self, job: Job, world: World, observer: Observer) -> None:
+    def __init__(self, job: Job, world: World, observer: Observer, first: int) -> None:
         self.losses: list[float] = []  # per step, mean over ranks
+        self._first = first
         self._job = job
         self._world = world
         self._observer = observer
@@ -183,7 +205,8 @@ class Meter:
     def note(self, loss: Tensor) -> None:
         """One step is done."""
         self._waiting.append(loss)
-        steps = len(self.losses) + len(self._waiting)
+        done = len(self.losses) + len(self._waiting)
+        steps = self._first + done
         if steps % LOG_STEPS and steps != self._job.steps:
             return
         latest = self._world.mean(torch.stack(self._waiting).tolist())
@@ -193,7 +216,7 @@ class Meter:
         self.seconds = now - self._begun
         speed = len(latest) * self._job.tokens_per_step / max(now - self._last, 1e-9)
         self._last = now
-        left = self.seconds / steps * (self._job.steps - steps)
+        left = self.seconds / done * (self._job.steps - steps)
         self._observer.stepped(Progress(steps, sum(latest) / len(latest), speed, left))
 
 

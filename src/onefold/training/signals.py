@@ -1,0 +1,53 @@
+"""Requests to stop: the first is kept until the step is done, the second ends the process at once.
+
+A thread receives them. Python runs signal handlers on the main thread between two instructions,
+and that thread may be inside a collective whose peers are gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequests:
+    """While entered, SIGTERM and SIGINT are requests; `received` is the first one's number, or 0.
+
+    Unless it `is_active`, signals do what they do anyway.
+    """
+
+    def __init__(self, *, is_active: bool) -> None:
+        self.received = 0
+        self._is_active = is_active
+        self._before: dict[int, Any] = {}
+        self._sender, self._receiver = socket.socketpair()
+
+    def __enter__(self) -> StopRequests:
+        is_main = threading.current_thread() is threading.main_thread()
+        if not self._is_active or not is_main:  # another thread may not say what signals do
+            return self
+        self._sender.setblocking(False)
+        signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._before = {stop: signal.signal(stop, lambda *_: None) for stop in STOPS}
+        threading.Thread(target=self._receive, name="onefold-signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            signal.set_wakeup_fd(-1)
+            for stop, handler in self._before.items():
+                signal.signal(stop, handler)
+        self._sender.close()
+
+    def _receive(self) -> None:
+        while number := self._receiver.recv(1):
+            if number[0] in STOPS:
+                if self.received:
+                    os._exit(128 + number[0])
+                self.received = number[0]
+        self._receiver.close()
