@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onefold.api import accumulate, report, shard, unsharded
     from onefold.checkpoint.load import load
+    from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
     from onefold.checkpoint.save import save
     from onefold.config import Precision
     from onefold.errors import (
@@ -35,6 +36,8 @@ _HOMES = {
     "shard": "onefold.api",
     "unsharded": "onefold.api",
     "load": "onefold.checkpoint.load",
+    "load_pretrained": "onefold.checkpoint.pretrained",
+    "save_pretrained": "onefold.checkpoint.pretrained",
     "save": "onefold.checkpoint.save",
     "Precision": "onefold.config",
     "CheckpointError": "onefold.errors",
@@ -59,8 +62,10 @@ __all__ = [
     "WireError",
     "accumulate",
     "load",
+    "load_pretrained",
     "report",
     "save",
+    "save_pretrained",
     "shard",
     "unsharded",
 ]

@@ -32,13 +32,24 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import install
 from onefold.runtime.optimizer import adopt_later, bind, check_state, replace_parameters
 from onefold.runtime.registry import ENGINE, engine_of
-from onefold.state.materialise import agree_on_values, materialise, materialise_buffers
+from onefold.state.materialise import (
+    PROMISED,
+    Initialisers,
+    Values,
+    agree_on_values,
+    initialisers_of,
+    materialise,
+    materialise_buffers,
+)
 from onefold.state.setting import Setting
 from onefold.state.unit import Unit
 from onefold.tier.device import DeviceStore
 from onefold.wire.collectives import Group
 from onefold.wire.streamed import Streamed
 from onefold.wire.transport import Composed, LocalTransport, Transport
+
+Source = tuple[Initialisers, Values | None]
+"""Where a module on `meta` gets its values: what initialises its parts, and what was promised."""
 
 
 def shard(  # noqa: PLR0913 - the contract
@@ -93,8 +104,12 @@ def shard(  # noqa: PLR0913 - the contract
         master=job.precision.master,
     )
     originals = [owned.parameter for owned in job.parameters]
-    built = [_build_unit(i, plan, setting, job.optimizers) for i, plan in enumerate(job.plans)]
-    _settle_buffers(module, device, group, job.precision.buffers)
+    values: Values | None = module.__dict__.pop(PROMISED, None)
+    source = (initialisers_of(module), values)
+    built = [
+        _build_unit(i, plan, setting, job.optimizers, source) for i, plan in enumerate(job.plans)
+    ]
+    _settle_buffers(module, device, group, job.precision.buffers, source)
     engine = Engine(module, built, setting, stage=stage)
     module.__dict__[ENGINE] = engine
     install(engine, module, dict(zip(built, [plan.modules for plan in job.plans], strict=True)))
@@ -331,7 +346,7 @@ def _check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owne
 
 
 def _build_unit(
-    index: int, plan: UnitPlan, setting: Setting, optimizers: Sequence[Optimizer]
+    index: int, plan: UnitPlan, setting: Setting, optimizers: Sequence[Optimizer], source: Source
 ) -> Unit:
     """Give a unit's parameters their values, keep this rank's share, let go of the rest."""
     group_of = {
@@ -343,19 +358,22 @@ def _build_unit(
     # parameters of one optimizer group lie together, so that they are one run
     plan.members.sort(key=lambda owned: group_of.get(id(owned.parameter), len(group_of)))
     unit = Unit(plan, setting, index)
-    materialise(plan, setting.store.device)
+    materialise(plan, setting.store.device, *source)
     originals = [owned.parameter for owned in plan.members]
-    agree_on_values([original.data for original in originals], setting.transport.group)
-    unit.adopt(originals)
+    values = source[1]
+    given = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}
+    own = [owned.parameter.data for owned in plan.members if owned.fqn not in given]
+    agree_on_values(own, setting.transport.group)
+    unit.adopt(originals, values)
     originals.clear()
     environment.return_free_memory()
     return unit
 
 
 def _settle_buffers(
-    module: nn.Module, device: torch.device, group: Group, dtype: torch.dtype | None
+    module: nn.Module, device: torch.device, group: Group, dtype: torch.dtype | None, source: Source
 ) -> None:
-    materialise_buffers(module, device)
+    materialise_buffers(module, device, *source)
     agree_on_values(module.buffers(), group)
     if dtype is not None:
         for part in module.modules():

@@ -68,6 +68,10 @@ class Draft:
         finally:
             writer.finish()
         new.rename(path)
+        self.publish()
+
+    def publish(self) -> None:
+        """Give the folder its name, once everything in it is on the disk."""
         sync_folder(self.folder)
         self.folder.rename(self.target)
         sync_folder(self.target.parent)

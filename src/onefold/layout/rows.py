@@ -62,14 +62,21 @@ class Slot:
         start, stop = self.pieces[rank]
         return stop - start
 
+    def rows(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of the rows that the rank owns; (0, 1) of a parameter without rows."""
+        if self.replicated:
+            return (0, 1)
+        bounds = row_bounds(self.shape[0], len(self.pieces))
+        return bounds[rank], bounds[rank + 1]
+
     def piece_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the rank's rows: the parameter's, but for the first dimension."""
         if self.replicated:
             return ()
         row_numel = prod(self.shape[1:])
         if row_numel == 0:
-            bounds = row_bounds(self.shape[0], len(self.pieces))
-            return (bounds[rank + 1] - bounds[rank], *self.shape[1:])
+            start, stop = self.rows(rank)
+            return (stop - start, *self.shape[1:])
         return (self.piece_numel(rank) // row_numel, *self.shape[1:])
 
 

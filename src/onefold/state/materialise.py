@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +12,54 @@ from onefold.errors import ConfigError, expected
 from onefold.layout.units import Owned, UnitPlan
 from onefold.wire.collectives import Group
 
+PROMISED = "_onefold_promised_values"
+"""The attribute of a module that is not sharded yet that says where its values will come from."""
 
-def materialise(plan: UnitPlan, device: torch.device) -> None:
+
+class Values(Protocol):
+    """Where parameters and buffers of a module on `meta` get their values, by name."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def fill(self, name: str, rows: tuple[int, int] | None, out: Tensor) -> None:
+        """Copy rows [start, stop), or all, into `out`."""
+        ...
+
+
+Initialisers = dict[int, Callable[[nn.Module], object]]
+"""By id of a module: what an enclosing model initialises it with, as Hugging Face's models do."""
+
+
+def initialisers_of(root: nn.Module) -> Initialisers:
+    """The `_init_weights` of the innermost model around each module, where there is one."""
+    found: Initialisers = {}
+    for part in root.modules():
+        own = getattr(part, "_init_weights", None)
+        if callable(own):
+            found |= {id(module): own for module in part.modules()}
+    return found
+
+
+def materialise(
+    plan: UnitPlan, device: torch.device, initialisers: Initialisers, values: Values | None = None
+) -> None:
     """Give real memory and initial values to the unit's parameters that are on `meta`.
 
-    Each owning module is initialised by its own `reset_parameters`, in module order. Only modules
-    of this unit are touched, so no more than one unit exists whole at a time.
+    Each owning module is initialised by the model around it or by its own `reset_parameters`, in
+    module order. Only modules of this unit are touched, so no more than one unit exists whole at a
+    time. Parameters that `values` has get a stand-in without memory: whoever keeps rows reads them.
     """
     owners: dict[int, nn.Module] = {}
+    mine: set[int] = set()
     for owned in plan.members:
+        is_given = values is not None and owned.fqn in values
+        if is_given:
+            _replace(owned, torch.empty((), dtype=owned.parameter.dtype, device=device))
+            continue
         if owned.parameter.is_meta:
             owners[id(owned.owners[0][0])] = owned.owners[0][0]
-            _replace(owned, device)
-    mine = {id(owned.parameter) for owned in plan.members}
+            _replace(owned, _blank(owned.parameter, device))
+        mine.add(id(owned.parameter))
     for module in owners.values():
         elsewhere = {
             name: parameter
@@ -32,45 +68,72 @@ def materialise(plan: UnitPlan, device: torch.device) -> None:
         }
         for name, parameter in elsewhere.items():  # of another unit: a stand-in is initialised
             module._parameters[name] = nn.Parameter(_blank(parameter, device), False)
-        initialise(module, device)
+        initialise(module, device, initialisers)
         module._parameters.update(elsewhere)
 
 
-def materialise_buffers(root: nn.Module, device: torch.device) -> None:
-    """Initialise modules that have buffers on `meta` but no parameters of their own."""
-    for module in root.modules():
-        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-            initialise(module, device)
+def materialise_buffers(
+    root: nn.Module, device: torch.device, initialisers: Initialisers, values: Values | None = None
+) -> None:
+    """Initialise modules that have buffers on `meta`; then fill those that `values` has."""
+    for prefix, module in root.named_modules():
+        names = {
+            name: f"{prefix}.{name}" if prefix else name
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (buffer.is_meta or values is not None)
+        }
+        given = [name for name, fqn in names.items() if values is not None and fqn in values]
+        on_meta = [name for name in names if getattr(module._buffers[name], "is_meta", False)]
+        if set(on_meta) - set(given):
+            stand_ins = {n: p for n, p in module._parameters.items() if p is not None}
+            for name, parameter in stand_ins.items():
+                module._parameters[name] = nn.Parameter(_blank(parameter, device), False)
+            initialise(module, device, initialisers)
+            module._parameters.update(stand_ins)
+        for name, buffer in list(module._buffers.items()):
+            if values is None or buffer is None or name not in given:
+                continue
+            if buffer.is_meta:
+                buffer = module._buffers[name] = _blank(buffer, device)
+            values.fill(names[name], None, buffer)
 
 
-def initialise(module: nn.Module, device: torch.device) -> None:
-    """Run `reset_parameters` over freshly allocated tensors and see that it set all of them."""
-    reset = getattr(module, "reset_parameters", None)
+def initialise(module: nn.Module, device: torch.device, initialisers: Initialisers) -> None:
+    """Initialise freshly allocated tensors of a module and see that all of them are set."""
     kind = type(module).__name__
-    if not callable(reset):
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = _blank(buffer, device)
+    by_model, reset = initialisers.get(id(module)), getattr(module, "reset_parameters", None)
+    if by_model is None and not callable(reset):
         raise ConfigError(
             expected(
                 f"{kind} to have reset_parameters(), since it is on the meta device",
                 "a module without it",
                 hint="add the method, build the module on a real device, or load its weights "
-                "with onefold.load_pretrained",
+                "with onefold.load_pretrained before onefold.shard",
             )
         )
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = _blank(buffer, device)
     with torch.no_grad():
-        reset()
-    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is not None and tensor.is_floating_point() and _has_nan(tensor):
-            raise ConfigError(
-                expected(
-                    f"{kind}.reset_parameters() to set {name!r}",
-                    "a tensor that it left uninitialised",
-                    hint=f"initialise {name!r} in reset_parameters, or build the module on a "
-                    "real device",
-                )
+        if by_model is not None:
+            by_model(module)
+        if callable(reset) and (by_model is None or _unset(module)):
+            reset()
+    for name in _unset(module):
+        raise ConfigError(
+            expected(
+                f"{kind}.reset_parameters() to set {name!r}",
+                "a tensor that it left uninitialised",
+                hint=f"initialise {name!r} in reset_parameters, or build the module on a "
+                "real device",
             )
+        )
+
+
+def _unset(module: nn.Module) -> list[str]:
+    """Names of the module's own tensors that have no values yet."""
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    return [n for n, t in tensors if t is not None and t.is_floating_point() and _has_nan(t)]
 
 
 def _has_nan(tensor: Tensor) -> bool:
@@ -91,10 +154,11 @@ def agree_on_values(tensors: Iterable[Tensor], group: Group) -> None:
                     tensor.copy_(sent)
 
 
-def _replace(owned: Owned, device: torch.device) -> None:
+def _replace(owned: Owned, value: Tensor) -> None:
     """A real parameter in place of a meta one, for all its owners."""
     original = owned.parameter
-    real = nn.Parameter(_blank(original, device), requires_grad=original.requires_grad)
+    shown = value.expand(original.shape)
+    real = nn.Parameter(shown, requires_grad=original.requires_grad)
     for module, name in owned.owners:
         module._parameters[name] = real
     owned.parameter = real

@@ -27,6 +27,7 @@ from onefold.layout.units import UnitPlan
 from onefold.ledger import Kind
 from onefold.state import face as faces
 from onefold.state.buffer import Buffer
+from onefold.state.materialise import Values
 from onefold.state.parameter import UnitParameter
 from onefold.state.setting import Setting
 from onefold.ticket import DONE, Ticket
@@ -111,11 +112,17 @@ class Unit:
 
     # building and reading
 
-    def adopt(self, originals: Iterable[nn.Parameter]) -> None:
-        """Take over parameters that hold their initial values: keep own rows, install faces."""
+    def adopt(self, originals: Iterable[nn.Parameter], values: Values | None = None) -> None:
+        """Take over parameters: keep own rows of their initial values, install faces.
+
+        Rows that `values` has are read from there, into the master where there is one.
+        """
         rank = self.setting.rest_rank
+        given = [p for p in self.parameters if values is not None and p.fqn in values]
         with torch.no_grad():
             for parameter, original in zip(self.parameters, originals, strict=True):
+                if parameter in given:
+                    continue
                 start, stop = parameter.slot.pieces[rank]
                 source = original.detach().reshape(-1)[start:stop]
                 parameter.local.copy_(source.view(parameter.local.shape))
@@ -123,9 +130,15 @@ class Unit:
                 parameter.make_face(original)
                 self._make_whole(parameter)
                 parameter.show(parameter.face)
-        if self.master is not None:
-            self.master.tensor.copy_(self.weight.tensor)
-            self._published = self.edits()
+            if self.master is not None:
+                self.master.tensor.copy_(self.weight.tensor)
+            for parameter in given:
+                assert values is not None, "given by nobody"
+                values.fill(parameter.fqn, parameter.slot.rows(rank), parameter.stepped)
+            if self.master is not None:
+                if given:
+                    self.weight.tensor.copy_(self.master.tensor)
+                self._published = self.edits()
         if not self.is_resident:
             self.full.release()
 

@@ -1,0 +1,253 @@
+"""Weights alone, in the format that Hugging Face reads and writes: safetensors and a config.json.
+
+Every rank writes its own rows into files whose layout all of them know, and reads its own rows
+back: no rank ever holds more than one parameter's rows besides its own shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onefold.checkpoint.contents import Subject, settle
+from onefold.checkpoint.directory import Draft, sync_folder
+from onefold.checkpoint.safetensors import (
+    INDEX,
+    MAX_SHARD_NBYTES,
+    Entry,
+    OffsetWriter,
+    Output,
+    PretrainedFiles,
+    index_of,
+    plan_outputs,
+)
+from onefold.checkpoint.storage import bytes_of
+from onefold.checkpoint.together import together
+from onefold.errors import CheckpointError, expected
+from onefold.runtime.engine import Engine
+from onefold.runtime.registry import ENGINE, engine_of
+from onefold.state.materialise import PROMISED
+
+SHOWN_NAMES = 20
+
+
+def save_pretrained(
+    module: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+) -> None:
+    """Write a sharded module's weights as `AutoModel.from_pretrained` reads them. A collective.
+
+    safetensors files of at most `max_shard_nbytes`, an index if there are several, `config.json`
+    if the module has a `config`. Weights in their own dtype; tied ones once, persistent buffers as
+    rank 0 has them. Complete or absent, as `onefold.save`.
+
+    Raises: CheckpointError, on every rank: the directory exists or cannot be written.
+    """
+    engine = engine_of(module)
+    draft = Draft(Path(os.path.abspath(directory)))
+
+    def look() -> str:
+        settle(engine)
+        if engine.group.rank == 0:
+            draft.check()
+        return str(draft.target)
+
+    paths = together(engine.group, look)
+    if len(set(paths)) > 1:
+        what, hint = "the same directory on every rank", "every rank writes into the same files"
+        raise CheckpointError(expected(what, ", ".join(sorted(set(paths))), hint=hint))
+    subject = Subject(engine, module, [])
+    outputs = plan_outputs(_entries(subject), max_shard_nbytes)
+
+    def begin() -> None:
+        if engine.group.rank == 0:
+            draft.begin()
+            for output in outputs:
+                output.create(draft.folder)
+
+    try:
+        together(engine.group, begin)
+        together(engine.group, lambda: _write_own(subject, draft.folder, outputs))
+        together(engine.group, lambda: _finish(engine, module, draft, outputs))
+    except CheckpointError:
+        if engine.group.rank == 0:
+            draft.abandon()
+        raise
+
+
+def _entries(subject: Subject) -> list[Entry]:
+    """Every tensor once, in the module's order."""
+    by_name = {p.fqn: p for p in subject.parameters()}
+    found = [
+        Entry(name, by_name[name].slot.shape, by_name[name].unit.dtype)
+        for name, _ in subject.module.named_parameters()
+    ]
+    buffers = subject.buffers()
+    return found + [Entry(name, tuple(b.shape), b.dtype) for name, b in buffers.items()]
+
+
+def _write_own(subject: Subject, folder: Path, outputs: list[Output]) -> None:
+    """This rank's rows of every parameter; of those that all ranks hold, its share."""
+    writer = OffsetWriter(folder, outputs)
+    setting = subject.engine.setting
+    try:
+        for index, parameter in enumerate(subject.parameters()):
+            is_whole = setting.rest_world == 1 or parameter.slot.replicated
+            if is_whole and index % setting.world_size != setting.rank:
+                continue
+            start, _ = parameter.slot.pieces[setting.rest_rank]
+            rows = parameter.local.detach().cpu().contiguous()
+            writer.write(parameter.fqn, start * rows.itemsize, bytes_of(rows))
+        if setting.rank == 0:
+            for name, buffer in subject.buffers().items():
+                writer.write(name, 0, bytes_of(buffer.detach().cpu().contiguous()))
+        writer.finish()
+    finally:
+        writer.close()
+
+
+def _finish(engine: Engine, module: nn.Module, draft: Draft, outputs: list[Output]) -> None:
+    if engine.group.rank > 0:
+        return
+    write_small_files(draft.folder, outputs, config_of(module))
+    generation = getattr(module, "generation_config", None)
+    if generation is not None and callable(getattr(generation, "save_pretrained", None)):
+        generation.save_pretrained(draft.folder)
+    draft.publish()
+
+
+def write_small_files(folder: Path, outputs: list[Output], config: dict[str, Any] | None) -> None:
+    """The index, if there are several files, and the configuration, if there is one."""
+    if len(outputs) > 1:
+        (folder / INDEX).write_text(index_of(outputs))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    sync_folder(folder)
+
+
+def config_of(module: nn.Module) -> dict[str, Any] | None:
+    """A Hugging Face model's configuration as JSON has it, with the class that it is of."""
+    to_json = getattr(getattr(module, "config", None), "to_json_string", None)
+    if not callable(to_json):
+        return None
+    found = json.loads(str(to_json(use_diff=False)))
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
+    found["architectures"] = [type(module).__name__]
+    if len(dtypes) == 1:
+        found["dtype"] = dtypes.pop()
+    return found
+
+
+def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.Module:
+    """Fill a module from safetensors files; each rank reads its own byte ranges.
+
+    A sharded module is filled in place, a collective. A module that is not sharded yet, usually
+    built under `torch.device("meta")`, remembers the files: `onefold.shard` then reads each rank's
+    rows straight into its shard, so that the module never exists whole anywhere.
+
+    Names are those of the module's state dict; of a tied weight any of its names will do. dtypes
+    may differ. Names that only the files have are told in a warning.
+
+    Raises: CheckpointError: no safetensors files, a damaged one, names that are missing or shapes
+        that differ, all in one message; on every rank alike for a sharded module.
+    """
+    path = Path(os.path.abspath(directory))
+    if ENGINE not in module.__dict__:
+        module.__dict__[PROMISED] = Pretrained(module, path)
+        return module
+    engine = engine_of(module)
+    found: list[Pretrained] = []
+
+    def look() -> None:
+        settle(engine)
+        found.append(Pretrained(module, path))
+
+    together(engine.group, look)
+    subject = Subject(engine, module, [])
+    together(engine.group, lambda: _fill(subject, found[0]))
+    return module
+
+
+@torch.no_grad()
+def _fill(subject: Subject, values: Pretrained) -> None:
+    for parameter in subject.parameters():
+        rank = subject.engine.setting.rest_rank
+        values.fill(parameter.fqn, parameter.slot.rows(rank), parameter.stepped)
+    for unit in subject.engine.units:
+        unit.publish(is_rounded=False)
+    for name, buffer in subject.buffers().items():
+        values.fill(name, None, buffer)
+
+
+class Pretrained:
+    """Values that a module's parameters and persistent buffers will have, by name."""
+
+    def __init__(self, module: nn.Module, directory: Path) -> None:
+        self._files = PretrainedFiles(directory)
+        self._names: dict[str, str] = {}  # name in the module: name in the files
+        wanted = _groups_of_names(module)
+        problems = []
+        for names, shape in wanted:
+            found = next((name for name in names if name in self._files.places), None)
+            if found is None:
+                problems.append(f"{names[0]}: {list(shape)} in the module, not in the files")
+            elif self._files.shape(found) != shape:
+                theirs = list(self._files.shape(found))
+                problems.append(f"{names[0]}: {list(shape)} in the module, {theirs} in the files")
+            else:
+                self._names |= dict.fromkeys(names, found)
+        if problems:
+            raise CheckpointError(
+                expected(
+                    f"the files in {str(directory)!r} to have what the module has",
+                    "\n  " + "\n  ".join(_shortened(problems)),
+                    hint="build the module from the config.json beside them",
+                )
+            )
+        known = {name for names, _ in wanted for name in names} | dict(
+            module.named_buffers()
+        ).keys()
+        unused = sorted(self._files.places.keys() - known)
+        if unused:
+            told = ", ".join(_shortened(unused))
+            warnings.warn(f"not in the module, so not loaded: {told}", stacklevel=3)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def fill(self, name: str, rows: tuple[int, int] | None, out: Tensor) -> None:
+        """Copy rows [start, stop) of `name`, or all, into `out`."""
+        found = self._names[name]
+        start, stop = rows or (0, self._files.shape(found)[0] if out.dim() else 0)
+        if out.numel():
+            out.copy_(self._files.rows(found, start, stop).view(out.shape))
+
+
+def _groups_of_names(module: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
+    """For every parameter and persistent buffer all its names, and its shape."""
+    by_id: dict[int, tuple[list[str], tuple[int, ...]]] = {}
+    for name, tensor in _named_tensors(module):
+        by_id.setdefault(id(tensor), ([], tuple(tensor.shape)))[0].append(name)
+    return list(by_id.values())
+
+
+def _named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - SHOWN_NAMES
+    return lines[:SHOWN_NAMES] + [f"and {more} more"] * (more > 0)

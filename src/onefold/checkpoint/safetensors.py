@@ -1,0 +1,224 @@
+"""The safetensors format, written by offset: whoever has some rows writes them where they belong.
+
+A file is 8 bytes of header length, a JSON header, and the tensors one after the other. All of that
+is known before any value is, so nothing has to be gathered, or held, to write one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from onefold.errors import CheckpointError, expected
+
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_SHARD_NBYTES = 5_000_000_000
+"""Largest output file, unless one tensor is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One file: its header, and where each tensor's bytes go."""
+
+    name: str
+    header: bytes
+    offsets: dict[str, int]  # from the start of the file
+    nbytes: int
+
+    @staticmethod
+    def of(name: str, entries: Iterable[Entry]) -> Output:
+        listed: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        starts: dict[str, int] = {}
+        for entry in entries:
+            starts[entry.name] = end
+            listed[entry.name] = {
+                "dtype": _code(entry),
+                "shape": list(entry.shape),
+                "data_offsets": [end, end + entry.nbytes],
+            }
+            end += entry.nbytes
+        text = json.dumps(listed, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        offsets = {name: len(header) + start for name, start in starts.items()}
+        return Output(name, header, offsets, len(header) + end)
+
+    def create(self, folder: Path) -> None:
+        """The file with its header, and room for the rest."""
+        with (folder / self.name).open("xb") as file:
+            file.write(self.header)
+            file.truncate(self.nbytes)
+
+
+def _code(entry: Entry) -> str:
+    if entry.dtype not in CODES:
+        raise CheckpointError(
+            expected(
+                f"{entry.name!r} to have a dtype that safetensors has",
+                entry.dtype,
+                hint="cast it, or register it as a buffer that is not persistent",
+            )
+        )
+    return CODES[entry.dtype]
+
+
+def plan_outputs(entries: Iterable[Entry], max_nbytes: int) -> list[Output]:
+    """Deal tensors out to files in order, each as full as it may be."""
+    parts: list[list[Entry]] = [[]]
+    held = 0
+    for entry in entries:
+        if parts[-1] and held + entry.nbytes > max_nbytes:
+            parts.append([])
+            held = 0
+        parts[-1].append(entry)
+        held += entry.nbytes
+    if len(parts) == 1:
+        return [Output.of(SINGLE, parts[0])]
+    names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    return [Output.of(name, part) for name, part in zip(names, parts, strict=True)]
+
+
+def index_of(outputs: list[Output]) -> str:
+    """The JSON by which readers find each tensor's file."""
+    places = {name: output.name for output in outputs for name in output.offsets}
+    total = sum(output.nbytes - len(output.header) for output in outputs)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
+
+
+class OffsetWriter:
+    """Writes bytes to places in the files of one folder."""
+
+    def __init__(self, folder: Path, outputs: list[Output]) -> None:
+        self._folder = folder
+        self._places = {
+            n: (output.name, at) for output in outputs for n, at in output.offsets.items()
+        }
+        self._files: dict[str, int] = {}
+
+    def write(self, name: str, start: int, data: memoryview) -> None:
+        """`data` from byte `start` of the tensor `name`."""
+        file, offset = self._places[name]
+        if file not in self._files:
+            self._files[file] = os.open(self._folder / file, os.O_WRONLY)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._files[file], data[done:], offset + start + done)
+
+    def finish(self) -> None:
+        """Wait for the disk, and close."""
+        try:
+            for fd in self._files.values():
+                os.fsync(fd)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        for fd in self._files.values():
+            with suppress(OSError):
+                os.close(fd)
+        self._files.clear()
+
+
+class PretrainedFiles:
+    """The tensors of a folder of safetensors files, read by rows."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.places = dict(_places(directory))
+        self._open: dict[str, safe_open] = {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of a tensor, or all of a 0-dim one."""
+        found = self._slice(name)
+        if not found.get_shape():
+            return self._file(name).get_tensor(name)
+        return found[start:stop]
+
+    def _file(self, name: str) -> safe_open:
+        file = self.places[name]
+        if file not in self._open:
+            self._open[file] = _opened(self._directory / file)
+        return self._open[file]
+
+    def _slice(self, name: str) -> Any:
+        return self._file(name).get_slice(name)
+
+
+def _places(directory: Path) -> Iterator[tuple[str, str]]:
+    """(tensor, file) for each tensor that the folder's index names, or its files hold."""
+    if directory.is_file():
+        raise _not_pretrained(directory, "a file")
+    index = directory / INDEX
+    if index.exists():
+        try:
+            found = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise _not_pretrained(directory, f"an {INDEX} that cannot be read: {error}") from error
+        for file in set(found.values()):
+            if not (directory / file).exists():
+                raise _not_pretrained(directory, f"no {file}, which {INDEX} names")
+        yield from found.items()
+        return
+    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    if not files:
+        raise _not_pretrained(directory, "none")
+    for file in files:
+        for name in _opened(file).keys():  # noqa: SIM118 - not a dict
+            yield name, file.name
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except Exception as error:  # safetensors' own, which has no name to import either
+        raise CheckpointError(
+            expected(
+                f"file {path.name!r} of {str(path.parent)!r} to be in the safetensors format",
+                str(error),
+                hint="download or save it again",
+            )
+        ) from error
+
+
+def _not_pretrained(directory: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        expected(
+            f"safetensors files in {str(directory)!r}",
+            got,
+            hint="pass a folder that onefold.save_pretrained or transformers has saved",
+        )
+    )
