@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold import CheckpointError
+from onefold.checkpoint.export import export
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 
@@ -293,3 +294,74 @@ def test_training_goes_on_with_loaded_weights(tmp_path):
 
     for stage in (0, 1, 2, 3):
         assert run_ranks(2, body, stage) == [pytest.approx(wanted, rel=1e-6)] * 2
+
+
+# from checkpoints, without ranks
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_export_is_what_save_pretrained_writes(tmp_path, world):
+    """From the checkpoint alone, file for file, with a config.json; from masters where asked."""
+
+    def body(rank):
+        module = seeded(transformers.AutoModelForCausalLM.from_config, config("llama"))
+        module.to(torch.bfloat16)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        onefold.shard(module, optimizer, stage=3)
+        module(torch.arange(6)[None]).logits.float().square().mean().backward()
+        optimizer.step()
+        onefold.save(tmp_path / "checkpoint", module, optimizer)
+        onefold.save_pretrained(module, tmp_path / "saved", max_shard_nbytes=4000)
+
+    run_ranks(world, body)
+    done = export(tmp_path / "checkpoint", tmp_path / "exported", max_shard_nbytes=4000)
+    assert len(done.outputs) > 2
+    for path in (tmp_path / "saved").iterdir():
+        if path.name != "generation_config.json":
+            assert (tmp_path / "exported" / path.name).read_bytes() == path.read_bytes(), path.name
+    export(tmp_path / "checkpoint", tmp_path / "wide", dtype=torch.float32)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "wide", dtype=torch.float32
+    )
+    rounded = stored(tmp_path / "saved")
+    is_finer = False
+    for name, weight in opened.named_parameters():
+        assert torch.equal(weight.bfloat16(), rounded[name]), name
+        is_finer = is_finer or not torch.equal(weight, rounded[name].float())
+    assert is_finer
+
+
+def test_an_export_holds_a_few_megabytes_of_a_large_tensor(tmp_path, monkeypatch):
+    module = nn.Linear(1024, 4096, bias=False)
+    onefold.shard(module, stage=3)
+    onefold.save(tmp_path / "checkpoint", module)
+    largest: list[int] = []
+    real = torch.empty
+
+    def empty(*size: Any, **options: Any) -> Tensor:
+        found = real(*size, **options)
+        largest.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(torch, "empty", empty)
+    export(tmp_path / "checkpoint", tmp_path / "out")
+    assert 0 < max(largest) <= 8 << 20 < 4 * 1024 * 4096
+
+
+def test_an_export_refuses_what_it_cannot_do(tmp_path):
+    module = seeded(Model)
+    onefold.shard(module, stage=0)
+    onefold.save(tmp_path / "checkpoint", module)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CheckpointError, match="not to exist yet"):
+        export(tmp_path / "checkpoint", tmp_path / "there")
+    with pytest.raises(CheckpointError, match="nothing there"):
+        export(tmp_path / "nowhere", tmp_path / "out")
+    data = tmp_path / "checkpoint" / "__0_0.distcp"
+    bytes_there = bytearray(data.read_bytes())
+    bytes_there[len(bytes_there) // 2] ^= 4
+    data.write_bytes(bytes_there)
+    with pytest.raises(CheckpointError, match="__0_0"):
+        export(tmp_path / "checkpoint", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.glob(".*")] == []

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer as BytesLike
 
 BLOCK_NBYTES = 1 << 20
+SMALL_NBYTES = 1 << 16
 FLUSH_NBYTES = 32 << 20
 """Written bytes start on their way to the disk in portions of this size, while more are written."""
 
@@ -52,7 +53,8 @@ class BlockWriter(io.RawIOBase):
         super().__init__()
         self.name = path.name
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._nbytes = 0
+        self._small = bytearray()
+        self._nbytes = 0  # without those that are still small
         self._crc = 0
         self._blocks: list[str] = []
         self._flusher: ThreadPoolExecutor | None = None
@@ -63,11 +65,25 @@ class BlockWriter(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._nbytes
+        return self._nbytes + len(self._small)
 
     def write(self, data: BytesLike, /) -> int:
-        """Write all of `data`, block by block, each while it lies in the cache."""
+        """Write all of `data`; headers and other small pieces wait for company."""
         view = memoryview(data).cast("B")
+        if len(view) < SMALL_NBYTES:
+            self._small += view
+        if len(view) >= SMALL_NBYTES or len(self._small) >= SMALL_NBYTES:
+            self._write_small()
+        if len(view) >= SMALL_NBYTES:
+            self._write(view)
+        return len(view)
+
+    def _write_small(self) -> None:
+        small, self._small = self._small, bytearray()
+        self._write(memoryview(small))
+
+    def _write(self, view: memoryview) -> None:
+        """Block by block, each while it lies in the cache."""
         start = 0
         while start < len(view):
             room = BLOCK_NBYTES - self._nbytes % BLOCK_NBYTES
@@ -79,7 +95,6 @@ class BlockWriter(io.RawIOBase):
             if self._nbytes % BLOCK_NBYTES == 0:
                 self._end_block()
         self._flush_behind()
-        return len(view)
 
     def _end_block(self) -> None:
         self._blocks.append(f"{self._crc:08x}")
@@ -97,6 +112,7 @@ class BlockWriter(io.RawIOBase):
     def finish(self) -> FileRecord:
         """Wait until the disk has everything, close, and return what was written. Blocks."""
         try:
+            self._write_small()
             if self._nbytes % BLOCK_NBYTES:
                 self._end_block()
             if self._flushing is not None:

@@ -12,6 +12,7 @@ The first and the last two are the names that `torch.distributed.checkpoint.stat
 from __future__ import annotations
 
 import io
+import json
 import random
 import sys
 import zlib
@@ -173,6 +174,19 @@ def own_nbytes(state: object) -> int:
     if isinstance(state, DTensor):
         return state._local_tensor.nbytes
     return state.nbytes if isinstance(state, Tensor) else 0
+
+
+def config_of(module: nn.Module) -> dict[str, Any] | None:
+    """A Hugging Face model's configuration as JSON has it, with the class that it is of."""
+    to_json = getattr(getattr(module, "config", None), "to_json_string", None)
+    if not callable(to_json):
+        return None
+    found = json.loads(str(to_json(use_diff=False)))
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
+    found["architectures"] = [type(module).__name__]
+    if len(dtypes) == 1:
+        found["dtype"] = dtypes.pop()
+    return found
 
 
 # what belongs to one rank

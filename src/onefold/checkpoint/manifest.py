@@ -47,6 +47,7 @@ class Manifest:
     files: dict[str, FileRecord] = field(default_factory=dict)
     saved_at: str = ""  # UTC
     versions: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] | None = None  # of a Hugging Face model
     format: int = FORMAT
 
     def encode(self) -> bytes:

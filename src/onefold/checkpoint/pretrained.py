@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.checkpoint.contents import Subject, settle
+from onefold.checkpoint.contents import Subject, config_of, settle
 from onefold.checkpoint.directory import Draft, sync_folder
 from onefold.checkpoint.safetensors import (
     INDEX,
@@ -132,19 +132,6 @@ def write_small_files(folder: Path, outputs: list[Output], config: dict[str, Any
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     sync_folder(folder)
-
-
-def config_of(module: nn.Module) -> dict[str, Any] | None:
-    """A Hugging Face model's configuration as JSON has it, with the class that it is of."""
-    to_json = getattr(getattr(module, "config", None), "to_json_string", None)
-    if not callable(to_json):
-        return None
-    found = json.loads(str(to_json(use_diff=False)))
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
-    found["architectures"] = [type(module).__name__]
-    if len(dtypes) == 1:
-        found["dtype"] = dtypes.pop()
-    return found
 
 
 def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.Module:

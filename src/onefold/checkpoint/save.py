@@ -89,7 +89,8 @@ def save(
     state = {**contents.collect(subject), RANK: {str(engine.group.rank): (own,)}}  # one object
     manifest = Manifest(
         save_id=_shared_id(engine), step=engine.ledger.steps, stage=engine.stage,
-        world_size=engine.group.world_size, optimizers=subject.records(), **manifests.stamp(),
+        world_size=engine.group.world_size, optimizers=subject.records(),
+        config=contents.config_of(module), **manifests.stamp(),
     )  # fmt: skip
     writer = _write(engine, draft, subject, state)
     finishing = _Finishing(engine, draft, writer, manifest, keep)

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from onefold.checkpoint.blocks import BlockReader, Files
+from onefold.checkpoint.blocks import BlockReader, Damaged, Files
 from onefold.checkpoint.directory import METADATA
 from onefold.checkpoint.manifest import Manifest
 from onefold.errors import CheckpointError, expected
@@ -254,7 +254,7 @@ class Reader(dcp.FileSystemReader):
         sizes = _chunk_sizes(found, item.storage_index)
         if prod(item.lengths) == 0:
             return
-        start = info.offset + _data_offset(stream, info)
+        start = info.offset + data_offset(stream, info)
         is_rows = list(item.lengths[1:]) == sizes[1:]
         if not is_rows:
             whole = torch.empty(sizes, dtype=found.properties.dtype)
@@ -293,35 +293,31 @@ def _chunk_sizes(found: TensorStorageMetadata, index: MetadataIndex) -> list[int
     )
 
 
-def _data_offset(stream: BlockReader, info: Any) -> int:
-    """Where the elements start in what `torch.save` made of one tensor."""
-    archive: Any = torch._C.PyTorchFileReader(cast("Any", _Part(stream, info.offset, info.length)))
-    return archive.get_record_offset("data/0")
+_ELEMENTS = b"archive/data/0"
+"""The record of a zip archive in which `torch.save` to a stream puts a tensor's elements."""
+
+_HEADER_NBYTES, _HEAD_NBYTES = 30, 4096
 
 
-class _Part(io.RawIOBase):
-    """A stretch of a file as a file."""
+def data_offset(stream: BlockReader, info: Any) -> int:
+    """Where the elements start in what `torch.save` made of one tensor: behind a few small records.
 
-    def __init__(self, stream: BlockReader, offset: int, length: int) -> None:
-        super().__init__()
-        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        self._at = (0, self._at, self._length)[whence] + offset
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")
-        nbytes = max(0, min(len(view), self._length - self._at))
-        self._stream.read_at(self._offset + self._at, view[:nbytes])
-        self._at += nbytes
-        return nbytes
+    A record is a header (PKWARE APPNOTE 4.3.7), its name, padding and its bytes.
+    """
+    stream.seek(info.offset)
+    head = stream.read(min(_HEAD_NBYTES, info.length))
+    name = head.find(_ELEMENTS)
+    header = name - _HEADER_NBYTES
+    if header < 0 or head[header : header + 4] != b"PK\3\4":
+        raise Damaged(
+            expected(
+                f"a tensor at byte {info.offset} of file {stream.name!r}",
+                "something else",
+                hint="its metadata and its files are of different checkpoints; load an earlier one",
+            )
+        )
+    padding = int.from_bytes(head[header + 28 : header + 30], "little")
+    return name + len(_ELEMENTS) + padding
 
 
 def _read_into(stream: BlockReader, offset: int, tensor: Tensor) -> None:

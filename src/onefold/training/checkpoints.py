@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,8 @@ class Checkpoints:
         for name, each in self._stateful.items():
             each.load_state_dict(extra[name])
         self._saved = extra["step"]
+        if self._world.rank == 0:
+            _set_aside(Path(job.checkpoint), newer_than=extra["step"])
         told = "; ".join(str(each.message).splitlines()[0] for each in caught)
         return Resumed(extra["step"], told or f"loaded {_name(extra['step'])}")
 
@@ -112,6 +115,15 @@ class Checkpoints:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def _set_aside(directory: Path, *, newer_than: int) -> None:
+    """Hide checkpoints that could not be loaded: this run will come to their steps again."""
+    for path in directory.glob("step-*"):
+        if path.name > _name(newer_than):
+            aside = directory / f".{path.name}.damaged"
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def _holds_some(directory: Path) -> bool:

@@ -1,0 +1,64 @@
+"""`onefold export`: a checkpoint's weights as safetensors, on any machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from onefold.cli.arguments import SubParsers, add_json
+from onefold.errors import ConfigError, expected
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+DESCRIPTION = """\
+Write the weights of a checkpoint as safetensors, which `AutoModel.from_pretrained` opens. One
+process, a few MB of memory, no GPU; every byte that is read is verified."""
+
+
+def add_to(commands: SubParsers) -> None:
+    """Add the command's flags."""
+    summary = "write a checkpoint's weights as safetensors"
+    parser = commands.add_parser("export", help=summary, description=DESCRIPTION)
+    parser.set_defaults(run=run, dtype=None)
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of them")
+    parser.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
+    parser.add_argument("--dtype", default=argparse.SUPPRESS,
+                        help=f"{', '.join(DTYPES)} (default: as the weights were)")  # fmt: skip
+    parser.add_argument("--max-shard-size", default="5GB", help="largest file, as in 500MB")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    """Export, and say what was written."""
+    nbytes = _nbytes(arguments.max_shard_size)
+    if arguments.dtype not in (None, *DTYPES):
+        hint = "leave it out to keep the weights' own"
+        raise ConfigError(
+            expected(f"--dtype {', '.join(DTYPES)}", repr(arguments.dtype), hint=hint)
+        )
+    import torch
+
+    from onefold.checkpoint.export import export
+
+    dtype = None if arguments.dtype is None else getattr(torch, DTYPES[arguments.dtype])
+    done = export(arguments.checkpoint, arguments.out, dtype=dtype, max_shard_nbytes=nbytes)
+    files = {output.name: output.nbytes for output in done.outputs}
+    if arguments.json:
+        told = {"source": str(done.source), "step": done.step, "tensors": done.num_tensors}
+        print(json.dumps({**told, "files": files}))
+    else:
+        print(f"{done.source}, step {done.step:,d}: {done.num_tensors:,d} tensors")
+        for name, size in files.items():
+            print(f"{arguments.out}/{name}  {size:,d} bytes")
+    return 0
+
+
+def _nbytes(text: str) -> int:
+    number = text.upper().removesuffix("B").rstrip("KMG")
+    unit = text.upper()[len(number) :] or "B"
+    if not number.isdecimal() or int(number) == 0 or unit not in UNITS:
+        hint = "pass a number and B, KB, MB or GB, as in 500MB"
+        raise ConfigError(expected("--max-shard-size to be a size", repr(text), hint=hint))
+    return int(number) * UNITS[unit]

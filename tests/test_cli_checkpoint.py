@@ -1,0 +1,175 @@
+"""`onefold train --checkpoint`, `inspect` and `export`, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from onefold.cli.main import main
+from tests import crash_loop
+
+ONEFOLD = [sys.executable, "-m", "onefold"]
+SMALL = ["--batch", "4", "--seq", "16", "--ranks", "2"]
+LIMIT_S = 60
+
+
+def train(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*ONEFOLD, "train", *SMALL, *flags], capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+
+def test_a_run_that_was_cut_in_two_is_the_run_that_was_not(tmp_path):
+    """Same losses, step by step, as JSON has them; old checkpoints go."""
+    whole = train("--steps", "8", "--json")
+    folder = str(tmp_path / "runs")
+    # the schedule depends on the steps of the whole run, so the first half is stopped, not shorter
+    job = ["--steps", "8", "--checkpoint", folder, "--every", "2", "--keep", "2", "--json"]
+    first = train(*job)
+    losses = json.loads(whole.stdout)["losses"]
+    assert json.loads(first.stdout)["losses"] == losses
+    assert sorted(os.listdir(folder)) == ["step-00000006", "step-00000008"]
+    (tmp_path / "runs" / "step-00000008" / "manifest.json").unlink()
+    second = train(*job, "--resume")
+    told = json.loads(second.stdout)
+    assert told["first_step"] == 6
+    assert told["losses"] == losses[6:]
+    assert told["held_out"] == json.loads(whole.stdout)["held_out"]
+    assert "passed over step-00000008" in second.stderr
+
+
+@pytest.mark.parametrize(("stop", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_within_the_step_and_resume_goes_on(tmp_path, stop, code):
+    folder = tmp_path / "runs"
+    job = [*ONEFOLD, "train", *SMALL, "--steps", "100000", "--checkpoint", str(folder)]
+    process = subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdout.readline()
+    time.sleep(1.5)
+    process.send_signal(stop)
+    _, told = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code
+    (saved,) = list(folder.iterdir())
+    step = int(saved.name.removeprefix("step-"))
+    assert f"stopped after step {step:,d}, saved as {saved}; --resume goes on there" in told
+    more = train("--steps", str(step + 2), "--checkpoint", str(folder), "--resume", "--json")
+    assert json.loads(more.stdout)["first_step"] == step
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    """Also a rank that waits for one that will never answer."""
+    module = tmp_path / "sleepy.py"
+    module.write_text(
+        "import os, time, torch\nfrom onefold.training.model import GPT, PRESETS\n"
+        "class Sleepy(GPT):\n"
+        "    def forward(self, tokens):\n"
+        "        if self.training and os.environ['RANK'] == '1': time.sleep(600)\n"
+        "        return super().forward(tokens)\n"
+        "def build(): return Sleepy(PRESETS['tiny'], 16)\n"
+    )
+    job = [*ONEFOLD, "train", *SMALL, "--model", "sleepy:build", "--checkpoint", "runs"]
+    process = subprocess.Popen(
+        job, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdout.readline()
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None  # it waits for the step to end
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 143
+    assert time.monotonic() - start < 8
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--every", "2"], "--checkpoint beside --every"),
+        (["--resume"], "--checkpoint beside --resume"),
+        (["--checkpoint", "file"], "to be a directory"),
+        (["--checkpoint", "full"], "to be empty"),
+        (["--checkpoint", "new", "--every", "0"], "--every to be a whole number of at least 1"),
+        (["--checkpoint", "new", "--keep", "0"], "--keep to be a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_ranks_start(tmp_path, monkeypatch, capfd, flags, told):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full" / "step-00000003").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", *SMALL, *flags]) == 2
+    assert told in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "runs"
+    assert train("--steps", "2", "--checkpoint", str(folder)).returncode == 0
+    return folder
+
+
+def test_inspect_shows_what_a_checkpoint_holds(saved, capsys):
+    assert main(["inspect", str(saved)]) == 0
+    told = capsys.readouterr().out
+    assert "step 2, saved at stage 3 by 2 ranks" in told
+    assert "verified: no" in told
+    line = next(line for line in told.splitlines() if line.startswith("blocks.0.up.weight"))
+    kept = ["weight,", "exp_avg,", "exp_avg_sq,", "step"]
+    assert line.split()[1:] == ["512x128", "float32", *kept, "786,436"]
+    assert main(["inspect", str(saved), "--json", "--verify"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["world_size"], told["verified"]) == (2, 2, True)
+    assert {row["kind"] for row in told["tensors"]} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+    assert told["optimizers"] == ["torch.optim.adamw.AdamW"]
+
+
+def test_inspect_names_the_file_that_is_damaged(saved, capfd):
+    data = saved / "step-00000002" / "__1_0.distcp"
+    before = data.read_bytes()
+    data.write_bytes(before[:1000] + b"x" + before[1001:])
+    try:
+        assert main(["inspect", str(saved)]) == 0  # sizes are right
+        assert main(["inspect", str(saved), "--verify"]) == 1
+        assert "__1_0.distcp" in capfd.readouterr().err
+    finally:
+        data.write_bytes(before)
+
+
+def test_export_writes_safetensors(saved, tmp_path, capsys):
+    assert main(["export", str(saved), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert "37 tensors" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 1_700_000
+    flags = ["--max-shard-size", "500KB", "--json"]
+    assert main(["export", str(saved), str(tmp_path / "more"), *flags]) == 0
+    assert len(json.loads(capsys.readouterr().out)["files"]) > 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [(["--dtype", "int3"], "--dtype fp32"), (["--max-shard-size", "9XB"], "to be a size"),
+     (["--max-shard-size", "0MB"], "to be a size")],
+)  # fmt: skip
+def test_export_refuses_flags_it_does_not_know(saved, tmp_path, capsys, flags, told):
+    assert main(["export", str(saved), str(tmp_path / "out"), *flags]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.process
+@pytest.mark.timeout(180)
+def test_killed_again_and_again_a_run_ends_as_if_it_never_was(tmp_path):
+    """The short form of `python tests/crash_loop.py`, which kills 200 times."""
+    hit = crash_loop.loop(tmp_path, kills=12, steps=25, seed=3, is_async=True)
+    assert sum(hit.values()) == 12
