@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,64 @@ def test_loading_needs_no_second_copy_of_the_moments(tmp_path):
     run.train(BATCHES[1:2])
     for p, entry in run.optimizer.state.items():
         assert getattr(entry["exp_avg"], "_local_tensor", entry["exp_avg"]).data_ptr() == before[p]
+
+
+def accumulate(run: Run, micro_batches: list[Tensor], *, ends: bool) -> None:
+    """Micro-batches of one step, up to its end or not."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for i, batch in enumerate(micro_batches):
+        is_last = ends and i + 1 == len(micro_batches)
+        with nullcontext() if is_last else onefold.accumulate(run.module):
+            (next_token_loss(run.module, batch.chunk(world)[rank]) / 4).backward()
+    if ends:
+        nn.utils.clip_grad_norm_(run.module.parameters(), 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_save_between_micro_batches_goes_on_there(tmp_path, world, stage, dtype):
+    """Gradients so far are part of the run: the step ends with the bits it would have had."""
+
+    def save(rank):
+        run = start(stage, dtype=dtype).train(BATCHES[:1])
+        accumulate(run, BATCHES[:2], ends=False)
+        run.save(tmp_path / "saved")
+        accumulate(run, BATCHES[2:], ends=True)
+        return run.state()
+
+    def load(rank, other_stage):
+        run = start(other_stage, dtype=dtype, seed=3)
+        accumulate(run, BATCHES[:1], ends=False)  # whose gradients go
+        run.load(tmp_path / "saved")
+        accumulate(run, BATCHES[2:], ends=True)
+        return run.state()
+
+    wanted = run_ranks(world, save)[0]
+    for other_world in (1, 2, 3):
+        for other in STAGES:
+            for got in run_ranks(other_world, load, other):
+                if (other_world, other) == (world, stage):
+                    assert_equal_states(got, wanted)
+                elif dtype is None:
+                    for name, value in wanted.items():
+                        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_gradients_that_have_been_stepped_are_not_saved(tmp_path):
+    def body(rank):
+        run = start(3)
+        next_token_loss(run.module, BATCHES[0]).backward()
+        run.save(tmp_path / "before")
+        run.optimizer.step()
+        run.save(tmp_path / "after")
+
+    run_ranks(2, body)
+    for name, has_gradients in (("before", True), ("after", False)):
+        names = dcp.FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata
+        assert any(name.startswith("grad.") for name in names) == has_gradients
 
 
 # what ranks read and write

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,11 @@ LR = 3e-4
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A running engine: its step and, where it keeps one, its ledger."""
+    """A running engine: its step, its ledger where it keeps one, the library's own object."""
 
     step: Step
     ledger: Callable[[], dict[str, int]] | None = None
+    engine: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def deepspeed(case: Case, model: nn.Module, *, stage: int) -> Contestant:
             total += loss.detach() / len(micro_batches)
         return total.item()
 
-    return Contestant(step)
+    return Contestant(step, engine=engine)
 
 
 def onefold(case: Case, model: nn.Module, *, stage: int) -> Contestant:

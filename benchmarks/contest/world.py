@@ -77,13 +77,21 @@ def one_round(
 
 def run(case: Case, engine: str, *, timeout: float = 600.0) -> list[dict[str, Any]]:
     """Train with fresh ranks and return what each measured, as plain dicts in rank order."""
+    return run_ranks(case.ranks, _train, case, engine, timeout=timeout)
+
+
+def run_ranks(
+    ranks: int, body: Callable[..., dict[str, Any]], *arguments: Any, timeout: float = 600.0
+) -> list[dict[str, Any]]:
+    """Call `body(rank, *arguments)` in fresh processes that know each other's addresses."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     port = _free_port()
     started = []
-    for rank in range(case.ranks):
+    for rank in range(ranks):
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(case, engine, rank, port, theirs))
+        place = (rank, ranks, port)
+        process = context.Process(target=_main, args=(place, theirs, body, arguments))
         process.start()
         theirs.close()
         started.append((process, mine))
@@ -119,18 +127,20 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _main(case: Case, engine: str, rank: int, port: int, pipe: Connection) -> None:
+def _main(
+    place: tuple[int, int, int],
+    pipe: Connection,
+    body: Callable[..., dict[str, Any]],
+    arguments: tuple[Any, ...],
+) -> None:
+    rank, ranks, port = place
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks),
-        LOCAL_WORLD_SIZE=str(case.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
-    if case.device == "cuda":
-        os.environ["LOCAL_RANK"] = "0"  # all ranks share the one device
-    if case.device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
     _silence()
     try:
-        pipe.send(asdict(_measure(case, engine, rank)))
+        pipe.send(body(rank, *arguments))
     except Exception:
         pipe.send(traceback.format_exc())
     pipe.close()
@@ -142,6 +152,14 @@ def _silence() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+
+
+def _train(rank: int, case: Case, engine: str) -> dict[str, Any]:
+    if case.device == "cuda":
+        os.environ["LOCAL_RANK"] = "0"  # all ranks share the one device
+    if case.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    return asdict(_measure(case, engine, rank))
 
 
 def _measure(case: Case, engine: str, rank: int) -> Rank:

@@ -4,9 +4,11 @@
     master.FQN                  fp32 masters of narrower weights
     optim.state.FQN.KEY         moments, step counts: whatever the optimizer keeps per parameter
     optim.param_groups.I.KEY    hyper-parameters; `params` are names
+    grad.FQN                    the mean of gradients since the last step, between micro-batches
+    partial.R.FQN               those of rank R that no reduction has averaged yet
     rank.R                      what belongs to one rank: random states, its `extra`, its buffers
 
-The first and the last two are the names that `torch.distributed.checkpoint.state_dict` gives.
+`model` and `optim` have the names that `torch.distributed.checkpoint.state_dict` gives them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from onefold.runtime.engine import Engine
 from onefold.state.parameter import UnitParameter
 
 MODEL, MASTER, OPTIM, RANK = "model", "master", "optim", "rank"
+GRAD, PARTIAL = "grad", "partial"
 
 
 @dataclass(slots=True)
@@ -157,6 +160,13 @@ def collect(subject: Subject) -> dict[str, Any]:
         }
         groups = [_named(group, subject) for group in subject.groups()]
         found[OPTIM] = {"state": state, "param_groups": groups}
+    for gradient in subject.engine.gradients.values():
+        means, partial = gradient.accumulated()
+        for parameter, mean in means.items():
+            found.setdefault(GRAD, {})[parameter.fqn] = parameter.wrap(mean)
+        for parameter, grad in partial.items():
+            own = found.setdefault(PARTIAL, {}).setdefault(str(subject.rank), {})
+            own[parameter.fqn] = grad
     return found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from onefold.checkpoint.contents import MASTER, MODEL, OPTIM, RANK, Subject
+from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK, Subject
 from onefold.checkpoint.directory import Found
 from onefold.checkpoint.manifest import Manifest
 from onefold.errors import CheckpointError, expected
@@ -36,8 +36,8 @@ class Targets:
         self._prefix = self._find_prefix()
         self._paths = self._optimizer_paths()
         self._extra_paths = self._extra_state_paths()
-        saved_ranks = sum(name.startswith(f"{RANK}.") for name in self._names)
-        self.own_rank = subject.rank % max(1, saved_ranks)
+        self.saved_ranks = max(1, sum(name.startswith(f"{RANK}.") for name in self._names))
+        self.own_rank = subject.rank % self.saved_ranks
         self._refuse(self._model_mismatches() + self._optimizer_mismatches())
 
     # names
@@ -108,7 +108,7 @@ class Targets:
         return found
 
     def _model_names(self) -> list[str]:
-        ours = tuple(f"{kind}." for kind in (MASTER, OPTIM, RANK))
+        ours = tuple(f"{kind}." for kind in (MASTER, OPTIM, GRAD, PARTIAL, RANK))
         return [
             name.removeprefix(self._prefix)
             for name in self._names
@@ -175,6 +175,8 @@ class Targets:
         wanted: dict[str, Any] = {}
         for parameter in self.subject.parameters():
             wanted[self._source(parameter)] = parameter.wrap(parameter.stepped)
+            for name in self._gradients(parameter):
+                wanted[name] = self._gradient_target(name, parameter)
         for name, buffer in self.subject.buffers().items():
             wanted[self._prefix + name] = buffer
         if self.subject.optimizers:
@@ -188,6 +190,45 @@ class Targets:
         assert isinstance(saved, TensorStorageMetadata), "mismatches were refused"
         is_alike = saved.properties.dtype == parameter.unit.stepped.dtype
         return weight if is_alike or master not in self._names else master
+
+    def _gradients(self, parameter: UnitParameter) -> list[str]:
+        """Names of gradients between micro-batches: the mean, partials of own or of all ranks."""
+        mean = f"{GRAD}.{parameter.fqn}"
+        ranks = range(self.saved_ranks)
+        partial = [f"{PARTIAL}.{rank}.{parameter.fqn}" for rank in ranks]
+        if self._keeps_partials:
+            partial = partial[self.own_rank : self.own_rank + 1]
+        return [name for name in (mean, *partial) if name in self._names]
+
+    @property
+    def _keeps_partials(self) -> bool:
+        """Each rank goes on with its own; else all of them are averaged where they rest."""
+        is_same_world = self.saved_ranks == self.subject.engine.group.world_size
+        return is_same_world and self.subject.engine.stage < 3
+
+    def _gradient_target(self, name: str, parameter: UnitParameter) -> Tensor:
+        unit = parameter.unit
+        if name.startswith(f"{PARTIAL}.") and self._keeps_partials:
+            options = {"dtype": unit.compute_dtype, "device": unit.setting.store.device}
+            return torch.empty(parameter.slot.shape, **options)
+        return parameter.wrap(torch.empty_like(parameter.local, requires_grad=False))
+
+    def _restore_gradients(self, tensors: dict[str, Any]) -> None:
+        for unit in self.subject.engine.units:
+            means: dict[UnitParameter, Tensor] = {}
+            partial: dict[UnitParameter, Tensor] = {}
+            for parameter in unit.parameters:
+                for name in self._gradients(parameter):
+                    value = tensors[name]
+                    if not name.startswith(f"{PARTIAL}."):
+                        means[parameter] = parameter.unwrap(value)
+                    elif self._keeps_partials:
+                        partial[parameter] = value
+                    else:
+                        share = parameter.unwrap(value) / self.saved_ranks
+                        before = means.get(parameter)
+                        means[parameter] = share if before is None else before + share
+            unit.gradient.restore(means, partial)
 
     def _states(self) -> dict[str, Any]:
         by_fqn: defaultdict[str, list[str]] = defaultdict(list)
@@ -241,6 +282,7 @@ class Targets:
                 part.set_extra_state(extra_states[name])
         if self.manifest is not None:
             engine.ledger.steps = self.manifest.step
+        self._restore_gradients(tensors)
         if not self.subject.optimizers:
             return
         for group, saved in zip(self.subject.groups(), self._groups(objects), strict=True):

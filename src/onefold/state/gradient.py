@@ -44,6 +44,7 @@ class UnitGradient:
         self.is_discarding = False  # an aborted backward: results that still arrive are dropped
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
+        self._reduced_at = -1  # steps that were done when a mean was last shown
         self._cuts: dict[tuple[int, ...], Cut] = {}
         self._spreading = DONE  # stage 0: reduced rows on their way to every rank
         self._gap_index: Tensor | None = None
@@ -120,6 +121,42 @@ class UnitGradient:
                 parameter.whole.grad = None
         self._count_reduced(list(self.partial))
 
+    # between micro-batches, for checkpoints
+
+    def accumulated(self) -> tuple[dict[UnitParameter, Tensor], dict[UnitParameter, Tensor]]:
+        """What backward has left since the last step: own rows of means, and whole partials."""
+        with torch._C.DisableTorchFunctionSubclass():
+            partial = {p: p.whole.grad for p in self.partial if p.whole.grad is not None}
+            means = {
+                p: p.unwrap(grad)
+                for p in self.unit.parameters
+                if (grad := p.face.grad) is not None
+                and self._reduced_at == self._ledger.steps
+                and (p not in partial or grad is self.shown.get(p))
+            }
+        return means, partial
+
+    def restore(
+        self, means: dict[UnitParameter, Tensor], partial: dict[UnitParameter, Tensor]
+    ) -> None:
+        """Undo `accumulated`, in place of whatever gradients there are."""
+        self.drop_partial()
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter in self.unit.parameters:
+                parameter.face.grad = None
+            self.drop_cleared()
+            if means and self.unit.setting.world_size > 1:
+                self._prepare_reduced(list(means))
+            for parameter, mean in means.items():
+                if self.unit.setting.world_size > 1:
+                    mean = self._rest_view(parameter).copy_(mean)
+                self.shown[parameter] = parameter.face.grad = parameter.wrap_grad(mean)
+            for parameter, grad in partial.items():
+                parameter.whole.grad = grad
+                self._hold(parameter, grad.nbytes)
+        self._reduced_at = self._ledger.steps
+        self.rest_partial()
+
     # reduced
 
     def start_reduce(self) -> Ticket:
@@ -137,6 +174,7 @@ class UnitGradient:
         """World 1: the partial gradient is the mean already."""
         if self.is_discarding:
             return
+        self._reduced_at = self._ledger.steps
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._take_back_partials()
             for parameter in parameters:
@@ -234,6 +272,7 @@ class UnitGradient:
     def _show_all(self, parameters: Iterable[UnitParameter]) -> None:
         if self.is_discarding:
             return
+        self._reduced_at = self._ledger.steps
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in parameters:
                 self._show(parameter)
