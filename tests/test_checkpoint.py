@@ -469,6 +469,41 @@ def test_a_rank_reads_no_more_than_its_rows_and_block_ends(tmp_path, monkeypatch
     assert 2 * whole_model <= sum(read) <= 2 * whole_model * 1.3
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_files_of_many_chunks_come_back_from_any_cut(tmp_path, world, monkeypatch):
+    """Past the page cache and read ahead, with archives' headers across chunks; and without."""
+    from onefold.checkpoint import disk
+
+    build = lambda: nn.ModuleList(nn.Linear(511, 1 + 97 * i) for i in range(24))
+
+    def save(rank, name, wait):
+        module = seeded(build)
+        onefold.shard(module, stage=3)
+        onefold.save(tmp_path / name, module, wait=wait).wait()
+        with onefold.unsharded(module):
+            return [p.detach().clone() for p in module.parameters()]
+
+    def load(rank, name):
+        module = seeded(build, seed=4)
+        onefold.shard(module, stage=1)
+        onefold.load(tmp_path / name, module)
+        with onefold.unsharded(module):
+            return [p.detach().clone() for p in module.parameters()]
+
+    wanted = run_ranks(world, save, "direct", True)[0]
+    assert sum(p.nbytes for p in wanted) > 25 * disk.READ_CHUNK_NBYTES
+    run_ranks(world, save, "cached", False)
+    monkeypatch.setattr(disk, "_O_DIRECT", 0)
+    run_ranks(world, save, "without", True)
+    for name in ("direct", "cached", "without"):
+        for other in (1, 2, 3):
+            if name == "direct":
+                monkeypatch.undo()
+            for got in run_ranks(other, load, name):
+                for a, b in zip(got, wanted, strict=True):
+                    assert torch.equal(a, b)
+
+
 # bad input
 
 

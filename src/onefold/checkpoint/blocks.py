@@ -10,12 +10,12 @@ import io
 import os
 import zlib
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onefold.checkpoint.disk import READ_CHUNK_NBYTES, CachedSink, DirectSink, ReadAhead, Sink
 from onefold.errors import CheckpointError, expected
 
 if TYPE_CHECKING:
@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 BLOCK_NBYTES = 1 << 20
 SMALL_NBYTES = 1 << 16
-FLUSH_NBYTES = 32 << 20
-"""Written bytes start on their way to the disk in portions of this size, while more are written."""
-
 HELD_BLOCKS = 2
-AHEAD_NBYTES = 16 << 20
-"""The system is asked for this much of a file before it is read."""
 
 
 class Damaged(CheckpointError):
@@ -47,19 +42,20 @@ class FileRecord:
 
 
 class BlockWriter(io.RawIOBase):
-    """A new file that is written from front to back, and notes its checksums on the way."""
+    """A new file that is written from front to back, and notes its checksums on the way.
 
-    def __init__(self, path: Path) -> None:
+    Past the page cache; or with `is_cached` into it, so that `write` returns when it has a copy.
+    """
+
+    def __init__(self, path: Path, *, is_cached: bool = False) -> None:
         super().__init__()
         self.name = path.name
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._sink: Sink = CachedSink(fd) if is_cached else DirectSink(fd)
         self._small = bytearray()
         self._nbytes = 0  # without those that are still small
         self._crc = 0
         self._blocks: list[str] = []
-        self._flusher: ThreadPoolExecutor | None = None
-        self._flushing: Future[None] | None = None
-        self._flushed = 0
 
     def writable(self) -> bool:
         return True
@@ -89,25 +85,15 @@ class BlockWriter(io.RawIOBase):
             room = BLOCK_NBYTES - self._nbytes % BLOCK_NBYTES
             piece = view[start : start + room]
             self._crc = zlib.crc32(piece, self._crc)
-            _write_all(self._fd, piece)
+            self._sink.write(piece)
             self._nbytes += len(piece)
             start += len(piece)
             if self._nbytes % BLOCK_NBYTES == 0:
                 self._end_block()
-        self._flush_behind()
 
     def _end_block(self) -> None:
         self._blocks.append(f"{self._crc:08x}")
         self._crc = 0
-
-    def _flush_behind(self) -> None:
-        """Have the disk work while the next portion is copied."""
-        is_idle = self._flushing is None or self._flushing.done()
-        if is_idle and self._nbytes - self._flushed >= FLUSH_NBYTES:
-            if self._flusher is None:
-                self._flusher = ThreadPoolExecutor(1, "onefold-flush")
-            self._flushed = self._nbytes
-            self._flushing = self._flusher.submit(os.fdatasync, self._fd)
 
     def finish(self) -> FileRecord:
         """Wait until the disk has everything, close, and return what was written. Blocks."""
@@ -115,29 +101,27 @@ class BlockWriter(io.RawIOBase):
             self._write_small()
             if self._nbytes % BLOCK_NBYTES:
                 self._end_block()
-            if self._flushing is not None:
-                self._flushing.result()
-            os.fsync(self._fd)
+            self._sink.finish()
         finally:
-            self.abandon()
+            self._sink.close()
         return FileRecord(self._nbytes, "".join(self._blocks))
 
     def abandon(self) -> None:
         """Close without waiting for the disk."""
-        if self._flusher is not None:
-            self._flusher.shutdown()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._sink.close()
 
 
 class BlockReader(io.RawIOBase):
     """A file that is read through its checksums, from anywhere.
 
-    Raises `CheckpointError` naming the file at the first byte that is not as it was written.
+    Stretches [start, stop) that will be read, in their order, can be announced: they are then read
+    ahead, at the disk's speed. Raises `Damaged` naming the file at the first byte that is not as it
+    was written.
     """
 
-    def __init__(self, path: Path, record: FileRecord) -> None:
+    def __init__(
+        self, path: Path, record: FileRecord, announced: Iterable[tuple[int, int]] = ()
+    ) -> None:
         super().__init__()
         check_size(path, record)
         self.name = path.name
@@ -145,9 +129,11 @@ class BlockReader(io.RawIOBase):
         self._record = record
         self._fd = os.open(path, os.O_RDONLY)
         self._at = 0
-        self._asked = 0
-        # an archive's directory is read before its elements: with two blocks, each is read once
+        # verified blocks of which more may be wanted
         self._held: OrderedDict[int, memoryview] = OrderedDict()
+        chunks = _chunks_of(announced)
+        # a descriptor of its own, whose flags are not ours
+        self._ahead = ReadAhead(os.open(path, os.O_RDONLY), chunks) if len(chunks) > 1 else None
 
     def readable(self) -> bool:
         return True
@@ -172,70 +158,79 @@ class BlockReader(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
+            if self._ahead is not None:
+                self._ahead.close()
             os.close(self._fd)
         super().close()
 
     def read_at(self, offset: int, view: memoryview) -> None:
-        """Fill `view` from byte `offset`; whole blocks go straight to their place."""
+        """Fill `view` from byte `offset`."""
         done = 0
         while done < len(view):
             index, skip = divmod(offset + done, BLOCK_NBYTES)
-            length = min(BLOCK_NBYTES, self._record.nbytes - index * BLOCK_NBYTES)
-            if skip == 0 and len(view) - done >= length and index not in self._held:
-                self._fill(index, view[done : done + length])
-                done += length
-                continue
-            piece = min(length - skip, len(view) - done)
-            view[done : done + piece] = self._hold(index, length)[skip : skip + piece]
+            piece = min(self._length(index) - skip, len(view) - done)
+            view[done : done + piece] = self._verified(index)[skip : skip + piece]
             done += piece
 
-    def _hold(self, index: int, length: int) -> memoryview:
-        """A block of which a part is wanted; the two that were used last stay."""
-        block = self._held.pop(index, None)
-        if block is None:
-            is_full = len(self._held) == HELD_BLOCKS
-            room = (
-                self._held.popitem(last=False)[1]
-                if is_full
-                else memoryview(bytearray(BLOCK_NBYTES))
-            )
-            self._fill(index, room[:length])
-            block = room
-        self._held[index] = block
-        return block
-
     def verify(self) -> None:
-        """Read everything once, from the disk where the system has not changed it since."""
-        with suppress(OSError):
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        room = memoryview(bytearray(BLOCK_NBYTES))
-        for index in range(0, -(-self._record.nbytes // BLOCK_NBYTES)):
-            length = min(BLOCK_NBYTES, self._record.nbytes - index * BLOCK_NBYTES)
-            self._fill(index, room[:length])
+        """Read everything once."""
+        for index in range(-(-self._record.nbytes // BLOCK_NBYTES)):
+            self._verified(index)
 
-    def _fill(self, index: int, view: memoryview) -> None:
-        start = index * BLOCK_NBYTES
-        self._ask_ahead(start)
-        done = 0
-        while done < len(view):
-            got = os.preadv(self._fd, [view[done:]], start + done)
-            if got == 0:
-                raise damaged(self._path, f"{start + done}")
-            done += got
-        if f"{zlib.crc32(view):08x}" != self._record.crc_of(index):
+    def _length(self, index: int) -> int:
+        return min(BLOCK_NBYTES, self._record.nbytes - index * BLOCK_NBYTES)
+
+    def _verified(self, index: int) -> memoryview:
+        """A block's bytes, once they have passed their checksum; the last two stay at hand."""
+        block = self._held.get(index)
+        if block is not None:
+            return block
+        block = self._from_ahead(index)
+        if block is None:
+            block = self._from_file(index)
+        if f"{zlib.crc32(block):08x}" != self._record.crc_of(index):
+            start = index * BLOCK_NBYTES
             raise Damaged(
                 expected(
                     f"file {self.name!r} of checkpoint {str(self._path.parent)!r} as it was saved",
-                    f"other bytes between {start} and {start + len(view)}",
+                    f"other bytes between {start} and {start + len(block)}",
                     hint=LOAD_ANOTHER,
                 )
             )
+        self._held[index] = block
+        return block
 
-    def _ask_ahead(self, start: int) -> None:
-        if not self._asked - AHEAD_NBYTES <= start < self._asked - AHEAD_NBYTES // 2:
-            self._asked = start + AHEAD_NBYTES
-            with suppress(OSError):
-                os.posix_fadvise(self._fd, start, AHEAD_NBYTES, os.POSIX_FADV_WILLNEED)
+    def _from_ahead(self, index: int) -> memoryview | None:
+        """A block out of a chunk that was read ahead. Older chunks are overwritten."""
+        if self._ahead is None:
+            return None
+        number, skip = divmod(index * BLOCK_NBYTES, READ_CHUNK_NBYTES)
+        chunk = self._ahead.get(number)
+        self._held.clear()
+        if chunk is None or len(chunk) < skip + self._length(index):
+            return None
+        return chunk[skip : skip + self._length(index)]
+
+    def _from_file(self, index: int) -> memoryview:
+        while len(self._held) >= HELD_BLOCKS:
+            self._held.popitem(last=False)
+        block = memoryview(bytearray(self._length(index)))
+        done = 0
+        while done < len(block):
+            got = os.preadv(self._fd, [block[done:]], index * BLOCK_NBYTES + done)
+            if got == 0:
+                raise damaged(self._path, f"{index * BLOCK_NBYTES + done}")
+            done += got
+        return block
+
+
+def _chunks_of(stretches: Iterable[tuple[int, int]]) -> list[int]:
+    """Numbers of the chunks that cover stretches [start, stop), each once, ascending."""
+    found: list[int] = []
+    for start, stop in sorted(stretches):
+        first = max(start // READ_CHUNK_NBYTES, found[-1] + 1 if found else 0)
+        found += range(first, -(-stop // READ_CHUNK_NBYTES))
+    return found
 
 
 LOAD_ANOTHER = "the disk or a copy has damaged it; load an earlier checkpoint"
@@ -246,10 +241,11 @@ class Files:
     """The files that one rank writes into one directory."""
 
     folder: Path
+    is_cached: bool = False
     writers: list[BlockWriter] = field(default_factory=list)
 
     def create(self, name: str) -> BlockWriter:
-        writer = BlockWriter(self.folder / name)
+        writer = BlockWriter(self.folder / name, is_cached=self.is_cached)
         self.writers.append(writer)
         return writer
 
@@ -258,7 +254,7 @@ class Files:
         records = {writer.name: writer.finish() for writer in self.writers}
         if verify:
             for name, record in records.items():
-                with BlockReader(self.folder / name, record) as reader:
+                with BlockReader(self.folder / name, record, [(0, record.nbytes)]) as reader:
                     reader.verify()
         return records
 
@@ -287,8 +283,3 @@ def damaged(path: Path, got: str, wanted: int | None = None) -> Damaged:
             hint=LOAD_ANOTHER,
         )
     )
-
-
-def _write_all(fd: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(fd, view) :]

@@ -139,7 +139,11 @@ def _copy(
             if name not in readers:
                 for reader in readers.values():
                     reader.close()
-                readers = {name: BlockReader(found.path / name, found.manifest.files[name])}
+                own = [
+                    (i.offset, i.offset + i.length) for i, _ in pieces if i.relative_path == name
+                ]
+                record = found.manifest.files[name]
+                readers = {name: BlockReader(found.path / name, record, own)}
             saved = metadata.state_dict_metadata[index.fqn]
             assert isinstance(saved, TensorStorageMetadata), "a weight is a tensor"
             chunk = next(c for c in saved.chunks if c.offsets == index.offset)

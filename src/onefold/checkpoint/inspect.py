@@ -50,7 +50,7 @@ def inspect(directory: Path, *, verify: bool) -> Inspection:
     metadata = read_metadata(found.path, found.manifest)
     if verify and found.manifest is not None:
         for name, record in found.manifest.files.items():
-            with BlockReader(found.path / name, record) as reader:
+            with BlockReader(found.path / name, record, [(0, record.nbytes)]) as reader:
                 reader.verify()
     tensors = list(_rows(metadata))
     named = {name for name, _ in tensors}

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from onefold.checkpoint.blocks import Damaged
 from onefold.checkpoint.contents import RANK, Subject, restore_random_states, settle
 from onefold.checkpoint.directory import Found, find
-from onefold.checkpoint.save import finish_pending, first_failure, quiet
+from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
 from onefold.checkpoint.together import together
@@ -129,7 +129,7 @@ def _read(
     """Read by name: tensors in place, objects as new values."""
     handle = subject.engine.group.handle
     try:
-        with quiet():
+        with planning():
             dcp.load(
                 wanted,
                 storage_reader=Reader(found.path, found.manifest, targets.metadata),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
@@ -94,17 +95,51 @@ class _Streams(filesystem.FileSystem):
         yield self.files.create(Path(path).name)
 
 
+class _ArchiveChecksums:
+    """torch's switch for checksums inside the archives of `torch.save`: ours cover every byte.
+
+    It is one for the process, in which ranks may be threads: the last to leave puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._before = torch.serialization.get_crc32_options()
+                torch.serialization.set_crc32_options(False)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    torch.serialization.set_crc32_options(self._before)
+
+
+_archive_checksums = _ArchiveChecksums()
+
+
 class Writer(dcp.FileSystemWriter):
     """Writes one rank's pieces; `files.finish()` afterwards waits for the disk."""
 
-    def __init__(self, folder: Path, aliases: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, aliases: Mapping[str, str], *, is_cached: bool) -> None:
         super().__init__(folder, sync_files=False)
-        self.files = Files(folder)
+        self.files = Files(folder, is_cached)
         self.fs = _Streams(self.files)
         self._aliases = aliases
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id, modules=[MARK])
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        with _archive_checksums.off():
+            return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`; a tied weight goes by all its names, and lies there once."""
@@ -236,12 +271,27 @@ class Reader(dcp.FileSystemReader):
         items = sorted(((self.storage_data[i.storage_index], i) for i in plan.items), key=_place)
         for name, of_file in groupby(items, key=lambda each: each[0].relative_path):
             record = self._manifest.files[name]
-            with BlockReader(self._folder / name, record) as stream:
-                for info, item in of_file:
+            pieces = list(of_file)
+            announced = [self._stretch(info, item) for info, item in pieces]
+            with BlockReader(self._folder / name, record, announced) as stream:
+                for info, item in pieces:
                     self._read(stream, info, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _stretch(self, info: Any, item: ReadItem) -> tuple[int, int]:
+        """Where in its file a piece's wanted rows lie, give or take the archive's small records."""
+        found = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        if not isinstance(found, TensorStorageMetadata) or not item.lengths:
+            return info.offset, info.offset + info.length
+        sizes = _chunk_sizes(found, item.storage_index)
+        row_nbytes = prod(sizes[1:]) * found.properties.dtype.itemsize
+        start = info.offset + item.storage_offsets[0] * row_nbytes
+        stop = start + _HEAD_NBYTES + item.lengths[0] * row_nbytes
+        return (start if item.storage_offsets[0] else info.offset), min(
+            stop, info.offset + info.length
+        )
 
     def _read(self, stream: BlockReader, info: Any, item: ReadItem, planner: LoadPlanner) -> None:
         if item.type == LoadItemType.BYTE_IO:

@@ -238,6 +238,7 @@ class Targets:
         for optimizer in self.subject.optimizers:
             flats: dict[tuple[Unit, Any], Tensor] = {}
             binding = bind(optimizer, self.subject.engine)
+            binding.forget(optimizer)  # or the old moments and the new ones would be held at once
             held = [p for p, owner in self.subject.states() if owner is optimizer]
             for parameter in binding.kept_here(held):
                 for name in by_fqn[parameter.fqn]:
@@ -259,7 +260,7 @@ class Targets:
             return self._empty(saved, unit.setting.store.device)
         key = (unit, self._paths[name][3:])
         if key not in flats:
-            flats[key] = torch.zeros_like(unit.stepped)
+            flats[key] = _blank_like(unit)
         rank = unit.setting.rest_rank
         start = parameter.slot.shard_offsets[rank]
         rows = flats[key][start : start + parameter.local.numel()].view(parameter.local.shape)
@@ -293,6 +294,13 @@ class Targets:
             optimizer.state.pop(parameter.face, None)
             if parameter.fqn in states:
                 optimizer.state[parameter.face] = states[parameter.fqn]
+
+
+def _blank_like(unit: Unit) -> Tensor:
+    """A state [own rows of a unit], of which everything will be read but the gaps."""
+    flat = torch.empty_like(unit.stepped, requires_grad=False)
+    gaps = torch.tensor(unit.rest.gaps(unit.setting.rest_rank), dtype=torch.int64)
+    return flat.index_fill_(0, gaps.to(flat.device), 0)
 
 
 def _nested(values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:

@@ -57,6 +57,10 @@ class StepStrategy(Protocol):
         """Those whose state this rank keeps: own rows of each, or some of them whole."""
         ...
 
+    def forget(self) -> None:
+        """Let go of all state: other state will be imported before the next step."""
+        ...
+
     def enter(
         self, groups: list[list[UnitParameter]], rules: Sequence[BlockedAdam | None]
     ) -> list[list[Tensor]]:
@@ -122,6 +126,13 @@ class OptimizerBinding:
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Those of the optimizer's parameters whose state this rank keeps."""
         return self._strategy.kept_here(parameters)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Free the optimizer's state of our parameters, before other state is read."""
+        self._strategy.forget()
+        self._shown = {}
+        for tensor in [tensor for tensor in optimizer.state if self.parameter(tensor) is not None]:
+            del optimizer.state[tensor]
 
     def take_over(self, flats: Sequence[Tensor]) -> None:
         """Step states that will be assigned as views of `flats` where they lie, without a copy.

@@ -67,6 +67,13 @@ class FlatStep:
             name: _own_rows(parameter, name, value) for name, value in state.items()
         }
 
+    def forget(self) -> None:
+        """Drop every run, and what its parameters were shown."""
+        self._by_tensor, self._runs, self._key = {}, [], None
+        self._imported.clear()
+        self._shown.clear()
+        self.own.clear()
+
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """All: every rank keeps own rows."""
         return list(parameters)

@@ -34,6 +34,10 @@ class WholeStep:
         """Keep whole per-parameter state, as loaded."""
         self._state[parameter] = state
 
+    def forget(self) -> None:
+        """Drop all states; who owns which parameter stays."""
+        self._state.clear()
+
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Those that this rank steps. Asking decides it, if no step has yet."""
         self._assign(list(parameters))
