@@ -26,15 +26,15 @@ from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from contest.case import Case, batches, touch_libraries
 from contest.engines import deepspeed, ordinary_step
+from contest.keeping import DISK, HEAD, OURS, rows
 from contest.results import RESULTS, provenance, rounded
-from contest.summary import Round, Spread
+from contest.summary import Round
 from contest.world import Memory, one_round, run_ranks
 from rich.console import Console
 from rich.table import Table
@@ -43,12 +43,6 @@ from torch import nn
 from onefold.training.model import GPT, GPTConfig
 
 WIDTH, HEADS = 768, 12
-DISK = "the disk"
-OURS = "onefold 3"
-COLUMNS = {
-    "saved": "save s", "durable": "durable s", "copied": "async s", "loaded": "load s",
-    "save_extra": "save memory", "load_extra": "load memory",
-}  # fmt: skip
 CHUNK_NBYTES = 8 << 20
 
 
@@ -221,39 +215,11 @@ def _forget(folder: Path) -> None:
 def show(console: Console, rounds: list[Round]) -> None:
     """Medians, and the bandwidth beside the disk's."""
     table = Table(title=f"{len(rounds)} rounds: medians, highest rank", title_justify="left")
-    for column in ("", *COLUMNS.values(), "write GB/s", "read GB/s", "write / disk", "read / disk"):
+    for column in HEAD:
         table.add_column(column, justify="right" if column else "left")
-    for name in (DISK, *(name for name in KEEPERS if name in rounds[0])):
-        cells = []
-        for what in COLUMNS:
-            values = [
-                _of(found, name, what)
-                for found in rounds
-                if name in found and what in found[name][0]
-            ]
-            shown = f"{median(values):.2f}" if values else ""
-            is_bytes = what.endswith("extra")
-            cells.append(f"{median(values) / 1e6:.0f} MB" if is_bytes and values else shown)
-        for what in ("durable", "loaded"):
-            speeds = [_speed(found, name, what) for found in rounds if name in found]
-            cells.append(f"{median(speeds) / 1e9:.2f}")
-        for what in ("durable", "loaded"):
-            ratios = [
-                _speed(f, name, what) / _speed(f, DISK, what)
-                for f in rounds
-                if {DISK, name} <= f.keys()
-            ]
-            cells.append(str(Spread.of(ratios)) if ratios else "")
-        table.add_row(name, *cells)
+    for row in rows(rounds):
+        table.add_row(*row)
     console.print(table)
-
-
-def _of(found: Round, name: str, what: str) -> float:
-    return max(rank[what] for rank in found[name])
-
-
-def _speed(found: Round, name: str, what: str) -> float:
-    return _of(found, name, "nbytes") / _of(found, name, what)
 
 
 def main() -> int:

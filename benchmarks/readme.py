@@ -1,4 +1,4 @@
-"""Turn the newest results of benchmarks/peers.py into the README's tables and docs/peers.md.
+"""Turn the newest results of the benchmarks into the README's tables and docs/peers.md.
 
 python benchmarks/readme.py            write them
 python benchmarks/readme.py --check    exit 1 if they say something else
@@ -6,14 +6,16 @@ python benchmarks/readme.py --check    exit 1 if they say something else
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from contest.case import Case
+from contest.keeping import HEAD, rows
 from contest.laws import laws
-from contest.results import read_newest
+from contest.results import RESULTS, read_newest
 from contest.summary import (
     PEAK,
     STEADY,
@@ -106,6 +108,26 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def checkpoint_table() -> list[str]:
+    """The newest result of benchmarks/checkpoint.py; nothing if there is none."""
+    paths = sorted(RESULTS.glob("*-checkpoint.json"))
+    if not paths:
+        return []
+    result = json.loads(paths[-1].read_text())
+    numel, rounds = result["numel"], result["rounds"]
+    lines = [
+        f"**Saving and loading**, {12 * numel / 1e9:.1f} GB of weights and moments by "
+        f"{result['ranks']} ranks ({len(rounds)} rounds, {result['date']}, commit "
+        f"{result['commit']}). durable: until the disk has every byte; async: until "
+        "`save(wait=False)` returns; MB above the state that is held; / disk: against a plain "
+        "O_DIRECT copy in the same round",
+        "",
+        "| " + " | ".join(HEAD) + " |",
+        "|" + "---|" * len(HEAD),
+    ]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows(rounds)), ""]
+
+
 def main(arguments: list[str]) -> int:
     """Write or check the README's part and the page."""
     results = read_newest()
@@ -113,7 +135,7 @@ def main(arguments: list[str]) -> int:
     text = README.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    inside = "\n".join([*headline, *matrix(results)])
+    inside = "\n".join([*headline, *matrix(results), *checkpoint_table()])
     wanted = {README: f"{before}{BEGIN}\n{inside}{END}{after}", PEERS: page(results)}
     if "--check" in arguments:
         return int(any(not p.exists() or p.read_text() != text for p, text in wanted.items()))

@@ -13,11 +13,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import checkpoint
 import gpu
 import peers
 import pytest
 import readme
-from contest import summary
+from contest import keeping, summary
 from contest.case import Case
 from contest.engines import ENGINES
 from contest.laws import held_nbytes, laws, sent_nbytes
@@ -216,3 +217,32 @@ def test_a_result_names_its_command_but_no_folder_of_the_machine(monkeypatch):
     typed = ["/home/me/onefold/benchmarks/peers.py", "--results", "/data/out", "--sizes", "tiny"]
     monkeypatch.setattr(sys, "argv", typed)
     assert provenance()["command"] == "python benchmarks/peers.py --sizes tiny"
+
+
+def test_saving_and_loading_is_told_beside_the_disk():
+    disk = [{"nbytes": 100, "durable": 1.0, "loaded": 2.0}] * 2
+    mine = {"nbytes": 100, "saved": 1.0, "durable": 1.25, "loaded": 2.0, "save_extra": 3e6}
+    slower = {**mine, "durable": 2.0}
+    rounds = [{"onefold 3": [mine, mine], "the disk": disk}] * 2
+    rounds.append({"onefold 3": [mine, slower], "the disk": disk})
+    first, second = keeping.rows(rounds)
+    assert first[0] == "the disk"
+    told = dict(zip(keeping.HEAD, second, strict=True))
+    assert told["durable s"] == "1.25"
+    assert told["async s"] == ""
+    assert told["save MB"] == "3"
+    assert told["write / disk"] == "0.80 [0.50-0.80]"
+    assert told["read / disk"] == "1.00 [1.00-1.00]"
+
+
+@pytest.mark.process
+def test_the_checkpoint_benchmark_measures_the_disk_and_this_library(tmp_path):
+    """One small round of the two that need nothing but torch."""
+    (disk,) = checkpoint.run_ranks(1, checkpoint.measure_disk, 1 << 20, str(tmp_path))
+    assert disk["nbytes"] >= 1 << 20
+    assert disk["durable"] > 0
+    (tmp_path / "runs").mkdir()
+    found = checkpoint.run_ranks(2, checkpoint.measure, "onefold 3", 1, str(tmp_path / "runs"))
+    assert {"saved", "durable", "copied", "loaded", "save_extra", "load_extra"} <= found[0].keys()
+    assert found[0]["nbytes"] > 12 * 7_000_000
+    assert found[0]["save_extra"] < 28e6  # one unit

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
+import subprocess
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -634,6 +637,32 @@ def test_ranks_that_pass_different_directories_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranks_that_load_from_different_directories_are_refused(saved):
+    def body(rank):
+        run = start(3)
+        with pytest.raises(CheckpointError, match="the same directory on every rank"):
+            run.load(saved if rank else saved.parent)
+        run.train(BATCHES[:1])
+
+    run_ranks(2, body)
+
+
+def test_a_mistake_on_one_rank_does_not_leave_the_others_waiting(tmp_path):
+    class Broken:
+        def state_dict(self) -> object:
+            raise ZeroDivisionError("a bug of the user's")
+
+    def body(rank):
+        run = start(3)
+        error = CheckpointError if rank == 0 else ZeroDivisionError
+        with pytest.raises(error, match="a bug of the user's"):
+            onefold.save(tmp_path / "a", run.module, extra=Broken() if rank == 1 else None)
+        run.train(BATCHES[:1])
+
+    run_ranks(2, body)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_cannot_be_loaded_is_not_saved(tmp_path):
     class Odd:
         pass
@@ -835,6 +864,63 @@ def test_an_error_of_the_disk_leaves_the_old_checkpoint_and_the_run(tmp_path, mo
 
     run_ranks(2, body)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+def test_a_disk_that_is_full_leaves_the_old_checkpoint_and_the_run(tmp_path):
+    """A real one: a file system of 2 MB, which the run's third checkpoint does not fit into."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("this user may not mount a file system")
+
+    def body(rank):
+        run = start(3).train(BATCHES[:1]).save(small / "1").save(small / "2")
+        dist.barrier()
+        nbytes = sum(path.stat().st_size for path in (small / "1").iterdir())
+        if rank == 0:  # room for the tensors, which is checked before, but not for the rest
+            used = os.statvfs(small)
+            (small / "other").write_bytes(bytes(used.f_bavail * used.f_frsize - nbytes * 3 // 4))
+        dist.barrier()
+        for wait in (True, False):
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                onefold.save(small / "3", run.module, run.optimizer, wait=wait).wait()
+            dist.barrier()
+        if rank == 0:
+            free = os.statvfs(small)
+            (small / "more").write_bytes(bytes(free.f_bavail * free.f_frsize))
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="free bytes for checkpoint"):
+            run.save(small / "3")
+        run.train(BATCHES[1:2]).load(small)
+        dist.barrier()
+        if rank == 0:
+            (small / "other").unlink()
+        dist.barrier()
+        run.save(small / "3")
+
+    try:
+        run_ranks(2, body)
+        assert sorted(path.name for path in small.glob("[0-9]")) == ["1", "2", "3"]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_file_that_may_not_grow_fails_a_save_past_the_page_cache(tmp_path):
+    """The error of a disk request that a thread made reaches the caller."""
+    run = start(3, build=lambda: nn.Linear(1024, 6000, bias=False), optimizer=torch.optim.SGD)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9 << 20, before[1]))
+    try:
+        for wait in (True, False):
+            with pytest.raises(CheckpointError, match="File too large"):
+                onefold.save(tmp_path / "a", run.module, wait=wait).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    onefold.save(tmp_path / "a", run.module)
 
 
 # other readers and writers

@@ -50,7 +50,7 @@ def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object
         without one the module is left with a mixture that must not be trained.
     """
     engine = engine_of(module)
-    finish_pending(engine)
+    finish_pending(module, engine)
     path = Path(os.path.abspath(directory))
 
     def look() -> tuple[str, list[Found]]:

@@ -22,7 +22,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -44,7 +43,8 @@ from onefold.ticket import DONE, Ticket
 NOTES_TIMEOUT_S = 600.0
 """So long after its own part is done, a save in the background gives up on the other ranks."""
 
-_pending: WeakKeyDictionary[Engine, Ticket] = WeakKeyDictionary()
+PENDING = "_onefold_pending_save"
+"""The attribute of a module that holds the ticket of a save that goes on in the background."""
 
 
 def save(
@@ -82,7 +82,7 @@ def save(
         different ones, the disk is full or fails, `extra` cannot be saved.
     """
     engine = engine_of(module)
-    finish_pending(engine)
+    finish_pending(module, engine)
     path = Path(os.path.abspath(directory))
     draft = Draft(path)
     subject, differing = _agree(engine, module, optimizer, extra, draft, keep)
@@ -99,13 +99,13 @@ def save(
         finishing.now()
         return DONE
     ticket = finishing.in_background()
-    _pending[engine] = ticket
+    module.__dict__[PENDING] = ticket
     return ticket
 
 
-def finish_pending(engine: Engine) -> None:
+def finish_pending(module: nn.Module, engine: Engine) -> None:
     """Wait for a save of this module that goes on in the background; its error is raised here."""
-    ticket = _pending.pop(engine, None)
+    ticket: Ticket | None = module.__dict__.pop(PENDING, None)
     if ticket is not None:
         together(engine.group, ticket.wait)
 
@@ -248,9 +248,12 @@ class _Finishing:
             return
         try:
             notes = [self._await_note(other) for other in range(self.group.world_size)]
-            for other in range(self.group.world_size):
+            for other, note in enumerate(notes):
+                if "error" in note:
+                    raise CheckpointError(f"rank {other}: {note['error']}")
                 self._path(f"note-{other}").unlink()
-            self._commit([{n: FileRecord(**r) for n, r in note.items()} for note in notes])
+            files = [note["files"].items() for note in notes]
+            self._commit([{name: FileRecord(**record) for name, record in own} for own in files])
         except (CheckpointError, OSError) as error:
             failed = as_checkpoint_error(error)
             self.draft.abandon()
@@ -274,13 +277,11 @@ class _Finishing:
             return None
         return told if told["save_id"] == self.manifest.save_id else None
 
-    def _await_note(self, rank: int) -> dict[str, dict[str, Any]]:
+    def _await_note(self, rank: int) -> dict[str, Any]:
         for _ in _patiently(f"rank {rank} to finish its files"):
             told = self._read(f"note-{rank}")
             if told is not None:
-                if "error" in told:
-                    raise CheckpointError(f"rank {rank}: {told['error']}")
-                return told["files"]
+                return told
         raise AssertionError("waiting ends by an answer or an error")
 
     def _await_verdict(self) -> None:

@@ -17,15 +17,19 @@ def together(group: Group, act: Callable[[], T]) -> list[T]:
     """Run `act` on every rank; what each returned, in rank order. A collective.
 
     If any rank raised, every rank does: its own error, or a `CheckpointError` with the first
-    other's message and rank. Errors of the system count as well: a full disk, a file not readable.
+    other's message and rank. Errors of the system count as well: a full disk, a file not readable;
+    and so do mistakes, which would otherwise leave the other ranks waiting.
     """
     problem: Exception | None = None
     mine: object = None
     try:
         mine = act()
-    except (OnefoldError, OSError) as error:
-        problem = as_checkpoint_error(error)
-    told = Verdict(mine, str(problem) if problem else None, isinstance(problem, Damaged))
+    except Exception as error:
+        problem = as_checkpoint_error(error) if isinstance(error, OnefoldError | OSError) else error
+    said = f"{type(problem).__name__}: {problem}"
+    if problem is None or isinstance(problem, OnefoldError):
+        said = str(problem)
+    told = Verdict(mine, said if problem else None, isinstance(problem, Damaged))
     found = [told] if group.world_size == 1 else group.all_gather_object(told)
     verdicts = cast("list[Verdict]", found)
     is_damaged = any(each.is_damaged for each in verdicts)
