@@ -112,6 +112,10 @@ def run_once(
         _kill(ranks, [0, 1])
         told = "".join((folder / f"stderr-{rank}").read_text() for rank in range(2))
         raise RuntimeError(f"an undisturbed run ended with exit codes {codes}:\n{told}")
+    if any(each.exitcode not in (0, None) for each in ranks):
+        told = "".join((folder / f"stderr-{rank}").read_text() for rank in range(2))
+        _kill(ranks, [0, 1])
+        raise RuntimeError(f"a rank failed before it was killed:\n{told}")
     phase = (folder / "phase-0").read_text() if (folder / "phase-0").exists() else "start-up"
     _kill(ranks, victims)
     _kill(ranks, [0, 1])

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -88,7 +89,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def tied_and_frozen() -> nn.Module:
-    module = Model(2, tied=True)
+    module = Model(1, tied=True)
     module.blocks[0].up.weight.requires_grad_(False)
     return module
 
@@ -123,11 +124,12 @@ def save_and_go_on(
 
 
 def load_and_go_on(
-    rank: int, path: Path, stage: int, dtype: Any
+    rank: int, path: Path, stage: int, dtype: Any, goes_on: bool
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
     run = start(stage, dtype=dtype, seed=7).load(path)
     loaded = run.state()
-    run.train(BATCHES[SAVED_AFTER:])
+    if goes_on:
+        run.train(BATCHES[SAVED_AFTER:])
     return loaded, run.losses, run.state()
 
 
@@ -137,23 +139,43 @@ def assert_equal_states(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> No
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_run_goes_on_at_any_world_size_and_stage(tmp_path, world, stage, dtype):
-    """Same bits after loading everywhere; same bits of the continued run at the same world size."""
-    path = tmp_path / "saved"
-    saved, losses, final = run_ranks(world, save_and_go_on, path, stage, dtype)[0]
-    for other_world in WORLDS:
-        for other_stage in STAGES:
-            results = run_ranks(other_world, load_and_go_on, path, other_stage, dtype)
-            for loaded, went_on, ended in results:
-                assert_equal_states(loaded, saved)
-                if other_world == world:
-                    assert went_on == losses
-                    assert_equal_states(ended, final)
-                elif dtype is None:
-                    assert went_on == pytest.approx(losses, rel=1e-6)
+EVERYWHERE = [(world, stage) for world in WORLDS for stage in STAGES]
+
+
+@pytest.mark.parametrize(("world", "stage"), EVERYWHERE)
+def test_a_run_goes_on_at_any_world_size_and_stage(tmp_path, world, stage):
+    """Same bits after loading everywhere; same bits of the continued run at the same world size.
+
+    At other world sizes the continued losses agree to 1e-6, looked at where the stage is the same.
+    """
+    saved, losses, final = run_ranks(world, save_and_go_on, tmp_path / "a", stage, None)[0]
+    for there, other in EVERYWHERE:
+        goes_on = there == world or other == stage
+        for loaded, went_on, ended in run_ranks(
+            there, load_and_go_on, tmp_path / "a", other, None, goes_on
+        ):
+            assert_equal_states(loaded, saved)
+            if there == world:
+                assert went_on == losses
+                assert_equal_states(ended, final)
+            elif goes_on:
+                assert went_on == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (3, 3), (4, 0)])
+def test_a_run_in_bf16_goes_on_with_its_masters(tmp_path, world, stage):
+    """The same law for narrow weights: they, their masters and moments, and the bits of the run."""
+    dtype = torch.bfloat16
+    saved, losses, final = run_ranks(world, save_and_go_on, tmp_path / "a", stage, dtype)[0]
+    for there, other in EVERYWHERE:
+        goes_on = (there, other) == (world, stage)
+        for loaded, went_on, ended in run_ranks(
+            there, load_and_go_on, tmp_path / "a", other, dtype, goes_on
+        ):
+            assert_equal_states(loaded, saved)
+            if goes_on:
+                assert went_on == losses
+                assert_equal_states(ended, final)
 
 
 @pytest.mark.process
@@ -334,6 +356,86 @@ def test_the_step_count_of_the_report_goes_on(tmp_path):
     assert onefold.report(start(3).load(tmp_path / "a").module).steps == 2
 
 
+class Scaled(Model):
+    """With parameters without rows, which every rank steps for itself."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.shift = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "ASGD", "SGD"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_without_rows_resume_with_their_numbers(tmp_path, stage, kind):
+    def save(rank):
+        run = start(stage, build=Scaled, optimizer=getattr(torch.optim, kind)).train(BATCHES[:2])
+        return run.save(tmp_path / "a").train(BATCHES[2:]).state()
+
+    def load(rank):
+        run = start(stage, build=Scaled, optimizer=getattr(torch.optim, kind), seed=3)
+        return run.load(tmp_path / "a").train(BATCHES[2:]).state()
+
+    wanted = run_ranks(2, save)[0]
+    assert_equal_states(run_ranks(2, load)[0], wanted)
+
+
+def test_numbers_of_numpy_are_saved_as_numbers_and_what_cannot_be_read_is_refused(tmp_path):
+    import numpy
+
+    def body(rank):
+        run = start(3).train(BATCHES[:1])
+        run.optimizer.param_groups[0]["lr"] = numpy.float64(0.125)
+        run.save(tmp_path / "a")
+        again = start(3, seed=2).load(tmp_path / "a")
+        assert again.optimizer.param_groups[0]["lr"] == 0.125
+        assert type(again.optimizer.param_groups[0]["lr"]) is float
+        run.optimizer.param_groups[0]["nested"] = {"warmup": [1, 2], "kind": "cosine"}
+        run.save(tmp_path / "b")
+        again.load(tmp_path / "b")
+        nested = {"warmup": [1, 2], "kind": "cosine"}
+        assert again.optimizer.param_groups[0]["nested"] == nested
+        run.optimizer.param_groups[0]["path"] = Path("somewhere")
+        with pytest.raises(CheckpointError, match=r"optim\.param_groups"):
+            run.save(tmp_path / "c")
+
+    run_ranks(2, body)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_save_that_goes_on_is_not_taken_for_one_that_was_cut_off(tmp_path):
+    """Two modules may save beside each other, both deleting what is old."""
+    from onefold.checkpoint.directory import Draft, prune
+
+    alive = Draft(tmp_path / "other")
+    alive.begin()
+    (tmp_path / ".cut-off.writing").mkdir()
+    run = start(3).train(BATCHES[:1]).save(tmp_path / "a", keep=1)
+    assert alive.folder.exists()
+    assert not (tmp_path / ".cut-off.writing").exists()
+    with pytest.raises(CheckpointError, match="nobody to be writing"):
+        run.save(tmp_path / "other")
+    alive.abandon()
+    run.save(tmp_path / "other")
+    (tmp_path / "latest").symlink_to(tmp_path / "a")
+    prune(tmp_path / "other", keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "other"]
+
+
+def test_a_script_that_ends_with_a_background_save_completes_it(tmp_path):
+    code = (
+        "import torch, onefold; m = torch.nn.Linear(1024, 2048)\n"
+        "o = torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9); onefold.shard(m, o)\n"
+        f"onefold.save({str(tmp_path / 'a')!r}, m, o, wait=False, keep=1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "a" / "manifest.json").exists()
+
+
 def test_saving_changes_nothing(tmp_path):
     """A run that saves after every step is bitwise the run that does not."""
 
@@ -398,7 +500,7 @@ def test_a_save_between_micro_batches_goes_on_there(tmp_path, world, stage, dtyp
 
     wanted = run_ranks(world, save)[0]
     for other_world in (1, 2, 3):
-        for other in STAGES:
+        for other in {0, stage, 3} if dtype is None else {stage}:
             for got in run_ranks(other_world, load, other):
                 if (other_world, other) == (world, stage):
                     assert_equal_states(got, wanted)
@@ -477,7 +579,7 @@ def test_files_of_many_chunks_come_back_from_any_cut(tmp_path, world, monkeypatc
     """Past the page cache and read ahead, with archives' headers across chunks; and without."""
     from onefold.checkpoint import disk
 
-    build = lambda: nn.ModuleList(nn.Linear(511, 1 + 97 * i) for i in range(24))
+    build = lambda: nn.ModuleList(nn.Linear(511, 1 + 97 * i) for i in range(18))
 
     def save(rank, name, wait):
         module = seeded(build)
@@ -494,14 +596,14 @@ def test_files_of_many_chunks_come_back_from_any_cut(tmp_path, world, monkeypatc
             return [p.detach().clone() for p in module.parameters()]
 
     wanted = run_ranks(world, save, "direct", True)[0]
-    assert sum(p.nbytes for p in wanted) > 25 * disk.READ_CHUNK_NBYTES
+    assert sum(p.nbytes for p in wanted) > 14 * disk.READ_CHUNK_NBYTES
     run_ranks(world, save, "cached", False)
     monkeypatch.setattr(disk, "_O_DIRECT", 0)
     run_ranks(world, save, "without", True)
     for name in ("direct", "cached", "without"):
-        for other in (1, 2, 3):
-            if name == "direct":
-                monkeypatch.undo()
+        if name == "direct":
+            monkeypatch.undo()
+        for other in (1, 2, 3) if name == "direct" else (2,):
             for got in run_ranks(other, load, name):
                 for a, b in zip(got, wanted, strict=True):
                     assert torch.equal(a, b)
@@ -566,9 +668,8 @@ def test_all_mismatches_come_in_one_message(saved):
 
 
 def test_another_optimizer_is_refused(saved):
-    refused(
-        saved, "torch.optim.sgd.SGD to load, torch.optim.adamw.AdamW in", optimizer=torch.optim.SGD
-    )
+    told = r"SGD of 2 param groups to load, .*AdamW of 2 param groups in the checkpoint"
+    refused(saved, told, optimizer=torch.optim.SGD)
 
 
 def test_another_number_of_param_groups_is_refused(saved):
@@ -576,7 +677,7 @@ def test_another_number_of_param_groups_is_refused(saved):
         module = seeded(tied_and_frozen)
         optimizer = torch.optim.AdamW(module.parameters())
         onefold.shard(module, optimizer, stage=3)
-        with pytest.raises(CheckpointError, match="1 param groups to load, 2 in the checkpoint"):
+        with pytest.raises(CheckpointError, match=r"of 1 param group to load, .* of 2 param"):
             onefold.load(saved, module, optimizer)
 
     run_ranks(2, body)
@@ -629,8 +730,10 @@ def test_a_target_that_cannot_be_written_is_refused(tmp_path):
 def test_ranks_that_pass_different_directories_are_refused(tmp_path):
     def body(rank):
         run = start(3)
-        with pytest.raises(CheckpointError, match="the same directory on every rank"):
+        with pytest.raises(CheckpointError, match="the same directory, wait and keep"):
             run.save(tmp_path / f"rank{rank}")
+        with pytest.raises(CheckpointError, match="the same directory, wait and keep"):
+            run.save(tmp_path / "a", wait=rank == 0)
         run.train(BATCHES[:1])
 
     run_ranks(2, body)

@@ -52,6 +52,7 @@ class BlockWriter(io.RawIOBase):
         self.name = path.name
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._sink: Sink = CachedSink(fd) if is_cached else DirectSink(fd)
+        self.failure: OSError | None = None  # which torch's archive writer puts another over
         self._small = bytearray()
         self._nbytes = 0  # without those that are still small
         self._crc = 0
@@ -85,7 +86,11 @@ class BlockWriter(io.RawIOBase):
             room = BLOCK_NBYTES - self._nbytes % BLOCK_NBYTES
             piece = view[start : start + room]
             self._crc = zlib.crc32(piece, self._crc)
-            self._sink.write(piece)
+            try:
+                self._sink.write(piece)
+            except OSError as error:
+                self.failure = error
+                raise
             self._nbytes += len(piece)
             start += len(piece)
             if self._nbytes % BLOCK_NBYTES == 0:
@@ -181,13 +186,22 @@ class BlockReader(io.RawIOBase):
         return min(BLOCK_NBYTES, self._record.nbytes - index * BLOCK_NBYTES)
 
     def _verified(self, index: int) -> memoryview:
-        """A block's bytes, once they have passed their checksum; the last two stay at hand."""
+        """A block's bytes, once they have passed their checksum; what was used last stays."""
         block = self._held.get(index)
         if block is not None:
             return block
-        block = self._from_ahead(index)
-        if block is None:
-            block = self._from_file(index)
+        try:
+            block = self._from_ahead(index)
+            if block is None:
+                block = self._from_file(index)
+        except OSError as error:
+            raise Damaged(
+                expected(
+                    f"file {self.name!r} of checkpoint {str(self._path.parent)!r} to be readable",
+                    f"{type(error).__name__}: {error.strerror}",
+                    hint=LOAD_ANOTHER,
+                )
+            ) from error
         if f"{zlib.crc32(block):08x}" != self._record.crc_of(index):
             start = index * BLOCK_NBYTES
             raise Damaged(
@@ -251,14 +265,19 @@ class Files:
 
     def finish(self, *, verify: bool = False) -> dict[str, FileRecord]:
         """Wait for the disk; with `verify` also read everything back from it."""
-        records = {writer.name: writer.finish() for writer in self.writers}
+        try:
+            records = {writer.name: writer.finish() for writer in self.writers}
+        finally:
+            self.abandon()
         if verify:
             for name, record in records.items():
-                with BlockReader(self.folder / name, record, [(0, record.nbytes)]) as reader:
+                # not read ahead: no thread can be started while the interpreter ends
+                with BlockReader(self.folder / name, record) as reader:
                     reader.verify()
         return records
 
     def abandon(self) -> None:
+        """Close all files without waiting for the disk."""
         for writer in self.writers:
             writer.abandon()
 

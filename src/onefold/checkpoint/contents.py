@@ -18,7 +18,7 @@ import json
 import random
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +154,7 @@ def collect(subject: Subject) -> dict[str, Any]:
         found[MASTER] = master
     if subject.optimizers:
         state = {
-            parameter.fqn: {key: value for key, value in entry.items() if value is not None}
+            parameter.fqn: {key: plain(v) for key, v in entry.items() if v is not None}
             for parameter, optimizer in subject.states()
             if (entry := optimizer.state.get(parameter.face))
         }
@@ -172,7 +172,7 @@ def collect(subject: Subject) -> dict[str, Any]:
 
 def _named(group: dict[str, Any], subject: Subject) -> dict[str, Any]:
     names = [subject.parameter(tensor).fqn for tensor in group["params"]]
-    return {**{k: v for k, v in group.items() if k != "params"}, "params": names}
+    return {**{key: plain(v) for key, v in group.items() if key != "params"}, "params": names}
 
 
 def own_nbytes(state: object) -> int:
@@ -210,8 +210,37 @@ def fingerprints(buffers: dict[str, Tensor]) -> dict[str, int]:
     }
 
 
+def check_readable(state: object, name: str = "") -> None:
+    """Raise `CheckpointError` for what could not be read again without running code."""
+    if isinstance(state, Tensor):
+        return
+    if isinstance(state, dict):
+        for key, value in state.items():
+            check_readable(value, f"{name}.{key}".lstrip("."))
+    elif not isinstance(state, str | int | float | bool | None):
+        _round_trip(state, name)
+
+
+def _round_trip(value: object, name: str) -> None:
+    written = io.BytesIO()
+    try:
+        torch.save(value, written)
+    except Exception as error:
+        raise CheckpointError(
+            expected(
+                f"{name!r} to hold values that can be saved",
+                f"{type(error).__name__}: {error}",
+                hint="pass tensors, numbers, strings, lists, dicts, or objects with state_dict()",
+            )
+        ) from error
+    written.seek(0)
+    read_object(written, name)
+
+
 def plain(value: object) -> Any:
-    """`value` with every object that has a `state_dict()` replaced by what that returns."""
+    """`value` with objects that have a `state_dict()`, and numpy's numbers, as plain values."""
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return value.item()  # type: ignore[attr-defined]
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -220,27 +249,14 @@ def plain(value: object) -> Any:
     return plain(state_dict()) if callable(state_dict) else value
 
 
-def of_rank(subject: Subject, extra: object, differing: Iterable[str]) -> dict[str, Any]:
-    """What this rank alone has. `differing`: names of buffers that are not the same everywhere.
+def of_rank(subject: Subject, extra: object) -> dict[str, Any]:
+    """What this rank alone has; buffers that differ between ranks come later.
 
     Raises `CheckpointError` for an `extra` that could not be read again without running code.
     """
-    own = {name: buffer for name, buffer in subject.buffers().items() if name in differing}
-    found = {"extra": plain(extra), "random": random_states(subject.engine), "buffers": own}
-    try:
-        written = io.BytesIO()
-        torch.save(found["extra"], written)
-    except Exception as error:
-        raise CheckpointError(
-            expected(
-                "extra to hold values that can be saved",
-                f"{type(error).__name__}: {error}",
-                hint="pass tensors, numbers, strings, lists, dicts, or objects with state_dict()",
-            )
-        ) from error
-    written.seek(0)
-    read_object(written, "extra")
-    return found
+    extra = plain(extra)
+    _round_trip(extra, "extra")
+    return {"extra": extra, "random": random_states(subject.engine), "buffers": {}}
 
 
 def random_states(engine: Engine) -> dict[str, Any]:

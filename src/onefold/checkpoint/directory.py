@@ -7,8 +7,10 @@ runs/.step-00000005.deleting an old one on its way out
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,11 +23,16 @@ METADATA = ".metadata"
 """The file by which `torch.distributed.checkpoint` knows a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
-    """A checkpoint that is being written, beside the place where it will be."""
+    """A checkpoint that is being written, beside the place where it will be.
+
+    The rank that begins it holds a lock on its folder, which ends with the process however that
+    ends: so nobody takes a save that goes on for one that was cut off.
+    """
 
     target: Path
+    _lock: int = -1
 
     @property
     def folder(self) -> Path:
@@ -46,9 +53,17 @@ class Draft:
         """Create the folder, empty: what a save that was cut off has left goes."""
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            if self.folder.exists():
-                shutil.rmtree(self.folder)
+            if self.folder.exists() and not remove_unlocked(self.folder):
+                raise CheckpointError(
+                    expected(
+                        f"nobody to be writing {str(self.target)!r}",
+                        "a save of that name that goes on",
+                        hint="wait for its ticket, or save under another name",
+                    )
+                )
             self.folder.mkdir()
+            self._lock = os.open(self.folder, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise CheckpointError(
                 expected(
@@ -60,6 +75,8 @@ class Draft:
 
     def commit(self, manifest: Manifest) -> None:
         """Make the draft a checkpoint: all or nothing, also if the machine stops here."""
+        for name, record in manifest.files.items():  # does this rank see what the others wrote?
+            check_size(self.folder / name, record)
         path = self.folder / manifests.NAME
         new = self.folder / f"{manifests.NAME}.new"
         writer = BlockWriter(new)
@@ -72,13 +89,22 @@ class Draft:
 
     def publish(self) -> None:
         """Give the folder its name, once everything in it is on the disk."""
-        sync_folder(self.folder)
+        for path in self.folder.iterdir():
+            _sync(path)
+        _sync(self.folder)
         self.folder.rename(self.target)
-        sync_folder(self.target.parent)
+        _sync(self.target.parent)
+        self._unlock()
 
     def abandon(self) -> None:
         """Give the bytes back; a save that failed leaves nothing."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +129,11 @@ def find(directory: Path) -> list[Found]:
     found: list[tuple[int, str, Path, Manifest]] = []
     broken: list[str] = []
     for path in sorted(directory.iterdir(), reverse=True):
-        if not path.is_dir() or path.name.startswith("."):
+        if path.name.startswith(".") or not path.is_dir():
             continue
         try:
             manifest = complete(path)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             broken.append(f"{path.name}: {str(error).splitlines()[0]}")
         else:
             if manifest is None:
@@ -144,28 +170,45 @@ def complete(folder: Path) -> Manifest | None:
 def prune(newest: Path, keep: int) -> None:
     """Delete the oldest complete checkpoints beside `newest` until `keep` are left with it.
 
-    What earlier saves and deletions have left unfinished goes too.
+    What saves and deletions that were cut off have left goes too. Others are not touched: links,
+    checkpoints that are not complete, and folders that cannot be read.
     """
     for path in newest.parent.iterdir():
         if path.name.startswith(".") and path.suffix in (".writing", ".deleting"):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_unlocked(path)
     others = []
     for path in newest.parent.iterdir():
-        if path != newest and (path / manifests.NAME).exists():
-            try:
-                manifest = manifests.read(path)
-            except CheckpointError:  # not ours to judge: it may be of a newer format
-                continue
-            others.append((manifest.step, manifest.saved_at, path))
+        if path == newest or path.is_symlink() or path.name.startswith("."):
+            continue
+        with suppress(CheckpointError, OSError):
+            manifest = complete(path) if path.is_dir() else None
+            if manifest is not None:
+                others.append((manifest.step, manifest.saved_at, path))
     for _, _, path in sorted(others)[: max(0, len(others) - (keep - 1))]:
         leaving = path.parent / f".{path.name}.deleting"
         path.rename(leaving)
         shutil.rmtree(leaving, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the disk keep the folder's names."""
-    fd = os.open(folder, os.O_RDONLY)
+def remove_unlocked(folder: Path) -> bool:
+    """Delete a folder unless a process that is alive holds its lock; whether it is gone."""
+    try:
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return not folder.exists()
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # locked
+        return False
+    finally:
+        os.close(lock)
+    return not folder.exists()
+
+
+def _sync(path: Path) -> None:
+    """Have the disk keep a file, or a folder's names."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from onefold.checkpoint.blocks import BlockReader
-from onefold.checkpoint.contents import MASTER, MODEL, OPTIM
+from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL
 from onefold.checkpoint.directory import METADATA, Found, find
 from onefold.checkpoint.storage import read_metadata
 
@@ -88,4 +88,7 @@ def _named(name: str, path: tuple[object, ...]) -> tuple[str, str]:
             return str(path[2]), ".".join(map(str, path[3:]))
         fqn, _, key = name.removeprefix(f"{OPTIM}.state.").rpartition(".")
         return fqn, key
-    return name, "weight" if not name.startswith(f"{OPTIM}.") else "hyper-parameter"
+    for prefix in (GRAD, PARTIAL, OPTIM):
+        if name.startswith(f"{prefix}."):
+            return name.removeprefix(f"{prefix}."), prefix
+    return name, "weight"

@@ -51,17 +51,17 @@ def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object
     """
     engine = engine_of(module)
     finish_pending(module, engine)
-    path = Path(os.path.abspath(directory))
+    subjects: list[Subject] = []
 
     def look() -> tuple[str, list[Found]]:
-        return str(path), find(path)
+        path = Path(os.path.abspath(directory))
+        subjects.append(Subject.of(engine, module, optimizer))
+        settle(engine)
+        return str(path), find(path) if engine.group.rank == 0 else []
 
     everyone = together(engine.group, look)
     _check_same([path for path, _ in everyone])
-    candidates = everyone[0][1]
-    subjects = together(engine.group, lambda: _checked(engine, module, optimizer))
-    assert all(subjects), "a rank that refuses raises"
-    subject = Subject.of(engine, module, optimizer)
+    candidates, subject = everyone[0][1], subjects[0]
     passed_over = list(candidates[0].passed_over)
     for found in candidates:
         try:
@@ -76,12 +76,6 @@ def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object
             warnings.warn(f"loaded {found.path.name}, passed over {told}", stacklevel=2)
         return extra
     raise AssertionError("there is at least one candidate, and the last returns or raises")
-
-
-def _checked(engine: Any, module: nn.Module, optimizer: object) -> bool:
-    Subject.of(engine, module, optimizer)
-    settle(engine)
-    return True
 
 
 def _check_same(paths: list[str]) -> None:
@@ -104,8 +98,10 @@ def _load(subject: Subject, found: Found) -> Any:
     targets = plans[0]
     objects = _read(subject, found, targets, targets.objects())
     together(group, lambda: targets.compare(objects))
-    tensors = _read(subject, found, targets, targets.tensors())
-    targets.settle(objects, tensors)
+    rooms: list[dict[str, Any]] = []
+    together(group, lambda: rooms.append(targets.tensors()))
+    tensors = _read(subject, found, targets, rooms[0])
+    together(group, lambda: targets.settle(objects, tensors))
     own = objects.get(f"{RANK}.{targets.own_rank}")
     if own is None:  # saved by another library
         return None

@@ -29,6 +29,9 @@ class OptimizerRecord:
     kind: str
     num_groups: int
 
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.num_groups} param group{'s' * (self.num_groups != 1)}"
+
     @staticmethod
     def of(optimizer: object) -> str:
         """The name by which classes are compared."""
@@ -82,9 +85,9 @@ def read(folder: Path) -> Manifest:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(folder, str(error)) from error
-    head, _, body = text.partition("\n")
-    body = body.removesuffix("}\n")
-    if head != f'{{"crc32":"{_crc(body)}","manifest":':
+    head, _, rest = text.partition("\n")
+    body = rest.removesuffix("}\n")
+    if body == rest or head != f'{{"crc32":"{_crc(body)}","manifest":':
         raise _unreadable(folder, "other bytes")
     found = json.loads(body)
     if found["format"] > FORMAT:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.checkpoint.contents import Subject, config_of, settle
-from onefold.checkpoint.directory import Draft, sync_folder
+from onefold.checkpoint.directory import Draft
 from onefold.checkpoint.safetensors import (
     INDEX,
     MAX_SHARD_NBYTES,
@@ -131,7 +131,6 @@ def write_small_files(folder: Path, outputs: list[Output], config: dict[str, Any
         (folder / INDEX).write_text(index_of(outputs))
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    sync_folder(folder)
 
 
 def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.Module:

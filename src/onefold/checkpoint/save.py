@@ -15,10 +15,11 @@ import json
 import os
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -35,13 +36,15 @@ from onefold.checkpoint.directory import Draft, prune
 from onefold.checkpoint.manifest import Manifest
 from onefold.checkpoint.storage import WritePlanner, Writer
 from onefold.checkpoint.together import as_checkpoint_error, together
-from onefold.errors import CheckpointError, expected
+from onefold.errors import CheckpointError, OnefoldError, expected
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
 from onefold.ticket import DONE, Ticket
 
 NOTES_TIMEOUT_S = 600.0
-"""So long after its own part is done, a save in the background gives up on the other ranks."""
+ENDING_TIMEOUT_S = 30.0
+"""So long after its own part is done, a save in the background gives up on the other ranks; the
+second once the script is over."""
 
 PENDING = "_onefold_pending_save"
 """The attribute of a module that holds the ticket of a save that goes on in the background."""
@@ -58,10 +61,11 @@ def save(
 ) -> Ticket:
     """Save a sharded module, and its optimizer, as the new checkpoint `directory`. A collective.
 
-    Every rank writes its own pieces; nothing is gathered, and no tensor is copied but by the system
-    on its way to the disk. Saved are weights, masters, moments, step counts, hyper-parameters of
-    param groups, buffers, the random states of every rank, and `extra`. The checkpoint loads at any
-    world size, stage and precision, and with `torch.distributed.checkpoint` alone.
+    Every rank writes its own pieces, to a file system that all ranks see; nothing is gathered, and
+    no tensor is copied but on its way to the disk, a few MB at a time. Saved are weights, masters,
+    moments, step counts, hyper-parameters, gradients between micro-batches, buffers, the random
+    states of every rank, and `extra`. The checkpoint loads at any world size, stage and precision,
+    and with `torch.distributed.checkpoint` alone.
 
     Args:
         directory: does not exist yet; appears at once when everything is on the disk.
@@ -83,18 +87,9 @@ def save(
     """
     engine = engine_of(module)
     finish_pending(module, engine)
-    path = Path(os.path.abspath(directory))
-    draft = Draft(path)
-    subject, differing = _agree(engine, module, optimizer, extra, draft, keep)
-    own = contents.of_rank(subject, extra, differing)
-    state = {**contents.collect(subject), RANK: {str(engine.group.rank): (own,)}}  # one object
-    manifest = Manifest(
-        save_id=_shared_id(engine), step=engine.ledger.steps, stage=engine.stage,
-        world_size=engine.group.world_size, optimizers=subject.records(),
-        config=contents.config_of(module), **manifests.stamp(),
-    )  # fmt: skip
-    writer = _write(engine, draft, subject, state, is_cached=not wait)
-    finishing = _Finishing(engine, draft, writer, manifest, keep)
+    job = _agree(engine, _Asked(directory, module, optimizer, extra, wait, keep))
+    writer = _write(engine, job, is_cached=not wait)
+    finishing = _Finishing(engine, job.draft, writer, job.manifest, keep)
     if wait:
         finishing.now()
         return DONE
@@ -110,44 +105,89 @@ def finish_pending(module: nn.Module, engine: Engine) -> None:
         together(engine.group, ticket.wait)
 
 
-def _agree(
-    engine: Engine, module: nn.Module, optimizer: object, extra: object, draft: Draft,
-    keep: int | None,
-) -> tuple[Subject, set[str]]:  # fmt: skip
-    """Refuse on every rank, before anything is written; the names of buffers that differ."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `save` was given on this rank."""
 
-    def look() -> tuple[str, dict[str, int], int]:
+    directory: str | os.PathLike[str]
+    module: nn.Module
+    optimizer: object
+    extra: object
+    wait: bool
+    keep: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A save that every rank can do."""
+
+    draft: Draft
+    subject: Subject
+    state: dict[str, Any]
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a rank tells the others before anything is written."""
+
+    choices: tuple[str, bool, int | None]  # path, wait, keep
+    buffers: dict[str, int]  # checksums
+    nbytes: int
+    save_id: str
+
+
+def _agree(engine: Engine, asked: _Asked) -> _Job:
+    """Look at what could go wrong; refuse on every rank before anything is written."""
+    jobs: list[_Job] = []
+
+    def look() -> _Told:
+        keep = asked.keep
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             hint = "keep=2 leaves this checkpoint and the one before it"
             raise CheckpointError(expected("keep to be None or at least 1", repr(keep), hint=hint))
-        subject = Subject.of(engine, module, optimizer)
-        contents.of_rank(subject, extra, ())
+        draft = Draft(Path(os.path.abspath(asked.directory)))
+        subject = Subject.of(engine, asked.module, asked.optimizer)
         contents.settle(engine)
         if engine.group.rank == 0:
             draft.check()
-        nbytes = contents.own_nbytes(contents.collect(subject))
-        return str(draft.target), contents.fingerprints(subject.buffers()), nbytes
+        state = contents.collect(subject)
+        contents.check_readable(state)
+        nbytes = contents.own_nbytes(state)
+        own = contents.of_rank(subject, asked.extra)
+        state[RANK] = {str(engine.group.rank): (own,)}  # a tuple is one object to torch's planner
+        manifest = Manifest(
+            save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.stage,
+            world_size=engine.group.world_size, optimizers=subject.records(),
+            config=contents.config_of(asked.module), **manifests.stamp(),
+        )  # fmt: skip
+        jobs.append(_Job(draft, subject, state, manifest))
+        choices = (str(draft.target), asked.wait, keep)
+        return _Told(choices, contents.fingerprints(subject.buffers()), nbytes, manifest.save_id)
 
     everyone = together(engine.group, look)
-    for rank, (path, _, _) in enumerate(everyone):
-        if path != everyone[0][0]:
+    first, job = everyone[0], jobs[0]
+    for rank, told in enumerate(everyone):
+        if told.choices != first.choices:
             raise CheckpointError(
                 expected(
-                    "the same directory on every rank",
-                    f"{everyone[0][0]!r} on rank 0 and {path!r} on rank {rank}",
+                    "the same directory, wait and keep on every rank",
+                    f"{first.choices} on rank 0 and {told.choices} on rank {rank}",
                     hint="name it by the step, not by rank or time",
                 )
             )
 
     def begin() -> None:
         if engine.group.rank == 0:
-            draft.begin()
-            _check_room(draft, sum(nbytes for _, _, nbytes in everyone) // _copies(engine))
+            job.draft.begin()
+            _check_room(job.draft, sum(told.nbytes for told in everyone) // _copies(engine))
 
     together(engine.group, begin)
-    first = everyone[0][1]
-    differing = {name for _, prints, _ in everyone for name in first if prints[name] != first[name]}
-    return Subject.of(engine, module, optimizer), differing
+    ((own,),) = job.state[RANK].values()
+    for name, buffer in job.subject.buffers().items():
+        if any(told.buffers[name] != first.buffers[name] for told in everyone):
+            own["buffers"][name] = buffer
+    return replace(job, manifest=replace(job.manifest, save_id=first.save_id))
 
 
 def _copies(engine: Engine) -> int:
@@ -170,28 +210,24 @@ def _check_room(draft: Draft, nbytes: int) -> None:
         )
 
 
-def _shared_id(engine: Engine) -> str:
-    """A name for this save that all ranks know."""
-    return together(engine.group, lambda: uuid4().hex)[0]
-
-
-def _write(
-    engine: Engine, draft: Draft, subject: Subject, state: dict[str, Any], *, is_cached: bool
-) -> Writer:
+def _write(engine: Engine, job: _Job, *, is_cached: bool) -> Writer:
     """Plan together, and write this rank's pieces, to the disk or to the system's page cache."""
-    aliases = {f"{MODEL}.{a}": f"{MODEL}.{name}" for a, name in subject.aliases().items()}
-    writer = Writer(draft.folder, aliases, is_cached=is_cached)
+    names = job.subject.aliases().items()
+    aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in names}
+    writer = Writer(job.draft.folder, aliases, is_cached=is_cached)
     try:
         with planning():
             dcp.save(
-                state, storage_writer=writer, planner=WritePlanner(),
+                job.state, storage_writer=writer, planner=WritePlanner(),
                 process_group=engine.group.handle, no_dist=engine.group.handle is None,
             )  # fmt: skip
-    except CheckpointException as error:
+    except BaseException as error:
         writer.files.abandon()
         if engine.group.rank == 0:
-            draft.abandon()
-        raise first_failure(error) from error
+            job.draft.abandon()
+        if isinstance(error, CheckpointException):
+            raise first_failure(error) from error
+        raise
     return writer
 
 
@@ -212,7 +248,7 @@ class _Finishing:
         try:
             records = together(self.group, self._own_records)
             together(self.group, lambda: self._commit(records))
-        except CheckpointError:
+        except BaseException:
             self.writer.files.abandon()
             if self.group.rank == 0:
                 self.draft.abandon()
@@ -227,7 +263,10 @@ class _Finishing:
             files = {name: record for of_rank in records for name, record in of_rank.items()}
             self.draft.commit(replace(self.manifest, files=files))
             if self.keep is not None:
-                prune(self.draft.target, self.keep)
+                try:
+                    prune(self.draft.target, self.keep)
+                except OSError as error:  # what was saved is safe
+                    warnings.warn(f"old checkpoints were not deleted: {error}", stacklevel=2)
 
     # in the background
 
@@ -240,8 +279,10 @@ class _Finishing:
         rank = self.group.rank
         try:
             told: dict[str, Any] = {"files": {n: asdict(r) for n, r in self._own_records().items()}}
-        except (CheckpointError, OSError) as error:
-            told = {"error": str(as_checkpoint_error(error))}
+        except Exception as error:
+            for writer in self.writer.files.writers:  # a full disk has no room for the note
+                (self.draft.folder / writer.name).unlink(missing_ok=True)
+            told = {"error": _said(error)}
         self._leave(f"note-{rank}", told)
         if rank > 0:
             self._await_verdict()
@@ -254,12 +295,11 @@ class _Finishing:
                 self._path(f"note-{other}").unlink()
             files = [note["files"].items() for note in notes]
             self._commit([{name: FileRecord(**record) for name, record in own} for own in files])
-        except (CheckpointError, OSError) as error:
-            failed = as_checkpoint_error(error)
+        except Exception as error:
             self.draft.abandon()
-            self.draft.folder.mkdir()
-            self._leave("failed", {"error": str(failed)})
-            raise failed from error
+            self.draft.folder.mkdir(exist_ok=True)
+            self._leave("failed", {"error": _said(error)})
+            raise as_checkpoint_error(error) from error
 
     def _path(self, name: str) -> Path:
         return self.draft.folder / f"{name}.json"
@@ -296,7 +336,7 @@ class _Finishing:
 def _patiently(what: str) -> Iterator[None]:
     """Yield ever more slowly, until the time is up."""
     start, pause = time.monotonic(), 0.001
-    while time.monotonic() - start < NOTES_TIMEOUT_S:
+    while time.monotonic() - start < (NOTES_TIMEOUT_S if _is_running() else ENDING_TIMEOUT_S):
         yield
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
@@ -307,6 +347,17 @@ def _patiently(what: str) -> Iterator[None]:
             hint="a rank died or its disk hangs; look for the first error among the other ranks",
         )
     )
+
+
+def _is_running() -> bool:
+    """False once the script is over and the interpreter only waits for threads."""
+    return threading.main_thread().is_alive()
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OnefoldError | OSError):
+        return str(as_checkpoint_error(error))
+    return f"{type(error).__name__}: {error}"
 
 
 class _Thread:
@@ -323,6 +374,8 @@ class _Thread:
             self._run()
         except BaseException as error:
             self._error = error
+            if not _is_running():  # nobody will ask
+                traceback.print_exception(error)
 
     def wait(self) -> None:
         self._thread.join()
@@ -351,11 +404,11 @@ def planning() -> Iterator[None]:
             gc.enable()
 
 
-def first_failure(error: CheckpointException) -> Exception:
+def first_failure(error: CheckpointException) -> BaseException:
     """What the first rank that failed raised, as an error of ours."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, CheckpointError):
         return type(cause)(f"rank {rank}: {cause}")
-    if isinstance(cause, OSError):
-        return CheckpointError(f"rank {rank}: {as_checkpoint_error(cause)}")
-    raise error
+    if isinstance(cause, Exception):
+        return CheckpointError(f"rank {rank}: {_said(cause)}")
+    return cause

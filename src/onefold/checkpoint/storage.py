@@ -138,8 +138,14 @@ class Writer(dcp.FileSystemWriter):
         return StorageMeta(save_id=self.save_id, modules=[MARK])
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        with _archive_checksums.off():
-            return super().write_data(plan, planner)
+        try:
+            with _archive_checksums.off():
+                return super().write_data(plan, planner)
+        except Exception:
+            for writer in self.files.writers:
+                if writer.failure is not None:
+                    raise writer.failure from None
+            raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`; a tied weight goes by all its names, and lies there once."""

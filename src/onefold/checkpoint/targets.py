@@ -124,8 +124,8 @@ class Targets:
             return ["an optimizer to load, none in the checkpoint"]
         if self.manifest is None:
             return []
-        ours = [record.kind for record in self.subject.records()]
-        theirs = [record.kind for record in self.manifest.optimizers]
+        ours = [str(record) for record in self.subject.records()]
+        theirs = [str(record) for record in self.manifest.optimizers]
         if ours != theirs:
             return [f"optimizers: {', '.join(ours)} to load, {', '.join(theirs)} in the checkpoint"]
         return []
@@ -150,12 +150,17 @@ class Targets:
     def _groups(self, objects: dict[str, Any]) -> list[dict[str, Any]]:
         """The saved param groups, hyper-parameters and names of parameters."""
         prefix = f"{OPTIM}.param_groups."
-        found: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        for name, value in objects.items():
+        told = self.metadata.planner_data or {}
+        paths: dict[str, tuple[Any, ...]] = {}
+        for name in objects:
             if name.startswith(prefix):
                 index, _, key = name.removeprefix(prefix).partition(".")
-                found[int(index)][key] = value
-        return [found[index] for index in sorted(found)]
+                paths[name] = tuple(told.get(name, ()))[1:]
+                if len(paths[name]) < 3:  # told by its name alone
+                    if not index.isdecimal():
+                        self._refuse([f"{name}: param groups by number are wanted"])
+                    paths[name] = ("param_groups", int(index), key)
+        return _nested(objects, paths).get("param_groups", [])
 
     # what to read
 
@@ -193,6 +198,8 @@ class Targets:
 
     def _gradients(self, parameter: UnitParameter) -> list[str]:
         """Names of gradients between micro-batches: the mean, partials of own or of all ranks."""
+        if not self.subject.optimizers:  # weights alone are wanted
+            return []
         mean = f"{GRAD}.{parameter.fqn}"
         ranks = range(self.saved_ranks)
         partial = [f"{PARTIAL}.{rank}.{parameter.fqn}" for rank in ranks]
@@ -260,7 +267,7 @@ class Targets:
             return self._empty(saved, unit.setting.store.device)
         key = (unit, self._paths[name][3:])
         if key not in flats:
-            flats[key] = _blank_like(unit)
+            flats[key] = _blank(unit, binding)
         rank = unit.setting.rest_rank
         start = parameter.slot.shard_offsets[rank]
         rows = flats[key][start : start + parameter.local.numel()].view(parameter.local.shape)
@@ -296,11 +303,16 @@ class Targets:
                 optimizer.state[parameter.face] = states[parameter.fqn]
 
 
-def _blank_like(unit: Unit) -> Tensor:
-    """A state [own rows of a unit], of which everything will be read but the gaps."""
-    flat = torch.empty_like(unit.stepped, requires_grad=False)
-    gaps = torch.tensor(unit.rest.gaps(unit.setting.rest_rank), dtype=torch.int64)
-    return flat.index_fill_(0, gaps.to(flat.device), 0)
+def _blank(unit: Unit, binding: OptimizerBinding) -> Tensor:
+    """Room for one state of a unit's parameters, up to the last that the optimizer holds.
+
+    Those of one param group lie together, and those of none, as frozen ones, behind all others.
+    """
+    rank = unit.setting.rest_rank
+    held = [i for i, p in enumerate(unit.parameters) if binding.holds(p)]
+    flat = unit.stepped.new_empty(unit.rest.span(0, held[-1], rank)[1])
+    gaps = torch.tensor(unit.rest.gaps(rank), dtype=torch.int64)
+    return flat.index_fill_(0, gaps[gaps < len(flat)].to(flat.device), 0)
 
 
 def _nested(values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def together(group: Group, act: Callable[[], T]) -> list[T]:
     try:
         mine = act()
     except Exception as error:
-        problem = as_checkpoint_error(error) if isinstance(error, OnefoldError | OSError) else error
+        problem = as_checkpoint_error(error)
     said = f"{type(problem).__name__}: {problem}"
     if problem is None or isinstance(problem, OnefoldError):
         said = str(problem)
@@ -50,9 +50,9 @@ class Verdict:
     is_damaged: bool
 
 
-def as_checkpoint_error(error: Exception) -> OnefoldError:
-    """An error of the system as one of ours; ours as they are."""
-    if isinstance(error, OnefoldError):
+def as_checkpoint_error(error: Exception) -> Exception:
+    """An error of the system as one of ours; ours, and mistakes, as they are."""
+    if not isinstance(error, OSError) or isinstance(error, OnefoldError):
         return error
     place = getattr(error, "filename", None)
     said = getattr(error, "strerror", None) or error

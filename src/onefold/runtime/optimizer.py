@@ -127,6 +127,12 @@ class OptimizerBinding:
         """Those of the optimizer's parameters whose state this rank keeps."""
         return self._strategy.kept_here(parameters)
 
+    def holds(self, parameter: UnitParameter) -> bool:
+        """True if the parameter is in one of the optimizer's groups."""
+        optimizer = self._optimizer()
+        groups = optimizer.param_groups if optimizer is not None else []
+        return any(tensor is parameter.face for group in groups for tensor in group["params"])
+
     def forget(self, optimizer: Optimizer) -> None:
         """Free the optimizer's state of our parameters, before other state is read."""
         self._strategy.forget()

@@ -176,7 +176,9 @@ class FlatStep:
         for flat in self.own:
             if flat.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
                 joined = flat[run.start : run.start + run.tensor.numel()]
-                if all(run.view(joined, p).data_ptr() == row.data_ptr() for p, row in rows.items()):
+                if len(joined) == run.tensor.numel() and all(
+                    run.view(joined, p).data_ptr() == row.data_ptr() for p, row in rows.items()
+                ):
                     return joined
         return None
 
@@ -184,7 +186,7 @@ class FlatStep:
         """What must agree for parameters to share a run: names, kinds, and values but rows."""
         state = self._imported.get(parameter, {})
         return [
-            (name, "rows" if _is_rows(parameter, value) else _plain(value))
+            (name, "rows" if _is_rows(parameter, name, value) else _plain(value))
             for name, value in sorted(state.items())
         ]
 
@@ -198,7 +200,7 @@ class FlatStep:
         run = Run(parameters, start, weight, nn.Parameter(stepped))
         states = {p: self._imported.get(p, {}) for p in parameters}
         for name, value in states[parameters[0]].items():
-            if not _is_rows(parameters[0], value):
+            if not _is_rows(parameters[0], name, value):
                 run.state[name] = value.clone() if isinstance(value, Tensor) else value
                 continue
             rows = {p: state[name] for p, state in states.items()}
@@ -242,11 +244,15 @@ def _show(run: Run, parameter: UnitParameter) -> State:
     }
 
 
-def _is_rows(parameter: UnitParameter, value: object) -> bool:
+NUMBERS = ("step", "mu_product", "eta", "mu")
+"""States of torch's optimizers that are one number, also where the parameter is one."""
+
+
+def _is_rows(parameter: UnitParameter, name: str, value: object) -> bool:
     return (
         isinstance(value, Tensor)
         and value.shape == parameter.local.shape
-        and (value.dim() > 0 or (parameter.slot.replicated and value.is_floating_point()))
+        and (value.dim() > 0 or (parameter.slot.replicated and name not in NUMBERS))
     )
 
 

@@ -78,7 +78,9 @@ class Checkpoints:
     def resume(self) -> Resumed | None:
         """Load the newest complete checkpoint, if the job wants that and there is one."""
         job = self._job
-        if job.checkpoint is None or not job.resume or not _holds_some(Path(job.checkpoint)):
+        if job.checkpoint is None or not job.resume:
+            return None
+        if not self._world.gather(_holds_some(Path(job.checkpoint)))[0]:
             return None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -120,7 +122,8 @@ def _name(step: int) -> str:
 def _set_aside(directory: Path, *, newer_than: int) -> None:
     """Hide checkpoints that could not be loaded: this run will come to their steps again."""
     for path in directory.glob("step-*"):
-        if path.name > _name(newer_than):
+        number = path.name.removeprefix("step-")
+        if number.isdecimal() and int(number) > newer_than:
             aside = directory / f".{path.name}.damaged"
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)

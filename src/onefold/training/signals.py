@@ -25,12 +25,12 @@ class StopRequests:
         self.received = 0
         self._is_active = is_active
         self._before: dict[int, Any] = {}
-        self._sender, self._receiver = socket.socketpair()
 
     def __enter__(self) -> StopRequests:
         is_main = threading.current_thread() is threading.main_thread()
         if not self._is_active or not is_main:  # another thread may not say what signals do
             return self
+        self._sender, self._receiver = socket.socketpair()
         self._sender.setblocking(False)
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._before = {stop: signal.signal(stop, lambda *_: None) for stop in STOPS}
@@ -42,7 +42,7 @@ class StopRequests:
             signal.set_wakeup_fd(-1)
             for stop, handler in self._before.items():
                 signal.signal(stop, handler)
-        self._sender.close()
+            self._sender.close()
 
     def _receive(self) -> None:
         while number := self._receiver.recv(1):
