@@ -89,7 +89,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def tied_and_frozen() -> nn.Module:
-    module = Model(1, tied=True)
+    module = Model(2, tied=True)
     module.blocks[0].up.weight.requires_grad_(False)
     return module
 
