@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import resource
@@ -861,13 +862,19 @@ def test_loading_never_runs_code(saved, tmp_path):
         def __reduce__(self):
             return (print, ("code was run",))
 
-    from onefold.checkpoint.storage import read_metadata, read_object
+    from onefold.checkpoint.storage import _Unpickler, read_metadata, read_object
 
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / ".metadata").write_bytes(pickle.dumps(Call()))
     with pytest.raises(CheckpointError, match=r"reference to builtins\.print"):
         read_metadata(foreign, None)
+    # some Pythons store an enum's member as a getattr of its class: that, and no other, is read
+    member = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n%s\nV%s\ntR."
+    enum = _Unpickler(io.BytesIO(member % (b"_MEM_FORMAT_ENCODING", b"TORCH_CHANNELS_LAST"))).load()
+    assert enum.name == "TORCH_CHANNELS_LAST"
+    with pytest.raises(pickle.UnpicklingError, match="an attribute of"):
+        _Unpickler(io.BytesIO(member % (b"Metadata", b"__init__"))).load()
     with (tmp_path / "object").open("w+b") as file:
         torch.save(Call(), file)
         file.seek(0)
