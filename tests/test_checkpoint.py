@@ -82,6 +82,18 @@ class Run:
                     found[f"{p.fqn} {key}"] = whole(value)
         return found
 
+    def assert_own_rows(self, wanted: dict[str, Tensor]) -> None:
+        """This rank's rows of everything are those of `wanted`, without a collective."""
+        for p in (p for unit in engine_of(self.module).units for p in unit.parameters):
+            entry = self.optimizer.state.get(p.face, {})
+            held = {p.fqn: p.local, f"{p.fqn} stepped": p.stepped}
+            held |= {f"{p.fqn} {key}": getattr(v, "_local_tensor", v) for key, v in entry.items()}
+            start, stop = p.slot.rows(p.unit.setting.rest_rank)
+            for name, value in held.items():
+                rows = wanted[name][start:stop] if wanted[name].dim() else wanted[name]
+                assert torch.equal(value, rows), name
+            assert held.keys() == {n for n in wanted if n == p.fqn or n.startswith(f"{p.fqn} ")}
+
 
 def whole(tensor: Tensor) -> Tensor:
     return (
@@ -125,13 +137,14 @@ def save_and_go_on(
 
 
 def load_and_go_on(
-    rank: int, path: Path, stage: int, dtype: Any, goes_on: bool
-) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    rank: int, path: Path, stage: int, dtype: Any, goes_on: bool, saved: dict[str, Tensor]
+) -> tuple[list[float], dict[str, Tensor]]:
     run = start(stage, dtype=dtype, seed=7).load(path)
-    loaded = run.state()
-    if goes_on:
-        run.train(BATCHES[SAVED_AFTER:])
-    return loaded, run.losses, run.state()
+    run.assert_own_rows(saved)
+    if not goes_on:
+        return [], {}
+    run.train(BATCHES[SAVED_AFTER:])
+    return run.losses, run.state()
 
 
 def assert_equal_states(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -152,10 +165,9 @@ def test_a_run_goes_on_at_any_world_size_and_stage(tmp_path, world, stage):
     saved, losses, final = run_ranks(world, save_and_go_on, tmp_path / "a", stage, None)[0]
     for there, other in EVERYWHERE:
         goes_on = there == world or other == stage
-        for loaded, went_on, ended in run_ranks(
-            there, load_and_go_on, tmp_path / "a", other, None, goes_on
+        for went_on, ended in run_ranks(
+            there, load_and_go_on, tmp_path / "a", other, None, goes_on, saved
         ):
-            assert_equal_states(loaded, saved)
             if there == world:
                 assert went_on == losses
                 assert_equal_states(ended, final)
@@ -170,10 +182,9 @@ def test_a_run_in_bf16_goes_on_with_its_masters(tmp_path, world, stage):
     saved, losses, final = run_ranks(world, save_and_go_on, tmp_path / "a", stage, dtype)[0]
     for there, other in EVERYWHERE:
         goes_on = (there, other) == (world, stage)
-        for loaded, went_on, ended in run_ranks(
-            there, load_and_go_on, tmp_path / "a", other, dtype, goes_on
+        for went_on, ended in run_ranks(
+            there, load_and_go_on, tmp_path / "a", other, dtype, goes_on, saved
         ):
-            assert_equal_states(loaded, saved)
             if goes_on:
                 assert went_on == losses
                 assert_equal_states(ended, final)
@@ -500,7 +511,7 @@ def test_a_save_between_micro_batches_goes_on_there(tmp_path, world, stage, dtyp
         return run.state()
 
     wanted = run_ranks(world, save)[0]
-    for other_world in (1, 2, 3):
+    for other_world in {world, 3} if dtype is None else {world}:
         for other in {0, stage, 3} if dtype is None else {stage}:
             for got in run_ranks(other_world, load, other):
                 if (other_world, other) == (world, stage):
