@@ -86,7 +86,9 @@ def warm_up(folder: Path) -> None:
 
 def note(folder: Path, rank: int, phase: str) -> None:
     """Leave what a rank is about to do where its killer finds it."""
-    (folder / f"phase-{rank}").write_text(phase)
+    new = folder / f"phase-{rank}-new"
+    new.write_text(phase)
+    new.rename(folder / f"phase-{rank}")
 
 
 def run_once(

@@ -276,6 +276,29 @@ def test_an_existing_folder_is_refused_and_a_failed_save_leaves_nothing(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
+def test_a_mistake_on_one_rank_is_told_on_all_and_leaves_nothing(tmp_path):
+    """A path that is none, a configuration that cannot be saved: nobody waits for ever."""
+
+    class Invalid:
+        def save_pretrained(self, folder: Path) -> None:
+            raise ValueError("an invalid configuration")
+
+    def body(rank):
+        module = seeded(Model)
+        onefold.shard(module, stage=3)
+        onefold.save_pretrained(module, tmp_path / "good")
+        with pytest.raises(TypeError if rank else CheckpointError, match="NoneType"):
+            onefold.save_pretrained(module, None if rank else tmp_path / "out")
+        with pytest.raises(TypeError if rank else CheckpointError, match="NoneType"):
+            onefold.load_pretrained(module, None if rank else tmp_path / "good")
+        module.generation_config = Invalid()
+        with pytest.raises(CheckpointError if rank else ValueError, match="an invalid config"):
+            onefold.save_pretrained(module, tmp_path / "out")
+
+    run_ranks(2, body)
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
 def test_training_goes_on_with_loaded_weights(tmp_path):
     """What was loaded is what is gathered: not a copy from before."""
     batch = token_batches(1)[0]

@@ -37,6 +37,12 @@ class CheckpointError(OnefoldError):
     """A checkpoint is missing, incomplete, damaged or belongs to another model."""
 
 
+def listed(lines: list[str], *, most: int = 20) -> list[str]:
+    """The first lines of a long list, and how many more there are."""
+    more = len(lines) - most
+    return lines[:most] + [f"and {more} more"] * (more > 0)
+
+
 def expected(what: str, got: object, *, where: str = "", hint: str) -> str:
     """One message in the house style: `expected X, got Y (where)` and a hint line."""
     place = f" ({where})" if where else ""

@@ -107,12 +107,7 @@ class Subject:
 
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers by name."""
-        found: dict[str, Tensor] = {}
-        for prefix, part in self.module.named_modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None and name not in part._non_persistent_buffers_set:
-                    found[f"{prefix}.{name}" if prefix else name] = buffer
-        return found
+        return dict(persistent_buffers(self.module))
 
     def extra_states(self) -> dict[str, nn.Module]:
         """Modules that have a `get_extra_state` of their own, by the name of their state."""
@@ -124,6 +119,29 @@ class Subject:
 
 
 _EXTRA = "_extra_state"
+
+
+def persistent_buffers(
+    module: nn.Module, *, all_names: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a state dict; with `all_names` those of shared modules by each name."""
+    for prefix, part in module.named_modules(remove_duplicate=not all_names):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def state_path(name: str, path: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """("optim", "state", FQN, KEY ...) of an optimizer's state; None for other names.
+
+    `path` is what the planner noted; of a checkpoint without such notes the name has to do.
+    """
+    if not name.startswith(f"{OPTIM}.state."):
+        return None
+    if len(path) >= 4:
+        return tuple(path)
+    fqn, _, key = name.removeprefix(f"{OPTIM}.state.").rpartition(".")
+    return (OPTIM, "state", fqn, key)
 
 
 def settle(engine: Engine) -> None:

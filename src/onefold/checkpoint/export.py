@@ -28,7 +28,7 @@ from onefold.checkpoint.safetensors import (
     Output,
     plan_outputs,
 )
-from onefold.checkpoint.storage import bytes_of, data_offset, read_metadata
+from onefold.checkpoint.storage import bytes_of, chunk_of, data_offset, read_metadata
 from onefold.checkpoint.together import as_checkpoint_error
 from onefold.errors import CheckpointError, expected
 
@@ -146,7 +146,7 @@ def _copy(
                 readers = {name: BlockReader(found.path / name, record, own)}
             saved = metadata.state_dict_metadata[index.fqn]
             assert isinstance(saved, TensorStorageMetadata), "a weight is a tensor"
-            chunk = next(c for c in saved.chunks if c.offsets == index.offset)
+            chunk = chunk_of(saved, index)
             _copy_piece(readers[name], info, saved, chunk, by_source[index.fqn].entry, writer)
         writer.finish()
     finally:

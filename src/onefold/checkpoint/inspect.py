@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from onefold.checkpoint.blocks import BlockReader
-from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL
+from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, state_path
 from onefold.checkpoint.directory import METADATA, Found, find
 from onefold.checkpoint.storage import read_metadata
 
@@ -78,16 +79,14 @@ def _rows(metadata: Metadata) -> Iterator[tuple[str, Row]]:
             )
 
 
-def _named(name: str, path: tuple[object, ...]) -> tuple[str, str]:
+def _named(name: str, path: tuple[Any, ...]) -> tuple[str, str]:
     """The parameter that a tensor is of, and what it is to it."""
     for prefix, kind in ((MODEL, "weight"), (MASTER, "master")):
         if name.startswith(f"{prefix}."):
             return name.removeprefix(f"{prefix}."), kind
-    if name.startswith(f"{OPTIM}.state."):
-        if len(path) >= 4:
-            return str(path[2]), ".".join(map(str, path[3:]))
-        fqn, _, key = name.removeprefix(f"{OPTIM}.state.").rpartition(".")
-        return fqn, key
+    state = state_path(name, path)
+    if state is not None:
+        return str(state[2]), ".".join(map(str, state[3:]))
     for prefix in (GRAD, PARTIAL, OPTIM):
         if name.startswith(f"{prefix}."):
             return name.removeprefix(f"{prefix}."), prefix

@@ -23,8 +23,7 @@ from onefold.checkpoint.directory import Found, find
 from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
-from onefold.checkpoint.together import together
-from onefold.errors import CheckpointError, expected
+from onefold.checkpoint.together import check_same, together
 from onefold.runtime.registry import engine_of
 
 
@@ -60,7 +59,8 @@ def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object
         return str(path), find(path) if engine.group.rank == 0 else []
 
     everyone = together(engine.group, look)
-    _check_same([path for path, _ in everyone])
+    paths = [path for path, _ in everyone]
+    check_same(paths, "directory", hint="every rank loads from the same place")
     candidates, subject = everyone[0][1], subjects[0]
     passed_over = list(candidates[0].passed_over)
     for found in candidates:
@@ -76,18 +76,6 @@ def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object
             warnings.warn(f"loaded {found.path.name}, passed over {told}", stacklevel=2)
         return extra
     raise AssertionError("there is at least one candidate, and the last returns or raises")
-
-
-def _check_same(paths: list[str]) -> None:
-    for rank, path in enumerate(paths):
-        if path != paths[0]:
-            raise CheckpointError(
-                expected(
-                    "the same directory on every rank",
-                    f"{paths[0]!r} on rank 0 and {path!r} on rank {rank}",
-                    hint="every rank loads from the same place",
-                )
-            )
 
 
 def _load(subject: Subject, found: Found) -> Any:

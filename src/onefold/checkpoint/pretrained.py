@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onefold.checkpoint.contents import Subject, config_of, settle
+from onefold.checkpoint.contents import Subject, config_of, persistent_buffers, settle
 from onefold.checkpoint.directory import Draft
 from onefold.checkpoint.safetensors import (
     INDEX,
@@ -29,13 +29,11 @@ from onefold.checkpoint.safetensors import (
     plan_outputs,
 )
 from onefold.checkpoint.storage import bytes_of
-from onefold.checkpoint.together import together
-from onefold.errors import CheckpointError, expected
+from onefold.checkpoint.together import check_same, together
+from onefold.errors import CheckpointError, expected, listed
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import ENGINE, engine_of
 from onefold.state.materialise import PROMISED
-
-SHOWN_NAMES = 20
 
 
 def save_pretrained(
@@ -53,18 +51,17 @@ def save_pretrained(
     Raises: CheckpointError, on every rank: the directory exists or cannot be written.
     """
     engine = engine_of(module)
-    draft = Draft(Path(os.path.abspath(directory)))
 
     def look() -> str:
+        draft = Draft(Path(os.path.abspath(directory)))
         settle(engine)
         if engine.group.rank == 0:
             draft.check()
         return str(draft.target)
 
     paths = together(engine.group, look)
-    if len(set(paths)) > 1:
-        what, hint = "the same directory on every rank", "every rank writes into the same files"
-        raise CheckpointError(expected(what, ", ".join(sorted(set(paths))), hint=hint))
+    check_same(paths, "directory", hint="every rank writes into the same files")
+    draft = Draft(Path(paths[0]))
     subject = Subject(engine, module, [])
     outputs = plan_outputs(_entries(subject), max_shard_nbytes)
 
@@ -78,7 +75,7 @@ def save_pretrained(
         together(engine.group, begin)
         together(engine.group, lambda: _write_own(subject, draft.folder, outputs))
         together(engine.group, lambda: _finish(engine, module, draft, outputs))
-    except CheckpointError:
+    except BaseException:
         if engine.group.rank == 0:
             draft.abandon()
         raise
@@ -146,16 +143,15 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
     Raises: CheckpointError: no safetensors files, a damaged one, names that are missing or shapes
         that differ, all in one message; on every rank alike for a sharded module.
     """
-    path = Path(os.path.abspath(directory))
     if ENGINE not in module.__dict__:
-        module.__dict__[PROMISED] = Pretrained(module, path)
+        module.__dict__[PROMISED] = Pretrained(module, Path(os.path.abspath(directory)))
         return module
     engine = engine_of(module)
     found: list[Pretrained] = []
 
     def look() -> None:
         settle(engine)
-        found.append(Pretrained(module, path))
+        found.append(Pretrained(module, Path(os.path.abspath(directory))))
 
     together(engine.group, look)
     subject = Subject(engine, module, [])
@@ -195,16 +191,15 @@ class Pretrained:
             raise CheckpointError(
                 expected(
                     f"the files in {str(directory)!r} to have what the module has",
-                    "\n  " + "\n  ".join(_shortened(problems)),
+                    "\n  " + "\n  ".join(listed(problems)),
                     hint="build the module from the config.json beside them",
                 )
             )
-        known = {name for names, _ in wanted for name in names} | dict(
-            module.named_buffers()
-        ).keys()
+        known = {name for names, _ in wanted for name in names}
+        known.update(name for name, _ in module.named_buffers())  # also those that are computed
         unused = sorted(self._files.places.keys() - known)
         if unused:
-            told = ", ".join(_shortened(unused))
+            told = ", ".join(listed(unused))
             warnings.warn(f"not in the module, so not loaded: {told}", stacklevel=3)
 
     def __contains__(self, name: str) -> bool:
@@ -221,19 +216,7 @@ class Pretrained:
 def _groups_of_names(module: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
     """For every parameter and persistent buffer all its names, and its shape."""
     by_id: dict[int, tuple[list[str], tuple[int, ...]]] = {}
-    for name, tensor in _named_tensors(module):
+    named = module.named_parameters(remove_duplicate=False)
+    for name, tensor in chain(named, persistent_buffers(module, all_names=True)):
         by_id.setdefault(id(tensor), ([], tuple(tensor.shape)))[0].append(name)
     return list(by_id.values())
-
-
-def _named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-def _shortened(lines: list[str]) -> list[str]:
-    more = len(lines) - SHOWN_NAMES
-    return lines[:SHOWN_NAMES] + [f"and {more} more"] * (more > 0)

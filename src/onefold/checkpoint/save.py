@@ -35,7 +35,7 @@ from onefold.checkpoint.contents import MODEL, RANK, Subject
 from onefold.checkpoint.directory import Draft, prune
 from onefold.checkpoint.manifest import Manifest
 from onefold.checkpoint.storage import WritePlanner, Writer
-from onefold.checkpoint.together import as_checkpoint_error, together
+from onefold.checkpoint.together import as_checkpoint_error, check_same, together
 from onefold.errors import CheckpointError, OnefoldError, expected
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
@@ -167,15 +167,8 @@ def _agree(engine: Engine, asked: _Asked) -> _Job:
 
     everyone = together(engine.group, look)
     first, job = everyone[0], jobs[0]
-    for rank, told in enumerate(everyone):
-        if told.choices != first.choices:
-            raise CheckpointError(
-                expected(
-                    "the same directory, wait and keep on every rank",
-                    f"{first.choices} on rank 0 and {told.choices} on rank {rank}",
-                    hint="name it by the step, not by rank or time",
-                )
-            )
+    choices = [told.choices for told in everyone]
+    check_same(choices, "directory, wait and keep", hint="name it by the step, not by rank or time")
 
     def begin() -> None:
         if engine.group.rank == 0:
@@ -335,14 +328,15 @@ class _Finishing:
 
 def _patiently(what: str) -> Iterator[None]:
     """Yield ever more slowly, until the time is up."""
-    start, pause = time.monotonic(), 0.001
-    while time.monotonic() - start < (NOTES_TIMEOUT_S if _is_running() else ENDING_TIMEOUT_S):
+    start, pause, waited = time.monotonic(), 0.001, 0.0
+    while waited < (NOTES_TIMEOUT_S if _is_running() else ENDING_TIMEOUT_S):
         yield
+        waited = time.monotonic() - start
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     raise CheckpointError(
         expected(
-            f"{what} within {NOTES_TIMEOUT_S:.0f} s",
+            f"{what} within {waited:.0f} s",
             "nothing",
             hint="a rank died or its disk hangs; look for the first error among the other ranks",
         )

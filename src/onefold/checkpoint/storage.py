@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -301,13 +302,12 @@ class Reader(dcp.FileSystemReader):
         found = self._metadata.state_dict_metadata[item.storage_index.fqn]
         if not isinstance(found, TensorStorageMetadata) or not item.lengths:
             return info.offset, info.offset + info.length
-        sizes = _chunk_sizes(found, item.storage_index)
+        sizes = chunk_of(found, item.storage_index).sizes
         row_nbytes = prod(sizes[1:]) * found.properties.dtype.itemsize
         start = info.offset + item.storage_offsets[0] * row_nbytes
         stop = start + _HEAD_NBYTES + item.lengths[0] * row_nbytes
-        return (start if item.storage_offsets[0] else info.offset), min(
-            stop, info.offset + info.length
-        )
+        end = info.offset + info.length
+        return (start if item.storage_offsets[0] else info.offset), min(stop, end)
 
     def _read(self, stream: BlockReader, info: Any, item: ReadItem, planner: LoadPlanner) -> None:
         if item.type == LoadItemType.BYTE_IO:
@@ -317,11 +317,11 @@ class Reader(dcp.FileSystemReader):
         target = planner.resolve_tensor(item).detach()
         found = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(found, TensorStorageMetadata), "a tensor is read from bytes"
-        sizes = _chunk_sizes(found, item.storage_index)
+        sizes = chunk_of(found, item.storage_index).sizes
         if prod(item.lengths) == 0:
             return
         start = info.offset + data_offset(stream, info)
-        is_rows = list(item.lengths[1:]) == sizes[1:]
+        is_rows = item.lengths[1:] == sizes[1:]
         if not is_rows:
             whole = torch.empty(sizes, dtype=found.properties.dtype)
             _read_into(stream, start, whole)
@@ -346,10 +346,11 @@ def _place(each: tuple[Any, ReadItem]) -> tuple[str, int]:
     return each[0].relative_path, each[0].offset
 
 
-def _chunk_sizes(found: TensorStorageMetadata, index: MetadataIndex) -> list[int]:
+def chunk_of(found: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
+    """The piece of a tensor that `index` names."""
     for chunk in found.chunks:
         if index.offset is None or chunk.offsets == index.offset:
-            return list(chunk.sizes)
+            return chunk
     raise CheckpointError(
         expected(
             f"a piece of {index.fqn!r} at {index.offset}",

@@ -10,15 +10,22 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK, Subject
+from onefold.checkpoint.contents import (
+    GRAD,
+    MASTER,
+    MODEL,
+    OPTIM,
+    PARTIAL,
+    RANK,
+    Subject,
+    state_path,
+)
 from onefold.checkpoint.directory import Found
 from onefold.checkpoint.manifest import Manifest
-from onefold.errors import CheckpointError, expected
+from onefold.errors import CheckpointError, expected, listed
 from onefold.runtime.optimizer import OptimizerBinding, bind
 from onefold.state.parameter import UnitParameter
 from onefold.state.unit import Unit
-
-SHOWN_MISMATCHES = 20
 
 
 class Targets:
@@ -51,15 +58,8 @@ class Targets:
     def _optimizer_paths(self) -> dict[str, tuple[Any, ...]]:
         """For each name of an optimizer's state: ("optim", "state", FQN, KEY ...)."""
         told = self.metadata.planner_data or {}
-        found = {}
-        for name in self._names:
-            path = told.get(name, ())
-            if len(path) < 4 and name.startswith(f"{OPTIM}.state."):
-                fqn, _, key = name.removeprefix(f"{OPTIM}.state.").rpartition(".")
-                path = (OPTIM, "state", fqn, key)
-            if tuple(path[:2]) == (OPTIM, "state"):
-                found[name] = tuple(path)
-        return found
+        paths = {name: state_path(name, told.get(name, ())) for name in self._names}
+        return {name: path for name, path in paths.items() if path is not None}
 
     def _extra_state_paths(self) -> dict[str, tuple[Any, ...]]:
         """For each name of a module's extra state: the state's name, and keys inside it."""
@@ -78,12 +78,10 @@ class Targets:
     def _refuse(self, mismatches: list[str]) -> None:
         if not mismatches:
             return
-        more = len(mismatches) - SHOWN_MISMATCHES
-        shown = mismatches[:SHOWN_MISMATCHES] + [f"and {more} more"] * (more > 0)
         raise CheckpointError(
             expected(
                 f"checkpoint {self._name!r} to match the module and its optimizers",
-                "\n  " + "\n  ".join(shown),
+                "\n  " + "\n  ".join(listed(mismatches)),
                 hint="build the module and optimizers as for the run that saved it; "
                 "without an optimizer only the weights are loaded",
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from onefold.checkpoint.blocks import Damaged
-from onefold.errors import CheckpointError, OnefoldError
+from onefold.errors import CheckpointError, OnefoldError, expected
 from onefold.wire.collectives import Group
 
 T = TypeVar("T")
@@ -39,6 +39,14 @@ def together(group: Group, act: Callable[[], T]) -> list[T]:
                 raise problem
             raise (Damaged if is_damaged else CheckpointError)(f"rank {rank}: {each.problem}")
     return [cast("T", each.result) for each in verdicts]
+
+
+def check_same(everyone: list[T], what: str, *, hint: str) -> None:
+    """Raise `CheckpointError` unless all ranks have told the same."""
+    for rank, told in enumerate(everyone):
+        if told != everyone[0]:
+            got = f"{everyone[0]!r} on rank 0 and {told!r} on rank {rank}"
+            raise CheckpointError(expected(f"the same {what} on every rank", got, hint=hint))
 
 
 @dataclass(frozen=True, slots=True)
