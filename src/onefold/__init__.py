@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onefold.checkpoint.load import load
     from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
     from onefold.checkpoint.save import save
-    from onefold.config import Precision
+    from onefold.config import Offload, Precision
     from onefold.errors import (
         CheckpointError,
         ConfigError,
@@ -39,6 +39,7 @@ _HOMES = {
     "load_pretrained": "onefold.checkpoint.pretrained",
     "save_pretrained": "onefold.checkpoint.pretrained",
     "save": "onefold.checkpoint.save",
+    "Offload": "onefold.config",
     "Precision": "onefold.config",
     "CheckpointError": "onefold.errors",
     "ConfigError": "onefold.errors",
@@ -54,6 +55,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "GradScaler",
+    "Offload",
     "OnefoldError",
     "Precision",
     "Report",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 
 from onefold import environment, guards
 from onefold.config import (
+    Offload,
     Placement,
     Placements,
     Precision,
+    offload_of,
     placements_of,
     precision_of,
     refuse_unbuilt,
@@ -26,11 +28,12 @@ from onefold.config import (
 from onefold.errors import ConfigError, expected
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.ledger import Ledger
+from onefold.offloading import offloaded_units, tiers_together
 from onefold.reporting import Report, UnitLine, copied, snapshot
 from onefold.runtime import summon
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import install
-from onefold.runtime.optimizer import adopt_later, bind, check_state, replace_parameters
+from onefold.runtime.joining import adopt_later, bind, check_state, replace_parameters
 from onefold.runtime.registry import ENGINE, engine_of
 from onefold.state.materialise import (
     PROMISED,
@@ -80,10 +83,13 @@ def shard(  # noqa: PLR0913 - the contract
         units: which modules travel together; default: repeated blocks and balanced rests.
             A list of submodules, or a predicate over them.
         precision: None (own dtypes), "fp32", "bf16", "fp16" or a `Precision`.
-        offload, wire: None in this version.
+        offload: None, "optimizer" (states and step on the CPU), "cpu" (parameters too),
+            "disk:PATH", or an `Offload`. At stages 1 to 3.
+        wire: None in this version.
 
     Raises:
         ConfigError: a choice that cannot work; on every rank where it can be seen.
+        TierError: a tier has no room, or its path cannot be used; on every rank.
     """
     group, device_mesh = environment.resolve(mesh)
     job = _examine_together(
@@ -91,26 +97,34 @@ def shard(  # noqa: PLR0913 - the contract
     )
     device = environment.device_of(job.parameters, group)
     ledger = Ledger()
+    store = DeviceStore(device)
+    chosen = offloaded_units(job.plans, job.offload)
+    tiers = tiers_together(job.offload, job.precision, job.plans, chosen, store, ledger, group)
     is_sharded = job.placements.optimizer is Placement.SHARD
     if is_sharded and group.handle is not None and device_mesh is None:
         device_mesh = DeviceMesh.from_group(group.handle, device.type)
     setting = Setting(
         transport=_transport(group, device, ledger, job.precision.reduce),
-        store=DeviceStore(device),
+        store=store,
         ledger=ledger,
         mesh=device_mesh if is_sharded else None,
         is_sharded=is_sharded,
         compute=job.precision.compute,
         master=job.precision.master,
+        tiers=tiers,
     )
     originals = [owned.parameter for owned in job.parameters]
     values: Values | None = module.__dict__.pop(PROMISED, None)
     source = (initialisers_of(module), values)
-    built = [
-        _build_unit(i, plan, setting, job.optimizers, source) for i, plan in enumerate(job.plans)
-    ]
+    built: list[Unit] = []
+    for plan, is_offloaded in zip(job.plans, chosen, strict=True):
+        _order_members(plan, job.optimizers)
+        unit = Unit(plan, setting, len(built), is_offloaded=is_offloaded)
+        built.append(_fill_unit(unit, plan, source))
     _settle_buffers(module, device, group, job.precision.buffers, source)
-    engine = Engine(module, built, setting, stage=stage)
+    engine = Engine(
+        module, built, setting, stage=stage, steps_in_backward=job.offload.step_in_backward
+    )
     module.__dict__[ENGINE] = engine
     install(engine, module, dict(zip(built, [plan.modules for plan in job.plans], strict=True)))
     guards.install(module, engine)
@@ -186,13 +200,15 @@ class _Job:
 
     placements: Placements
     precision: Precision
+    offload: Offload
     optimizers: list[Optimizer]
     parameters: list[Owned]
     plans: list[UnitPlan]
 
     def facts(self) -> list[str]:
         """What must be the same on every rank, a line each."""
-        return [f"{self.placements}, {self.precision}"] + [
+        offload = replace(self.offload, disk="own")  # each host may have its own folders
+        return [f"{self.placements}, {self.precision}, {offload}"] + [
             f"{owned.fqn} {list(owned.parameter.shape)} {owned.parameter.dtype} "
             f"requires_grad={owned.parameter.requires_grad} in unit {plan.name}"
             for plan in self.plans
@@ -206,13 +222,14 @@ def _examine(
 ) -> _Job:  # fmt: skip
     """Check one rank's arguments without touching anything."""
     placements, chosen = placements_of(stage), precision_of(precision)
-    refuse_unbuilt(offload, wire)
+    tiers = offload_of(offload, placements)
+    refuse_unbuilt(wire)
     optimizers = _as_list(optimizer)
     _check_module(module)
     parameters = owned_parameters(module)
     _check_parameters(parameters)
     _check_optimizers(optimizers, parameters)
-    return _Job(placements, chosen, optimizers, parameters, plan_units(module, units))
+    return _Job(placements, chosen, tiers, optimizers, parameters, plan_units(module, units))
 
 
 def _examine_together(group: Group, examine: Callable[[], _Job]) -> _Job:
@@ -345,19 +362,20 @@ def _check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owne
             check_state(owned.fqn, owned.parameter, optimizer)
 
 
-def _build_unit(
-    index: int, plan: UnitPlan, setting: Setting, optimizers: Sequence[Optimizer], source: Source
-) -> Unit:
-    """Give a unit's parameters their values, keep this rank's share, let go of the rest."""
+def _order_members(plan: UnitPlan, optimizers: Sequence[Optimizer]) -> None:
+    """Parameters of one optimizer group lie together, so that they are one run."""
     group_of = {
         id(tensor): index
         for optimizer in optimizers
         for index, group in enumerate(optimizer.param_groups)
         for tensor in group["params"]
     }
-    # parameters of one optimizer group lie together, so that they are one run
     plan.members.sort(key=lambda owned: group_of.get(id(owned.parameter), len(group_of)))
-    unit = Unit(plan, setting, index)
+
+
+def _fill_unit(unit: Unit, plan: UnitPlan, source: Source) -> Unit:
+    """Give a unit's parameters their values, keep this rank's share, let go of the rest."""
+    setting = unit.setting
     materialise(plan, setting.store.device, *source)
     originals = [owned.parameter for owned in plan.members]
     values = source[1]

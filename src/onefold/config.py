@@ -5,9 +5,12 @@ Validated here, turned into objects in `api`; the runtime never sees these class
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
+from pathlib import Path
 
 import torch
 
@@ -112,20 +115,136 @@ def precision_of(choice: object) -> Precision:
     )
 
 
-def refuse_unbuilt(offload: object, wire: object) -> None:
-    """Refuse the tiers and wires that this version does not have, rather than ignore them."""
-    for name, choice in (("offload", offload), ("wire", wire)):
-        if choice is not None:
+TIERS = ("device", "cpu", "disk")
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Where each kind of state sleeps: on the device that computes, in CPU memory, or on disk.
+
+    `optimizer`: masters and moments, which are then stepped by the CPU, in the background:
+    `optimizer.step()` returns early, and each unit's next use waits for its own part.
+    `parameters`: the shards of weights (stage 3 only). `activations`: what backward needs of
+    forward. `fraction`: the share of optimizer state that leaves the device; the rest is stepped
+    there, at the same time (Twin-Flow). `disk`: one folder, or several whose bandwidths add.
+    `step_in_backward`: step each unit as soon as its gradient is reduced, and free the gradient.
+    Nothing can look at all gradients then: no clipping, no loss scaling.
+    """
+
+    optimizer: str = "device"
+    parameters: str = "device"
+    activations: str = "device"
+    fraction: float = 1.0
+    disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    step_in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "parameters", "activations"):
+            tier = getattr(self, name)
+            if tier not in TIERS:
+                raise ConfigError(
+                    expected(
+                        f"Offload.{name} to be one of {', '.join(map(repr, TIERS))}",
+                        repr(tier),
+                        hint=_nearest(tier, TIERS) or "the folder for 'disk' is Offload.disk",
+                    )
+                )
+        share = self.fraction
+        if type(share) not in (int, float) or not 0 <= share <= 1:
             raise ConfigError(
                 expected(
-                    f"{name} to be None in this version",
-                    repr(choice),
-                    hint="every state rests on the device and travels in its own dtype for now; "
-                    "see CHANGELOG.md for what is planned",
+                    "Offload.fraction to be between 0 and 1",
+                    repr(share),
+                    hint="0.5 keeps half of the optimizer state on the device",
+                )
+            )
+        wants_disk = "disk" in (self.optimizer, self.parameters, self.activations)
+        if wants_disk and not self.paths:
+            raise ConfigError(
+                expected(
+                    "a folder for the disk tier",
+                    "none",
+                    hint='offload="disk:/path/on/a/fast/disk", or Offload(..., disk=...)',
                 )
             )
 
+    @property
+    def paths(self) -> list[Path]:
+        """The folders of the disk tier."""
+        given = self.disk
+        if given is None:
+            return []
+        several = [given] if isinstance(given, str | os.PathLike) else list(given)
+        return [Path(os.path.abspath(each)) for each in several]
 
-def _nearest(word: object, known: dict[str, Precision]) -> str:
-    close = get_close_matches(str(word), known, n=1)
+
+def offload_of(choice: object, placements: Placements) -> Offload:
+    """An `Offload` from None, "optimizer", "cpu", "disk:PATH" (or several, by ":") or itself."""
+    if choice is None:
+        return Offload()
+    if isinstance(choice, Offload):
+        offload = choice
+    elif choice == "optimizer":
+        offload = Offload(optimizer="cpu")
+    elif choice == "cpu":
+        offload = Offload(optimizer="cpu", parameters="cpu")
+    elif isinstance(choice, str) and choice.partition(":")[0] == "disk":
+        paths = [path for path in choice.split(":")[1:] if path]
+        offload = Offload(optimizer="disk", parameters="disk", disk=paths or None)
+    else:
+        words = ("optimizer", "cpu", "disk:PATH")
+        raise ConfigError(
+            expected(
+                f"offload to be None, {', '.join(map(repr, words))} or an Offload",
+                repr(choice),
+                hint=_nearest(choice, words) or "None keeps every state on the device",
+            )
+        )
+    _check_offload(offload, placements)
+    return offload
+
+
+def _check_offload(offload: Offload, placements: Placements) -> None:
+    leaves = offload.optimizer != "device"
+    if offload.parameters != "device" and placements.parameter is not Placement.SHARD:
+        raise ConfigError(
+            expected(
+                "stage=3 for parameters off the device",
+                f"parameters={offload.parameters!r} at a stage that keeps them whole",
+                hint=f"stage=3, or Offload(optimizer={offload.optimizer!r}), which every stage has",
+            )
+        )
+    if leaves and placements.optimizer is not Placement.SHARD:
+        raise ConfigError(
+            expected(
+                "stage 1, 2 or 3 for optimizer state off the device",
+                "stage 0, which keeps all of it on every rank",
+                hint="stage=1 shards it at no further cost",
+            )
+        )
+    if offload.step_in_backward and not leaves:
+        raise ConfigError(
+            expected(
+                "optimizer state off the device, to be stepped in backward",
+                "optimizer='device'",
+                hint="Offload(optimizer='cpu', step_in_backward=True)",
+            )
+        )
+
+
+def refuse_unbuilt(wire: object) -> None:
+    """Refuse the wires that this version does not have, rather than ignore them."""
+    if wire is not None:
+        raise ConfigError(
+            expected(
+                "wire to be None in this version",
+                repr(wire),
+                hint="every state travels in its own dtype for now; see CHANGELOG.md for what is "
+                "planned",
+            )
+        )
+
+
+def _nearest(word: object, known: Iterable[str]) -> str:
+    close = get_close_matches(str(word), list(known), n=1)
     return f"did you mean {close[0]!r}?" if close else ""

@@ -7,6 +7,8 @@ import ctypes
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -90,6 +92,38 @@ def return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):
         return
+
+
+def local_place(group: Group) -> tuple[int, int]:
+    """This rank's number among the group's on its host, and how many they are; as launched."""
+    if group.world_size == 1:
+        return 0, 1
+    known = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    if all(value is not None and value.isdigit() for value in known):
+        local_rank, local_world_size = (int(value or 0) for value in known)
+        if local_rank < local_world_size:
+            return local_rank, local_world_size
+    return group.rank, group.world_size  # without a launcher they are processes of one host
+
+
+def free_host_nbytes() -> int:
+    """Bytes of memory that processes here may still take, within the limit of this container."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        free = int(line.split()[1]) * 1024
+    for limit, used in _CGROUP_MEMORY:
+        with suppress(OSError, ValueError):  # also "max", which is no number
+            free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return max(0, free)
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_MEMORY = (
+    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
+    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+)
 
 
 def _leave() -> None:

@@ -30,7 +30,23 @@ class WireError(OnefoldError, RuntimeError):
 
 
 class TierError(OnefoldError, OSError):
-    """Device, host or disk memory could not be had or used."""
+    """Device, host or disk memory could not be had or used.
+
+    `errno`, `path`, `offset` and `nbytes` say what the system refused, where one request is meant.
+    """
+
+    path: str | None = None
+    offset: int | None = None
+    nbytes: int | None = None
+
+    @classmethod
+    def at(
+        cls, message: str, cause: OSError, path: str, offset: int | None, nbytes: int | None
+    ) -> TierError:
+        """The error of one request for `nbytes` at `offset` of a file on `path`."""
+        error = cls(message)
+        error.errno, error.path, error.offset, error.nbytes = cause.errno, path, offset, nbytes
+        return error
 
 
 class CheckpointError(OnefoldError):

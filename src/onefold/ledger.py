@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from threading import Lock
 
 
 class Kind(StrEnum):
@@ -19,6 +20,7 @@ class Kind(StrEnum):
     GRAD = "grad"  # the reduced gradient: shard, or replica at stage 0
     PARTIAL_GRAD = "partial_grad"  # this rank's gradient, not yet reduced
     OPTIMIZER = "optimizer"  # exp_avg, exp_avg_sq and their like
+    STAGING = "staging"  # slots through which bytes pass to and from far tiers
     WIRE = "wire"  # receive and staging buffers of collectives
 
 
@@ -48,16 +50,18 @@ class Ledger:
     steps: int = 0
     total: Usage = field(default_factory=Usage)
     _mark: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
+    _counting: Lock = field(default_factory=Lock)  # workers take slots
 
     def add(self, kind: Kind, tier: str, nbytes: int) -> None:
         """Count `nbytes` as allocated (negative: freed)."""
-        usage = self.usage.get((kind, tier))
-        if usage is None:
-            usage = self.usage[kind, tier] = Usage()
-        usage.now += nbytes
-        usage.peak = max(usage.peak, usage.now)
-        self.total.now += nbytes
-        self.total.peak = max(self.total.peak, self.total.now)
+        with self._counting:
+            usage = self.usage.get((kind, tier))
+            if usage is None:
+                usage = self.usage[kind, tier] = Usage()
+            usage.now += nbytes
+            usage.peak = max(usage.peak, usage.now)
+            self.total.now += nbytes
+            self.total.peak = max(self.total.peak, self.total.now)
 
     def set(self, kind: Kind, tier: str, nbytes: int) -> None:
         """State the bytes of a kind that somebody else allocates (the optimizer's own tensors)."""

@@ -148,6 +148,7 @@ def settle(engine: Engine) -> None:
     """Everything at rest and true: no whole weights, masters that follow edited weights."""
     engine.rest()
     for unit in engine.units:
+        unit.settle()
         unit.check_untouched()
         unit.refresh_master()
 

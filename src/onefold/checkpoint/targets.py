@@ -23,7 +23,8 @@ from onefold.checkpoint.contents import (
 from onefold.checkpoint.directory import Found
 from onefold.checkpoint.manifest import Manifest
 from onefold.errors import CheckpointError, expected, listed
-from onefold.runtime.optimizer import OptimizerBinding, bind
+from onefold.runtime.joining import bind
+from onefold.runtime.optimizer import OptimizerBinding
 from onefold.state.parameter import UnitParameter
 from onefold.state.unit import Unit
 
@@ -264,6 +265,9 @@ class Targets:
         if not is_like_weight or not binding.is_elementwise:
             return self._empty(saved, unit.setting.store.device)
         key = (unit, self._paths[name][3:])
+        if unit.steps_in_blocks and len(key[1]) == 1:  # to where such states of the unit rest
+            unit.make_moments({key[1][0]: unit.stepped.dtype})
+            flats[key] = unit.moments[key[1][0]].tensor
         if key not in flats:
             flats[key] = _blank(unit, binding)
         rank = unit.setting.rest_rank
@@ -282,6 +286,8 @@ class Targets:
         engine = self.subject.engine
         for unit in engine.units:
             unit.publish(is_rounded=False)
+            unit.forget()
+        engine.early.mend()
         extra_states = _nested(objects, self._extra_paths)
         for name, part in self.subject.extra_states().items():
             if name in extra_states:

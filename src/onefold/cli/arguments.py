@@ -63,6 +63,14 @@ def real(flag: str, text: str, *, above: float = -inf, least: float = -inf) -> f
     return number
 
 
+def share(flag: str, text: str) -> float:
+    """A number from 0 to 1."""
+    number = real(flag, text, least=0)
+    if number > 1:
+        raise _refused(flag, "a number from 0 to 1", text)
+    return number
+
+
 def word_or_number(text: str) -> int | str:
     """The number that `text` spells, or the text."""
     return int(text) if text.isdecimal() else text

@@ -17,7 +17,7 @@ from onefold.training.checkpoints import Resumed
 from onefold.training.corpus import Corpus
 from onefold.training.job import Job
 from onefold.training.loop import Progress, TrainResult
-from onefold.training.memory import KINDS
+from onefold.training.memory import KINDS, RankMemory
 
 NUM_LINES = 10
 """Lines of progress where there is no terminal."""
@@ -110,6 +110,7 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
     """What is about to run."""
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     precision = f", {job.precision} compute" if job.precision else ""
+    precision += f", offload {job.offload}" if job.offload else ""
     cut = f" in {job.accumulate} micro-batches" if job.accumulate > 1 else ""
     return (
         f"{job.model}: {num_parameters:,d} parameters, stage {job.stage} over {ranks}{precision}\n"
@@ -147,12 +148,20 @@ def memory_table(result: TrainResult) -> list[str]:
         sums = [total + nbytes for total, nbytes in zip(sums, held, strict=True)]
         is_equal = wanted == [memory.now.get(kind, 0) for memory in result.memory]
         verdict = "equal" if is_equal else f"{wanted[0]:,d}"
-        lines.append(_row(kind, held, verdict, result.stage0[kind]))
+        lines.append(_row(_named(kind, shown[0]), held, verdict, result.stage0[kind]))
     lines.append(_row("together", sums, "", sum(result.stage0.values())))
     lines.append(_row("highest at any moment", [memory.total_peak for memory in shown], "", ""))
+    if any(tier != "device" for tiers in shown[0].tiers.values() for tier in tiers):
+        lines.append(_row("resident, highest", [memory.resident_peak for memory in shown], "", ""))
     if len(result.memory) > len(shown):
         lines.append(f"(the first {len(shown)} of {len(result.memory)} ranks; --json has all)")
     return lines
+
+
+def _named(kind: str, memory: RankMemory) -> str:
+    """The kind, and where it rests if that is not the device."""
+    tiers = memory.tiers.get(kind, [])
+    return kind if tiers in ([], ["device"]) else f"{kind} on {' and '.join(tiers)}"
 
 
 def finite(value: Any) -> Any:

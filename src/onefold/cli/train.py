@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from onefold.cli.arguments import SubParsers, add_json, real, whole, word_or_number
+from onefold.cli.arguments import SubParsers, add_json, real, share, whole, word_or_number
 from onefold.cli.failures import is_rank
 from onefold.cli.launch import default_ranks, end_with_launcher, launch, world_size_of
 from onefold.training.job import Job
@@ -26,16 +26,23 @@ def add_to(commands: SubParsers) -> None:
     summary = "train a byte GPT or your module, sharded"
     parser = commands.add_parser("train", help=summary, description=DESCRIPTION)
     # defaults that are set here, and SUPPRESSed below, are not mentioned by help
-    none = dict.fromkeys(("ranks", "data", "precision", "lr", "checkpoint", "every"))
-    parser.set_defaults(run=run, resume=False, **none)
+    words = ("ranks", "data", "precision", "lr", "checkpoint", "every", "offload", "fraction")
+    parser.set_defaults(run=run, resume=False, recompute=False, **dict.fromkeys(words))
     add = parser.add_argument
     add("--stage", default="3", help="0 replicates, 1 shards optimizer state, 2 also gradients, "
         "3 also parameters")  # fmt: skip
+    add("--offload", metavar="optimizer|cpu|disk:PATH", default=argparse.SUPPRESS,
+        help="where states rest: optimizer states, or parameters too, in CPU memory, or all in "
+        "files on a disk; with --clip 0 units are stepped inside backward")  # fmt: skip
+    add("--fraction", metavar="F", default=argparse.SUPPRESS,
+        help="share of the optimizer state that is offloaded (all, if not given)")  # fmt: skip
+    add("--recompute", action="store_true", default=argparse.SUPPRESS,
+        help="run blocks again in backward instead of keeping their activations")  # fmt: skip
     add("--ranks", help="local processes to start (default: one for each GPU, or 2)",
         default=argparse.SUPPRESS)  # fmt: skip
     add("--model", default=DEFAULTS.model, metavar="NAME|config.json|module:function",
-        help="tiny, mini or small (0.9, 5, 57 M parameters), a Hugging Face config, or a function "
-        "that returns a module from byte tokens to logits")  # fmt: skip
+        help="tiny, mini, small, large (0.9, 5, 57, 1000 M parameters), a Hugging Face config, "
+        "or a function that returns a module from byte tokens to logits")  # fmt: skip
     add("--data", metavar="DIR", help="a folder of text files (default: the standard library)",
         default=argparse.SUPPRESS)  # fmt: skip
     add("--steps", default=str(DEFAULTS.steps), help="optimizer steps")
@@ -83,6 +90,9 @@ def job_of(arguments: argparse.Namespace) -> Job:
         model=arguments.model,
         data=arguments.data,
         stage=word_or_number(arguments.stage),  # type: ignore[arg-type]
+        offload=arguments.offload,
+        fraction=1.0 if arguments.fraction is None else share("--fraction", arguments.fraction),
+        recompute=arguments.recompute,
         precision=arguments.precision,
         steps=whole("--steps", arguments.steps, least=1),
         batch=whole("--batch", arguments.batch, least=1),

@@ -9,6 +9,7 @@ kernel is the same and pieces are multiples of its vector width, so the bits are
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ class BlockedAdam:
     """The update of one parameter group: what `torch.optim.Adam` or `AdamW` would do with it."""
 
     def __init__(self, group: dict[str, Any], *, is_decoupled: bool) -> None:
-        beta1, beta2 = group["betas"]
-        self._scratch = torch.empty(0)
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        self._scratch = threading.local()  # several workers may step blocks
         self._update = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
         self._options = {
-            "lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"],
+            # a scheduler may change the tensor before the step is over
+            "lr": lr.detach().clone() if isinstance(lr, Tensor) else lr,
+            "beta1": beta1, "beta2": beta2, "eps": group["eps"],
             "weight_decay": group["weight_decay"], "maximize": group["maximize"],
             "amsgrad": False, "grad_scale": None, "found_inf": None,
         }  # fmt: skip
@@ -47,29 +50,39 @@ class BlockedAdam:
             return None
         return BlockedAdam(group, is_decoupled=group["decoupled_weight_decay"])
 
-    def step(self, master: Tensor, grad: Tensor, weight: Tensor, state: dict[str, Any]) -> None:
-        """Step `master` [numel] fp32 by `grad` [numel] of a narrower dtype; round into `weight`.
+    def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: dict[str, Any]) -> None:
+        """Step `stepped` [numel] by `grad` [numel] of its dtype or a narrower one, in place.
 
-        `state` is the optimizer's of the master; made here at the first step, under its names.
+        `weight` is `stepped`, or a narrower tensor into which it is rounded. `state` is the
+        optimizer's of `stepped`; made here at the first step, under its names.
         """
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"] = torch.zeros_like(master)
-            state["exp_avg_sq"] = torch.zeros_like(master)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
+            state["exp_avg"] = torch.zeros_like(stepped)
+            state["exp_avg_sq"] = torch.zeros_like(stepped)
         state["step"] += 1
-        steps = [state["step"]]
-        block = CPU_BLOCK_NUMEL if master.device.type == "cpu" else DEVICE_BLOCK_NUMEL
-        widened = self._scratch_for(master, min(block, len(master)))
-        flats = (master, grad, weight, state["exp_avg"], state["exp_avg_sq"])
+        moments = (state["exp_avg"], state["exp_avg_sq"])
+        if grad.dtype == stepped.dtype and weight is stepped:
+            self._step_piece(stepped, grad, *moments, state["step"])
+            return
+        block = CPU_BLOCK_NUMEL if stepped.device.type == "cpu" else DEVICE_BLOCK_NUMEL
+        widened = self._scratch_for(stepped, min(block, len(stepped)))
+        flats = (stepped, grad, weight, *moments)
         for p, g, w, m, v in zip(*(flat.split(block) for flat in flats), strict=True):
             wide = widened[: len(g)].copy_(g)
-            self._update([p], [wide], [m], [v], [], steps, **self._options)
+            self._step_piece(p, wide, m, v, state["step"])
             w.copy_(p)
 
-    def _scratch_for(self, master: Tensor, numel: int) -> Tensor:
-        """Uninitialised, like `master`, of at least `numel`: one for all runs of a step."""
-        found = self._scratch
-        is_alike = (found.dtype, found.device) == (master.dtype, master.device)
-        if not is_alike or len(found) < numel:
-            found = self._scratch = master.new_empty(numel)
+    def _step_piece(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor, steps: Tensor) -> None:
+        self._update([p], [g], [m], [v], [], [steps], **self._options)
+
+    def _scratch_for(self, stepped: Tensor, numel: int) -> Tensor:
+        """Uninitialised, like `stepped`, of at least `numel`: one for all pieces on a thread."""
+        found: Tensor | None = getattr(self._scratch, "tensor", None)
+        is_alike = found is not None and (found.dtype, found.device) == (
+            stepped.dtype,
+            stepped.device,
+        )
+        if found is None or not is_alike or len(found) < numel:
+            found = self._scratch.tensor = stepped.new_empty(numel)
         return found

@@ -12,6 +12,9 @@ One step, top to bottom (hooks.py calls these verbs; a pipeline schedule could a
     end_backward            autograd is done: reduce what is left, wait, show every gradient
     before_step             everything rests; the optimizer steps shards (runtime/optimizer.py)
     after_step              masters are published; the next forward gathers them
+
+Units that are offloaded are stepped in blocks in the background (runtime/blocks.py): `step` begins
+it, or the end of each unit's own backward does (runtime/early.py), and whoever needs a unit waits.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ from torch import nn
 
 from onefold.errors import StateError, expected
 from onefold.ledger import Kind, Ledger
+from onefold.runtime.early import EarlySteps
 from onefold.runtime.reducer import Reducer
 from onefold.runtime.schedule import Phase, Schedule
+from onefold.runtime.structure import check_structure, edited
 from onefold.runtime.watch import watch_outputs
 from onefold.state.gradient import UnitGradient
 from onefold.state.parameter import UnitParameter
@@ -48,6 +53,10 @@ class Stepper(Protocol):
         """Undo a step that raised, if one did."""
         ...
 
+    def step_early(self, unit: Unit) -> None:
+        """Begin to step what the optimizer holds of a unit."""
+        ...
+
 
 class Call:
     """One forward of a module that uses a unit, as backward will meet it again."""
@@ -66,8 +75,9 @@ class Engine:
     """Runs the units of one sharded module through forward, backward and step."""
 
     def __init__(
-        self, module: nn.Module, units: list[Unit], setting: Setting, *, stage: int
-    ) -> None:
+        self, module: nn.Module, units: list[Unit], setting: Setting, *, stage: int,
+        steps_in_backward: bool = False,
+    ) -> None:  # fmt: skip
         self.module = ref(module)
         self.units = units
         self.setting = setting
@@ -80,8 +90,10 @@ class Engine:
         self.gradients = {unit: unit.gradient for unit in units}
         self.by_face = {id(p.face): p for unit in units for p in unit.parameters}
         self.schedule = Schedule(units)
-        self.reducer = Reducer(self.gradients)
         self.steppers: WeakSet[Stepper] = WeakSet()
+        self.steps_in_backward = steps_in_backward
+        self.early = EarlySteps(ref(self))
+        self.reducer = Reducer(self.gradients, self.early.note_reduced)
         self.forward_depth = 0
         self.is_accumulating = False
         self.is_summoned = False
@@ -124,14 +136,13 @@ class Engine:
     @property
     def rests_after_forward(self) -> bool:
         """Stage 3: whole weights are freed between forward and backward."""
-        return self.stage == 3 and self.group.world_size > 1
+        return self.stage == 3 and (self.group.world_size > 1 or not self.setting.rests_near)
 
     @property
     def rests_after_backward(self) -> bool:
-        """Stages 1 and 2 keep what they gathered until the step; a local cast is not worth that.
-
-        They keep its bytes over the step too: backward's peak has room for them in any case, and
-        pages that go and come again are cleared and found anew, one by one.
+        """Stages 1 and 2 keep what they gathered until the step, and its bytes over the step too:
+        backward's peak has room for them, and pages that go and come again are found anew.
+        A local cast is not worth that.
         """
         return self.stage in (0, 3) or self.group.world_size == 1
 
@@ -142,12 +153,14 @@ class Engine:
         if self.forward_depth == 0 and not in_backward():
             if self._is_backward:
                 self.abort_backward()
+            self.early.check_whole(self.group.rank)
             for stepper in list(self.steppers):
                 stepper.recover()
             if not self._is_checked:
                 self.check_structure()
-            for gradient in self.gradients.values():
+            for unit, gradient in self.gradients.items():
                 gradient.drop_cleared()
+                unit.forget()
             self.schedule.begin(self._phase())
             self._users.clear()
             for seen in self._seen.values():
@@ -200,6 +213,9 @@ class Engine:
             self._next = successor
         elif successor is not None:
             successor.start_unshard()
+        far = self.schedule.after(successor, phase)
+        if far is not None:
+            far.start_fetch()
         unit.unshard()
 
     @property
@@ -247,7 +263,7 @@ class Engine:
             call.unit.hold()
         call.is_begun = True
         if call.edits != call.unit.edits_at_rest():
-            raise self._edited(call.unit)
+            raise edited(call.unit)
         for later in [other for other in self._begun if other.started > call.finished]:
             self._begun.remove(later)
             later.is_begun = False
@@ -285,6 +301,17 @@ class Engine:
         if is_through and not self.defers_reduction:
             self.reducer.note_ready(self.gradients[unit])
         unit.reshard(release=self.rests_after_backward and is_through)
+        self.early.run()
+
+    @property
+    def steps_early(self) -> bool:
+        """True while units are stepped as soon as their gradients are reduced."""
+        return self.steps_in_backward and not self.is_accumulating
+
+    def is_through(self, unit: Unit) -> bool:
+        """True if the running backward will not use the unit again, as far as calls tell."""
+        is_begun = any(call.unit is unit for call in self._begun)
+        return not (is_begun or self._open[unit] or self.gradients[unit].fired)
 
     def expect_backward(self, call: Call) -> None:
         """The outputs of `call` are watched: backward will come by, if it comes at all."""
@@ -324,6 +351,7 @@ class Engine:
                 gradient.rest_partial()
         else:
             self.reducer.finish()
+            self.early.run()
 
     def abort_backward(self) -> None:
         """An exception ended a backward: forget its gradients, rest everything."""
@@ -331,6 +359,7 @@ class Engine:
         self._next = None
         self._begun.clear()
         self.reducer.abort()
+        self.early.abort()
         self.rest()
 
     # step
@@ -346,12 +375,15 @@ class Engine:
         """The optimizer is about to step: masters follow edited weights, everything rests."""
         if self._is_backward:
             self.abort_backward()
+        self.early.check_whole(self.group.rank)
+        self.early.end()
         self.rest()
         for gradient in self.gradients.values():
             gradient.drop_cleared()
         if any(gradient.partial for gradient in self.gradients.values()):
             self.reducer.finish()  # an accumulation that ended without its last micro-batch
         for unit in self.units:
+            unit.settle()
             unit.check_untouched()
             unit.refresh_master()
 
@@ -362,46 +394,16 @@ class Engine:
         """
         self._is_checked = False
         for unit in self.units:
-            unit.publish(is_rounded=unit in rounded)
+            unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
         self.ledger.set(Kind.OPTIMIZER, self.setting.store.name, optimizer_nbytes)
         self.ledger.end_step()
 
     def check_structure(self) -> None:
         """Raise `StateError` if the module has gained or lost parameters since `shard`."""
         module = self.module()
-        if module is None or self.is_summoned:
-            return
-        self._is_checked = True
-        unseen = dict(self.by_face)
-        for prefix, part in module.named_modules():
-            for name, tensor in part._parameters.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in self.by_face:
-                    raise self._changed(f"{prefix}.{name}".lstrip("."), "one it did not shard")
-                unseen.pop(id(tensor), None)
-        for parameter in unseen.values():
-            raise self._changed(parameter.fqn, "a module from which it was removed or replaced")
-
-    def _edited(self, unit: Unit) -> StateError:
-        return StateError(
-            expected(
-                f"the weights of unit {unit.name!r} to be in backward what they were in forward",
-                "weights changed in between",
-                where=f"rank {self.group.rank}",
-                hint="run backward before the optimizer steps or weights are loaded",
-            )
-        )
-
-    def _changed(self, fqn: str, got: str) -> StateError:
-        return StateError(
-            expected(
-                f"parameter {fqn!r} to be as onefold.shard left it",
-                got,
-                where=f"rank {self.group.rank}",
-                hint="add, replace and resize parameters and modules before onefold.shard",
-            )
-        )
+        if module is not None and not self.is_summoned:
+            self._is_checked = True
+            check_structure(module, self.by_face, self.group.rank)
 
     # an engine belongs to one module in one process
 

@@ -15,19 +15,19 @@ shows its weight, so state dicts, schedulers and checkpoints see ordinary per-pa
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onefold.errors import ConfigError, expected
-from onefold.runtime.adam import BlockedAdam
 from onefold.runtime.engine import Engine
-from onefold.runtime.runs import FlatStep, cannot_cut
+from onefold.runtime.rules import Rule, is_moment, may_fuse, rule_of, state_after_first_step
+from onefold.runtime.runs import FlatStep
+from onefold.runtime.settled import settled
 from onefold.runtime.whole import WholeStep
 from onefold.state.parameter import UnitParameter
 from onefold.state.unit import Unit
@@ -38,10 +38,6 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop, torch.optim.ASGD,
 )  # fmt: skip
 """Classes whose update of an element depends on that element alone; subclasses may not."""
-
-FUSED: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad,
-)  # fmt: skip
 
 State = dict[str, Any]
 
@@ -61,9 +57,7 @@ class StepStrategy(Protocol):
         """Let go of all state: other state will be imported before the next step."""
         ...
 
-    def enter(
-        self, groups: list[list[UnitParameter]], rules: Sequence[BlockedAdam | None]
-    ) -> list[list[Tensor]]:
+    def enter(self, groups: list[list[UnitParameter]], rules: Sequence[Rule]) -> list[list[Tensor]]:
         """For each group, the tensors to step, with their `.grad`."""
         ...
 
@@ -89,7 +83,7 @@ class OptimizerBinding:
     """Joins one optimizer to the engines whose parameters it holds."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
-        self.engines = [engine]
+        self.engines: list[Engine] = []
         self.is_elementwise = type(optimizer) in ELEMENTWISE
         if isinstance(optimizer, torch.optim.LBFGS) and engine.setting.rest_world > 1:
             raise ConfigError(
@@ -104,10 +98,41 @@ class OptimizerBinding:
         self._is_entered = False
         self._restore: list[tuple[State, State]] = []
         self._optimizer = ref(optimizer)
-        engine.steppers.add(self)
         self._pre = optimizer.register_step_pre_hook(self.before_step)
         self._post = optimizer.register_step_post_hook(self.after_step)
         self.stand_innermost(optimizer)
+        self.join(optimizer, engine)
+
+    def join(self, optimizer: Optimizer, engine: Engine) -> None:
+        """Step the parameters of one more engine."""
+        self._check_tiers(optimizer, engine)
+        self.engines.append(engine)
+        engine.steppers.add(self)
+        self._reserve(optimizer)
+
+    def _check_tiers(self, optimizer: Optimizer, engine: Engine) -> None:
+        if not self.is_elementwise and any(unit.steps_in_blocks for unit in engine.units):
+            raise ConfigError(
+                expected(
+                    "an optimizer of torch.optim that steps each element alone, for offloaded "
+                    "states: they are stepped in blocks",
+                    f"{type(optimizer).__name__}",
+                    hint="offload=None, or AdamW, SGD, RMSprop and their like",
+                )
+            )
+
+    def _reserve(self, optimizer: Optimizer) -> None:
+        """Take the room for states that will rest off the device now, before the first step."""
+        if not self.is_elementwise:
+            return
+        for group in optimizer.param_groups:
+            found = [self.parameter(tensor) for tensor in group["params"]]
+            held = [p for p in found if p is not None and p.unit.steps_in_blocks]
+            for dtype in {parameter.unit.stepped.dtype for parameter in held}:
+                probed = state_after_first_step(rule_of(optimizer, group), dtype)
+                wanted = {name: value.dtype for name, value in probed.items() if is_moment(value)}
+                for unit in dict.fromkeys(p.unit for p in held if p.unit.stepped.dtype == dtype):
+                    unit.make_moments(wanted)
 
     def stand_innermost(self, optimizer: Optimizer) -> None:
         """Keep the user's own step hooks outside the swap: they see faces, whenever registered."""
@@ -167,7 +192,8 @@ class OptimizerBinding:
             known = [(tensor, self.parameter(tensor)) for tensor in group["params"]]
             groups.append([p for _, p in known if p is not None and _grad(p) is not None])
             foreign.append([tensor for tensor, p in known if p is None])
-        rules = [BlockedAdam.of(optimizer, group) for group in optimizer.param_groups]
+        is_flat = self.is_elementwise
+        rules = [rule_of(optimizer, group) for group in optimizer.param_groups] if is_flat else []
         stand_ins = self._strategy.enter(groups, rules)
         state: defaultdict[Tensor, State] = defaultdict(dict)
         for tensor in (tensor for group in foreign for tensor in group):
@@ -180,8 +206,7 @@ class OptimizerBinding:
         self._restore = [(group, dict(group)) for group in optimizer.param_groups]
         for group, mine, others in zip(optimizer.param_groups, stand_ins, foreign, strict=True):
             group["params"] = mine + others
-            is_real = all(tensor.is_floating_point() for tensor in group["params"])
-            if type(optimizer) in FUSED and is_real and _may_fuse(group):
+            if may_fuse(optimizer, group):
                 group["fused"] = True
         optimizer.state = state
         self._is_entered = True
@@ -201,10 +226,26 @@ class OptimizerBinding:
                 entry = shown.get(parameter) if parameter else stepped.get(tensor)
                 if entry:
                     state[tensor] = entry
-        optimizer.state = state
         self._shown = dict(state)
+        optimizer.state = settled(state, self.engines)
         for engine in self.engines:
             engine.after_step(self._state_nbytes(state, engine), self._strategy.rounded)
+
+    def step_early(self, unit: Unit) -> None:
+        """Begin to step what the optimizer holds of a unit, in the midst of a backward."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        self._import_changed(optimizer)
+        members: list[list[UnitParameter]] = []
+        for group in optimizer.param_groups:
+            known = (self.parameter(tensor) for tensor in group["params"])
+            own = [p for p in known if p is not None and p.unit is unit]
+            members.append([p for p in own if _grad(p) is not None])
+        if any(members) and isinstance(self._strategy, FlatStep):
+            rules = [rule_of(optimizer, group) for group in optimizer.param_groups]
+            self._strategy.begin(unit, members, rules)
+            unit.publish(is_rounded=True)
 
     def recover(self) -> None:
         """Put faces back after a step that raised; gradients cleared since then are cleared."""
@@ -212,7 +253,7 @@ class OptimizerBinding:
         if self._is_entered and optimizer is not None:
             self._strategy.recover()
             self._put_back(optimizer)
-            optimizer.state = defaultdict(dict, self._shown)
+            optimizer.state = settled(self._shown, self.engines)
 
     def _put_back(self, optimizer: Optimizer) -> None:
         self._is_entered = False
@@ -240,7 +281,7 @@ class OptimizerBinding:
         """Follow state that was loaded, cleared or edited since the last step."""
         state = optimizer.state
         if len(state) == len(self._shown) and all(
-            _same_entry(state.get(tensor), entry) for tensor, entry in self._shown.items()
+            _same_entry(dict.get(state, tensor), entry) for tensor, entry in self._shown.items()
         ):
             return
         for group in optimizer.param_groups:
@@ -250,7 +291,13 @@ class OptimizerBinding:
                     self._strategy.import_state(parameter, dict(state.get(tensor, {})))
 
     def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
-        """Bytes of per-element state, once per storage."""
+        """Bytes of per-element state on the device, once per storage."""
+        elsewhere = {
+            buffer.tensor.untyped_storage().data_ptr()
+            for unit in engine.units
+            for buffer in unit.moments.values()
+            if unit.state_store is not engine.setting.store
+        }
         storages: dict[int, int] = {}
         for tensor, entry in state.items():
             if id(tensor) in engine.by_face:
@@ -259,7 +306,7 @@ class OptimizerBinding:
                         local: Tensor = getattr(value, "_local_tensor", value)
                         storage = local.untyped_storage()
                         storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
+        return sum(nbytes for start, nbytes in storages.items() if start not in elsewhere)
 
 
 def _grad(parameter: UnitParameter) -> Tensor | None:
@@ -273,85 +320,3 @@ def _same_entry(now: State | None, then: State) -> bool:
         and len(now) == len(then)
         and all(now.get(key) is value for key, value in then.items())
     )
-
-
-def _may_fuse(group: State) -> bool:
-    """The user left the implementation open, and nothing in the group forbids the fused one."""
-    return (
-        group.get("fused", False) is None
-        and not group.get("foreach")
-        and not group.get("differentiable")
-        and not group.get("capturable")
-    )
-
-
-# joining optimizers to engines
-
-
-def binding_of(optimizer: Optimizer) -> OptimizerBinding | None:
-    """The binding that `shard` gave this optimizer, if it did."""
-    for hook in optimizer._optimizer_step_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, OptimizerBinding):
-            return owner
-    return None
-
-
-def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
-    """Join an optimizer that holds faces of `engine` to it."""
-    binding = binding_of(optimizer)
-    if binding is None:
-        return OptimizerBinding(optimizer, engine)
-    if engine not in binding.engines:
-        binding.engines.append(engine)
-        engine.steppers.add(binding)
-    return binding
-
-
-def check_state(fqn: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
-    """Raise `ConfigError` if an optimizer that has stepped holds state that cannot be cut."""
-    if type(optimizer) in ELEMENTWISE:
-        for name, value in optimizer.state.get(parameter, {}).items():
-            is_tensor = isinstance(value, Tensor)
-            if is_tensor and value.numel() != 1 and value.shape != parameter.shape:
-                raise cannot_cut(fqn, name, parameter.shape, value.shape)
-
-
-def adopt_later(engine: Engine) -> None:
-    """Bind optimizers that are built on the module's parameters after `shard`, at their first step.
-
-    torch's own step hook for all optimizers is used, and removed with the module.
-    """
-    alive = ref(engine)
-
-    def before_any_step(optimizer: Optimizer, *_: object) -> None:
-        current = alive()
-        if current is None:
-            return
-        binding = binding_of(optimizer)
-        if binding is not None:
-            binding.stand_innermost(optimizer)
-            if current in binding.engines:
-                return
-        faces = (tensor for group in optimizer.param_groups for tensor in group["params"])
-        if any(id(tensor) in current.by_face for tensor in faces):
-            bind(optimizer, current)
-
-    handle = register_optimizer_step_pre_hook(before_any_step)
-    finalize(engine, handle.remove)
-
-
-def replace_parameters(
-    optimizer: Optimizer, faces: dict[int, nn.Parameter], originals: Iterable[nn.Parameter]
-) -> None:
-    """Let groups and state speak of faces: `faces` maps the id of each original to its face."""
-    for group in optimizer.param_groups:
-        group["params"] = [faces.get(id(tensor), tensor) for tensor in group["params"]]
-    state = optimizer.state
-    moved = {
-        faces[id(original)]: state.pop(original)
-        for original in originals
-        if original in state and faces[id(original)] is not original
-    }
-    for face, entry in moved.items():
-        state[face] = entry

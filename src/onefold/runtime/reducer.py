@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from onefold.state.gradient import UnitGradient
 from onefold.state.unit import Unit
@@ -17,7 +17,12 @@ compute, and each further one holds another unit's gradients and receive buffer.
 class Reducer:
     """Starts each unit's reduction once per backward and finishes them in order."""
 
-    def __init__(self, gradients: Mapping[Unit, UnitGradient]) -> None:
+    def __init__(
+        self,
+        gradients: Mapping[Unit, UnitGradient],
+        on_reduced: Callable[[UnitGradient], None],
+    ) -> None:
+        self._on_reduced = on_reduced
         # the last unit of the module is the first that backward is through with
         self._order = list(gradients.values())[::-1]
         self._in_flight: deque[tuple[UnitGradient, Ticket]] = deque()
@@ -54,8 +59,11 @@ class Reducer:
         Every rank does so at the same reductions, as that gather is a collective too.
         """
         self._end_spreading()
-        self._landed, ticket = self._in_flight.popleft()
+        landed, ticket = self._in_flight.popleft()
+        self._landed = landed
         ticket.wait()
+        if not landed.is_discarding:
+            self._on_reduced(landed)
 
     def _end_spreading(self) -> None:
         if self._landed is not None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from onefold.errors import ConfigError, expected
 from onefold.runtime.adam import BlockedAdam
+from onefold.runtime.blocks import Segment, UnitStep
+from onefold.runtime.rules import Rule, is_moment, state_after_first_step
 from onefold.state.parameter import UnitParameter
 from onefold.state.unit import Unit
 
@@ -50,9 +52,9 @@ class FlatStep:
     """Groups of faces become runs, and back."""
 
     def __init__(self) -> None:
-        self._key: object = None
-        self._runs: list[list[Run]] = []
-        self._by_tensor: dict[Tensor, Run] = {}
+        self._keys: dict[Unit, object] = {}  # how each unit's runs are cut
+        self._runs: dict[Unit, list[list[Run]]] = {}  # by group
+        self._by_tensor: dict[Tensor, Run] = {}  # those that the class's own step sees
         self._imported: dict[UnitParameter, State] = {}
         self._shown: dict[UnitParameter, State] = {}
         self.rounded: set[Unit] = set()
@@ -60,16 +62,14 @@ class FlatStep:
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
         """Cut per-parameter state to own rows; runs take it over at the next step."""
-        if not self._imported:
-            self._split_all()
-        self._key = None
+        self._split(parameter.unit)
         self._imported[parameter] = {
             name: _own_rows(parameter, name, value) for name, value in state.items()
         }
 
     def forget(self) -> None:
         """Drop every run, and what its parameters were shown."""
-        self._by_tensor, self._runs, self._key = {}, [], None
+        self._by_tensor, self._runs, self._keys = {}, {}, {}
         self._imported.clear()
         self._shown.clear()
         self.own.clear()
@@ -78,32 +78,51 @@ class FlatStep:
         """All: every rank keeps own rows."""
         return list(parameters)
 
-    def enter(
-        self, groups: list[list[UnitParameter]], rules: Sequence[BlockedAdam | None]
-    ) -> list[list[Tensor]]:
+    def enter(self, groups: list[list[UnitParameter]], rules: Sequence[Rule]) -> list[list[Tensor]]:
         """One tensor for each run, its `.grad` a slice of the unit's reduced gradient.
 
-        Runs that are narrower than their masters are stepped here where the group has a rule; they
-        are left without `.grad`, so the optimizer's own step passes over them.
+        Some runs are stepped here instead, so that the class's own step passes over them: those of
+        units that are stepped in blocks, which this begins, and narrow ones that have masters and a
+        rule for that, which are left without `.grad`.
         """
+        stand_ins: list[list[Tensor]] = [[] for _ in groups]
+        self._by_tensor, left = {}, set[Unit]()
+        self.rounded.clear()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            key = [[(id(p), _is_flat(p)) for p in group] for group in groups]
-            if key != self._key:
-                self._recut(groups)
-                self._key = key
-            left: set[Unit] = set()
-            self.rounded.clear()
-            for runs, rule in zip(self._runs, rules, strict=True):
-                for run in runs:
-                    unit, grad = run.parameters[0].unit, _run_grad(run)
-                    if rule is not None and unit.master is not None and grad.dtype == unit.dtype:
-                        rule.step(run.tensor.detach(), grad, run.weight, run.state)
-                        self.rounded.add(unit)
-                    else:
-                        run.tensor.grad = grad.to(run.tensor.dtype)
-                        left.add(unit)
-            self.rounded -= left
-        return [[run.tensor for run in runs] for runs in self._runs]
+            for unit, members in _by_unit(groups).items():
+                if unit.steps_in_blocks:
+                    self.begin(unit, members, rules)
+                    continue
+                for own, runs, rule in zip(
+                    stand_ins, self._runs_of(unit, members), rules, strict=True
+                ):
+                    for run in runs:
+                        own.append(run.tensor)
+                        self._by_tensor[run.tensor] = run
+                        if not self._step_narrow(run, rule):
+                            left.add(unit)
+        self.rounded -= left
+        self.own.clear()
+        return stand_ins
+
+    def _step_narrow(self, run: Run, rule: Rule) -> bool:
+        """Step a run that is narrower than its master, if the rule does so in one go."""
+        unit, grad = run.parameters[0].unit, _run_grad(run)
+        is_blocked = isinstance(rule, BlockedAdam)
+        if is_blocked and unit.master is not None and grad.dtype == unit.dtype:
+            rule.step(run.tensor.detach(), grad, run.weight, run.state)
+            self.rounded.add(unit)
+            return True
+        run.tensor.grad = grad.to(run.tensor.dtype)
+        return False
+
+    def begin(self, unit: Unit, members: list[list[UnitParameter]], rules: Sequence[Rule]) -> None:
+        """Step some parameters of a unit, by group, in the background."""
+        segments: list[Segment] = []
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for runs, rule in zip(self._runs_of(unit, members), rules, strict=True):
+                segments += [_segment(run, rule) for run in runs]
+        UnitStep(unit, segments).begin()
 
     def state_of(self, stand_in: Tensor) -> State | None:
         return self._by_tensor[stand_in].state
@@ -113,10 +132,14 @@ class FlatStep:
         for run in self._by_tensor.values():
             run.tensor.grad = None
             after = state.get(run.tensor, {})
-            if after is not run.state or not self._is_shown(run):
+            if after is not run.state:
                 run.state = after
-                for parameter in run.parameters:
-                    self._shown[parameter] = _show(run, parameter)
+                self._shown.pop(run.parameters[0], None)
+        for runs in (runs for unit in self._runs.values() for runs in unit):
+            for run in runs:
+                if not self._is_shown(run):
+                    for parameter in run.parameters:
+                        self._shown[parameter] = _show(run, parameter)
         return self._shown
 
     def recover(self) -> None:
@@ -133,28 +156,24 @@ class FlatStep:
 
     # cutting
 
-    def _recut(self, groups: list[list[UnitParameter]]) -> None:
-        self._split_all()
-        self._runs = [self._cut_group(group) for group in groups]
-        self.own.clear()
-        self._by_tensor = {run.tensor: run for runs in self._runs for run in runs}
+    def _runs_of(self, unit: Unit, members: list[list[UnitParameter]]) -> list[list[Run]]:
+        """The runs of a unit by group, cut anew if other parameters are stepped than last time."""
+        key = [[(id(p), _is_flat(p)) for p in group] for group in members]
+        if self._keys.get(unit) != key:
+            self._split(unit)
+            self._runs[unit] = [self._cut_unit(unit, group) for group in members]
+            self._keys[unit] = key
+        return self._runs[unit]
 
-    def _split_all(self) -> None:
+    def _split(self, unit: Unit) -> None:
         """Give every parameter its part of the runs' state, so that runs can be cut anew."""
-        for run in self._by_tensor.values():
+        self._keys.pop(unit, None)
+        for run in (run for runs in self._runs.pop(unit, []) for run in runs):
             for parameter in run.parameters:
                 self._imported[parameter] = {
                     name: run.view(value, parameter) if run.is_elementwise(value) else value
                     for name, value in run.state.items()
                 }
-        self._by_tensor = {}
-        self._runs = []
-
-    def _cut_group(self, group: list[UnitParameter]) -> list[Run]:
-        by_unit: dict[Unit, list[UnitParameter]] = {}
-        for parameter in group:
-            by_unit.setdefault(parameter.unit, []).append(parameter)
-        return [run for unit, members in by_unit.items() for run in self._cut_unit(unit, members)]
 
     def _cut_unit(self, unit: Unit, members: list[UnitParameter]) -> list[Run]:
         index = {parameter: i for i, parameter in enumerate(unit.parameters)}
@@ -173,6 +192,8 @@ class FlatStep:
     def _taken_over(self, run: Run, rows: dict[UnitParameter, Tensor]) -> Tensor | None:
         """One state of a run where it lies, if it lies as a run's in a tensor that is ours."""
         first = rows[run.parameters[0]]
+        if run.parameters[0].unit.steps_in_blocks:  # its states have their place
+            return None
         for flat in self.own:
             if flat.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
                 joined = flat[run.start : run.start + run.tensor.numel()]
@@ -205,20 +226,52 @@ class FlatStep:
                 continue
             rows = {p: state[name] for p, state in states.items()}
             own = self._taken_over(run, rows)
-            run.state[name] = _joined(run, rows) if own is None else own
+            run.state[name] = _joined(run, rows, name) if own is None else own
         for parameter in parameters:
             self._imported.pop(parameter, None)
             self._shown.pop(parameter, None)
         return run
 
 
-def _joined(run: Run, rows: dict[UnitParameter, Tensor]) -> Tensor:
-    """One state of a run as one flat tensor."""
-    first = rows[run.parameters[0]]
-    joined = torch.zeros(run.tensor.numel(), dtype=first.dtype, device=first.device)
+def _joined(run: Run, rows: dict[UnitParameter, Tensor], name: str) -> Tensor:
+    """One state of a run as one flat tensor, where such states of its unit rest."""
+    first, unit = rows[run.parameters[0]], run.parameters[0].unit
+    if unit.steps_in_blocks:
+        unit.make_moments({name: first.dtype})
+        joined = unit.moments[name].tensor.data[run.start : run.start + run.tensor.numel()]
+    else:
+        joined = torch.zeros(run.tensor.numel(), dtype=first.dtype, device=first.device)
     for parameter, row in rows.items():
-        run.view(joined, parameter).copy_(row)
+        view = run.view(joined, parameter)
+        if view.data_ptr() != row.data_ptr():
+            view.copy_(row)
     return joined
+
+
+def _by_unit(groups: list[list[UnitParameter]]) -> dict[Unit, list[list[UnitParameter]]]:
+    """For each unit, in the order of the module, its parameters by group."""
+    found: dict[Unit, list[list[UnitParameter]]] = {}
+    for index, group in enumerate(groups):
+        for parameter in group:
+            found.setdefault(parameter.unit, [[] for _ in groups])[index].append(parameter)
+    return found
+
+
+def _segment(run: Run, rule: Rule) -> Segment:
+    """What a unit's step needs to know of a run; at the first step, where its states will be."""
+    unit, dtype = run.parameters[0].unit, run.tensor.dtype
+    is_new = not run.state
+    if is_new:
+        probed = state_after_first_step(rule, dtype)
+        unit.make_moments({k: v.dtype for k, v in probed.items() if is_moment(v)})
+        for name, value in probed.items():
+            if is_moment(value):
+                flat = unit.moments[name].tensor.data
+                run.state[name] = flat[run.start : run.start + run.tensor.numel()]
+            else:
+                run.state[name] = value
+    moments = tuple(name for name, value in run.state.items() if run.is_elementwise(value))
+    return Segment(run.start, _run_grad(run), rule, moments, run.state, is_new=is_new)
 
 
 def _is_flat(parameter: UnitParameter) -> bool:

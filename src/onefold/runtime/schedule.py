@@ -49,3 +49,7 @@ class Schedule:
                 self._after[Phase.BACKWARD].setdefault(unit, last)
         self._last[phase] = unit
         return self._after[phase].get(unit)
+
+    def after(self, unit: Unit | None, phase: Phase) -> Unit | None:
+        """The unit that was used after `unit` last time, if any."""
+        return None if unit is None else self._after[phase].get(unit)

@@ -57,9 +57,10 @@ def _summon(unit: Unit) -> Buffer:
     """Gather a unit into a buffer of its own and show plain parameters over it."""
     unit.check_untouched()
     setting = unit.setting
-    buffer = Buffer(unit.full_numel, unit.dtype, Kind.UNSHARDED, setting.store, setting.ledger)
-    unit.gather_into(buffer).wait()
-    unit.check_tags(buffer)
+    numel = unit.gather.full_numel
+    buffer = Buffer(numel, unit.dtype, Kind.UNSHARDED, setting.store, setting.ledger)
+    unit.gather.start(buffer).wait()
+    unit.gather.check(buffer)
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in unit.parameters:
             view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)

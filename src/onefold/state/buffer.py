@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onefold.ledger import Kind, Ledger
-from onefold.tier.store import Store
+from onefold.tier.store import Far, Store
 
 
 class Buffer:
@@ -38,6 +38,11 @@ class Buffer:
         self._ledger = ledger
         self._held = True
         ledger.add(kind, store.name, self._nbytes)
+
+    @property
+    def far(self) -> Far | None:
+        """How blocks of it are moved, if it rests where nobody computes."""
+        return self._allocation.far
 
     @property
     def is_held(self) -> bool:

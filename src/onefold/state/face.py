@@ -14,7 +14,7 @@ on. So it is right wherever it stands, and the gradient flows to the weight that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import ReferenceType
 
@@ -35,6 +35,8 @@ class Summoner(Protocol):
 
     @property
     def group(self) -> Group: ...
+    def settle(self) -> None: ...
+    def check_grad(self) -> None: ...
     def is_differentiable_use(self) -> bool: ...
     def why_no_hook(self) -> str: ...
     def detached(self) -> Tensor: ...
@@ -47,6 +49,7 @@ class Summoner(Protocol):
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_GET_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
 _COMPUTED_GETTERS = {"T", "H", "mT", "mH", "real", "imag"}
 _PASSIVE = {
     Tensor.detach, Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride,
@@ -62,6 +65,14 @@ _PASSIVE = {
     Tensor.new_full, Tensor.new_tensor,
 }  # fmt: skip
 """What does not read the whole value, or writes in place (initialisers act on the shard)."""
+
+
+_VALUES = {
+    Tensor.detach, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr, Tensor.untyped_storage,
+    Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.zero_, Tensor.copy_, Tensor.fill_,
+    Tensor.normal_, Tensor.uniform_, _GET_DATA, _SET_DATA,
+}  # fmt: skip
+"""Those of them that read or write values all the same: a step in the background must be over."""
 
 
 def is_passive(func: Callable[..., Any]) -> bool:
@@ -83,6 +94,9 @@ def _dispatch(
     owners = {id(leaf): leaf.summoner() for leaf in leaves if isinstance(leaf, FACES)}
     with torch._C.DisableTorchFunctionSubclass():
         must = _needs_plain(func, leaves)
+        for owner in owners.values():
+            if owner is not None:
+                owner.settle()
         wanted = [
             owner
             for owner in owners.values()
@@ -108,6 +122,10 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     face = args[0] if args else None
     owner = face.summoner() if isinstance(face, FACES) else None
     if owner is not None:
+        if func in _VALUES:
+            owner.settle()
+        elif func == _GET_GRAD:
+            owner.check_grad()
         if func is Tensor.register_hook:
             raise StateError(owner.why_no_hook())
         if func is Tensor.detach and isinstance(face, ShardedFace):  # as state_dict() does
@@ -172,6 +190,7 @@ class LogicalTensor(DTensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             leaves = list(tree_iter((args, kwargs)))
+            _await_readers(leaves)
             if func in _READS or _needs_plain(func, leaves):
                 plain_args, plain_kwargs = tree_map(
                     lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf,
@@ -189,6 +208,32 @@ def as_logical(outputs: Any) -> Any:
     return outputs
 
 
+class RestingGrad(Tensor):
+    """A gradient that rests whole, and may be read by a step in the background."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            _await_readers(tree_iter((args, kwargs)))
+            return func(*args, **(kwargs or {}))
+
+
+def _await_readers(leaves: Iterable[Any]) -> None:
+    """Wait for background steps that still read a gradient which somebody wants to use."""
+    for leaf in leaves:
+        if isinstance(leaf, LogicalTensor | RestingGrad):
+            summoner = getattr(leaf, "_summoner", None)
+            alive = summoner() if summoner is not None else None
+            if alive is not None:
+                alive.settle()
+
+
 class ShardedFace(DTensor):
     """This rank's rows of a sharded parameter, as a `DTensor` with the parameter's logical shape.
 
@@ -199,6 +244,19 @@ class ShardedFace(DTensor):
 
     def summoner(self) -> Summoner | None:
         return self._summoner()
+
+    def to_local(self, **options: Any) -> Tensor:  # type: ignore[override]
+        self._settle()
+        return super().to_local(**options)
+
+    def full_tensor(self, **options: Any) -> Tensor:  # type: ignore[override]
+        self._settle()
+        return super().full_tensor(**options)
+
+    def _settle(self) -> None:
+        summoner = self._summoner()
+        if summoner is not None:
+            summoner.settle()
 
     @classmethod
     def __torch_function__(
@@ -299,8 +357,8 @@ def bury(parameter: nn.Parameter, why: str) -> None:
     setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
 
 
-def introduce(parameter: nn.Parameter, summoner: ReferenceType[Summoner]) -> None:
-    """Tell a parameter object, of whatever face, whose it is."""
+def introduce(parameter: Tensor, summoner: ReferenceType[Summoner]) -> None:
+    """Tell a parameter object of whatever face, or a gradient, whose it is."""
     setattr(parameter, "_summoner", summoner)  # noqa: B010 - torch declares no such attribute
 
 

@@ -21,7 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from onefold.errors import WireError, expected
+from onefold.errors import StateError, WireError, expected
 from onefold.layout.rows import Slot
 from onefold.ledger import Kind
 from onefold.state.buffer import Buffer
@@ -41,6 +41,7 @@ class UnitGradient:
         self._spans: dict[UnitParameter, tuple[int, int]] = {}
         self._resting: dict[UnitParameter, Tensor] = {}  # `.grad` of faces with a resting partial
         self.is_unused = False  # by every rank, in the last backward
+        self.is_spent = False  # stepped in backward, and freed: until the optimizer's step
         self.is_discarding = False  # an aborted backward: results that still arrive are dropped
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
@@ -50,8 +51,7 @@ class UnitGradient:
         self._gap_index: Tensor | None = None
         self._spread_cuts: dict[tuple[int, ...], Cut] = {}
         self._local_nbytes = 0  # world 1, where gradients stay the tensors autograd made
-        self._ledger = unit.setting.ledger
-        self._tier = unit.setting.store.name
+        self._ledger, self._tier = unit.setting.ledger, unit.setting.store.name
         self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` we gave each face
 
     @property
@@ -59,6 +59,30 @@ class UnitGradient:
         unit = self._unit()
         assert unit is not None, "a gradient outlived its unit"
         return unit
+
+    def check_there(self, parameter: UnitParameter) -> None:
+        """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
+        if self.is_spent:
+            raise StateError(
+                expected(
+                    f"no use for the gradient of {parameter.fqn!r} between backward and step",
+                    "one, after it was stepped by and freed",
+                    where=f"rank {self.unit.setting.rank}",
+                    hint="turn Offload.step_in_backward off to clip, scale or read gradients; of "
+                    "several backwards, put all but the last inside onefold.accumulate(module)",
+                )
+            )
+
+    def spend(self) -> None:
+        """Its values are being stepped by: show none, and let whoever steps have the buffer."""
+        self.is_spent = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.unit.parameters:
+                parameter.face.grad = None
+        self.shown.clear()
+        self._resting.clear()
+        self.reduced = None
+        self._count_local()
 
     # partial
 
@@ -165,7 +189,11 @@ class UnitGradient:
         At stage 0 it begins to gather the mean, and `end_spreading` shows that.
         """
         parameters = self.trainable()
+        self.unit.await_step()  # it may still read what is written now
+        for parameter in parameters:
+            self.check_there(parameter)
         if self.unit.setting.world_size == 1:
+            self.fired.clear()
             return Ticket(finish=lambda: self._keep_local(parameters))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             return self._start_reduce(parameters)
@@ -190,7 +218,6 @@ class UnitGradient:
                     self.shown[parameter] = face.grad
                 parameter.whole.grad = None
                 parameter.call_hooks()
-        self.fired.clear()
         self._count_reduced(parameters)
         self._count_local()
 
@@ -336,11 +363,8 @@ class UnitGradient:
     def _gaps(self) -> Tensor:
         """int64: the elements of the reduced buffer that no reduction writes."""
         if self._gap_index is None:
-            unit = self.unit
-            gaps = unit.rest.gaps(unit.setting.rest_rank)
-            self._gap_index = torch.tensor(
-                gaps, dtype=torch.int64, device=unit.setting.store.device
-            )
+            gaps, setting = self.unit.rest.gaps(self.unit.setting.rest_rank), self.unit.setting
+            self._gap_index = torch.tensor(gaps, dtype=torch.int64, device=setting.store.device)
         return self._gap_index
 
     def drop_cleared(self) -> None:

@@ -77,9 +77,14 @@ class UnitParameter:
 
     def wrap_grad(self, local: Tensor) -> Tensor:
         """A reduced gradient [own rows] as users see it."""
-        if self._template is None:
-            return local
-        return faces.dtensor_over(faces.LogicalTensor, local, self._template._spec)
+        in_background = self.unit.steps_in_blocks
+        if self._template is not None:
+            shown: Tensor = faces.dtensor_over(faces.LogicalTensor, local, self._template._spec)
+        else:
+            shown = local.as_subclass(faces.RestingGrad) if in_background else local
+        if in_background:
+            faces.introduce(shown, ref(self))
+        return shown
 
     def wrap_partial(self, grad: Tensor) -> Tensor:
         """A gradient [all rows] that rests on each rank as its part of the mean."""
@@ -164,6 +169,12 @@ class UnitParameter:
         return self.unit.setting.transport.group
 
     # what faces ask for (state.face.Summoner)
+
+    def settle(self) -> None:
+        self.unit.settle()
+
+    def check_grad(self) -> None:
+        self.unit.gradient.check_there(self)
 
     def why_no_hook(self) -> str:
         return expected(

@@ -5,6 +5,7 @@ What lives in a unit, for a parameter of n elements over N ranks:
     weight   [n/N] (or [n] if replicated)  in the parameter's own dtype; what the faces show
     master   like weight, wider            only where the own dtype is narrower than the master
     full     [n]                           in the compute dtype; whole weights, gathered on demand
+    moments  like master                   where the unit is offloaded; else the optimizer's own
     grad     like weight                   see state/gradient.py
 
 Where nothing has to move (weights replicated, compute in their own dtype) the weight buffer is the
@@ -13,7 +14,7 @@ full buffer and both moves are free: the unit is *resident*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 from weakref import WeakSet, ref
@@ -21,17 +22,19 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 
-from onefold.errors import StateError, WireError, expected
-from onefold.layout.rows import Layout, Slot
+from onefold.errors import StateError, TierError, expected
+from onefold.layout.rows import Layout
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Kind
 from onefold.state import face as faces
 from onefold.state.buffer import Buffer
+from onefold.state.gather import UnitGather
 from onefold.state.materialise import Values
 from onefold.state.parameter import UnitParameter
+from onefold.state.rows import OwnRows
 from onefold.state.setting import Setting
-from onefold.ticket import DONE, Ticket
-from onefold.wire.transport import Cut
+from onefold.ticket import DONE, Ticket, Work
+from onefold.tier.store import Store
 
 if TYPE_CHECKING:
     from onefold.state.gradient import UnitGradient
@@ -51,18 +54,26 @@ class UnitState(Enum):
 class Unit:
     """The weights of one unit, and the two moves: `unshard` and `reshard`."""
 
-    def __init__(self, plan: UnitPlan, setting: Setting, index: int = 0) -> None:
+    def __init__(
+        self, plan: UnitPlan, setting: Setting, index: int = 0, *, is_offloaded: bool = False
+    ) -> None:
+        self.is_offloaded = is_offloaded  # masters and moments rest in tiers.state
         self.name = plan.name
         self.tag = index % MAX_TAG + 1
         self.setting = setting
         self.dtype = plan.dtype
         wants_compute = setting.compute is not None and self.dtype.is_floating_point
         self.compute_dtype = setting.compute if wants_compute and setting.compute else self.dtype
-        self.is_resident = setting.rest_world == 1 and self.compute_dtype == self.dtype
+        self.is_resident = (
+            setting.rest_world == 1 and self.compute_dtype == self.dtype and setting.rests_near
+        )
+        # stepped block by block in the background, rather than by the optimizer's own step
+        self.steps_in_blocks = is_offloaded or not setting.rests_near
         # one process without a mesh: nothing to gather, reduce or show differently
         self.computes_on_faces = (
             self.is_resident and setting.mesh is None and setting.world_size == 1
-        )
+            and not self.steps_in_blocks
+        )  # fmt: skip
         self.state = UnitState.RESTING
         self.gradient: UnitGradient  # given by the engine
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
@@ -76,39 +87,80 @@ class Unit:
         self.keeps_bytes = False  # of whole weights that are not to be read any more
         self.on_demand: Callable[[Unit, object], None] | None = None
         self.is_wanted: Callable[[bool], bool] = bool
+        self.pending: Work | None = None  # the step that is under way in the background
+        self.failure: TierError | None = None  # of that step, or of a fetch: it stays
         self._ticket: Ticket = DONE
         self._fresh = False
         self._gathered = -1  # `edits` when the full buffer was filled
         self._touched_by_data = 0
         self._kept_edits = 0
         self._num_steps = 0
-        self._gather_cut: Cut | None = None
-        self._local_rows: list[Tensor] = []
-        self._own_spans: list[tuple[int, int]] = []
+        self.gather = UnitGather(self)
         self._allocate()
 
     def _allocate(self) -> None:
         setting, rank = self.setting, self.setting.rest_rank
         numel = self.rest.shard_numels[rank]
-        self.weight = Buffer(numel, self.dtype, Kind.WEIGHT, setting.store, setting.ledger)
+        tiers, ledger = setting.tiers, setting.ledger
+        self.weight = Buffer(numel, self.dtype, Kind.WEIGHT, tiers.weight, ledger)
         self.weight.tensor.zero_()
+        self.rows = OwnRows(self.weight, tiers)
         self.master: Buffer | None = None
-        if self.dtype.is_floating_point and setting.master.itemsize > self.dtype.itemsize:
-            self.master = Buffer(numel, setting.master, Kind.MASTER, setting.store, setting.ledger)
+        self.moments: dict[str, Buffer] = {}
+        is_narrow = self.dtype.is_floating_point and setting.master.itemsize > self.dtype.itemsize
+        is_elsewhere = self.is_offloaded and tiers.weight.device != tiers.state.device
+        if is_narrow or is_elsewhere:
+            dtype = setting.master if is_narrow else self.dtype
+            self.master = Buffer(numel, dtype, Kind.MASTER, self.state_store, ledger)
             self.master.tensor.zero_()
         self._shown: WeakSet[Tensor] = WeakSet()
         self._published = -1  # `edits` when the master agreed with the weight
         self.full = self.weight
         if not self.is_resident:
-            self.full = Buffer(
-                self.full_numel, self.compute_dtype, Kind.UNSHARDED, setting.store, setting.ledger
-            )
+            numel, kind = self.gather.full_numel, Kind.UNSHARDED
+            self.full = Buffer(numel, self.compute_dtype, kind, setting.store, ledger)
         for parameter in self.parameters:
             slot = parameter.slot
             start = slot.shard_offsets[rank]
             shape = slot.piece_shape(rank)
             numel = slot.piece_numel(rank)
             parameter.local = self.weight.tensor[start : start + numel].view(shape)
+
+    @property
+    def state_store(self) -> Store:
+        """Where masters and moments rest."""
+        return self.setting.tiers.state if self.is_offloaded else self.setting.store
+
+    def make_moments(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Make room, of zeros, for the states that a step will keep: each [own rows], by name."""
+        for name, dtype in dtypes.items():
+            if name not in self.moments:
+                numel, ledger = len(self.weight.tensor), self.setting.ledger
+                made = Buffer(numel, dtype, Kind.OPTIMIZER, self.state_store, ledger)
+                if made.far is None:  # else the file is new, and reads as zeros
+                    made.tensor.zero_()
+                self.moments[name] = made
+
+    def await_step(self) -> None:
+        """Wait for the step that runs in the background; if the tier failed it, note that."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            try:
+                pending.wait()
+            except TierError as error:
+                self.failure = error
+
+    def settle(self) -> None:
+        """Wait for the step that runs in the background. Raises `TierError` if it failed."""
+        self.await_step()
+        if self.failure is not None:
+            raise self.failure
+
+    def forget(self) -> None:
+        """Let go of memory in which users, or a checkpoint, looked at what rests far."""
+        for buffer in (self.weight, self.master, *self.moments.values()):
+            if buffer is not None and buffer.far is not None:
+                buffer.far.forget()
 
     # building and reading
 
@@ -141,6 +193,7 @@ class Unit:
                 self._published = self.edits()
         if not self.is_resident:
             self.full.release()
+        self.forget()
 
     def _make_whole(self, parameter: UnitParameter) -> None:
         if self.computes_on_faces:
@@ -158,64 +211,20 @@ class Unit:
 
     def start_unshard(self) -> None:
         """Begin to gather the whole weights in the compute dtype; `unshard` waits for it."""
-        if self.is_resident or self._is_current():
+        if self.is_resident:
+            self.settle()
+            return
+        if self._is_current():
             return
         self.full.reallocate()
         self._gathered = self.edits()
         self._fresh = True
-        self._ticket = self.gather_into(self.full)
+        self._ticket = self.gather.start(self.full)
 
-    def gather_into(self, full: Buffer) -> Ticket:
-        """Start filling `full` (any dtype) from the shards of all ranks."""
-        if not self._local_rows:
-            sharded = [slot for slot in self.rest.slots if not slot.replicated]
-            offsets = [slot.full_offset for slot in sharded]
-            if self.setting.rest_world > 1:
-                group, ranks = self.setting.transport.group, range(self.setting.world_size)
-                tags = Slot("", (len(ranks),), 0, tuple((r, r + 1) for r in ranks), ())
-                self._gather_cut = Cut(
-                    [*sharded, tags], [*offsets, self.rest.full_numel], group, full.tensor.itemsize
-                )
-            rank = self.setting.rest_rank
-            self._own_spans = [
-                (slot.full_offset + slot.pieces[rank][0], slot.full_offset + slot.pieces[rank][1])
-                for slot in self.rest.slots
-            ]
-            self._local_rows = [parameter.local.reshape(-1) for parameter in self.parameters]
-        flat = full.tensor
-        with torch.no_grad():
-            own = [flat[start:stop] for start, stop in self._own_spans]
-            torch._foreach_copy_(own, self._local_rows)
-            flat[self.rest.full_numel :] = self.tag
-        if self._gather_cut is None:
-            return DONE
-        where = f"gather of unit {self.name!r} on rank {self.setting.rank}"
-        return self.setting.transport.gather(flat, self._gather_cut, where)
-
-    @property
-    def full_numel(self) -> int:
-        """Elements of a full buffer: the regions, and a tag for each rank if it is gathered."""
-        return self.rest.full_numel + (self.rest.world_size if self.rest.world_size > 1 else 0)
-
-    def check_tags(self, full: Buffer) -> None:
-        """Raise `WireError` if some rank gathered another unit at the same time.
-
-        Pieces of equal length would otherwise mix two units without anyone noticing. Only where
-        the host can look without waiting for a device.
-        """
-        if self._gather_cut is None or full.tensor.device.type != "cpu":
-            return
-        for rank, tag in enumerate(full.tensor[self.rest.full_numel :].tolist()):
-            if abs(tag - self.tag) > 0.25:
-                raise WireError(
-                    expected(
-                        f"gather of unit {self.name!r} on every rank",
-                        f"another unit on rank {rank}",
-                        where=f"rank {self.setting.rank}",
-                        hint="all ranks must use units in the same order; a branch that only some "
-                        "ranks take has to be inside one unit (`units=`)",
-                    )
-                )
+    def start_fetch(self) -> None:
+        """Begin to bring own rows near, if they rest far: `start_unshard` will want them."""
+        if not self._is_current():
+            self.rows.start(self.edits(), self.pending)
 
     def _is_current(self) -> bool:
         """True if the full buffer holds, or is about to hold, the weights as they rest now."""
@@ -247,7 +256,7 @@ class Unit:
         self.start_unshard()
         self._ticket.wait()
         self._ticket = DONE
-        self.check_tags(self.full)
+        self.gather.check(self.full)
         for parameter in self.parameters:
             if parameter.whole is not parameter.face:
                 faces.revive(parameter.whole)

@@ -18,6 +18,8 @@ class Resizable:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = self.tensor.nbytes
 
+    far = None  # it may be computed on
+
     def release(self) -> None:
         """See `Allocation.release`."""
         self.tensor.untyped_storage().resize_(0)
@@ -28,11 +30,15 @@ class Resizable:
 
 
 class DeviceStore:
-    """Buffers in the memory of the device that computes (which may be the CPU)."""
+    """Buffers in the memory of the device that computes (which may be the CPU).
 
-    name = "device"
+    `name` is another tier's where its bytes lie in the same memory: "cpu", if the CPU computes.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    is_far = False
+
+    def __init__(self, device: torch.device, name: str = "device") -> None:
+        self.name = name
         self.device = device
         move = mover() if device.type == "cpu" else None
         self._pool = PagePool(move) if move else None

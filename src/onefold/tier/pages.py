@@ -64,6 +64,8 @@ class Pages:
         self.tensor = torch.frombuffer(self._mapping, dtype=dtype, count=numel)
         self.address = self.tensor.data_ptr()
 
+    far = None  # it may be computed on
+
     def release(self) -> None:
         """See `Allocation.release`; whoever reads all the same finds zeros or other values."""
         self._pool.give(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 
 class Allocation(Protocol):
@@ -14,7 +15,12 @@ class Allocation(Protocol):
     """
 
     @property
-    def tensor(self) -> torch.Tensor: ...
+    def tensor(self) -> Tensor: ...
+
+    @property
+    def far(self) -> Far | None:
+        """How blocks of it are moved; None where `tensor` itself may be computed on."""
+        ...
 
     def release(self) -> None:
         """Give the bytes back. Nothing may read or write them until `restore`."""
@@ -25,6 +31,31 @@ class Allocation(Protocol):
         ...
 
 
+class Far(Protocol):
+    """Bytes of a tier that nobody computes on: blocks of them are fetched and flushed.
+
+    `Allocation.tensor` shows them all the same, slowly: that is for users, who read and edit
+    parameters whenever they like. Whoever fetches and flushes sees to it that nobody does so at the
+    same time. Positions are in elements and multiples of `GRAIN_NUMEL`, memory is page-aligned.
+    """
+
+    def fetch(self, start: int, into: Tensor) -> None:
+        """Fill `into` [numel] from element `start`. Blocks; raises `TierError`."""
+        ...
+
+    def flush(self, start: int, source: Tensor) -> None:
+        """Write `source` [numel] from element `start`. Blocks; raises `TierError`."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of memory in which `Allocation.tensor` was read or edited; edits are kept."""
+        ...
+
+
+GRAIN_NUMEL = 4096
+"""Blocks of far bytes start at multiples of this many elements: whole pages in every dtype."""
+
+
 class Store(Protocol):
     """One tier. `name` is the word in the ledger; buffers are flat and uninitialised."""
 
@@ -33,6 +64,11 @@ class Store(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def is_far(self) -> bool:
+        """True if nobody computes on its bytes: they are fetched and flushed block by block."""
+        ...
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
         """A flat tensor [numel]. Raises `TierError` when the tier has no room.

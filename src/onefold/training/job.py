@@ -15,6 +15,9 @@ class Job:
     model: str = "tiny"  # a preset, a Hugging Face config.json, or module:function
     data: str | None = None  # a folder of text; None: the source of Python's standard library
     stage: int = 3
+    offload: str | None = None  # "optimizer", "cpu" or "disk:PATH"; None: all on the device
+    fraction: float = 1.0  # of the optimizer state that leaves the device
+    recompute: bool = False  # blocks' activations in backward, rather than keeping them
     precision: str | None = None  # None computes in the parameters' own dtype
     steps: int = 160
     batch: int = 16
@@ -27,6 +30,14 @@ class Job:
     every: int = 0  # steps between checkpoints; 0: only the last step, and when interrupted
     keep: int | None = 2  # newest checkpoints that stay; None: all
     resume: bool = False  # go on from the newest checkpoint, if there is one
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Where states are offloaded and nothing looks at all gradients, units are stepped early.
+
+        Dynamic loss scaling does look.
+        """
+        return self.offload is not None and self.clip == 0 and self.precision != "fp16"
 
     @property
     def tokens_per_step(self) -> int:

@@ -52,6 +52,23 @@ def build_model(model: str, seq: int) -> nn.Module:
     return call_function(model, load_function(model), nn.Module)
 
 
+def recompute(model: nn.Module, name: str) -> None:
+    """Have the model keep its blocks' inputs alone, and run them again in backward."""
+    switch = getattr(model, "gradient_checkpointing_enable", None)
+    if isinstance(model, GPT):
+        model.recomputes = True
+    elif callable(switch):  # of Hugging Face
+        switch()
+    else:
+        raise ConfigError(
+            expected(
+                "a preset or a Hugging Face model to recompute activations of",
+                repr(name),
+                hint="call torch.utils.checkpoint in the module's own forward",
+            )
+        )
+
+
 def default_lr(model: str) -> float:
     """A peak learning rate that suits the preset, or a careful one."""
     return PRESETS[model].lr if model in PRESETS else 3e-4

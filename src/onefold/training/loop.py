@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import cos, pi, prod
 from typing import Protocol
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.config import placements_of, precision_of
+from onefold.config import Offload, offload_of, placements_of, precision_of
 from onefold.errors import ConfigError, expected
 from onefold.training.checkpoints import Checkpoints, Resumed
 from onefold.training.checkpoints import preflight as preflight_checkpoints
 from onefold.training.corpus import Corpus, Windows, open_corpus, own_rows
 from onefold.training.job import Job
-from onefold.training.loader import build_model, default_lr, logits_of, refuse
+from onefold.training.loader import build_model, default_lr, logits_of, recompute, refuse
 from onefold.training.memory import ParameterShape, RankMemory, expected_nbytes, measure
 from onefold.training.sample import generate
 from onefold.training.signals import StopRequests
@@ -75,8 +75,8 @@ class TrainResult:
 
 def preflight(job: Job, world_size: int) -> Corpus:
     """Refuse what cannot work, before any rank is started; the text to train on."""
-    placements_of(job.stage)
     precision_of(job.precision)
+    offload_for(job)
     if job.batch < world_size * job.accumulate:
         rows = f"{world_size} ranks"
         if job.accumulate > 1:
@@ -91,6 +91,23 @@ def preflight(job: Job, world_size: int) -> Corpus:
     refuse(job.model, job.seq)
     preflight_checkpoints(job)
     return open_corpus(job.data, job.seq)
+
+
+def offload_for(job: Job) -> Offload:
+    """The tiers that the job asks for."""
+    chosen = offload_of(job.offload, placements_of(job.stage))
+    if job.offload is None:
+        if job.fraction != 1:
+            raise ConfigError(
+                expected(
+                    "--offload beside --fraction",
+                    f"--fraction {job.fraction:g} alone",
+                    hint="--offload optimizer --fraction 0.5 steps half of the state on the CPU",
+                )
+            )
+        return chosen
+    early = job.steps_in_backward
+    return replace(chosen, fraction=job.fraction, step_in_backward=early)
 
 
 def train(job: Job, world: World, observer: Observer) -> TrainResult:
@@ -133,6 +150,8 @@ class Trainer:
         self.peak_lr = default_lr(job.model) if job.lr is None else job.lr
         torch.manual_seed(job.seed)
         self.module = build_model(job.model, job.seq)
+        if job.recompute:
+            recompute(self.module, job.model)
         if not any(parameter.is_meta for parameter in self.module.parameters()):
             self.module.to(world.device)
         self.shapes = ParameterShape.of(self.module)
@@ -140,7 +159,10 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=self.peak_lr, betas=(0.9, 0.95), weight_decay=0.1
         )
-        onefold.shard(self.module, self.optimizer, stage=job.stage, precision=job.precision)
+        onefold.shard(
+            self.module, self.optimizer, stage=job.stage, precision=job.precision,
+            offload=offload_for(job),
+        )  # fmt: skip
         self.scaler = onefold.GradScaler(world.device.type, enabled=job.precision == "fp16")
         own = own_rows(job.batch, world.rank, world.world_size)
         self.windows = Windows(corpus.train, rows=job.batch, seq=job.seq, seed=job.seed, own=own)
@@ -151,7 +173,7 @@ class Trainer:
     @property
     def memory(self) -> RankMemory:
         """What this rank held at the end of the last step; now, if it resumed behind that."""
-        return self._memory or measure(self.shapes, onefold.report(self.module))
+        return self._memory or measure(self.shapes, onefold.report(self.module), self.job)
 
     def step(self, step: int) -> Tensor:
         """One optimizer step; this rank's loss, whose mean over ranks is the batch's."""
@@ -164,7 +186,7 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if step + 1 == self.job.steps:  # at the end of a step everything that rests is held
-            self._memory = measure(self.shapes, onefold.report(self.module))
+            self._memory = measure(self.shapes, onefold.report(self.module), self.job)
         self.optimizer.zero_grad()
         return total
 

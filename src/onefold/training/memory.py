@@ -12,6 +12,7 @@ but for the weight of stages 1 and 2, which is beside a whole copy ("unsharded")
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +20,7 @@ from math import prod
 from torch import nn
 
 from onefold.reporting import Report
+from onefold.training.job import Job
 
 KINDS: tuple[str, ...] = ("weight", "master", "grad", "optimizer")
 """Kinds of state that rest, and that the closed form knows."""
@@ -48,7 +50,9 @@ class RankMemory:
     now: dict[str, int]  # by kind
     peak: dict[str, int]
     total_peak: int
+    resident_peak: int  # of the whole process, by the system's count
     expected: dict[str, int]  # by kind, from the closed form
+    tiers: dict[str, list[str]]  # by kind: where it rests
 
     @property
     def is_equal(self) -> bool:
@@ -57,9 +61,13 @@ class RankMemory:
 
 
 def expected_nbytes(
-    shapes: Iterable[ParameterShape], *, stage: int, world_size: int, rank: int
-) -> dict[str, int]:
-    """Bytes by kind that `rank` holds of AdamW training in which every parameter has a gradient."""
+    shapes: Iterable[ParameterShape], *, stage: int, world_size: int, rank: int,
+    is_offloaded: bool = False, steps_in_backward: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """Bytes by kind that `rank` holds of AdamW training in which every parameter has a gradient.
+
+    Offloaded states lie as the weights do; units that are stepped in backward keep no gradients.
+    """
     totals = dict.fromkeys(KINDS, 0)
     is_sharded = stage > 0 and world_size > 1
     for parameter in shapes:
@@ -71,14 +79,17 @@ def expected_nbytes(
         stepped = resting if world_size > 1 else numel  # alone, gradients are autograd's own
         totals["weight"] += resting * parameter.itemsize
         totals["master"] += resting * 4 if parameter.itemsize < 4 else 0
-        totals["grad"] += stepped * parameter.itemsize
-        totals["optimizer"] += stepped * 2 * max(4, parameter.itemsize)
+        totals["grad"] += 0 if steps_in_backward else stepped * parameter.itemsize
+        moments = resting if is_offloaded else stepped
+        totals["optimizer"] += moments * 2 * max(4, parameter.itemsize)
     return totals
 
 
-def measure(shapes: Iterable[ParameterShape], report: Report) -> RankMemory:
+def measure(shapes: Iterable[ParameterShape], report: Report, job: Job) -> RankMemory:
     """A rank's report beside its closed form."""
     where = {"stage": report.stage, "world_size": report.world_size, "rank": report.rank}
+    tiers = {kind: [tier for tier, usage in held.items() if usage.now] for kind, held in
+             report.memory.items()}  # fmt: skip
     return RankMemory(
         rank=report.rank,
         now={kind: report.nbytes(kind) for kind in report.memory},
@@ -87,7 +98,14 @@ def measure(shapes: Iterable[ParameterShape], report: Report) -> RankMemory:
             for kind, tiers in report.memory.items()
         },
         total_peak=report.total.peak,
-        expected=expected_nbytes(shapes, **where),
+        resident_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        expected=expected_nbytes(
+            shapes,
+            **where,
+            is_offloaded=job.offload is not None,
+            steps_in_backward=job.steps_in_backward,
+        ),
+        tiers=tiers,
     )
 
 

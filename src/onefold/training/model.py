@@ -12,6 +12,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 VOCAB = 256
 """One token for each byte."""
@@ -32,8 +33,9 @@ PRESETS = {
     "tiny": GPTConfig(num_layers=4, width=128, num_heads=4, lr=3e-3),
     "mini": GPTConfig(num_layers=6, width=256, num_heads=8, lr=2e-3),
     "small": GPTConfig(num_layers=8, width=768, num_heads=12, lr=6e-4),
+    "large": GPTConfig(num_layers=51, width=1280, num_heads=20, lr=2e-4),
 }
-"""About 0.9, 5 and 57 million parameters."""
+"""About 0.9, 5 and 57 million parameters, and one billion."""
 
 
 class Projection(nn.Linear):
@@ -97,6 +99,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = Projection(config.width, VOCAB)
+        self.recomputes = False  # blocks run again in backward; only their inputs are kept
         if config.is_tied:
             self.head.weight = self.tokens.weight
 
@@ -104,5 +107,8 @@ class GPT(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
-            x = block(x)
+            if self.recomputes and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         return self.head(self.norm(x))

@@ -1,0 +1,191 @@
+"""From a choice of tiers to the objects behind it: stores, threads, and a budget that is checked.
+
+Part of the composition root; `api` alone calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onefold.config import Offload, Precision
+from onefold.environment import free_host_nbytes, local_place
+from onefold.errors import TierError, expected
+from onefold.layout.rows import Layout
+from onefold.layout.units import UnitPlan
+from onefold.ledger import Ledger
+from onefold.state.setting import Tiers
+from onefold.tier.device import DeviceStore
+from onefold.tier.disk import DiskStore
+from onefold.tier.host import HostStore
+from onefold.tier.slots import SlotPool
+from onefold.tier.store import Store
+from onefold.tier.workers import Workers, cores_of
+from onefold.wire.collectives import Group
+
+NUM_FETCHERS = 2
+"""Threads that bring weights near: the next unit's, and the one's behind it."""
+
+NUM_DISK_STEPPERS = 4
+"""Where blocks are fetched and flushed most threads wait: measured best of 2 to 8."""
+
+MOMENTS = 2
+"""What a budget assumes an optimizer keeps per element; Adam does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes that this rank's resting state will need of each tier, but for the device."""
+
+    cpu: int
+    disk: int
+
+    def __str__(self) -> str:
+        return f"{self.cpu:,} bytes of CPU memory, {self.disk:,} bytes of disk"
+
+
+def offloaded_units(plans: Sequence[UnitPlan], offload: Offload) -> list[bool]:
+    """Which units' states leave the device: the last ones, up to `fraction` of all elements.
+
+    The first units' gradients come last in backward and their weights are wanted first in forward,
+    so they have the least time to hide a step on another tier.
+    """
+    if offload.optimizer == "device":
+        return [False] * len(plans)
+    numels = [sum(owned.parameter.numel() for owned in plan.members) for plan in plans]
+    wanted, taken = offload.fraction * sum(numels), 0
+    chosen = [False] * len(plans)
+    for index in reversed(range(len(plans))):
+        if taken + numels[index] / 2 <= wanted and offload.fraction > 0:
+            chosen[index] = True
+            taken += numels[index]
+    return chosen
+
+
+def budget_of(
+    plans: Sequence[UnitPlan], chosen: Sequence[bool], offload: Offload, precision: Precision,
+    group: Group,
+) -> Budget:  # fmt: skip
+    """What `offload` will need on this rank."""
+    needs = {"device": 0, "cpu": 0, "disk": 0}
+    for plan, is_chosen in zip(plans, chosen, strict=True):
+        shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
+        numel = Layout.build(shapes, group.world_size).shard_numels[group.rank]
+        wide = max(precision.master.itemsize, plan.dtype.itemsize)
+        is_narrow = wide > plan.dtype.itemsize
+        needs[offload.parameters] += numel * plan.dtype.itemsize
+        needs[offload.optimizer if is_chosen else "device"] += numel * wide * (MOMENTS + is_narrow)
+    return Budget(needs["cpu"], needs["disk"])
+
+
+def check_budget(budget: Budget, offload: Offload, group: Group, local_world_size: int) -> None:
+    """Raise `TierError` if a tier has no room for it; warn if a path of the disk tier is memory."""
+    where = f"rank {group.rank}"
+    free = free_host_nbytes() // local_world_size
+    if budget.cpu > free:
+        raise TierError(
+            expected(
+                f"{budget.cpu:,} bytes of CPU memory for offloaded states",
+                f"{free:,} free for each of {local_world_size} ranks here",
+                where=where,
+                hint='offload="disk:PATH", a smaller fraction, or more ranks',
+            )
+        )
+    paths = offload.paths if budget.disk or offload.activations == "disk" else []
+    for path in paths:
+        if not path.is_dir():
+            raise TierError(
+                expected(
+                    f"a folder at {path} for the disk tier",
+                    "a file" if path.exists() else "nothing there",
+                    where=where,
+                    hint="create it first, on every machine, on a fast local disk",
+                )
+            )
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise TierError(
+                expected(
+                    f"a folder to write to at {path}", "one that is read-only", where=where,
+                    hint="name a folder that this user may write to",
+                )
+            )  # fmt: skip
+        if is_memory(path):
+            warnings.warn(
+                f"the disk tier at {path} lies in memory (tmpfs): what is offloaded there stays in "
+                "memory; name a folder on a disk",
+                stacklevel=5,
+            )
+        each, free = budget.disk // len(paths), shutil.disk_usage(path).free // local_world_size
+        if each > free:
+            raise TierError(
+                expected(
+                    f"{each:,} bytes of disk at {path} for offloaded states",
+                    f"{free:,} free for each of {local_world_size} ranks here",
+                    where=where,
+                    hint="free space there, name another path as well, or offload less (fraction=)",
+                )
+            )
+
+
+def is_memory(path: Path) -> bool:
+    """True if the path lies on a file system that keeps files in memory."""
+    kinds = {}
+    try:
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, mount, kind, *_ = line.split()
+            kinds[mount.replace("\\040", " ")] = kind
+    except (OSError, ValueError):
+        return False
+    inside = [mount for mount in kinds if path.resolve().is_relative_to(mount)]
+    return bool(inside) and kinds[max(inside, key=len)] in ("tmpfs", "ramfs")
+
+
+def tiers_together(
+    offload: Offload, precision: Precision, plans: Sequence[UnitPlan], chosen: Sequence[bool],
+    store: DeviceStore, ledger: Ledger, group: Group,
+) -> Tiers:  # fmt: skip
+    """Check the budget and take the files; if that fails on a rank, `TierError` on all."""
+    tiers, problem = None, None
+    local = local_place(group)
+    try:
+        budget = budget_of(plans, chosen, offload, precision, group)
+        if offload != Offload():
+            check_budget(budget, offload, group, local[1])
+        tiers = _build(offload, store, ledger, group, budget, local)
+    except TierError as error:
+        problem = error
+    if group.world_size > 1 and offload != Offload():
+        texts = group.all_gather_object(str(problem) if problem else None)
+        if problem is None and any(texts):
+            problem = TierError(str(next(text for text in texts if text)))
+    if problem is not None:
+        raise problem
+    assert tiers is not None, "neither tiers nor a problem"
+    return tiers
+
+
+def _build(
+    offload: Offload, store: DeviceStore, ledger: Ledger, group: Group, budget: Budget,
+    local: tuple[int, int],
+) -> Tiers:  # fmt: skip
+    cores = cores_of(*local)
+    stores: dict[str, Store] = {"device": store}
+    tiers = (offload.optimizer, offload.parameters)
+    if "cpu" in tiers:
+        on_cpu = store.device.type == "cpu"
+        stores["cpu"] = DeviceStore(store.device, "cpu") if on_cpu else HostStore(budget.cpu)
+    if "disk" in tiers:
+        stores["disk"] = DiskStore(offload.paths, group.rank)
+    is_far = any(each.is_far for each in stores.values())
+    num_steppers = max(len(cores), NUM_DISK_STEPPERS) if is_far else len(cores)
+    return Tiers(
+        weight=stores[offload.parameters],
+        state=stores[offload.optimizer],
+        slots=SlotPool(ledger),
+        fetchers=Workers(NUM_FETCHERS, "onefold-fetch"),
+        steppers=Workers(num_steppers, "onefold-step", cores),
+    )

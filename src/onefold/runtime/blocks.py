@@ -1,0 +1,214 @@
+"""Stepping one unit in blocks, in the background: state comes near, is stepped, and goes back.
+
+A block is a range of the unit's shard, over everything that rests there: weight, master, moments.
+Workers take blocks one after the other, each with a slot of near memory of its own: while one
+fetches, another steps and a third flushes. What rests near is stepped where it is. Whoever needs
+the unit does what is left of it (tier/workers.py), so the order is that of use.
+
+Blocks are multiples of every kernel's vector width, so the bits are those of one step over all
+(ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from onefold.runtime.rules import Rule
+from onefold.state.buffer import Buffer
+from onefold.state.unit import Unit
+from onefold.tier.slots import Slot
+from onefold.tier.workers import Task
+
+State = dict[str, Any]
+
+BLOCK_NUMEL = 1024 * 1024
+"""Elements of a block: 4 MiB requests in fp32, which reach the disk's rate with few at a time."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A stretch of a unit's shard that one rule steps by one gradient."""
+
+    start: int  # in the shard
+    grad: Tensor  # [numel], flat
+    rule: Rule
+    moments: tuple[str, ...]  # names of the states that have an element for each of the weight's
+    state: State  # all states; those that are one number are updated here
+    is_new: bool  # stepped for the first time: the rule makes the states
+    before: State = field(default_factory=dict)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.grad)
+
+
+class UnitStep:
+    """The step of one unit, cut into tasks. Give it to workers, then to the unit to wait for."""
+
+    def __init__(self, unit: Unit, segments: Sequence[Segment]) -> None:
+        self._unit = unit
+        self._segments = sorted(segments, key=lambda segment: segment.start)
+        for segment in segments:
+            segment.before = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in segment.state.items()
+                if name not in segment.moments
+            }
+        names = dict.fromkeys(name for segment in segments for name in segment.moments)
+        stepped = unit.weight if unit.master is None else unit.master
+        self._stepped = stepped
+        self._moments = {name: unit.moments[name] for name in names}
+        self._tasks: list[Task] = []
+
+    def begin(self) -> None:
+        """Let workers begin."""
+        workers = self._unit.setting.tiers.steppers
+        numel = len(self._unit.weight.tensor)
+        for start in range(0, numel, BLOCK_NUMEL):
+            stop = min(start + BLOCK_NUMEL, numel)
+            inside = [s for s in self._segments if s.start < stop and start < s.stop]
+            if inside:
+                self._tasks.append(workers.give(_Block(self, start, stop, inside).run))
+        self._unit.pending = self
+
+    def is_completed(self) -> bool:
+        """See `ticket.Work`."""
+        return all(task.is_completed() for task in self._tasks)
+
+    def wait(self) -> None:
+        """Return when every block is stepped and back where it rests; raises the first error."""
+        for task in self._tasks:
+            task.run()
+        for task in self._tasks:
+            task.finish()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.wait()
+
+    @property
+    def brought(self) -> Iterator[Buffer]:
+        """What a block reads."""
+        yield self._stepped
+        yield from self._moments.values()
+
+
+class _Block:
+    """One block of a unit's step."""
+
+    def __init__(self, step: UnitStep, start: int, stop: int, segments: list[Segment]) -> None:
+        self._step = step
+        self._start, self._stop = start, stop
+        self._segments = segments
+
+    def run(self) -> None:
+        step, unit = self._step, self._step._unit
+        buffers = [*step.brought] + ([] if step._stepped is unit.weight else [unit.weight])
+        rooms = [_room_nbytes(buffer, self._stop - self._start) for buffer in buffers]
+        if not any(rooms):
+            self._run([None] * len(buffers))
+            return
+        with unit.setting.tiers.slots.lend(sum(rooms)) as slot:
+            self._run(_cut(slot, buffers, rooms, self._stop - self._start))
+
+    def _run(self, rooms: list[Tensor | None]) -> None:
+        step, unit = self._step, self._step._unit
+        is_first = all(segment.is_new for segment in self._segments) and self._is_covered()
+        stepped = self._bring(step._stepped, rooms[0])
+        moments = {
+            name: self._bring(buffer, room, is_read=not is_first)
+            for (name, buffer), room in zip(step._moments.items(), rooms[1:], strict=False)
+        }
+        weight = stepped
+        if step._stepped is not unit.weight:
+            weight = self._bring(unit.weight, rooms[-1], is_read=not self._is_covered())
+        for segment in self._segments:
+            self._step_segment(segment, stepped, weight, moments)
+        self._take_back(step._stepped, stepped)
+        for name, buffer in step._moments.items():
+            self._take_back(buffer, moments[name])
+        if weight is not stepped:
+            self._take_back(unit.weight, weight)
+
+    def _is_covered(self) -> bool:
+        """True if every element of the block is stepped."""
+        at = self._start
+        for segment in self._segments:
+            if segment.start > at:
+                return False
+            at = max(at, segment.stop)
+        return at >= self._stop
+
+    def _step_segment(
+        self, segment: Segment, stepped: Tensor, weight: Tensor, moments: dict[str, Tensor]
+    ) -> None:
+        first, last = max(self._start, segment.start), min(self._stop, segment.stop)
+        here = slice(first - self._start, last - self._start)
+        grad = segment.grad[first - segment.start : last - segment.start]
+        state: State = {}
+        if not segment.is_new:
+            state = {name: moments[name][here] for name in segment.moments}
+            state |= {name: _cloned(value) for name, value in segment.before.items()}
+        own = stepped[here]
+        rounded = own if weight is stepped else weight[here]
+        segment.rule.step(own, grad.to(own.device), rounded, state)
+        for name, value in state.items():
+            if name in segment.moments:
+                if segment.is_new:
+                    moments[name][here].copy_(value)
+            elif first == segment.start:  # every block comes to the same
+                now = segment.state.get(name)
+                if isinstance(now, Tensor) and isinstance(value, Tensor):
+                    now.copy_(value)
+                else:
+                    segment.state[name] = value
+
+    def _bring(self, buffer: Buffer, room: Tensor | None, *, is_read: bool = True) -> Tensor:
+        """The block's part of a buffer where it can be stepped."""
+        part = buffer.tensor.data[self._start : self._stop]  # no counter: nobody may look yet
+        if room is None:
+            return part
+        if is_read:
+            if buffer.far is not None:
+                buffer.far.fetch(self._start, room)
+            else:
+                room.copy_(part)
+        elif len(room) > 0:
+            room.zero_()
+        return room
+
+    def _take_back(self, buffer: Buffer, near: Tensor) -> None:
+        if buffer.far is not None:
+            buffer.far.flush(self._start, near)
+        elif buffer.tensor.device != near.device:
+            buffer.tensor.data[self._start : self._stop].copy_(near)
+
+
+def _room_nbytes(buffer: Buffer, numel: int) -> int:
+    """Bytes of a slot that a block of the buffer needs; none where it can be stepped in place."""
+    if buffer.far is None and buffer.tensor.device.type == "cpu":
+        return 0
+    return -(-numel * buffer.tensor.itemsize // _PAGE) * _PAGE
+
+
+def _cut(
+    slot: Slot, buffers: Sequence[Buffer], rooms: Sequence[int], numel: int
+) -> list[Tensor | None]:
+    """The slot's memory, a page-aligned part for each buffer that needs one."""
+    parts: list[Tensor | None] = []
+    start = 0
+    for buffer, nbytes in zip(buffers, rooms, strict=True):
+        dtype = buffer.tensor.dtype
+        parts.append(slot.tensor(numel, dtype, start) if nbytes else None)
+        start += nbytes
+    return parts
+
+
+_PAGE = 4096
+
+
+def _cloned(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value

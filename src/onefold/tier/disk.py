@@ -1,0 +1,293 @@
+"""Files as memory: state that rests on one or several disks (ZeRO-Infinity, arXiv 2104.07857).
+
+Each path gets one file, opened past the page cache (O_DIRECT), preallocated as buffers are asked
+for, and unlinked at once: its space comes back when the process ends, however it ends, and two jobs
+on one path never meet. A buffer is an *extent*, cut into stripes that go around the paths, so that
+their bandwidths add.
+
+An extent is also mapped into memory. The engine never touches the mapping: it fetches and flushes
+blocks past the cache. But a parameter that rests on disk still has its face, and a user may read
+or edit it at any moment; through the mapping that is a read or an edit of the file, and the kernel
+keeps both ways in agreement. So nothing that shows state has to know where it rests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from onefold.errors import TierError, expected
+
+STRIPE_NBYTES = 4 << 20
+"""Consecutive bytes on one path: a request large enough for the disk's full rate."""
+
+MAX_STRIPES = 4096
+"""Of an extent: each is a mapping, of which a process may have 65,530."""
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_PAGE = 4096
+
+
+class SwapFile:
+    """One unlinked file on one path: extents are taken from its end, blocks go past the cache."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self._rank = rank
+        self._nbytes = 0
+        self.is_direct = bool(_O_DIRECT)
+        self.read_nbytes = self.written_nbytes = 0
+        self._counting = Lock()  # several threads move blocks
+        try:
+            fd, name = tempfile.mkstemp(prefix="onefold-", suffix=".swap", dir=folder)
+        except OSError as error:
+            raise self._failed("a new file there", error) from error
+        os.unlink(name)
+        self.fd = fd
+        self._set_direct(self.is_direct)
+
+    def _set_direct(self, wanted: bool) -> None:
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | (_O_DIRECT if wanted else 0))
+            self.is_direct = wanted
+        except OSError:  # a file system without it
+            self.is_direct = False
+
+    def extend(self, nbytes: int) -> int:
+        """Take `nbytes` more of the disk, now; the offset where they begin."""
+        start = self._nbytes
+        try:
+            os.posix_fallocate(self.fd, start, nbytes)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self.fd, start)
+            raise self._failed(f"room for {nbytes:,} bytes", error, start, nbytes) from error
+        self._nbytes += nbytes
+        return start
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from `offset`; what a short read leaves is asked for again."""
+        self._move(os.preadv, offset, into, "read")
+        with self._counting:
+            self.read_nbytes += len(into)
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """Write all of `source` at `offset`."""
+        self._move(os.pwritev, offset, source, "write")
+        with self._counting:
+            self.written_nbytes += len(source)
+
+    def _move(self, call: object, offset: int, view: memoryview, verb: str) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                moved = call(self.fd, [view[done:]], offset + done)  # type: ignore[operator]
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.is_direct:
+                    self._set_direct(False)  # this file system opens so, but does not transfer so
+                    continue
+                wanted = f"to {verb} {len(view):,} bytes at offset {offset:,}"
+                raise self._failed(wanted, error, offset, len(view)) from error
+            if moved == 0:
+                wanted = f"to {verb} {len(view):,} bytes at offset {offset:,}"
+                short = OSError(errno.EIO, f"only {done:,} bytes were moved")
+                raise self._failed(wanted, short, offset, len(view))
+            if moved % _PAGE and done + moved < len(view) and self.is_direct:
+                moved -= moved % _PAGE  # O_DIRECT goes on at whole pages
+                if moved == 0:
+                    self._set_direct(False)
+            done += moved
+        if not self.is_direct:
+            with suppress(OSError):
+                os.posix_fadvise(self.fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+
+    def _failed(
+        self, wanted: str, error: OSError, offset: int | None = None, nbytes: int | None = None
+    ) -> TierError:
+        code = errno.errorcode.get(error.errno or 0, "unknown error")
+        message = expected(
+            f"disk tier at {self.folder}: {wanted}",
+            f"{code} ({error.strerror or error})",
+            where=f"rank {self._rank}",
+            hint=_HINTS.get(error.errno or 0, "look at the disk and its mount (dmesg, mount)"),
+        )
+        return TierError.at(message, error, str(self.folder), offset, nbytes)
+
+    def close(self) -> None:
+        """Give the space back."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):
+            self.close()
+
+
+_HINTS = {
+    errno.ENOSPC: "free space there, name another path as well, or offload less (fraction=)",
+    errno.ENOENT: "create the folder first, on every machine",
+    errno.ENOTDIR: "name a folder, not a file",
+    errno.EACCES: "name a folder that this user may write to",
+    errno.EPERM: "name a folder that this user may write to",
+    errno.EROFS: "the file system is mounted read-only: name another path",
+    errno.EIO: "the disk failed: the last checkpoint loads, on another path",
+    errno.EFBIG: "raise the file size limit (ulimit -f)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """Consecutive bytes of an extent on one file."""
+
+    file: SwapFile
+    offset: int  # in the file
+    start: int  # in the extent
+    nbytes: int
+
+
+class Extent:
+    """One flat buffer on disk. See `Allocation` and `Far`."""
+
+    __slots__ = ("__weakref__", "_itemsize", "_mapping", "_stripes", "tensor")
+
+    def __init__(self, numel: int, dtype: torch.dtype, stripes: list[Stripe]) -> None:
+        self._stripes = stripes
+        self._itemsize = dtype.itemsize
+        self._mapping = Mapping(stripes)
+        self.tensor = self._mapping.tensor(numel, dtype)
+
+    @property
+    def far(self) -> Extent:
+        return self
+
+    def fetch(self, start: int, into: Tensor) -> None:
+        """See `Far.fetch`."""
+        for file, offset, view in self._parts(start, into):
+            file.read(offset, view)
+
+    def flush(self, start: int, source: Tensor) -> None:
+        """See `Far.flush`."""
+        for file, offset, view in self._parts(start, source):
+            file.write(offset, view)
+
+    def _parts(self, start: int, flat: Tensor) -> Iterator[tuple[SwapFile, int, memoryview]]:
+        """Where the bytes of `flat` go, rounded up to whole pages: extents and slots are."""
+        nbytes = -(-flat.nbytes // _PAGE) * _PAGE
+        view = memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())).cast("B")
+        first = start * self._itemsize
+        for stripe in self._stripes:
+            low = max(first, stripe.start)
+            high = min(first + nbytes, stripe.start + stripe.nbytes)
+            if low < high:
+                part = view[low - first : high - first]
+                yield stripe.file, stripe.offset + low - stripe.start, part
+
+    def forget(self) -> None:
+        """See `Far.forget`."""
+        self._mapping.forget()
+
+    def release(self) -> None:
+        """What rests on disk keeps its place."""
+
+    def restore(self) -> None:
+        """See `release`."""
+
+
+class Mapping:
+    """Stripes of files, one after another in memory; unmapped with the last view."""
+
+    def __init__(self, stripes: Sequence[Stripe]) -> None:
+        self.nbytes = sum(stripe.nbytes for stripe in stripes)
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._mmap, self._munmap, self._madvise = libc.mmap, libc.munmap, libc.madvise
+        address, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        self._mmap.restype = ctypes.c_void_p
+        self._mmap.argtypes = [address, length, number, number, number, ctypes.c_long]
+        self._munmap.argtypes = [address, length]
+        self._madvise.argtypes = [address, length, number]
+        anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.address = self._map(None, self.nbytes, anonymous, -1, 0)
+        for stripe in stripes:
+            shared = mmap.MAP_SHARED | _MAP_FIXED
+            self._map(
+                self.address + stripe.start, stripe.nbytes, shared, stripe.file.fd, stripe.offset
+            )
+
+    def _map(self, address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        found = self._mmap(address, nbytes, access, flags, fd, offset)
+        if found is None or found == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise TierError(
+                f"expected to map {nbytes:,} bytes of a file, got: {os.strerror(code)}\n"
+                "hint: raise the limits of this process (vm.max_map_count, ulimit -v)"
+            )
+        return found
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor [numel] over the mapping, which lives as long as any view of it."""
+        kind = ctypes.c_char * max(1, self.nbytes)
+        view = kind.from_address(self.address)
+        view.owner = self  # type: ignore[attr-defined] - ctypes arrays take attributes
+        return torch.frombuffer(view, dtype=dtype, count=numel)
+
+    def forget(self) -> None:
+        """Unmap what was read; the file keeps what was written."""
+        self._madvise(self.address, self.nbytes, mmap.MADV_DONTNEED)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):
+            self._munmap(self.address, self.nbytes)
+
+
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class DiskStore:
+    """Buffers in files on one or several paths; this rank's own."""
+
+    name = "disk"
+    is_far = True
+
+    def __init__(self, paths: Sequence[Path], rank: int) -> None:
+        """Creates and unlinks a file on each path. Raises `TierError` where that is refused."""
+        self.device = torch.device("cpu")
+        self.files = [SwapFile(path, rank) for path in paths]
+        self._next = rank % len(paths)  # where the first stripe of the next extent goes
+
+    def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Extent:
+        """A flat tensor [numel] of zeros, whose space on disk is taken now."""
+        pages = max(1, -(-numel * dtype.itemsize // _PAGE))
+        whole = pages * _PAGE
+        if len(self.files) == 1:
+            file = self.files[0]
+            return Extent(numel, dtype, [Stripe(file, file.extend(whole), 0, whole)])
+        length = max(STRIPE_NBYTES, -(-whole // MAX_STRIPES // _PAGE) * _PAGE)
+        stripes: list[Stripe] = []
+        for start in range(0, whole, length):
+            file = self.files[self._next % len(self.files)]
+            self._next += 1
+            nbytes = min(length, whole - start)
+            stripes.append(Stripe(file, file.extend(nbytes), start, nbytes))
+        return Extent(numel, dtype, stripes)
+
+    @property
+    def moved_nbytes(self) -> tuple[int, int]:
+        """Bytes read from, and written to, all paths by this rank so far."""
+        read = sum(file.read_nbytes for file in self.files)
+        return read, sum(file.written_nbytes for file in self.files)

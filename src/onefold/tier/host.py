@@ -1,0 +1,86 @@
+"""CPU memory for state that has left an accelerator: one arena, exact in size, registered once."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onefold.errors import TierError, expected
+
+_PAGE = 4096
+
+
+class HostAllocation:
+    """A flat tensor in the arena. It stays: what rests on the host does so until the end."""
+
+    __slots__ = ("tensor",)
+
+    far = None  # the host computes on it
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def release(self) -> None:
+        """What rests on the host keeps its place."""
+
+    def restore(self) -> None:
+        """See `release`."""
+
+
+class HostStore:
+    """Buffers in one arena of page-locked memory, so that copies to the device run by themselves.
+
+    torch's own pinned allocations round up to a power of two, and each registers anew, which
+    stalls the device's queues; this is one mapping of exactly what was planned.
+    """
+
+    name = "cpu"
+    is_far = False
+
+    def __init__(self, nbytes: int) -> None:
+        """Map, and register, `nbytes`. Where that is refused: pageable, with a warning."""
+        self.device = torch.device("cpu")
+        self._used = 0
+        self._arena = self._map(nbytes)
+        self._pin()
+
+    @staticmethod
+    def _map(nbytes: int) -> Tensor:
+        whole = max(1, -(-nbytes // _PAGE)) * _PAGE
+        try:
+            mapping = mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError) as error:
+            raise TierError(
+                expected(
+                    f"{nbytes:,} bytes of CPU memory for offloaded states", str(error),
+                    hint='offload="disk:PATH", a smaller fraction, or more ranks',
+                )
+            ) from error  # fmt: skip
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def _pin(self) -> None:
+        if not torch.cuda.is_available():
+            return
+        runtime: Any = torch.cuda.cudart()
+        refused = runtime.cudaHostRegister(self._arena.data_ptr(), self._arena.nbytes, 0)
+        if int(refused) != 0:
+            warnings.warn(
+                f"{self._arena.nbytes:,} bytes of CPU memory could not be page-locked (CUDA error "
+                f"{int(refused)}): copies to the device will wait for the host; raise "
+                "`ulimit -l`",
+                stacklevel=6,
+            )
+
+    def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> HostAllocation:
+        """The next flat tensor [numel] of the arena, or of a further one if the plan was short."""
+        nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+        if self._used + nbytes > self._arena.nbytes:
+            self._arena, self._used = self._map(nbytes), 0
+            self._pin()
+        start, self._used = self._used, self._used + nbytes
+        flat = self._arena[start : start + numel * dtype.itemsize].view(dtype)
+        return HostAllocation(flat)

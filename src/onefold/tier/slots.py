@@ -1,0 +1,67 @@
+"""Near memory through which far bytes pass: a few slots, page-aligned, used over and over."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from onefold.ledger import Kind, Ledger
+
+
+class Slot:
+    """One piece of page-aligned host memory."""
+
+    __slots__ = ("_mapping", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.nbytes = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._mapping = mmap.mmap(-1, self.nbytes, flags)
+
+    def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
+        """Its bytes from `start` as a flat tensor [numel]."""
+        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
+
+
+class SlotPool:
+    """Slots of all sizes, kept when given back; as many come to be as are out at once.
+
+    Whoever takes slots does so from a fixed number of threads, for blocks of a fixed size or for
+    one unit's rows: so their number is small, and does not grow with the model.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._free: list[Slot] = []
+        self._lock = Lock()
+        self._ledger = ledger
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot of at least `nbytes`, uninitialised: the smallest that is free, or a new one."""
+        with self._lock:
+            fitting = [slot for slot in self._free if slot.nbytes >= nbytes]
+            if fitting:
+                slot = min(fitting, key=lambda slot: slot.nbytes)
+                self._free.remove(slot)
+                return slot
+            slot = Slot(nbytes)
+            self._ledger.add(Kind.STAGING, "cpu", slot.nbytes)
+            return slot
+
+    def give(self, slot: Slot) -> None:
+        """Back for the next; nothing may use its tensors any more."""
+        with self._lock:
+            self._free.append(slot)
+
+    @contextmanager
+    def lend(self, nbytes: int) -> Iterator[Slot]:
+        """A slot for the time of a `with` block."""
+        slot = self.take(nbytes)
+        try:
+            yield slot
+        finally:
+            self.give(slot)

@@ -1,0 +1,112 @@
+"""Threads that do work in the background, and a kind of work that whoever needs it may do itself.
+
+A worker runs torch's kernels on one thread each, as several of them share the cores that this rank
+may use; and it is bound to those. So neither a launcher's OMP_NUM_THREADS=1 nor a kernel's own team
+of threads decides how fast a step goes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier, Event, Lock
+
+import torch
+
+
+class Task:
+    """Work that runs once: on a worker, or on the first thread that waits for it."""
+
+    __slots__ = ("_claim", "_done", "_error", "_work")
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._claim = Lock()
+        self._done = Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work, unless somebody does or did."""
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            assert self._work is not None, "unclaimed work is still there"
+            with torch.no_grad():
+                self._work()
+        except BaseException as error:  # for whoever waits, on whichever thread
+            self._error = error
+        finally:
+            self._work = None
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        """True when `wait` would not block."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Return when the work is done, doing it if nobody has begun; raises what it raised."""
+        self.finish()
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Like `wait`, for whoever has no use for the result, or for what it raised."""
+        self.run()
+        self._done.wait()
+
+
+class Workers:
+    """A fixed number of threads that run tasks in the order in which they were given."""
+
+    def __init__(self, num_threads: int, name: str, cores: tuple[int, ...] = ()) -> None:
+        self.num_threads = num_threads
+        self._name = name
+        self._cores = cores
+        self._pool: ThreadPoolExecutor | None = None
+
+    def give(self, work: Callable[[], None]) -> Task:
+        """Have `work` done soon."""
+        if self._pool is None:
+            self._pool = self._start()
+        task = Task(work)
+        self._pool.submit(task.run)
+        return task
+
+    def _start(self) -> ThreadPoolExecutor:
+        """Start every thread now: each is to compute alone, which torch sets for a thread only
+        together with a number for threads to come, so that is set back here.
+        """
+        num_threads = torch.get_num_threads()
+        all_started = Barrier(self.num_threads + 1)
+
+        def settle() -> None:
+            if self._cores and sys.platform == "linux":
+                with suppress(OSError):
+                    os.sched_setaffinity(0, self._cores)
+            torch.set_num_threads(1)
+            all_started.wait()
+
+        pool = ThreadPoolExecutor(self.num_threads, self._name)
+        for _ in range(self.num_threads):
+            pool.submit(settle)
+        all_started.wait()
+        torch.set_num_threads(num_threads)
+        return pool
+
+    def __del__(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+
+def cores_of(local_rank: int, local_world_size: int) -> tuple[int, ...]:
+    """This rank's share of the cores that its processes may run on; at least one."""
+    if sys.platform != "linux":
+        return tuple(range(max(1, (os.cpu_count() or 1) // local_world_size)))
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < local_world_size:
+        return (usable[local_rank % len(usable)],)
+    first, last = (i * len(usable) // local_world_size for i in (local_rank, local_rank + 1))
+    return tuple(usable[first:last])
