@@ -4,10 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test check format bench clean
+DISK ?= /var/tmp
+
+.PHONY: train big test check format bench clean
 
 train: $(VENV)/train.done
 	$(BIN)/onefold train
+
+# one billion parameters, 16 GB of training state, in two processes of about 1 GB each; DISK names
+# the folder of the files, which need 12 GB and leave nothing behind
+big: $(VENV)/train.done
+	$(BIN)/onefold train --model large --offload disk:$(DISK) --clip 0 --recompute \
+		--steps 5 --batch 2 --seq 64 --sample 0
 
 test: $(VENV)/dev.done
 	$(BIN)/python -m pytest

@@ -20,6 +20,7 @@ class Kind(StrEnum):
     GRAD = "grad"  # the reduced gradient: shard, or replica at stage 0
     PARTIAL_GRAD = "partial_grad"  # this rank's gradient, not yet reduced
     OPTIMIZER = "optimizer"  # exp_avg, exp_avg_sq and their like
+    ACTIVATION = "activation"  # what backward needs of forward, where it was moved off the device
     STAGING = "staging"  # slots through which bytes pass to and from far tiers
     WIRE = "wire"  # receive and staging buffers of collectives
 

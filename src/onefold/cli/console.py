@@ -127,7 +127,7 @@ def print_result(result: TrainResult, stream: TextIO) -> None:
         f"\nheld-out loss {result.held_out:.3f} nats per byte ({bits:.2f} bits)   "
         f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds:.1f} s of training\n",
         *memory_table(result),
-        f'\ntext: "{result.text}"',
+        *([f'\ntext: "{result.text}"'] if result.text else []),
         sep="\n",
         file=stream,
         flush=True,

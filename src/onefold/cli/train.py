@@ -59,6 +59,7 @@ def add_to(commands: SubParsers) -> None:
         default=argparse.SUPPRESS)  # fmt: skip
     add("--clip", default=str(DEFAULTS.clip), help="largest gradient norm, 0 for any")
     add("--seed", default=str(DEFAULTS.seed), help="of initial weights, batches and text")
+    add("--sample", default=str(DEFAULTS.sample), help="bytes of text to write at the end")
     add("--checkpoint", metavar="DIR", default=argparse.SUPPRESS,
         help="save there after the last step, and when interrupted (SIGTERM, Ctrl-C)")  # fmt: skip
     add("--every", metavar="N", default=argparse.SUPPRESS, help="save after every N steps as well")
@@ -101,6 +102,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         lr=None if lr is None else real("--lr", lr, above=0),
         clip=real("--clip", arguments.clip, least=0),
         seed=whole("--seed", arguments.seed, least=0),
+        sample=whole("--sample", arguments.sample, least=0),
         checkpoint=arguments.checkpoint,
         every=0 if arguments.every is None else whole("--every", arguments.every, least=1),
         keep=whole("--keep", arguments.keep, least=1),

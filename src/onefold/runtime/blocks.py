@@ -11,7 +11,7 @@ Blocks are multiples of every kernel's vector width, so the bits are those of on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class Segment:
     moments: tuple[str, ...]  # names of the states that have an element for each of the weight's
     state: State  # all states; those that are one number are updated here
     is_new: bool  # stepped for the first time: the rule makes the states
+    owner: Buffer | None  # of the gradient's bytes, to be counted until the step is over
     before: State = field(default_factory=dict)
 
     @property
@@ -50,30 +51,30 @@ class UnitStep:
     """The step of one unit, cut into tasks. Give it to workers, then to the unit to wait for."""
 
     def __init__(self, unit: Unit, segments: Sequence[Segment]) -> None:
-        self._unit = unit
-        self._segments = sorted(segments, key=lambda segment: segment.start)
-        for segment in segments:
+        self.unit = unit
+        self.stepped = unit.weight if unit.master is None else unit.master
+        names = dict.fromkeys(name for segment in segments for name in segment.moments)
+        self.moments = {name: unit.moments[name] for name in names}
+        self._tasks: list[Task] = []
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Let workers begin. Gradients go with the last block that needs them."""
+        unit, numel = self.unit, len(self.unit.weight.tensor)
+        unit.await_step()  # of what another optimizer holds of this unit
+        ordered = sorted(segments, key=lambda segment: segment.start)
+        for segment in ordered:
             segment.before = {
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in segment.state.items()
                 if name not in segment.moments
             }
-        names = dict.fromkeys(name for segment in segments for name in segment.moments)
-        stepped = unit.weight if unit.master is None else unit.master
-        self._stepped = stepped
-        self._moments = {name: unit.moments[name] for name in names}
-        self._tasks: list[Task] = []
-
-    def begin(self) -> None:
-        """Let workers begin."""
-        workers = self._unit.setting.tiers.steppers
-        numel = len(self._unit.weight.tensor)
         for start in range(0, numel, BLOCK_NUMEL):
             stop = min(start + BLOCK_NUMEL, numel)
-            inside = [s for s in self._segments if s.start < stop and start < s.stop]
+            inside = [s for s in ordered if s.start < stop and start < s.stop]
             if inside:
-                self._tasks.append(workers.give(_Block(self, start, stop, inside).run))
-        self._unit.pending = self
+                block = _Block(self, start, stop, inside)
+                self._tasks.append(unit.setting.tiers.steppers.give(block.run))
+        unit.pending = self
 
     def is_completed(self) -> bool:
         """See `ticket.Work`."""
@@ -89,12 +90,6 @@ class UnitStep:
         for task in tasks:
             task.wait()
 
-    @property
-    def brought(self) -> Iterator[Buffer]:
-        """What a block reads."""
-        yield self._stepped
-        yield from self._moments.values()
-
 
 class _Block:
     """One block of a unit's step."""
@@ -105,8 +100,10 @@ class _Block:
         self._segments = segments
 
     def run(self) -> None:
-        step, unit = self._step, self._step._unit
-        buffers = [*step.brought] + ([] if step._stepped is unit.weight else [unit.weight])
+        step, unit = self._step, self._step.unit
+        buffers = [step.stepped, *step.moments.values()]
+        if step.stepped is not unit.weight:
+            buffers.append(unit.weight)
         rooms = [_room_nbytes(buffer, self._stop - self._start) for buffer in buffers]
         if not any(rooms):
             self._run([None] * len(buffers))
@@ -115,20 +112,20 @@ class _Block:
             self._run(_cut(slot, buffers, rooms, self._stop - self._start))
 
     def _run(self, rooms: list[Tensor | None]) -> None:
-        step, unit = self._step, self._step._unit
+        step, unit = self._step, self._step.unit
         is_first = all(segment.is_new for segment in self._segments) and self._is_covered()
-        stepped = self._bring(step._stepped, rooms[0])
+        stepped = self._bring(step.stepped, rooms[0])
         moments = {
             name: self._bring(buffer, room, is_read=not is_first)
-            for (name, buffer), room in zip(step._moments.items(), rooms[1:], strict=False)
+            for (name, buffer), room in zip(step.moments.items(), rooms[1:], strict=False)
         }
         weight = stepped
-        if step._stepped is not unit.weight:
+        if step.stepped is not unit.weight:
             weight = self._bring(unit.weight, rooms[-1], is_read=not self._is_covered())
         for segment in self._segments:
             self._step_segment(segment, stepped, weight, moments)
-        self._take_back(step._stepped, stepped)
-        for name, buffer in step._moments.items():
+        self._take_back(step.stepped, stepped)
+        for name, buffer in step.moments.items():
             self._take_back(buffer, moments[name])
         if weight is not stepped:
             self._take_back(unit.weight, weight)

@@ -15,6 +15,10 @@ from onefold.errors import StateError, expected
 from onefold.state.gradient import UnitGradient
 from onefold.state.unit import Unit
 
+MAX_PENDING = 2
+"""Units whose steps may be under way while backward goes on: each holds its gradient until then,
+and where the tier is slower than backward they would otherwise come to be all."""
+
 
 class EarlyStepper(Protocol):
     """An optimizer's binding, as steps in backward know it."""
@@ -30,8 +34,7 @@ class EarlyOwner(Protocol):
     @property
     def steppers(self) -> Iterable[EarlyStepper]: ...
 
-    @property
-    def steps_early(self) -> bool: ...
+    is_accumulating: bool
 
     def is_through(self, unit: Unit) -> bool: ...
 
@@ -39,8 +42,9 @@ class EarlyOwner(Protocol):
 class EarlySteps:
     """Which units have been stepped since the optimizer's last step, and which are about to be."""
 
-    def __init__(self, owner: ReferenceType[EarlyOwner]) -> None:
+    def __init__(self, owner: ReferenceType[EarlyOwner], *, is_active: bool) -> None:
         self._owner = owner
+        self._is_active = is_active
         self._waiting: list[UnitGradient] = []
         self._stepped: list[UnitGradient] = []
         self._is_torn = False
@@ -48,7 +52,7 @@ class EarlySteps:
     def note_reduced(self, gradient: UnitGradient) -> None:
         """A gradient is there; its unit is stepped when backward will not come back to it."""
         owner = self._owner()
-        if owner is not None and owner.steps_early:
+        if self._is_active and owner is not None and not owner.is_accumulating:
             self._waiting.append(gradient)
             self.run()
 
@@ -61,6 +65,8 @@ class EarlySteps:
             self._waiting.remove(gradient)
             steppers = list(owner.steppers)
             if steppers and not gradient.is_unused:
+                if len(self._stepped) >= MAX_PENDING:
+                    self._stepped[-MAX_PENDING].unit.await_step()
                 for stepper in steppers:
                     stepper.step_early(gradient.unit)
                 gradient.spend()

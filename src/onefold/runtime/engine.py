@@ -91,8 +91,7 @@ class Engine:
         self.by_face = {id(p.face): p for unit in units for p in unit.parameters}
         self.schedule = Schedule(units)
         self.steppers: WeakSet[Stepper] = WeakSet()
-        self.steps_in_backward = steps_in_backward
-        self.early = EarlySteps(ref(self))
+        self.early = EarlySteps(ref(self), is_active=steps_in_backward)
         self.reducer = Reducer(self.gradients, self.early.note_reduced)
         self.forward_depth = 0
         self.is_accumulating = False
@@ -235,7 +234,8 @@ class Engine:
 
     def hold_hidden(self, unit: Unit) -> None:
         """A forward showed no tensor for backward to come by: if it hid one, weights must stay."""
-        if self.gradients[unit].trainable():
+        # not for recompute, which torch ends by an exception: the call that it repeats is open
+        if not in_backward() and self.gradients[unit].trainable():
             unit.hold()
 
     def watch_use(self, unit: Unit, outputs: object) -> None:
@@ -302,11 +302,6 @@ class Engine:
             self.reducer.note_ready(self.gradients[unit])
         unit.reshard(release=self.rests_after_backward and is_through)
         self.early.run()
-
-    @property
-    def steps_early(self) -> bool:
-        """True while units are stepped as soon as their gradients are reduced."""
-        return self.steps_in_backward and not self.is_accumulating
 
     def is_through(self, unit: Unit) -> bool:
         """True if the running backward will not use the unit again, as far as calls tell."""

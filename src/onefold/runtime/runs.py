@@ -122,7 +122,7 @@ class FlatStep:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for runs, rule in zip(self._runs_of(unit, members), rules, strict=True):
                 segments += [_segment(run, rule) for run in runs]
-        UnitStep(unit, segments).begin()
+        UnitStep(unit, segments).begin(segments)
 
     def state_of(self, stand_in: Tensor) -> State | None:
         return self._by_tensor[stand_in].state
@@ -271,7 +271,8 @@ def _segment(run: Run, rule: Rule) -> Segment:
             else:
                 run.state[name] = value
     moments = tuple(name for name, value in run.state.items() if run.is_elementwise(value))
-    return Segment(run.start, _run_grad(run), rule, moments, run.state, is_new=is_new)
+    owner = unit.gradient.reduced
+    return Segment(run.start, _run_grad(run), rule, moments, run.state, is_new, owner)
 
 
 def _is_flat(parameter: UnitParameter) -> bool:

@@ -26,6 +26,7 @@ class Job:
     lr: float | None = None  # peak learning rate; None: what suits the preset
     clip: float = 1.0  # largest norm of the whole gradient; 0 does not clip
     seed: int = 0
+    sample: int = 72  # bytes of text that the trained model writes; each is one forward
     checkpoint: str | None = None  # a directory of checkpoints; None saves nothing
     every: int = 0  # steps between checkpoints; 0: only the last step, and when interrupted
     keep: int | None = 2  # newest checkpoints that stay; None: all

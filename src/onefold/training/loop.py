@@ -67,7 +67,7 @@ class TrainResult:
     held_out: float  # nats per token, of files that were not trained on
     seconds: float  # of the steps alone
     tokens_per_s: float
-    text: str  # generated
+    text: str  # generated; empty if none was asked for
     num_parameters: int
     memory: list[RankMemory]  # per rank
     stage0: dict[str, int]  # bytes by kind that each rank would hold at stage 0
@@ -127,7 +127,8 @@ def train(job: Job, world: World, observer: Observer) -> TrainResult:
     observer.trained()
     module = trainer.module.eval()
     held_out = held_out_loss(job, world, module, corpus)
-    text = generate(module, corpus.prompt, seq=job.seq, seed=job.seed, device=world.device)
+    options = {"seq": job.seq, "seed": job.seed, "num_bytes": job.sample}
+    text = generate(module, corpus.prompt, **options, device=world.device) if job.sample else ""
     return TrainResult(
         first_step=first,
         losses=meter.losses,
@@ -173,7 +174,13 @@ class Trainer:
     @property
     def memory(self) -> RankMemory:
         """What this rank held at the end of the last step; now, if it resumed behind that."""
-        return self._memory or measure(self.shapes, onefold.report(self.module), self.job)
+        return self._memory or self._measure()
+
+    def _measure(self) -> RankMemory:
+        return measure(
+            self.shapes, onefold.report(self.module), is_offloaded=self.job.offload is not None,
+            steps_in_backward=self.job.steps_in_backward,
+        )  # fmt: skip
 
     def step(self, step: int) -> Tensor:
         """One optimizer step; this rank's loss, whose mean over ranks is the batch's."""
@@ -186,7 +193,7 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if step + 1 == self.job.steps:  # at the end of a step everything that rests is held
-            self._memory = measure(self.shapes, onefold.report(self.module), self.job)
+            self._memory = self._measure()
         self.optimizer.zero_grad()
         return total
 
@@ -229,7 +236,8 @@ class Meter:
         self._waiting.append(loss)
         done = len(self.losses) + len(self._waiting)
         steps = self._first + done
-        if steps % LOG_STEPS and steps != self._job.steps:
+        every = LOG_STEPS if self._job.steps > LOG_STEPS else 1
+        if steps % every and steps != self._job.steps:
             return
         latest = self._world.mean(torch.stack(self._waiting).tolist())
         self._waiting.clear()

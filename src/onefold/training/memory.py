@@ -20,7 +20,6 @@ from math import prod
 from torch import nn
 
 from onefold.reporting import Report
-from onefold.training.job import Job
 
 KINDS: tuple[str, ...] = ("weight", "master", "grad", "optimizer")
 """Kinds of state that rest, and that the closed form knows."""
@@ -85,7 +84,10 @@ def expected_nbytes(
     return totals
 
 
-def measure(shapes: Iterable[ParameterShape], report: Report, job: Job) -> RankMemory:
+def measure(
+    shapes: Iterable[ParameterShape], report: Report, *, is_offloaded: bool = False,
+    steps_in_backward: bool = False,
+) -> RankMemory:  # fmt: skip
     """A rank's report beside its closed form."""
     where = {"stage": report.stage, "world_size": report.world_size, "rank": report.rank}
     tiers = {kind: [tier for tier, usage in held.items() if usage.now] for kind, held in
@@ -100,10 +102,7 @@ def measure(shapes: Iterable[ParameterShape], report: Report, job: Job) -> RankM
         total_peak=report.total.peak,
         resident_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         expected=expected_nbytes(
-            shapes,
-            **where,
-            is_offloaded=job.offload is not None,
-            steps_in_backward=job.steps_in_backward,
+            shapes, **where, is_offloaded=is_offloaded, steps_in_backward=steps_in_backward
         ),
         tiers=tiers,
     )

@@ -8,21 +8,22 @@ from torch import nn
 from onefold.training.loader import logits_of
 from onefold.training.model import VOCAB
 
-NUM_BYTES = 72
 TEMPERATURE = 0.5
 """Below 1 prefers likely bytes; a small model is readable only well below it."""
 
 
 @torch.no_grad()
-def generate(module: nn.Module, prompt: bytes, *, seq: int, seed: int, device: torch.device) -> str:
-    """`prompt` and NUM_BYTES sampled bytes, as text on one line.
+def generate(
+    module: nn.Module, prompt: bytes, *, num_bytes: int, seq: int, seed: int, device: torch.device
+) -> str:
+    """`prompt` and `num_bytes` sampled bytes, as text on one line.
 
     Each byte is one forward over the last `seq` bytes. A collective where the module is sharded:
     every rank calls it with equal arguments.
     """
     generator = torch.Generator().manual_seed(seed)
     written = list(prompt)
-    for _ in range(NUM_BYTES):
+    for _ in range(num_bytes):
         tokens = torch.tensor([written[-seq:]], device=device)
         logits = logits_of(module, tokens)[0, -1, :VOCAB].float().cpu()
         chances = torch.softmax(logits / TEMPERATURE, dim=0)
