@@ -101,11 +101,10 @@ def test_a_precision_of_something_that_is_no_float_dtype_is_refused(field):
             onefold.Precision(**{field: dtype})
 
 
-@pytest.mark.parametrize("keyword", ["offload", "wire"])
-def test_a_tier_or_wire_that_is_not_there_yet_is_refused_rather_than_ignored(keyword):
+def test_a_wire_that_is_not_there_yet_is_refused_rather_than_ignored():
     def body(rank: int) -> None:
-        with refused(onefold.ConfigError, keyword, "'cpu'"):
-            onefold.shard(Tower(), **{keyword: "cpu"})
+        with refused(onefold.ConfigError, "wire", "'zero++'"):
+            onefold.shard(Tower(), wire="zero++")
 
     on_every_rank(2, body)
 

@@ -99,7 +99,9 @@ def shard(  # noqa: PLR0913 - the contract
     ledger = Ledger()
     store = DeviceStore(device)
     chosen = offloaded_units(job.plans, job.offload)
-    tiers = tiers_together(job.offload, job.precision, job.plans, chosen, store, ledger, group)
+    tiers = tiers_together(
+        job.offload, job.precision, job.plans, chosen, job.optimizers, store, ledger, group
+    )
     is_sharded = job.placements.optimizer is Placement.SHARD
     if is_sharded and group.handle is not None and device_mesh is None:
         device_mesh = DeviceMesh.from_group(group.handle, device.type)

@@ -12,18 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch.optim import Optimizer
+
 from onefold.config import Offload, Precision
 from onefold.environment import free_host_nbytes, local_place
 from onefold.errors import TierError, expected
-from onefold.layout.rows import Layout
+from onefold.layout.rows import Layout, round_up
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
+from onefold.runtime.optimizer import steps_elements
+from onefold.runtime.rules import moments_after_first_step, rule_of
 from onefold.state.setting import Tiers
 from onefold.tier.device import DeviceStore
 from onefold.tier.disk import DiskStore
 from onefold.tier.host import HostStore
 from onefold.tier.slots import SlotPool
-from onefold.tier.store import Store
+from onefold.tier.store import PAGE_NBYTES, Store
 from onefold.tier.workers import Workers, cores_of
 from onefold.wire.collectives import Group
 
@@ -32,9 +37,6 @@ NUM_FETCHERS = 2
 
 NUM_DISK_STEPPERS = 4
 """Where blocks are fetched and flushed most threads wait: measured best of 2 to 8."""
-
-MOMENTS = 2
-"""What a budget assumes an optimizer keeps per element; Adam does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +62,44 @@ def offloaded_units(plans: Sequence[UnitPlan], offload: Offload) -> list[bool]:
     wanted, taken = offload.fraction * sum(numels), 0
     chosen = [False] * len(plans)
     for index in reversed(range(len(plans))):
-        if taken + numels[index] / 2 <= wanted and offload.fraction > 0:
-            chosen[index] = True
-            taken += numels[index]
+        if offload.fraction == 0 or taken + numels[index] / 2 > wanted:
+            break
+        chosen[index] = True
+        taken += numels[index]
     return chosen
 
 
 def budget_of(
     plans: Sequence[UnitPlan], chosen: Sequence[bool], offload: Offload, precision: Precision,
-    group: Group,
+    optimizers: Sequence[Optimizer], group: Group,
 ) -> Budget:  # fmt: skip
-    """What `offload` will need on this rank."""
+    """What `offload` will need on this rank, whole pages for each buffer."""
     needs = {"device": 0, "cpu": 0, "disk": 0}
     for plan, is_chosen in zip(plans, chosen, strict=True):
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
         numel = Layout.build(shapes, group.world_size).shard_numels[group.rank]
-        wide = max(precision.master.itemsize, plan.dtype.itemsize)
-        is_narrow = wide > plan.dtype.itemsize
-        needs[offload.parameters] += numel * plan.dtype.itemsize
-        needs[offload.optimizer if is_chosen else "device"] += numel * wide * (MOMENTS + is_narrow)
+        is_narrow = plan.dtype.is_floating_point and precision.master.itemsize > plan.dtype.itemsize
+        stepped = precision.master if is_narrow else plan.dtype
+        states = [stepped] if is_narrow else []
+        states += _moments_of(plan, stepped, optimizers).values()
+        needs[offload.parameters] += round_up(numel * plan.dtype.itemsize, PAGE_NBYTES)
+        for dtype in states:
+            tier = offload.optimizer if is_chosen else "device"
+            needs[tier] += round_up(max(1, numel) * dtype.itemsize, PAGE_NBYTES)
     return Budget(needs["cpu"], needs["disk"])
+
+
+def _moments_of(
+    plan: UnitPlan, stepped: torch.dtype, optimizers: Sequence[Optimizer]
+) -> dict[str, torch.dtype]:
+    """The states by name that the optimizers will keep for each element of a unit."""
+    members = {id(owned.parameter) for owned in plan.members}
+    found: dict[str, torch.dtype] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if steps_elements(optimizer) and any(id(p) in members for p in group["params"]):
+                found |= moments_after_first_step(rule_of(optimizer, group), stepped)
+    return found
 
 
 def check_budget(budget: Budget, offload: Offload, group: Group, local_world_size: int) -> None:
@@ -144,16 +164,17 @@ def is_memory(path: Path) -> bool:
     return bool(inside) and kinds[max(inside, key=len)] in ("tmpfs", "ramfs")
 
 
-def tiers_together(
+def tiers_together(  # noqa: PLR0913 - the composition root
     offload: Offload, precision: Precision, plans: Sequence[UnitPlan], chosen: Sequence[bool],
-    store: DeviceStore, ledger: Ledger, group: Group,
+    optimizers: Sequence[Optimizer], store: DeviceStore, ledger: Ledger, group: Group,
 ) -> Tiers:  # fmt: skip
     """Check the budget and take the files; if that fails on a rank, `TierError` on all."""
     tiers, problem = None, None
     local = local_place(group)
     try:
-        budget = budget_of(plans, chosen, offload, precision, group)
+        budget = Budget(0, 0)
         if offload != Offload():
+            budget = budget_of(plans, chosen, offload, precision, optimizers, group)
             check_budget(budget, offload, group, local[1])
         tiers = _build(offload, store, ledger, group, budget, local)
     except TierError as error:
@@ -179,7 +200,7 @@ def _build(
         on_cpu = store.device.type == "cpu"
         stores["cpu"] = DeviceStore(store.device, "cpu") if on_cpu else HostStore(budget.cpu)
     if "disk" in tiers:
-        stores["disk"] = DiskStore(offload.paths, group.rank)
+        stores["disk"] = DiskStore(offload.paths, group.rank, budget.disk)
     is_far = any(each.is_far for each in stores.values())
     num_steppers = max(len(cores), NUM_DISK_STEPPERS) if is_far else len(cores)
     return Tiers(

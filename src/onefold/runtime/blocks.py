@@ -21,6 +21,7 @@ from onefold.runtime.rules import Rule
 from onefold.state.buffer import Buffer
 from onefold.state.unit import Unit
 from onefold.tier.slots import Slot
+from onefold.tier.store import PAGE_NBYTES
 from onefold.tier.workers import Task
 
 State = dict[str, Any]
@@ -188,7 +189,7 @@ def _room_nbytes(buffer: Buffer, numel: int) -> int:
     """Bytes of a slot that a block of the buffer needs; none where it can be stepped in place."""
     if buffer.far is None and buffer.tensor.device.type == "cpu":
         return 0
-    return -(-numel * buffer.tensor.itemsize // _PAGE) * _PAGE
+    return -(-numel * buffer.tensor.itemsize // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def _cut(
@@ -202,9 +203,6 @@ def _cut(
         parts.append(slot.tensor(numel, dtype, start) if nbytes else None)
         start += nbytes
     return parts
-
-
-_PAGE = 4096
 
 
 def _cloned(value: object) -> object:

@@ -378,7 +378,7 @@ class Engine:
         if any(gradient.partial for gradient in self.gradients.values()):
             self.reducer.finish()  # an accumulation that ended without its last micro-batch
         for unit in self.units:
-            unit.settle()
+            unit.await_step()  # a failure is told in the next gather, to every rank alike
             unit.check_untouched()
             unit.refresh_master()
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from onefold.errors import ConfigError, expected
 from onefold.runtime.engine import Engine
-from onefold.runtime.rules import Rule, is_moment, may_fuse, rule_of, state_after_first_step
+from onefold.runtime.rules import Rule, may_fuse, moments_after_first_step, rule_of
 from onefold.runtime.runs import FlatStep
 from onefold.runtime.settled import settled
 from onefold.runtime.whole import WholeStep
@@ -40,6 +40,11 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 """Classes whose update of an element depends on that element alone; subclasses may not."""
 
 State = dict[str, Any]
+
+
+def steps_elements(optimizer: Optimizer) -> bool:
+    """True if the optimizer's class steps each element by itself."""
+    return type(optimizer) in ELEMENTWISE
 
 
 class StepStrategy(Protocol):
@@ -84,7 +89,7 @@ class OptimizerBinding:
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
         self.engines: list[Engine] = []
-        self.is_elementwise = type(optimizer) in ELEMENTWISE
+        self.is_elementwise = steps_elements(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS) and engine.setting.rest_world > 1:
             raise ConfigError(
                 expected(
@@ -129,8 +134,7 @@ class OptimizerBinding:
             found = [self.parameter(tensor) for tensor in group["params"]]
             held = [p for p in found if p is not None and p.unit.steps_in_blocks]
             for dtype in {parameter.unit.stepped.dtype for parameter in held}:
-                probed = state_after_first_step(rule_of(optimizer, group), dtype)
-                wanted = {name: value.dtype for name, value in probed.items() if is_moment(value)}
+                wanted = moments_after_first_step(rule_of(optimizer, group), dtype)
                 for unit in dict.fromkeys(p.unit for p in held if p.unit.stepped.dtype == dtype):
                     unit.make_moments(wanted)
 
@@ -288,7 +292,8 @@ class OptimizerBinding:
             for tensor in group["params"]:
                 parameter = self.parameter(tensor)
                 if parameter is not None:
-                    self._strategy.import_state(parameter, dict(state.get(tensor, {})))
+                    self._strategy.import_state(parameter, dict(dict.get(state, tensor, {})))
+        self._shown = dict(state)
 
     def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
         """Bytes of per-element state on the device, once per storage."""

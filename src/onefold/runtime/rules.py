@@ -102,3 +102,9 @@ def state_after_first_step(rule: Rule, dtype: torch.dtype) -> State:
 def is_moment(value: object) -> bool:
     """True for what the probe's state has an element of for each of the parameter's."""
     return isinstance(value, Tensor) and tuple(value.shape) == (PROBE_NUMEL,)
+
+
+def moments_after_first_step(rule: Rule, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Those of them that have an element for each of the parameter's, by name."""
+    state = state_after_first_step(rule, dtype)
+    return {name: value.dtype for name, value in state.items() if is_moment(value)}

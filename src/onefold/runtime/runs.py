@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from onefold.errors import ConfigError, expected
 from onefold.runtime.adam import BlockedAdam
 from onefold.runtime.blocks import Segment, UnitStep
-from onefold.runtime.rules import Rule, is_moment, state_after_first_step
+from onefold.runtime.rules import Rule, is_moment, moments_after_first_step, state_after_first_step
 from onefold.state.parameter import UnitParameter
 from onefold.state.unit import Unit
 
@@ -263,7 +263,7 @@ def _segment(run: Run, rule: Rule) -> Segment:
     is_new = not run.state
     if is_new:
         probed = state_after_first_step(rule, dtype)
-        unit.make_moments({k: v.dtype for k, v in probed.items() if is_moment(v)})
+        unit.make_moments(moments_after_first_step(rule, dtype))
         for name, value in probed.items():
             if is_moment(value):
                 flat = unit.moments[name].tensor.data

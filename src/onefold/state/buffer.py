@@ -30,6 +30,7 @@ class Buffer:
         *,
         is_brief: bool = False,
     ) -> None:
+        self._held = False  # until there is something to hold
         self._allocation = store.allocate(numel, dtype, is_brief=is_brief)
         self.tensor = self._allocation.tensor
         self._nbytes = self.tensor.nbytes

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError, expected
+from onefold.tier.store import PAGE_NBYTES
 
 STRIPE_NBYTES = 4 << 20
 """Consecutive bytes on one path: a request large enough for the disk's full rate."""
@@ -37,7 +38,6 @@ MAX_STRIPES = 4096
 """Of an extent: each is a mapping, of which a process may have 65,530."""
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_PAGE = 4096
 
 
 class SwapFile:
@@ -46,7 +46,7 @@ class SwapFile:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
         self._rank = rank
-        self._nbytes = 0
+        self._nbytes = self._reserved = 0
         self.is_direct = bool(_O_DIRECT)
         self.read_nbytes = self.written_nbytes = 0
         self._counting = Lock()  # several threads move blocks
@@ -66,8 +66,8 @@ class SwapFile:
         except OSError:  # a file system without it
             self.is_direct = False
 
-    def extend(self, nbytes: int) -> int:
-        """Take `nbytes` more of the disk, now; the offset where they begin."""
+    def reserve(self, nbytes: int) -> None:
+        """Take `nbytes` of the disk now, beyond what extents have."""
         start = self._nbytes
         try:
             os.posix_fallocate(self.fd, start, nbytes)
@@ -75,6 +75,13 @@ class SwapFile:
             with suppress(OSError):
                 os.ftruncate(self.fd, start)
             raise self._failed(f"room for {nbytes:,} bytes", error, start, nbytes) from error
+        self._reserved = start + nbytes
+
+    def extend(self, nbytes: int) -> int:
+        """Give `nbytes` to an extent, of what is reserved or of more; the offset of the first."""
+        start = self._nbytes
+        if start + nbytes > self._reserved:
+            self.reserve(nbytes)
         self._nbytes += nbytes
         return start
 
@@ -105,8 +112,8 @@ class SwapFile:
                 wanted = f"to {verb} {len(view):,} bytes at offset {offset:,}"
                 short = OSError(errno.EIO, f"only {done:,} bytes were moved")
                 raise self._failed(wanted, short, offset, len(view))
-            if moved % _PAGE and done + moved < len(view) and self.is_direct:
-                moved -= moved % _PAGE  # O_DIRECT goes on at whole pages
+            if moved % PAGE_NBYTES and done + moved < len(view) and self.is_direct:
+                moved -= moved % PAGE_NBYTES  # O_DIRECT goes on at whole pages
                 if moved == 0:
                     self._set_direct(False)
             done += moved
@@ -186,7 +193,7 @@ class Extent:
 
     def _parts(self, start: int, flat: Tensor) -> Iterator[tuple[SwapFile, int, memoryview]]:
         """Where the bytes of `flat` go, rounded up to whole pages: extents and slots are."""
-        nbytes = -(-flat.nbytes // _PAGE) * _PAGE
+        nbytes = -(-flat.nbytes // PAGE_NBYTES) * PAGE_NBYTES
         view = memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())).cast("B")
         first = start * self._itemsize
         for stripe in self._stripes:
@@ -240,7 +247,9 @@ class Mapping:
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor [numel] over the mapping, which lives as long as any view of it."""
-        kind = ctypes.c_char * max(1, self.nbytes)
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        kind = ctypes.c_char * self.nbytes
         view = kind.from_address(self.address)
         view.owner = self  # type: ignore[attr-defined] - ctypes arrays take attributes
         return torch.frombuffer(view, dtype=dtype, count=numel)
@@ -264,20 +273,27 @@ class DiskStore:
     name = "disk"
     is_far = True
 
-    def __init__(self, paths: Sequence[Path], rank: int) -> None:
-        """Creates and unlinks a file on each path. Raises `TierError` where that is refused."""
+    def __init__(self, paths: Sequence[Path], rank: int, nbytes: int = 0) -> None:
+        """Creates and unlinks a file on each path, and reserves `nbytes` on all of them together.
+
+        Raises `TierError` where that is refused.
+        """
         self.device = torch.device("cpu")
         self.files = [SwapFile(path, rank) for path in paths]
+        share = -(-nbytes // len(paths))
+        for file in self.files:
+            if share:
+                file.reserve(-(-share // PAGE_NBYTES) * PAGE_NBYTES)
         self._next = rank % len(paths)  # where the first stripe of the next extent goes
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Extent:
         """A flat tensor [numel] of zeros, whose space on disk is taken now."""
-        pages = max(1, -(-numel * dtype.itemsize // _PAGE))
-        whole = pages * _PAGE
+        pages = max(1, -(-numel * dtype.itemsize // PAGE_NBYTES))
+        whole = pages * PAGE_NBYTES
         if len(self.files) == 1:
             file = self.files[0]
             return Extent(numel, dtype, [Stripe(file, file.extend(whole), 0, whole)])
-        length = max(STRIPE_NBYTES, -(-whole // MAX_STRIPES // _PAGE) * _PAGE)
+        length = max(STRIPE_NBYTES, -(-whole // MAX_STRIPES // PAGE_NBYTES) * PAGE_NBYTES)
         stripes: list[Stripe] = []
         for start in range(0, whole, length):
             file = self.files[self._next % len(self.files)]

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError, expected
-
-_PAGE = 4096
+from onefold.tier.store import PAGE_NBYTES
 
 
 class HostAllocation:
@@ -50,7 +49,7 @@ class HostStore:
 
     @staticmethod
     def _map(nbytes: int) -> Tensor:
-        whole = max(1, -(-nbytes // _PAGE)) * _PAGE
+        whole = max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
         try:
             mapping = mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
@@ -77,7 +76,7 @@ class HostStore:
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> HostAllocation:
         """The next flat tensor [numel] of the arena, or of a further one if the plan was short."""
-        nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+        nbytes = -(-numel * dtype.itemsize // PAGE_NBYTES) * PAGE_NBYTES
         if self._used + nbytes > self._arena.nbytes:
             self._arena, self._used = self._map(nbytes), 0
             self._pin()

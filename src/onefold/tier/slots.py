@@ -25,6 +25,8 @@ class Slot:
 
     def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
         """Its bytes from `start` as a flat tensor [numel]."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
 
 

@@ -52,6 +52,9 @@ class Far(Protocol):
         ...
 
 
+PAGE_NBYTES = 4096
+"""What far bytes are aligned to, and buffers rounded up to: O_DIRECT asks for no more."""
+
 GRAIN_NUMEL = 4096
 """Blocks of far bytes start at multiples of this many elements: whole pages in every dtype."""
 

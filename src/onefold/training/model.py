@@ -33,7 +33,7 @@ PRESETS = {
     "tiny": GPTConfig(num_layers=4, width=128, num_heads=4, lr=3e-3),
     "mini": GPTConfig(num_layers=6, width=256, num_heads=8, lr=2e-3),
     "small": GPTConfig(num_layers=8, width=768, num_heads=12, lr=6e-4),
-    "large": GPTConfig(num_layers=51, width=1280, num_heads=20, lr=2e-4),
+    "large": GPTConfig(num_layers=51, width=1280, num_heads=20, lr=1e-5),
 }
 """About 0.9, 5 and 57 million parameters, and one billion."""
 
