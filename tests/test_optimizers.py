@@ -7,13 +7,14 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import onefold
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.training import Job, assert_close, assert_same_bits, cut, run_job, train_plain
+from tests.zoo import whole
 
 ELEMENTWISE = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
@@ -343,3 +344,31 @@ def test_gradients_that_a_user_keeps_are_not_overwritten_by_the_next_backward(st
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
     run_ranks(2, train)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_loaded_state_replaces_that_of_parameters_the_last_step_left_alone(stage):
+    def body(rank: int, stage: int | None) -> list[Tensor]:
+        module = seeded(lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(2)))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        if stage is not None:
+            onefold.shard(module, optimizer, stage=stage)
+
+        def step(*layers: nn.Module) -> None:
+            sum(layer(torch.ones(2, 6)).square().sum() for layer in layers).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(*module)
+        step(module[0])
+        state = optimizer.state_dict()
+        for entry in state["state"].values():
+            entry["exp_avg"] = entry["exp_avg"] * 0.0
+        optimizer.load_state_dict(state)
+        step(*module)
+        return [whole(p.detach()).clone() for p in module.parameters()]
+
+    wanted = body(0, None)
+    for got in run_ranks(2, body, stage):
+        for a, b in zip(wanted, got, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

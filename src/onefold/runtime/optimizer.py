@@ -15,7 +15,7 @@ shows its weight, so state dicts, schedulers and checkpoints see ordinary per-pa
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -230,7 +230,7 @@ class OptimizerBinding:
                 entry = shown.get(parameter) if parameter else stepped.get(tensor)
                 if entry:
                     state[tensor] = entry
-        self._shown = dict(state)
+        self._shown = _copied(state)
         optimizer.state = settled(state, self.engines)
         for engine in self.engines:
             engine.after_step(self._state_nbytes(state, engine), self._strategy.rounded)
@@ -257,7 +257,7 @@ class OptimizerBinding:
         if self._is_entered and optimizer is not None:
             self._strategy.recover()
             self._put_back(optimizer)
-            optimizer.state = settled(self._shown, self.engines)
+            optimizer.state = settled(_copied(self._shown), self.engines)
 
     def _put_back(self, optimizer: Optimizer) -> None:
         self._is_entered = False
@@ -293,7 +293,7 @@ class OptimizerBinding:
                 parameter = self.parameter(tensor)
                 if parameter is not None:
                     self._strategy.import_state(parameter, dict(dict.get(state, tensor, {})))
-        self._shown = dict(state)
+        self._shown = _copied(state)
 
     def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
         """Bytes of per-element state on the device, once per storage."""
@@ -319,8 +319,13 @@ def _grad(parameter: UnitParameter) -> Tensor | None:
         return parameter.face.grad
 
 
+def _copied(state: Mapping[Tensor, State]) -> dict[Tensor, State]:
+    """Entries of our own: a user may replace what is in those of the optimizer."""
+    return {tensor: dict(entry) for tensor, entry in dict.items(state)}  # type: ignore[arg-type]
+
+
 def _same_entry(now: State | None, then: State) -> bool:
-    return now is then or (
+    return (
         now is not None
         and len(now) == len(then)
         and all(now.get(key) is value for key, value in then.items())
