@@ -522,6 +522,24 @@ def test_a_fraction_of_the_states_leaves_the_device_from_the_last_unit_on(fracti
     same_as_on_device(2, Offload("disk", disk=tmp_path, fraction=fraction), stage=2, depth=8)
 
 
+@pytest.mark.parametrize(("free", "share"), [(1 << 40, 0.0), (1000, 1.0), (4_000_000, 0.5)])
+def test_auto_sends_away_what_has_no_room_and_says_why(free, share, tmp_path, monkeypatch):
+    monkeypatch.setattr("onefold.offloading.free_host_nbytes", lambda: free)
+
+    def body(rank: int) -> tuple[float, str]:
+        module, optimizer = build(Offload("disk", disk=tmp_path, fraction="auto"), stage=2, depth=8)
+        train(module, optimizer, batches(1))
+        report = onefold.report(module)
+        memory = report.memory["optimizer"]
+        away = memory["disk"].now if "disk" in memory else 0
+        return away / sum(usage.now for usage in memory.values()), str(report)
+
+    for got, told in run_ranks(2, body):
+        assert got == pytest.approx(share, abs=0.3 if 0 < share < 1 else 0)
+        assert f"{free // 2:,} bytes are free" in told
+        assert "have room on the device" in told
+
+
 def test_a_deleted_module_gives_back_files_and_memory(tmp_path):
     def body(rank: int) -> tuple[Any, dict[str, int], list[int]]:
         module, optimizer = build(f"disk:{tmp_path}")

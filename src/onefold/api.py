@@ -28,7 +28,7 @@ from onefold.config import (
 from onefold.errors import ConfigError, expected
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.ledger import Ledger
-from onefold.offloading import offloaded_units, tiers_together
+from onefold.offloading import Wish, offload_together
 from onefold.reporting import Report, UnitLine, copied, snapshot
 from onefold.runtime import summon
 from onefold.runtime.engine import Engine
@@ -98,10 +98,8 @@ def shard(  # noqa: PLR0913 - the contract
     device = environment.device_of(job.parameters, group)
     ledger = Ledger()
     store = DeviceStore(device)
-    chosen = offloaded_units(job.plans, job.offload)
-    tiers = tiers_together(
-        job.offload, job.precision, job.plans, chosen, job.optimizers, store, ledger, group
-    )
+    wish = Wish(job.offload, job.precision, job.plans, job.optimizers)
+    offloading = offload_together(wish, store, ledger, group)
     is_sharded = job.placements.optimizer is Placement.SHARD
     if is_sharded and group.handle is not None and device_mesh is None:
         device_mesh = DeviceMesh.from_group(group.handle, device.type)
@@ -113,13 +111,13 @@ def shard(  # noqa: PLR0913 - the contract
         is_sharded=is_sharded,
         compute=job.precision.compute,
         master=job.precision.master,
-        tiers=tiers,
+        tiers=offloading.tiers,
     )
     originals = [owned.parameter for owned in job.parameters]
     values: Values | None = module.__dict__.pop(PROMISED, None)
     source = (initialisers_of(module), values)
     built: list[Unit] = []
-    for plan, is_offloaded in zip(job.plans, chosen, strict=True):
+    for plan, is_offloaded in zip(job.plans, offloading.chosen, strict=True):
         _order_members(plan, job.optimizers)
         unit = Unit(plan, setting, len(built), is_offloaded=is_offloaded)
         built.append(_fill_unit(unit, plan, source))
@@ -127,6 +125,7 @@ def shard(  # noqa: PLR0913 - the contract
     engine = Engine(
         module, built, setting, stage=stage, steps_in_backward=job.offload.step_in_backward
     )
+    engine.told = offloading.told
     module.__dict__[ENGINE] = engine
     install(engine, module, dict(zip(built, [plan.modules for plan in job.plans], strict=True)))
     guards.install(module, engine)
@@ -180,6 +179,7 @@ def report(module: nn.Module) -> Report:
         rank=engine.group.rank,
         world_size=engine.group.world_size,
         steps=engine.ledger.steps,
+        offload=engine.told,
         memory=snapshot(engine.ledger),
         total=type(engine.ledger.total)(engine.ledger.total.now, engine.ledger.total.peak),
         traffic=copied(engine.ledger.traffic),

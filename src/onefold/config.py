@@ -126,7 +126,8 @@ class Offload:
     `optimizer.step()` returns early, and each unit's next use waits for its own part.
     `parameters`: the shards of weights (stage 3 only). `activations`: what backward needs of
     forward. `fraction`: the share of optimizer state that leaves the device; the rest is stepped
-    there, at the same time (Twin-Flow). `disk`: one folder, or several whose bandwidths add.
+    there, at the same time (Twin-Flow). "auto": as little as must leave, for what memory is free.
+    `disk`: one folder, or several whose bandwidths add.
     `step_in_backward`: step each unit as soon as its gradient is reduced, and free the gradient.
     Nothing can look at all gradients then: no clipping, no loss scaling.
     """
@@ -134,7 +135,7 @@ class Offload:
     optimizer: str = "device"
     parameters: str = "device"
     activations: str = "device"
-    fraction: float = 1.0
+    fraction: float | str = 1.0
     disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     step_in_backward: bool = False
 
@@ -149,11 +150,12 @@ class Offload:
                         hint=_nearest(tier, TIERS) or "the folder for 'disk' is Offload.disk",
                     )
                 )
-        share = self.fraction
-        if type(share) not in (int, float) or not 0 <= share <= 1:
+        share: object = self.fraction
+        is_real = isinstance(share, int | float) and not isinstance(share, bool)
+        if share != "auto" and not (is_real and 0 <= float(self.fraction) <= 1):
             raise ConfigError(
                 expected(
-                    "Offload.fraction to be between 0 and 1",
+                    "Offload.fraction to be between 0 and 1, or 'auto'",
                     repr(share),
                     hint="0.5 keeps half of the optimizer state on the device",
                 )

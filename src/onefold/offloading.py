@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -40,53 +41,100 @@ NUM_DISK_STEPPERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """Bytes that this rank's resting state will need of each tier, but for the device."""
+class Wish:
+    """What is to be offloaded: the choice, and what it is about."""
 
+    offload: Offload
+    precision: Precision
+    plans: Sequence[UnitPlan]
+    optimizers: Sequence[Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes of this rank's resting state by tier; `states` are masters and moments in any."""
+
+    device: int
     cpu: int
     disk: int
-
-    def __str__(self) -> str:
-        return f"{self.cpu:,} bytes of CPU memory, {self.disk:,} bytes of disk"
+    states: int
 
 
-def offloaded_units(plans: Sequence[UnitPlan], offload: Offload) -> list[bool]:
+@dataclass(frozen=True, slots=True)
+class Offloading:
+    """What a wish has come to: tiers, which units' states are in them, and a line for people."""
+
+    tiers: Tiers
+    chosen: list[bool]
+    told: str
+
+
+def offloaded_units(wish: Wish, fraction: float) -> list[bool]:
     """Which units' states leave the device: the last ones, up to `fraction` of all elements.
 
     The first units' gradients come last in backward and their weights are wanted first in forward,
-    so they have the least time to hide a step on another tier.
+    so they have the least time to hide a step on another tier (Twin-Flow of ZeRO-Offload++ keeps
+    an equal share of all; LoHan and SuperOffload keep these).
     """
-    if offload.optimizer == "device":
+    plans = wish.plans
+    if wish.offload.optimizer == "device":
         return [False] * len(plans)
     numels = [sum(owned.parameter.numel() for owned in plan.members) for plan in plans]
-    wanted, taken = offload.fraction * sum(numels), 0
+    wanted, taken = fraction * sum(numels), 0
     chosen = [False] * len(plans)
     for index in reversed(range(len(plans))):
-        if offload.fraction == 0 or taken + numels[index] / 2 > wanted:
+        if fraction == 0 or taken + numels[index] / 2 > wanted:
             break
         chosen[index] = True
         taken += numels[index]
     return chosen
 
 
-def budget_of(
-    plans: Sequence[UnitPlan], chosen: Sequence[bool], offload: Offload, precision: Precision,
-    optimizers: Sequence[Optimizer], group: Group,
-) -> Budget:  # fmt: skip
-    """What `offload` will need on this rank, whole pages for each buffer."""
-    needs = {"device": 0, "cpu": 0, "disk": 0}
-    for plan, is_chosen in zip(plans, chosen, strict=True):
+def budget_of(wish: Wish, chosen: Sequence[bool], group: Group) -> Budget:
+    """What resting state will need on this rank, whole pages for each buffer."""
+    offload, precision = wish.offload, wish.precision
+    needs, all_states = {"device": 0, "cpu": 0, "disk": 0}, 0
+    for plan, is_chosen in zip(wish.plans, chosen, strict=True):
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
         numel = Layout.build(shapes, group.world_size).shard_numels[group.rank]
         is_narrow = plan.dtype.is_floating_point and precision.master.itemsize > plan.dtype.itemsize
         stepped = precision.master if is_narrow else plan.dtype
         states = [stepped] if is_narrow else []
-        states += _moments_of(plan, stepped, optimizers).values()
+        states += _moments_of(plan, stepped, wish.optimizers).values()
         needs[offload.parameters] += round_up(numel * plan.dtype.itemsize, PAGE_NBYTES)
-        for dtype in states:
-            tier = offload.optimizer if is_chosen else "device"
-            needs[tier] += round_up(max(1, numel) * dtype.itemsize, PAGE_NBYTES)
-    return Budget(needs["cpu"], needs["disk"])
+        nbytes = sum(round_up(max(1, numel) * each.itemsize, PAGE_NBYTES) for each in states)
+        needs[offload.optimizer if is_chosen else "device"] += nbytes
+        all_states += nbytes
+    return Budget(**needs, states=all_states)
+
+
+ACTIVATIONS_SHARE = 0.25
+"""Of the device's free memory, left for activations and messages where the share is chosen here."""
+
+
+def least_fraction(
+    wish: Wish, group: Group, local_world_size: int, device: torch.device
+) -> tuple[float, str]:
+    """The smallest share of the optimizer state that must leave the device, and why.
+
+    What may stay is stepped at the device's own bandwidth and waits for nothing, so no more than
+    must leaves: free memory, less what activations need, less weights (whole but at stage 3 one
+    unit's), gradients and the weights at rest.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = free_host_nbytes() // local_world_size
+    kept = budget_of(wish, [False] * len(wish.plans), group)
+    weights = sum(plan.nbytes for plan in wish.plans)
+    others = 2 * weights // group.world_size + min(weights, 2 * max(p.nbytes for p in wish.plans))
+    room = (1 - ACTIVATIONS_SHARE) * free - others
+    share = 1 - max(0.0, min(1.0, room / max(1, kept.states)))
+    why = (
+        f"of {kept.states:,} bytes of optimizer state {max(0, int(room)):,} have room on the "
+        f"device ({free:,} bytes are free)"
+    )
+    return share, why
 
 
 def _moments_of(
@@ -164,29 +212,55 @@ def is_memory(path: Path) -> bool:
     return bool(inside) and kinds[max(inside, key=len)] in ("tmpfs", "ramfs")
 
 
-def tiers_together(  # noqa: PLR0913 - the composition root
-    offload: Offload, precision: Precision, plans: Sequence[UnitPlan], chosen: Sequence[bool],
-    optimizers: Sequence[Optimizer], store: DeviceStore, ledger: Ledger, group: Group,
-) -> Tiers:  # fmt: skip
-    """Check the budget and take the files; if that fails on a rank, `TierError` on all."""
+def offload_together(wish: Wish, store: DeviceStore, ledger: Ledger, group: Group) -> Offloading:
+    """Check the budget and take the files; if that fails on a rank, `TierError` on all.
+
+    A collective, where anything is offloaded.
+    """
+    offload, local = wish.offload, local_place(group)
+    if offload == Offload():
+        chosen = [False] * len(wish.plans)
+        tiers = _build(offload, store, ledger, group, Budget(0, 0, 0, 0), local)
+        return Offloading(tiers, chosen, "")
+    fraction, why = _agreed_fraction(wish, group, local[1], store.device)
+    chosen = offloaded_units(wish, fraction)
+    budget = budget_of(wish, chosen, group)
     tiers, problem = None, None
-    local = local_place(group)
     try:
-        budget = Budget(0, 0)
-        if offload != Offload():
-            budget = budget_of(plans, chosen, offload, precision, optimizers, group)
-            check_budget(budget, offload, group, local[1])
+        check_budget(budget, offload, group, local[1])
         tiers = _build(offload, store, ledger, group, budget, local)
     except TierError as error:
         problem = error
-    if group.world_size > 1 and offload != Offload():
+    if group.world_size > 1:
         texts = group.all_gather_object(str(problem) if problem else None)
         if problem is None and any(texts):
             problem = TierError(str(next(text for text in texts if text)))
     if problem is not None:
         raise problem
     assert tiers is not None, "neither tiers nor a problem"
-    return tiers
+    return Offloading(tiers, chosen, _told(wish, budget, chosen, why))
+
+
+def _agreed_fraction(
+    wish: Wish, group: Group, local_world_size: int, device: torch.device
+) -> tuple[float, str]:
+    """The share that leaves, the same on every rank: that of the rank with the least room."""
+    fraction = wish.offload.fraction
+    if fraction != "auto":
+        return float(fraction), ""
+    mine = least_fraction(wish, group, local_world_size, device)
+    everyone: list[Any] = group.all_gather_object(mine) if group.world_size > 1 else [mine]
+    return max(everyone)
+
+
+def _told(wish: Wish, budget: Budget, chosen: Sequence[bool], why: str) -> str:
+    numels = [sum(owned.parameter.numel() for owned in plan.members) for plan in wish.plans]
+    away = sum(numel for numel, is_chosen in zip(numels, chosen, strict=True) if is_chosen)
+    share = away / max(1, sum(numels))
+    rest = {"on the device": budget.device, "in CPU memory": budget.cpu, "on disk": budget.disk}
+    tiers = [f"{nbytes:,} bytes {where}" for where, nbytes in rest.items() if nbytes]
+    line = f"{', '.join(tiers)}; {share:.0%} of the optimizer state is off the device"
+    return f"{line}: {why}" if why else line
 
 
 def _build(

@@ -24,6 +24,7 @@ class Report:
 
     `memory[kind][tier]` is bytes now and at the peak; kinds are those of `onefold.ledger.Kind`.
     `traffic[collective]` and `last_step[collective]` count calls and bytes sent from this rank:
+    `offload` says what was planned for the tiers, and why; empty where all is on the device.
     `gather` and `reduce_scatter` are the table of docs/memory.md, `control` is the flags and
     0-dim parameters that ride along, `whole_matrix` is what matrix optimizers exchange.
     """
@@ -32,6 +33,7 @@ class Report:
     rank: int
     world_size: int
     steps: int
+    offload: str
     memory: dict[str, dict[str, Usage]]
     total: Usage
     traffic: dict[str, Traffic]
@@ -48,6 +50,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.steps} steps"]
+        lines += [f"planned: {self.offload}"] * bool(self.offload)
         lines += ["kind           tier          now bytes         peak bytes"]
         for kind, tiers in self.memory.items():
             lines += [

@@ -35,7 +35,7 @@ def add_to(commands: SubParsers) -> None:
         help="where states rest: optimizer states, or parameters too, in CPU memory, or all in "
         "files on a disk; with --clip 0 units are stepped inside backward")  # fmt: skip
     add("--fraction", metavar="F", default=argparse.SUPPRESS,
-        help="share of the optimizer state that is offloaded (all, if not given)")  # fmt: skip
+        help="share of the optimizer state to offload, or auto: what must be (default: all)")  # fmt: skip
     add("--recompute", action="store_true", default=argparse.SUPPRESS,
         help="run blocks again in backward instead of keeping their activations")  # fmt: skip
     add("--ranks", help="local processes to start (default: one for each GPU, or 2)",
@@ -92,7 +92,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         data=arguments.data,
         stage=word_or_number(arguments.stage),  # type: ignore[arg-type]
         offload=arguments.offload,
-        fraction=1.0 if arguments.fraction is None else share("--fraction", arguments.fraction),
+        fraction=fraction_of(arguments.fraction),
         recompute=arguments.recompute,
         precision=arguments.precision,
         steps=whole("--steps", arguments.steps, least=1),
@@ -108,6 +108,13 @@ def job_of(arguments: argparse.Namespace) -> Job:
         keep=whole("--keep", arguments.keep, least=1),
         resume=arguments.resume,
     )
+
+
+def fraction_of(text: str | None) -> float | str:
+    """The share that `--fraction` names: all without it, a number, or "auto"."""
+    if text is None:
+        return 1.0
+    return text if text == "auto" else share("--fraction", text)
 
 
 def _run_rank(job: Job, *, is_json: bool) -> int:

@@ -82,6 +82,7 @@ class Engine:
         self.units = units
         self.setting = setting
         self.stage = stage
+        self.told = ""  # of what is offloaded, for reports
         self.ledger: Ledger = setting.ledger
         self.group: Group = setting.transport.group
         for unit in units:

@@ -16,7 +16,7 @@ class Job:
     data: str | None = None  # a folder of text; None: the source of Python's standard library
     stage: int = 3
     offload: str | None = None  # "optimizer", "cpu" or "disk:PATH"; None: all on the device
-    fraction: float = 1.0  # of the optimizer state that leaves the device
+    fraction: float | str = 1.0  # of the optimizer state that leaves the device, or "auto"
     recompute: bool = False  # blocks' activations in backward, rather than keeping them
     precision: str | None = None  # None computes in the parameters' own dtype
     steps: int = 160

@@ -101,7 +101,7 @@ def offload_for(job: Job) -> Offload:
             raise ConfigError(
                 expected(
                     "--offload beside --fraction",
-                    f"--fraction {job.fraction:g} alone",
+                    f"--fraction {job.fraction} alone",
                     hint="--offload optimizer --fraction 0.5 steps half of the state on the CPU",
                 )
             )
