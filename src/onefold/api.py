@@ -231,7 +231,8 @@ def _examine(
     parameters = owned_parameters(module)
     _check_parameters(parameters)
     _check_optimizers(optimizers, parameters)
-    return _Job(placements, chosen, tiers, optimizers, parameters, plan_units(module, units))
+    plans = plan_units(module, units, tiers.tile or 0)
+    return _Job(placements, chosen, tiers, optimizers, parameters, plans)
 
 
 def _examine_together(group: Group, examine: Callable[[], _Job]) -> _Job:

@@ -130,6 +130,8 @@ class Offload:
     `disk`: one folder, or several whose bandwidths add.
     `step_in_backward`: step each unit as soon as its gradient is reduced, and free the gradient.
     Nothing can look at all gradients then: no clipping, no loss scaling.
+    `tile`: bytes above which one weight of a Linear or Embedding is gathered, used and reduced in
+    row blocks of about that size, so that it is never whole (stage 3; None: always whole).
     """
 
     optimizer: str = "device"
@@ -138,6 +140,7 @@ class Offload:
     fraction: float | str = 1.0
     disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     step_in_backward: bool = False
+    tile: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters", "activations"):
@@ -158,6 +161,14 @@ class Offload:
                     "Offload.fraction to be between 0 and 1, or 'auto'",
                     repr(share),
                     hint="0.5 keeps half of the optimizer state on the device",
+                )
+            )
+        if self.tile is not None and (type(self.tile) is not int or self.tile < 1):
+            raise ConfigError(
+                expected(
+                    "Offload.tile to be a number of bytes, or None",
+                    repr(self.tile),
+                    hint="64 << 20 uses weights above 64 MiB in row blocks of that size",
                 )
             )
         wants_disk = "disk" in (self.optimizer, self.parameters, self.activations)
@@ -208,6 +219,14 @@ def offload_of(choice: object, placements: Placements) -> Offload:
 
 def _check_offload(offload: Offload, placements: Placements) -> None:
     leaves = offload.optimizer != "device"
+    if offload.tile is not None and placements.parameter is not Placement.SHARD:
+        raise ConfigError(
+            expected(
+                "stage=3 for weights that are used in tiles",
+                f"tile={offload.tile} at a stage that keeps them whole",
+                hint="stage=3, or no tile",
+            )
+        )
     if offload.parameters != "device" and placements.parameter is not Placement.SHARD:
         raise ConfigError(
             expected(

@@ -35,7 +35,7 @@ def add_to(commands: SubParsers) -> None:
         help="where states rest: optimizer states, or parameters too, in CPU memory, or all in "
         "files on a disk; with --clip 0 units are stepped inside backward")  # fmt: skip
     add("--fraction", metavar="F", default=argparse.SUPPRESS,
-        help="share of the optimizer state to offload, or auto: what must be (default: all)")  # fmt: skip
+        help="share of the optimizer state to offload, or auto (default: all)")  # fmt: skip
     add("--recompute", action="store_true", default=argparse.SUPPRESS,
         help="run blocks again in backward instead of keeping their activations")  # fmt: skip
     add("--ranks", help="local processes to start (default: one for each GPU, or 2)",

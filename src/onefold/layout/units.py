@@ -39,11 +39,13 @@ class UnitPlan:
 
     `name` is the fqn of the block, or of the first parameter where there is no block. The unit is
     gathered before the forward of each of `modules` and may rest once all of them have run.
+    A unit of one tiled weight has no modules: what they do reaches its face.
     """
 
     name: str
     modules: list[nn.Module]
     members: list[Owned] = field(default_factory=list)
+    tile_nbytes: int = 0  # above it, one weight is used in row blocks of about so many bytes
 
     @property
     def nbytes(self) -> int:
@@ -65,10 +67,11 @@ def owned_parameters(root: nn.Module) -> list[Owned]:
     return list(found.values())
 
 
-def plan_units(root: nn.Module, choice: UnitChoice = None) -> list[UnitPlan]:
+def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0) -> list[UnitPlan]:
     """Cut the parameters of `root` into units, in the order of the module tree.
 
     `choice`: None infers blocks; a list names them; a predicate is asked for every submodule.
+    `tile_nbytes`: weights of Linear and Embedding above it are units of their own, in row blocks.
     """
     parameters = owned_parameters(root)
     names = {module: name for name, module in root.named_modules()}
@@ -79,6 +82,9 @@ def plan_units(root: nn.Module, choice: UnitChoice = None) -> list[UnitPlan]:
     rest: UnitPlan | None = None
     rest_limit = _rest_limit(parameters, blocks)
     for owned in parameters:
+        if 0 < tile_nbytes < owned.nbytes and _can_be_tiled(owned):
+            plans.append(UnitPlan(owned.fqn, [], [owned], tile_nbytes))
+            continue
         block = block_of.get(owned.owners[0][0])
         if block is not None:
             plan, rest = by_block.get(block), None
@@ -93,6 +99,14 @@ def plan_units(root: nn.Module, choice: UnitChoice = None) -> list[UnitPlan]:
         plan.members.append(owned)
         _add_callers(plan, owned, block, block_of)
     return [part for plan in plans for part in _split_by_dtype(plan)]
+
+
+def _can_be_tiled(owned: Owned) -> bool:
+    """True for the weight of Linears and Embeddings alone."""
+    return owned.parameter.dim() == 2 and all(
+        isinstance(module, nn.Linear | nn.Embedding) and name == "weight"
+        for module, name in owned.owners
+    )
 
 
 def describe_units(plans: Iterable[UnitPlan]) -> str:
@@ -199,6 +213,6 @@ def _split_by_dtype(plan: UnitPlan) -> list[UnitPlan]:
         dtype = owned.parameter.dtype
         if dtype not in by_dtype:
             name = plan.name if not by_dtype else f"{plan.name} ({str(dtype).split('.')[-1]})"
-            by_dtype[dtype] = UnitPlan(name, plan.modules)
+            by_dtype[dtype] = UnitPlan(name, plan.modules, tile_nbytes=plan.tile_nbytes)
         by_dtype[dtype].members.append(owned)
     return list(by_dtype.values())

@@ -82,7 +82,7 @@ class Engine:
         self.units = units
         self.setting = setting
         self.stage = stage
-        self.told = ""  # of what is offloaded, for reports
+        self.told = ""  # what is offloaded
         self.ledger: Ledger = setting.ledger
         self.group: Group = setting.transport.group
         for unit in units:
@@ -90,10 +90,11 @@ class Engine:
             unit.keeps_bytes = not self.rests_after_backward
         self.gradients = {unit: unit.gradient for unit in units}
         self.by_face = {id(p.face): p for unit in units for p in unit.parameters}
-        self.schedule = Schedule(units)
+        self.schedule = Schedule([unit for unit in units if not unit.is_tiled])
         self.steppers: WeakSet[Stepper] = WeakSet()
         self.early = EarlySteps(ref(self), is_active=steps_in_backward)
-        self.reducer = Reducer(self.gradients, self.early.note_reduced)
+        reduced = {u: g for u, g in self.gradients.items() if not u.is_tiled}
+        self.reducer = Reducer(reduced, self.early.note_reduced)
         self.forward_depth = 0
         self.is_accumulating = False
         self.is_summoned = False
@@ -132,6 +133,8 @@ class Engine:
             unit.is_wanted, unit.on_demand = is_wanted, on_use
             for parameter in unit.parameters:
                 parameter.on_grad = on_grad
+                if parameter.tiled is not None:
+                    parameter.tiled.on_reduced = self.early.note_reduced
 
     @property
     def rests_after_forward(self) -> bool:

@@ -28,10 +28,21 @@ from onefold.errors import StateError
 from onefold.wire.collectives import Group
 
 
+class Tiled(Protocol):
+    """A weight that is used in row blocks (state/tiles.py)."""
+
+    def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, or None where the weight need not be whole. A collective."""
+        ...
+
+
 class Summoner(Protocol):
     """What a face needs from its parameter: the fqn, and the whole weight on demand."""
 
     fqn: str
+
+    @property
+    def tiled(self) -> Tiled | None: ...
 
     @property
     def group(self) -> Group: ...
@@ -92,6 +103,10 @@ def _dispatch(
         return _bookkeeping(func, args, kwargs)
     leaves = list(tree_iter((args, kwargs)))
     owners = {id(leaf): leaf.summoner() for leaf in leaves if isinstance(leaf, FACES)}
+    for owner in owners.values():
+        used = owner.tiled.use(func, args, kwargs) if owner and owner.tiled else None
+        if used is not None:
+            return used
     with torch._C.DisableTorchFunctionSubclass():
         must = _needs_plain(func, leaves)
         for owner in owners.values():

@@ -170,7 +170,7 @@ class UnitGradient:
                 parameter.face.grad = None
             self.drop_cleared()
             if means and self.unit.setting.world_size > 1:
-                self._prepare_reduced(list(means))
+                self.prepare_reduced(list(means))
             for parameter, mean in means.items():
                 if self.unit.setting.world_size > 1:
                     mean = self._rest_view(parameter).copy_(mean)
@@ -237,7 +237,7 @@ class UnitGradient:
         self.drop_cleared()
         self._take_back_partials()
         used = [p.whole.grad is not None for p in parameters]
-        fresh = self._prepare_reduced(parameters)
+        fresh = self.prepare_reduced(parameters)
         cut = self._cut_for(parameters)
         flags = torch.tensor(
             [*used, unit.tag], dtype=unit.compute_dtype, device=unit.setting.store.device
@@ -287,16 +287,16 @@ class UnitGradient:
         self._count_reduced(parameters)
         shown = [p for p, is_used in zip(parameters, used, strict=True) if is_used]
         if self.unit.setting.is_sharded:
-            self._show_all(shown)
+            self.show_all(shown)
         else:
-            self._spreading = self._spread(parameters).then(lambda: self._show_all(shown))
+            self._spreading = self._spread(parameters).then(lambda: self.show_all(shown))
 
     def end_spreading(self) -> None:
         """Stage 0: wait for the gather of the last reduction's mean, if it is not over."""
         spreading, self._spreading = self._spreading, DONE
         spreading.wait()
 
-    def _show_all(self, parameters: Iterable[UnitParameter]) -> None:
+    def show_all(self, parameters: Iterable[UnitParameter]) -> None:
         if self.is_discarding:
             return
         self._reduced_at = self._ledger.steps
@@ -339,7 +339,7 @@ class UnitGradient:
             parameter.face.grad = shown
         parameter.call_hooks()
 
-    def _prepare_reduced(self, parameters: list[UnitParameter]) -> list[bool]:
+    def prepare_reduced(self, parameters: list[UnitParameter]) -> list[bool]:
         """Make room for the mean; for each parameter, whether it replaces what is there."""
         unit, setting = self.unit, self.unit.setting
         if self.reduced is None:
@@ -401,15 +401,15 @@ class UnitGradient:
     def _own_piece(self, parameter: UnitParameter) -> Tensor:
         """Where this rank's part of the mean goes."""
         if self.unit.setting.is_sharded:
-            return self._rest_rows(parameter)
+            return self.rest_rows(parameter)
         index = self.unit.parameters.index(parameter)
         start, stop = self.unit.wire.slots[index].pieces[self.unit.setting.rank]
-        return self._rest_rows(parameter)[start:stop]
+        return self.rest_rows(parameter)[start:stop]
 
     def _rest_view(self, parameter: UnitParameter) -> Tensor:
-        return self._rest_rows(parameter).view(parameter.local.shape)
+        return self.rest_rows(parameter).view(parameter.local.shape)
 
-    def _rest_rows(self, parameter: UnitParameter) -> Tensor:
+    def rest_rows(self, parameter: UnitParameter) -> Tensor:
         """The parameter's part of the reduced buffer, flat."""
         assert self.reduced is not None, "a reduced gradient is used before it has a buffer"
         if parameter not in self._spans:

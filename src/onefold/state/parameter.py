@@ -22,6 +22,7 @@ from onefold.state import face as faces
 from onefold.wire.collectives import Group
 
 if TYPE_CHECKING:
+    from onefold.state.tiles import TiledWeight
     from onefold.state.unit import Unit
 
 
@@ -30,7 +31,7 @@ class UnitParameter:
 
     __slots__ = (
         "__weakref__", "_hooked", "_resting", "_template", "_unit", "face", "fqn", "local",
-        "on_grad", "owners", "slot", "version", "whole",
+        "on_grad", "owners", "slot", "tiled", "version", "whole",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, slot: Slot, owners: Iterable[tuple[nn.Module, str]]) -> None:
@@ -42,6 +43,7 @@ class UnitParameter:
         self._resting = _why_resting(slot.fqn, unit.setting.rank)
         self._template: DTensor | None = None
         self.on_grad: Callable[[UnitParameter], None] | None = None
+        self.tiled: TiledWeight | None = None  # of a weight that is used in row blocks
         self.version = 0
         self.face: nn.Parameter
         self.whole: nn.Parameter

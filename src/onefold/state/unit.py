@@ -33,6 +33,7 @@ from onefold.state.materialise import Values
 from onefold.state.parameter import UnitParameter
 from onefold.state.rows import OwnRows
 from onefold.state.setting import Setting
+from onefold.state.tiles import TiledWeight
 from onefold.ticket import DONE, Ticket, Work
 from onefold.tier.store import Store
 
@@ -83,6 +84,8 @@ class Unit:
             UnitParameter(self, slot, owned.owners)
             for slot, owned in zip(self.rest.slots, plan.members, strict=True)
         ]
+        self.is_tiled = plan.tile_nbytes > 0  # never whole while it computes
+        self._tile_nbytes = plan.tile_nbytes
         self.is_held = False
         self.keeps_bytes = False  # of whole weights that are not to be read any more
         self.on_demand: Callable[[Unit, object], None] | None = None
@@ -193,6 +196,8 @@ class Unit:
                 self._published = self.edits()
         if not self.is_resident:
             self.full.release()
+        for parameter in self.parameters if self.is_tiled else []:
+            parameter.tiled = TiledWeight(parameter, self._tile_nbytes)
         self.forget()
 
     def _make_whole(self, parameter: UnitParameter) -> None:

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 
 import torch
 from torch import Tensor
 
+from onefold.layout.rows import round_up
 from onefold.ledger import Kind, Ledger
+
+HUGE_NBYTES = 2 << 20
+"""A huge page. A disk takes a request in a limited number of pieces of consecutive memory: 4 MiB
+in 4 KiB pages are too many, and are split. A step from disk: 2.9 instead of 1.5 GB/s."""
 
 
 class Slot:
-    """One piece of page-aligned host memory."""
+    """One piece of host memory, in huge pages where the system has them."""
 
-    __slots__ = ("_mapping", "nbytes")
+    __slots__ = ("_mapping", "_start", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.nbytes = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._mapping = mmap.mmap(-1, self.nbytes, flags)
+        self.nbytes = round_up(max(1, nbytes), mmap.PAGESIZE)
+        self._mapping = mmap.mmap(-1, self.nbytes + HUGE_NBYTES, flags)
+        with suppress(OSError, AttributeError):  # another system
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._start = -whole.data_ptr() % HUGE_NBYTES
 
     def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
         """Its bytes from `start` as a flat tensor [numel]."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
+        offset = self._start + start
+        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset)
 
 
 class SlotPool:
