@@ -78,7 +78,10 @@ def _threaded_world() -> Iterator[None]:
 def seeded(build: Callable[..., Any], *args: Any, seed: int = 0) -> Any:
     """`build(*args)` with the global generator seeded; threads share it, so one at a time."""
     with _GENERATOR:
-        torch.manual_seed(seed)
+        if torch.cuda.is_available():
+            torch.manual_seed(seed)
+        else:  # what the line above does here, but for the stack that it formats for a GPU to come
+            torch.default_generator.manual_seed(seed)
         return build(*args)
 
 
