@@ -17,6 +17,7 @@ import pytest
 from onefold.cli.arguments import one_line, real, whole
 from onefold.cli.main import main
 from onefold.errors import ConfigError
+from tests.commands import onefold, torchrun
 
 ONEFOLD = [sys.executable, "-m", "onefold"]
 TINY_RUN = ["--steps", "3", "--batch", "4", "--seq", "16"]
@@ -88,12 +89,6 @@ def workplace(tmp_path: Path) -> Path:
     """A working directory with modules of the user's own."""
     (tmp_path / "mine.py").write_text(MODULES)
     return tmp_path
-
-
-def onefold(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*ONEFOLD, *arguments], cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S
-    )
 
 
 def without_times(result: dict[str, Any]) -> dict[str, Any]:
@@ -227,7 +222,9 @@ def test_a_rank_without_its_launcher_is_told_so(workplace, monkeypatch):
 @pytest.mark.process
 def test_train_tells_the_same_in_json_alone_and_under_torchrun(workplace):
     arguments = ["train", *TINY_RUN, "--json"]
-    done = onefold(*arguments, cwd=workplace)
+    done = subprocess.run(
+        [*ONEFOLD, *arguments], cwd=workplace, capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     result = json.loads(done.stdout)
@@ -240,12 +237,7 @@ def test_train_tells_the_same_in_json_alone_and_under_torchrun(workplace):
         assert {kind: memory["now"].get(kind, 0) for kind in memory["expected"]} == (
             memory["expected"]
         )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    again = subprocess.run(
-        [sys.executable, *torchrun, "onefold", *arguments, "--ranks", "2"],
-        cwd=workplace, capture_output=True, text=True, timeout=LIMIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    again = torchrun("-m", "onefold", *arguments, "--ranks", "2", cwd=workplace)
     assert again.returncode == 0, again.stderr
     assert without_times(json.loads(again.stdout)) == without_times(result)
 
@@ -288,13 +280,17 @@ def test_on_a_terminal_progress_is_a_bar(workplace):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("delay_s", [0.3, 0.8, 7.0])
+@pytest.mark.parametrize("delay_s", [0.3, 0.8, None])
 def test_an_interrupt_ends_all_ranks_within_seconds_with_one_line(workplace, delay_s):
+    """While it starts, and (None) a second after it began to train."""
     running = subprocess.Popen(
         [*ONEFOLD, "train", "--steps", "100000"], cwd=workplace, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-    time.sleep(delay_s)
+    if delay_s is None:
+        for _ in range(3):  # what is told before the first step
+            running.stdout.readline()
+    time.sleep(delay_s or 1)
     assert running.poll() is None
     begun = time.monotonic()
     os.killpg(running.pid, signal.SIGINT)

@@ -4,40 +4,60 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from onefold.cli.main import main
 from tests import crash_loop
+from tests.commands import onefold
 
 ONEFOLD = [sys.executable, "-m", "onefold"]
 SMALL = ["--batch", "4", "--seq", "16", "--ranks", "2"]
 LIMIT_S = 60
 
 
+EIGHT_STEPS = ["--steps", "8", "--every", "2", "--keep", "2", "--json"]
+
+
 def train(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*ONEFOLD, "train", *SMALL, *flags], capture_output=True, text=True, timeout=LIMIT_S
-    )
+    return onefold("train", *SMALL, *flags)
 
 
-def test_a_run_that_was_cut_in_two_is_the_run_that_was_not(tmp_path):
+@dataclass(frozen=True)
+class Saved:
+    """What a run left in its folder, and what it told as JSON."""
+
+    folder: Path
+    told: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Saved:
+    folder = tmp_path_factory.mktemp("cli") / "runs"
+    done = train(*EIGHT_STEPS, "--checkpoint", str(folder))
+    assert done.returncode == 0, done.stderr
+    return Saved(folder, json.loads(done.stdout))
+
+
+def test_a_run_that_was_cut_in_two_is_the_run_that_was_not(saved, tmp_path):
     """Same losses, step by step, as JSON has them; old checkpoints go."""
     whole = train("--steps", "8", "--json")
-    folder = str(tmp_path / "runs")
-    # the schedule depends on the steps of the whole run, so the first half is stopped, not shorter
-    job = ["--steps", "8", "--checkpoint", folder, "--every", "2", "--keep", "2", "--json"]
-    first = train(*job)
     losses = json.loads(whole.stdout)["losses"]
-    assert json.loads(first.stdout)["losses"] == losses
-    assert sorted(os.listdir(folder)) == ["step-00000006", "step-00000008"]
-    (tmp_path / "runs" / "step-00000008" / "manifest.json").unlink()
-    second = train(*job, "--resume")
+    assert saved.told["losses"] == losses
+    assert sorted(os.listdir(saved.folder)) == ["step-00000006", "step-00000008"]
+    # the schedule depends on the steps of the whole run, so the first half is stopped, not shorter
+    folder = tmp_path / "runs"
+    shutil.copytree(saved.folder, folder)
+    (folder / "step-00000008" / "manifest.json").unlink()
+    second = train(*EIGHT_STEPS, "--checkpoint", str(folder), "--resume")
     told = json.loads(second.stdout)
     assert told["first_step"] == 6
     assert told["losses"] == losses[6:]
@@ -53,7 +73,7 @@ def test_a_signal_saves_within_the_step_and_resume_goes_on(tmp_path, stop, code)
     assert process.stdout is not None
     for _ in range(3):
         process.stdout.readline()
-    time.sleep(1.5)
+    time.sleep(1)
     process.send_signal(stop)
     _, told = process.communicate(timeout=LIMIT_S)
     assert process.returncode == code
@@ -115,46 +135,39 @@ def test_what_cannot_work_is_refused_before_ranks_start(tmp_path, monkeypatch, c
     assert told in capfd.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("cli") / "runs"
-    assert train("--steps", "2", "--checkpoint", str(folder)).returncode == 0
-    return folder
-
-
 def test_inspect_shows_what_a_checkpoint_holds(saved, capsys):
-    assert main(["inspect", str(saved)]) == 0
+    assert main(["inspect", str(saved.folder)]) == 0
     told = capsys.readouterr().out
-    assert "step 2, saved at stage 3 by 2 ranks" in told
+    assert "step 8, saved at stage 3 by 2 ranks" in told
     assert "verified: no" in told
     line = next(line for line in told.splitlines() if line.startswith("blocks.0.up.weight"))
     kept = ["weight,", "exp_avg,", "exp_avg_sq,", "step"]
     assert line.split()[1:] == ["512x128", "float32", *kept, "786,436"]
-    assert main(["inspect", str(saved), "--json", "--verify"]) == 0
+    assert main(["inspect", str(saved.folder), "--json", "--verify"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["step"], told["world_size"], told["verified"]) == (2, 2, True)
+    assert (told["step"], told["world_size"], told["verified"]) == (8, 2, True)
     assert {row["kind"] for row in told["tensors"]} == {"weight", "exp_avg", "exp_avg_sq", "step"}
     assert told["optimizers"] == ["torch.optim.adamw.AdamW"]
 
 
 def test_inspect_names_the_file_that_is_damaged(saved, capfd):
-    data = saved / "step-00000002" / "__1_0.distcp"
+    data = saved.folder / "step-00000008" / "__1_0.distcp"
     before = data.read_bytes()
     data.write_bytes(before[:1000] + b"x" + before[1001:])
     try:
-        assert main(["inspect", str(saved)]) == 0  # sizes are right
-        assert main(["inspect", str(saved), "--verify"]) == 1
+        assert main(["inspect", str(saved.folder)]) == 0  # sizes are right
+        assert main(["inspect", str(saved.folder), "--verify"]) == 1
         assert "__1_0.distcp" in capfd.readouterr().err
     finally:
         data.write_bytes(before)
 
 
 def test_export_writes_safetensors(saved, tmp_path, capsys):
-    assert main(["export", str(saved), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert main(["export", str(saved.folder), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
     assert "37 tensors" in capsys.readouterr().out
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 1_700_000
     flags = ["--max-shard-size", "500KB", "--json"]
-    assert main(["export", str(saved), str(tmp_path / "more"), *flags]) == 0
+    assert main(["export", str(saved.folder), str(tmp_path / "more"), *flags]) == 0
     assert len(json.loads(capsys.readouterr().out)["files"]) > 3
 
 
@@ -164,7 +177,7 @@ def test_export_writes_safetensors(saved, tmp_path, capsys):
      (["--max-shard-size", "0MB"], "to be a size")],
 )  # fmt: skip
 def test_export_refuses_flags_it_does_not_know(saved, tmp_path, capsys, flags, told):
-    assert main(["export", str(saved), str(tmp_path / "out"), *flags]) == 2
+    assert main(["export", str(saved.folder), str(tmp_path / "out"), *flags]) == 2
     assert told in capsys.readouterr().err
 
 
