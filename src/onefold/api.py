@@ -31,6 +31,7 @@ from onefold.ledger import Ledger
 from onefold.offloading import Wish, offload_together
 from onefold.reporting import Report, UnitLine, copied, snapshot
 from onefold.runtime import summon
+from onefold.runtime.activations import SavedActivations
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import install
 from onefold.runtime.joining import adopt_later, bind, check_state, replace_parameters
@@ -126,6 +127,9 @@ def shard(  # noqa: PLR0913 - the contract
         module, built, setting, stage=stage, steps_in_backward=job.offload.step_in_backward
     )
     engine.told = offloading.told
+    if setting.tiers.scratch is not None:
+        weights = [buffer.tensor for unit in built for buffer in (unit.weight, unit.full)]
+        engine.saved = SavedActivations(setting.tiers.scratch, device, weights, module)
     module.__dict__[ENGINE] = engine
     install(engine, module, dict(zip(built, [plan.modules for plan in job.plans], strict=True)))
     guards.install(module, engine)

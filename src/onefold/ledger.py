@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from threading import Lock
+from threading import RLock
 
 
 class Kind(StrEnum):
@@ -51,7 +51,8 @@ class Ledger:
     steps: int = 0
     total: Usage = field(default_factory=Usage)
     _mark: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
-    _counting: Lock = field(default_factory=Lock)  # workers take slots
+    # workers take slots; and a garbage collection in a locked line may end leases of its own
+    _counting: RLock = field(default_factory=RLock)
 
     def add(self, kind: Kind, tier: str, nbytes: int) -> None:
         """Count `nbytes` as allocated (negative: freed)."""

@@ -26,8 +26,9 @@ from onefold.runtime.optimizer import steps_elements
 from onefold.runtime.rules import moments_after_first_step, rule_of
 from onefold.state.setting import Tiers
 from onefold.tier.device import DeviceStore
-from onefold.tier.disk import DiskStore
+from onefold.tier.disk import DiskStore, SwapFile
 from onefold.tier.host import HostStore
+from onefold.tier.scratch import DiskScratch, HostScratch, Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import PAGE_NBYTES, Store
 from onefold.tier.workers import Workers, cores_of
@@ -38,6 +39,9 @@ NUM_FETCHERS = 2
 
 NUM_DISK_STEPPERS = 4
 """Where blocks are fetched and flushed most threads wait: measured best of 2 to 8."""
+
+NUM_MOVERS = 4
+"""Threads that write and read activations: requests that the disk has at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +281,26 @@ def _build(
         stores["disk"] = DiskStore(offload.paths, group.rank, budget.disk)
     is_far = any(each.is_far for each in stores.values())
     num_steppers = max(len(cores), NUM_DISK_STEPPERS) if is_far else len(cores)
+    slots = SlotPool(ledger)
     return Tiers(
         weight=stores[offload.parameters],
         state=stores[offload.optimizer],
-        slots=SlotPool(ledger),
+        slots=slots,
         fetchers=Workers(NUM_FETCHERS, "onefold-fetch"),
         steppers=Workers(num_steppers, "onefold-step", cores),
+        scratch=_scratch(offload, store.device, slots, ledger, group, cores),
     )
+
+
+def _scratch(
+    offload: Offload, device: torch.device, slots: SlotPool, ledger: Ledger, group: Group,
+    cores: tuple[int, ...],
+) -> Scratch | None:  # fmt: skip
+    """Where activations go; None if they stay, or would only move within the same memory."""
+    if offload.activations == "disk":
+        files = [SwapFile(path, group.rank) for path in offload.paths]
+        workers = Workers(NUM_MOVERS, "onefold-activation", cores)
+        return DiskScratch(files, workers, slots, device, ledger)
+    if offload.activations == "cpu" and device.type != "cpu":
+        return HostScratch(device, ledger)
+    return None

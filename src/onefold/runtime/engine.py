@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from onefold.errors import StateError, expected
-from onefold.ledger import Kind, Ledger
+from onefold.ledger import Kind
+from onefold.runtime.activations import SavedActivations
 from onefold.runtime.early import EarlySteps
 from onefold.runtime.reducer import Reducer
 from onefold.runtime.schedule import Phase, Schedule
@@ -38,7 +39,6 @@ from onefold.state.gradient import UnitGradient
 from onefold.state.parameter import UnitParameter
 from onefold.state.setting import Setting
 from onefold.state.unit import Unit
-from onefold.wire.collectives import Group
 
 
 def in_backward() -> bool:
@@ -82,9 +82,9 @@ class Engine:
         self.units = units
         self.setting = setting
         self.stage = stage
+        self.saved: SavedActivations | None = None  # where they leave the device
         self.told = ""  # what is offloaded
-        self.ledger: Ledger = setting.ledger
-        self.group: Group = setting.transport.group
+        self.ledger, self.group = setting.ledger, setting.transport.group
         for unit in units:
             unit.gradient = UnitGradient(unit)
             unit.keeps_bytes = not self.rests_after_backward
@@ -93,8 +93,7 @@ class Engine:
         self.schedule = Schedule([unit for unit in units if not unit.is_tiled])
         self.steppers: WeakSet[Stepper] = WeakSet()
         self.early = EarlySteps(ref(self), is_active=steps_in_backward)
-        reduced = {u: g for u, g in self.gradients.items() if not u.is_tiled}
-        self.reducer = Reducer(reduced, self.early.note_reduced)
+        self.reducer = Reducer(self.gradients, self.early.note_reduced)
         self.forward_depth = 0
         self.is_accumulating = False
         self.is_summoned = False
@@ -318,7 +317,7 @@ class Engine:
 
     @property
     def defers_reduction(self) -> bool:
-        """True for a micro-batch that is not the last, where partial gradients may rest."""
+        """True for a micro-batch that is not the last, where partial gradients rest."""
         return self.is_accumulating and self.stage < 3
 
     def on_grad(self, parameter: UnitParameter) -> None:

@@ -46,6 +46,8 @@ class ModuleHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         engine = self.engine
         if self.is_root:
+            if engine.saved is not None:
+                engine.saved.begin()
             engine.begin_forward()
         self._calls.append([engine.enter(unit) for unit in self.units])
         if self.compute is None or engine.is_summoned:
@@ -53,6 +55,8 @@ class ModuleHooks:
         return cast_floating(args, self.compute), cast_floating(kwargs, self.compute)
 
     def post_forward(self, module: nn.Module, args: object, outputs: object) -> None:
+        if self.is_root and self.engine.saved is not None:
+            self.engine.saved.end()
         if sys.exception() is None:
             self._leave(module, outputs)
             return

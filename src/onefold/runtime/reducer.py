@@ -23,8 +23,9 @@ class Reducer:
         on_reduced: Callable[[UnitGradient], None],
     ) -> None:
         self._on_reduced = on_reduced
-        # the last unit of the module is the first that backward is through with
-        self._order = list(gradients.values())[::-1]
+        # the last unit of the module is the first that backward is through with; tiled ones
+        # are reduced tile by tile, where they are used
+        self._order = [g for unit, g in gradients.items() if not unit.is_tiled][::-1]
         self._in_flight: deque[tuple[UnitGradient, Ticket]] = deque()
         self._landed: UnitGradient | None = None  # the last; at stage 0 its rows are spreading
         self._finishes_alone = all(unit.setting.is_sharded for unit in gradients)

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from onefold.ledger import Ledger
+from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import Store
 from onefold.tier.workers import Workers
@@ -23,6 +24,7 @@ class Tiers:
     slots: SlotPool
     fetchers: Workers  # bring own rows of weights
     steppers: Workers  # step units in blocks
+    scratch: Scratch | None = None  # where activations go
 
 
 @dataclass(frozen=True, slots=True)
