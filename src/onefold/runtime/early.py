@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Protocol
 from weakref import ReferenceType
 
-from onefold.errors import StateError, expected
+from onefold.errors import StateError, TierError, expected
 from onefold.state.gradient import UnitGradient
 from onefold.state.unit import Unit
 
@@ -78,9 +78,15 @@ class EarlySteps:
         self._is_torn = self._is_torn or bool(self._stepped)
         self.end()
 
-    def check_whole(self, rank: int) -> None:
-        """Raise `StateError` if a backward failed after it had stepped some of the units."""
+    def check_whole(self, rank: int, failures: Iterable[TierError | None]) -> None:
+        """Raise `StateError` if a backward failed after it had stepped some of the units.
+
+        Or the failure of a tier that was the reason, which stays.
+        """
         if self._is_torn:
+            for failure in failures:
+                if failure is not None:
+                    raise failure
             raise StateError(
                 expected(
                     "a backward that ran to its end, as it steps units on its way",

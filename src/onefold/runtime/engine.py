@@ -155,7 +155,7 @@ class Engine:
         if self.forward_depth == 0 and not in_backward():
             if self._is_backward:
                 self.abort_backward()
-            self.early.check_whole(self.group.rank)
+            self.early.check_whole(self.group.rank, (unit.failure for unit in self.units))
             for stepper in list(self.steppers):
                 stepper.recover()
             if not self._is_checked:
@@ -373,7 +373,7 @@ class Engine:
         """The optimizer is about to step: masters follow edited weights, everything rests."""
         if self._is_backward:
             self.abort_backward()
-        self.early.check_whole(self.group.rank)
+        self.early.check_whole(self.group.rank, (unit.failure for unit in self.units))
         self.early.end()
         self.rest()
         for gradient in self.gradients.values():
