@@ -235,6 +235,37 @@ def test_gradients_of_gradients_are_the_same(tmp_path):
     assert_equal(grads_of(module, batch(True), disk, second), wanted)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_cells_that_change_parts_of_a_storage_in_place_are_the_same(tmp_path, kind):
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = kind(WIDTH, 12, num_layers=2, bidirectional=True, batch_first=True)
+
+        def forward(self, x):
+            return self.cell(x)[0]
+
+    module = seeded(Cell)
+    disk = Disk([tmp_path], module, limits=EAGER)
+    wanted = grads_of(module, batch(True))
+    for _ in range(2):
+        assert_equal(grads_of(module, batch(True), disk), wanted)
+
+
+def test_parts_with_counters_of_their_own_are_told_apart(tmp_path):
+    disk = Disk([tmp_path], limits=EAGER)
+    parts = torch.zeros(ROWS, 2 * WIDTH).unsafe_chunk(2, 1)
+    with disk.around():
+        outs = []
+        for value, part in enumerate(parts):
+            part.fill_(value + 1.0)
+            outs.append(Keeper.apply(torch.ones(1, requires_grad=True), part))
+            disk.settle()
+    for value, out in enumerate(outs):
+        out.sum().backward()
+        assert bool((Keeper.seen[0] == value + 1.0).all())
+
+
 class Keeper(torch.autograd.Function):
     """Shows what backward gets of what forward saved."""
 

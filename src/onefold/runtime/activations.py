@@ -30,7 +30,7 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onefold.errors import StateError, TierError, expected
@@ -86,9 +86,17 @@ class SavedBytes:
         self.nbytes = len(near)
         self.walk = walk
 
-    def is_unchanged(self) -> bool:
-        """True if the bytes are those that were saved, as far as torch counts."""
-        return self._counter._version == self._version
+    def is_same(self, counter: Tensor) -> bool:
+        """True if the bytes are still those that were saved, and `counter` would tell a change.
+
+        Parts of one storage may have counters of their own (`unsafe_chunk`, in recurrent cells):
+        then equal versions say nothing. torch shows only by counting whether two are one.
+        """
+        if self._counter._version != self._version:
+            return False
+        with torch.autograd._unsafe_preserve_version_counter(self._counter):
+            increment_version(self._counter)
+            return counter._version != self._version
 
     def leave(self, scratch: Scratch) -> Transfer | None:
         """Begin to write; the memory goes when that is over. Raises `TierError` without room."""
@@ -301,7 +309,7 @@ class SavedActivations:
             counter = tensor.detach()
             counter.data = self._nothing  # keeps the counter, and lets go of the bytes
             saved = self._known.get(key)
-            if saved is None or not saved.is_unchanged():
+            if saved is None or not saved.is_same(counter):
                 near = torch.empty(0, dtype=torch.uint8, device=self._device)
                 near.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
                 saved = self._known[key] = SavedBytes(near, counter, self._walk)
