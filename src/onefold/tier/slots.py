@@ -77,3 +77,6 @@ class SlotPool:
             yield slot
         finally:
             self.give(slot)
+
+    def __del__(self) -> None:
+        self._ledger.add(Kind.STAGING, "cpu", -sum(slot.nbytes for slot in self._free))
