@@ -21,9 +21,9 @@ in 4 KiB pages are too many, and are split. A step from disk: 2.9 instead of 1.5
 class Slot:
     """One piece of host memory, in huge pages where the system has them."""
 
-    __slots__ = ("_mapping", "_start", "nbytes")
+    __slots__ = ("_ledger", "_mapping", "_start", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, ledger: Ledger) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self.nbytes = round_up(max(1, nbytes), mmap.PAGESIZE)
         self._mapping = mmap.mmap(-1, self.nbytes + HUGE_NBYTES, flags)
@@ -31,6 +31,11 @@ class Slot:
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._start = -whole.data_ptr() % HUGE_NBYTES
+        self._ledger = ledger
+        ledger.add(Kind.STAGING, "cpu", self.nbytes)
+
+    def __del__(self) -> None:
+        self._ledger.add(Kind.STAGING, "cpu", -self.nbytes)
 
     def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
         """Its bytes from `start` as a flat tensor [numel]."""
@@ -60,9 +65,7 @@ class SlotPool:
                 slot = min(fitting, key=lambda slot: slot.nbytes)
                 self._free.remove(slot)
                 return slot
-            slot = Slot(nbytes)
-            self._ledger.add(Kind.STAGING, "cpu", slot.nbytes)
-            return slot
+            return Slot(nbytes, self._ledger)
 
     def give(self, slot: Slot) -> None:
         """Back for the next; nothing may use its tensors any more."""
@@ -77,6 +80,3 @@ class SlotPool:
             yield slot
         finally:
             self.give(slot)
-
-    def __del__(self) -> None:
-        self._ledger.add(Kind.STAGING, "cpu", -sum(slot.nbytes for slot in self._free))
