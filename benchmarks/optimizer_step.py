@@ -128,18 +128,26 @@ def deepspeed_steps(numel: int) -> dict[str, Contestant]:
     }
 
 
-def onefold_steps(numel: int) -> dict[str, Contestant]:
-    """The engine's step: every rank's shards have `numel` elements together."""
+def sharded_layers(
+    numel: int, dtype: torch.dtype, *, stage: int, offload: object = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Layers with gradients, a unit each: every rank's shards have `numel` elements together."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rows = numel * world_size // (NUM_LAYERS * COLUMNS)
+    layers = [nn.Linear(COLUMNS, rows, bias=False, dtype=dtype) for _ in range(NUM_LAYERS)]
+    module = nn.ModuleList(layers)
+    optimizer = torch.optim.AdamW(module.parameters(), **OPTIONS)
+    onefold.shard(module, optimizer, stage=stage, offload=offload)
+    x = torch.randn(1, COLUMNS, dtype=dtype)
+    torch.stack([layer(x).float().mean() for layer in module]).sum().backward()
+    return module, optimizer
+
+
+def onefold_steps(numel: int) -> dict[str, Contestant]:
+    """The engine's step."""
 
     def stepper(dtype: torch.dtype) -> Callable[[], object]:
-        rows = numel * world_size // (NUM_LAYERS * COLUMNS)
-        layers = [nn.Linear(COLUMNS, rows, bias=False, dtype=dtype) for _ in range(NUM_LAYERS)]
-        module = nn.ModuleList(layers)
-        optimizer = torch.optim.AdamW(module.parameters(), **OPTIONS)
-        onefold.shard(module, optimizer, stage=2)
-        x = torch.randn(1, COLUMNS, dtype=dtype)
-        torch.stack([layer(x).float().mean() for layer in module]).sum().backward()
+        _, optimizer = sharded_layers(numel, dtype, stage=2)
         optimizer.step()  # makes the moments
         return optimizer.step
 
@@ -152,16 +160,23 @@ def onefold_steps(numel: int) -> dict[str, Contestant]:
 def contestants(numel: int, rank: int) -> tuple[dict[str, Contestant], dict[str, str]]:
     """Everyone who can run here, and why DeepSpeed cannot if it cannot."""
     found = ceilings(numel) | torch_steps(numel)
+    theirs, missing = deepspeed_steps_or_why(numel, rank)
+    return found | theirs | onefold_steps(numel), missing
+
+
+def deepspeed_steps_or_why(numel: int, rank: int) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """DeepSpeed's steps if they can be had here, and why not otherwise. Every rank calls it."""
+    found: dict[str, Contestant] = {}
     missing: dict[str, str] = {}
     if rank > 0:  # DeepSpeed compiles on the first rank, and the others find it done
         _barrier()
     try:
-        found |= deepspeed_steps(numel)
+        found = deepspeed_steps(numel)
     except (ImportError, RuntimeError) as error:
         missing["DeepSpeedCPUAdam"] = str(error).strip().splitlines()[-1]
     if rank == 0:
         _barrier()
-    return found | onefold_steps(numel), missing
+    return found, missing
 
 
 def measure(

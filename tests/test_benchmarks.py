@@ -15,12 +15,13 @@ from pathlib import Path
 
 import checkpoint
 import gpu
+import offload
 import peers
 import pytest
 import readme
-from contest import keeping, summary
+from contest import bounds, keeping, summary, swapping
 from contest.case import Case
-from contest.engines import ENGINES
+from contest.engines import ENGINES, offloaded
 from contest.laws import held_nbytes, laws, sent_nbytes
 from contest.results import path_of, provenance, write
 from contest.world import RunError
@@ -246,3 +247,116 @@ def test_the_checkpoint_benchmark_measures_the_disk_and_this_library(tmp_path):
     assert {"saved", "durable", "copied", "loaded", "save_extra", "load_extra"} <= found[0].keys()
     assert found[0]["nbytes"] > 12 * 7_000_000
     assert found[0]["save_extra"] < 28e6  # one unit
+
+
+def test_what_fio_and_the_kernel_tell_is_read():
+    ways = {
+        "read": {"io_bytes": 600, "runtime": 1000, "bw_bytes": 0},
+        "write": {"io_bytes": 400, "runtime": 2000, "bw_bytes": 0},
+    }
+    told = "fio: a warning\n" + json.dumps({"fio version": "fio-3.33", "jobs": [ways]})
+    moved = bounds.fio_transfer(told)
+    assert (moved.nbytes, moved.seconds, moved.rate) == (1000, 2.0, 500.0)
+    counts = "rchar: 9\nwchar: 8\nread_bytes: 4096\nwrite_bytes: 8192\ncancelled_write_bytes: 0\n"
+    assert bounds.disk_counts(counts) == (4096, 8192)
+
+
+def test_a_step_from_disk_is_told_beside_the_disk_and_the_formula():
+    rank = {"rounds": [{"seconds": 2.0, "read_nbytes": 240, "written_nbytes": 250}] * 3,
+            "threads": 8, "units": 8, "slots": 5, "resident": 7}  # fmt: skip
+    faster = {**rank, "rounds": [{**each, "seconds": 1.0} for each in rank["rounds"]]}
+    for each in rank["rounds"]:
+        each["disk_rate"] = 480.0
+    case = offload.disk_case([rank, faster], 10, 2)  # 2 x 10 elements in all, 2 steps
+    judged = bounds.disk_bounds(case | {"disk": "fio"})
+    assert [(b.what, b.spread.median, b.holds) for b in judged] == [
+        ("2 ranks: GB/s / fio", 1.0, True),
+        ("2 ranks: bytes read / formula", 1.0, True),
+        ("2 ranks: bytes written / formula", pytest.approx(1.0417, abs=1e-3), False),
+    ]
+
+
+def test_a_bound_is_on_the_median_and_says_what_is_wanted():
+    spread = summary.Spread.of([0.7, 0.9, 2.0])
+    low, high = bounds.Bound("", spread, at_least=0.85), bounds.Bound("", spread, at_most=0.6)
+    both = bounds.Bound("", spread, at_least=0.98, at_most=1.02)
+    assert [(b.wanted, b.holds) for b in (low, high, both)] == [
+        (">= 0.85", True), ("<= 0.6", False), ("0.98 to 1.02", False)
+    ]  # fmt: skip
+    assert low.as_dict()["high"] == 2.0
+
+
+def test_hidden_seconds_are_those_beyond_the_same_step_on_the_device():
+    step = {"device, clipped": 1.0, "settled, clipped": 2.0, "overlapped, clipped": 1.25,
+            "device": 0.75, "in backward": 1.5}  # fmt: skip
+    hidden, early = bounds.hiding_bounds([step] * 3)
+    assert (hidden.spread.median, hidden.holds) == (0.25, True)
+    assert (early.spread.median, early.holds) == (0.75, False)
+
+
+def test_steps_in_memory_are_compared_with_those_that_take_the_same_gradients():
+    seconds = {
+        "fused": [1.0, 1.0], "onefold offloaded, fp32": [0.5, 1.0],
+        "onefold offloaded, bf16": [1.0, 1.0], "DeepSpeedCPUAdam between casts, bf16": [2.0, 2.0],
+    }  # fmt: skip
+    case = {"name": "1 x 2", "seconds": seconds}
+    judged = bounds.step_bounds(case, "fused", offload.OURS)
+    assert [(b.spread.median, b.wanted, b.holds) for b in judged] == [
+        (1.5, ">= 0.8", True), (1.0, ">= 0.8", True), (2.0, ">= 1.8", True)
+    ]  # fmt: skip
+    del seconds["DeepSpeedCPUAdam between casts, bf16"]
+    assert len(bounds.step_bounds(case, "fused", offload.OURS)) == 2
+
+
+def test_offloading_is_compared_in_the_same_stage_and_tier():
+    assert {name for name in offloaded("") if name.startswith("onefold")} == {
+        f"onefold {stage} {tier}" for stage, tiers in bounds.PAIRS.items() for tier in tiers
+    }
+    assert not offloaded("").keys() & ENGINES.keys()
+    found = {"onefold 3 disk": ranks(1.0, 2.0, 100), "deepspeed 3 disk": ranks(2.0, 2.0, 400)}
+    judged = bounds.peer_bounds([found] * 2)
+    assert [(b.spread.median, b.holds) for b in judged] == [(0.5, True), (1.0, False), (0.25, True)]
+    assert all(b.what.startswith("onefold 3 disk / deepspeed 3 disk: ") for b in judged)
+
+
+def test_a_peers_error_is_one_line():
+    told = "Traceback (most recent call last):\n  File ...\nRuntimeError: no libaio\n\n"
+    assert bounds.error_line(told) == "RuntimeError: no libaio"
+    assert bounds.error_line("a rank ended without a result") == "a rank ended without a result"
+
+
+def test_what_the_command_prints_of_a_large_model_is_read():
+    told = {
+        "job": {"clip": 1.0}, "losses": [5.0, 4.0], "seconds": 9.0, "num_parameters": 100,
+        "memory": [{"rank": 0, "resident_peak": 300}, {"rank": 1, "resident_peak": 200}],
+    }  # fmt: skip
+    row = bounds.big_row(told)
+    assert (row["resident_peak"], row["peak_per_parameter"]) == ([300, 200], 3.0)
+
+
+def test_sections_of_one_day_are_kept_together(tmp_path):
+    path = tmp_path / "a.json"
+    offload.keep(path, "overlap", {"size": "medium", "bounds": []})
+    offload.keep(path, "big", {"model": "large", "bounds": []})
+    found = json.loads(path.read_text())
+    assert {"date", "machine", "versions"} <= found.keys()
+    assert found["sections"]["overlap"]["size"] == "medium"
+    assert all({"command", "commit"} <= each.keys() for each in found["sections"].values())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_disk_is_measured_without_fio_too(tmp_path):
+    moved = swapping.plain_transfer(tmp_path, 2, 16 << 20)
+    assert moved.nbytes == 16 << 20
+    assert moved.seconds > 0
+
+
+@pytest.mark.process
+def test_steps_from_disk_move_the_bytes_of_the_formula(tmp_path):
+    """One small round, by the kernel's own count."""
+    numel = 8 << 17
+    told = checkpoint.run_ranks(2, swapping.step_from_disk, 2, numel, 1, 1, str(tmp_path))
+    case = offload.disk_case(told, numel, 1) | {"disk": "the disk"}
+    _, read, written = bounds.disk_bounds(case)
+    assert read.spread.median == pytest.approx(1, abs=0.02)
+    assert written.spread.median == pytest.approx(1, abs=0.02)

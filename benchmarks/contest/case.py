@@ -34,6 +34,7 @@ class Size:
 SIZES = {
     "tiny": Size(4, 256, 8, rows=4, positions=128, steps=20),  # 3 M parameters
     "small": Size(8, 768, 12, rows=4, positions=128, steps=4),  # 57 M
+    "medium": Size(8, 384, 6, rows=8, positions=128, steps=4),  # 14 M
     "wide": Size(2, 1536, 12, rows=4, positions=128, steps=4),  # 57 M in few large layers
     "deep": Size(48, 256, 8, rows=4, positions=128, steps=4),  # 38 M in many small layers
     "large": Size(24, 1024, 16, rows=4, positions=512, steps=10),  # 302 M, for a GPU

@@ -112,18 +112,27 @@ def zero_redundancy(case: Case, model: nn.Module) -> Contestant:
     return Contestant(step)
 
 
-def fsdp2(case: Case, model: nn.Module, *, reshard: bool) -> Contestant:
+def fsdp2(case: Case, model: nn.Module, *, reshard: bool, is_offloaded: bool = False) -> Contestant:
     """Torch fully_shard on every block and the root; `reshard` frees weights after forward."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     policy = MixedPrecisionPolicy()
     if case.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(case.device, (dist.get_world_size(),))
+    options = {
+        "mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if is_offloaded else OffloadPolicy(),
+    }  # fmt: skip
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     if reshard:  # gradients leave with every micro-batch, or they would be held whole
         return Contestant(ordinary_step(case, model, adamw(model)))
 
@@ -137,23 +146,35 @@ def fsdp2(case: Case, model: nn.Module, *, reshard: bool) -> Contestant:
     return Contestant(ordinary_step(case, model, adamw(model), not_last=NotLast))
 
 
-def deepspeed(case: Case, model: nn.Module, *, stage: int) -> Contestant:
-    """DeepSpeed with torch's fused AdamW, its defaults otherwise."""
+def deepspeed(
+    case: Case, model: nn.Module, *, stage: int, offload: dict[str, Any] | None = None
+) -> Contestant:
+    """DeepSpeed with torch's fused AdamW, or its own on the CPU where it offloads.
+
+    `offload` is what its section about ZeRO says beside the stage; all else is its default.
+    """
     import deepspeed as ds
 
-    engine, *_ = ds.initialize(
-        model=model,
-        optimizer=adamw(model),
-        config={
-            "train_micro_batch_size_per_gpu": case.shape.rows,
-            "gradient_accumulation_steps": case.accumulate,
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": case.dtype == "bf16"},
-            "gradient_clipping": 0.0,  # it clips at 1.0 unless told otherwise
-            "steps_per_print": 10**9,
-        },
-    )
+    config = {
+        "train_micro_batch_size_per_gpu": case.shape.rows,
+        "gradient_accumulation_steps": case.accumulate,
+        "zero_optimization": {"stage": stage, **(offload or {})},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": case.dtype == "bf16"},
+        "gradient_clipping": 0.0,  # it clips at 1.0 unless told otherwise
+        "steps_per_print": 10**9,
+    }
+    optimizer: torch.optim.Optimizer
+    if offload is None:
+        optimizer = adamw(model)
+    else:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        # left to itself, it swaps fp32 weights out as bf16 on a CPU
+        if "offload_param" in offload and case.dtype == "fp32":
+            ds.zero.Init(module=model, config_dict_or_path=config)
+        optimizer = DeepSpeedCPUAdam(model.parameters(), lr=LR, weight_decay=0.01)
+    engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(micro_batches: Batches) -> float:
         total = torch.zeros((), device=case.device)
@@ -167,13 +188,13 @@ def deepspeed(case: Case, model: nn.Module, *, stage: int) -> Contestant:
     return Contestant(step, engine=engine)
 
 
-def onefold(case: Case, model: nn.Module, *, stage: int) -> Contestant:
+def onefold(case: Case, model: nn.Module, *, stage: int, offload: str | None = None) -> Contestant:
     """This library."""
     import onefold as library
 
     optimizer = adamw(model)
     precision = "bf16" if case.dtype == "bf16" else None
-    library.shard(model, optimizer, stage=stage, precision=precision)
+    library.shard(model, optimizer, stage=stage, precision=precision, offload=offload)
 
     def ledger() -> dict[str, int]:
         report = library.report(model)
@@ -210,3 +231,50 @@ ENGINES = {
 }
 """In the order of their turns: those that are compared are neighbours, so that what the machine
 does for a minute touches both."""
+
+
+CPU_OFFLOAD = {"device": "cpu", "pin_memory": False}
+SWAPPED_NUMEL = 8_000_000
+"""Elements of a step of DeepSpeed's from disk. Its default of 1e9 holds all states in memory."""
+
+
+def nvme_offload(model: nn.Module, folder: str) -> dict[str, Any]:
+    """DeepSpeed's states and parameters on disk, with buffers as small as the model allows.
+
+    Its defaults are sized for models of many billions: 2 GB of buffers a rank for parameters.
+    """
+    largest = max(p.numel() for p in model.parameters())
+    where = {"device": "nvme", "nvme_path": folder, "pin_memory": False}
+    return {
+        "offload_optimizer": where,
+        "offload_param": {**where, "buffer_size": largest, "buffer_count": 5},
+        "sub_group_size": SWAPPED_NUMEL,
+    }
+
+
+def offloaded(folder: str) -> dict[str, Engine]:
+    """The contestants with states off the device, by name: stage and tier. `folder` is on disk."""
+    on_cpu = {"offload_optimizer": CPU_OFFLOAD}
+
+    def ours(stage: int, offload: str) -> Callable[[Case, nn.Module], Contestant]:
+        return lambda case, model: onefold(case, model, stage=stage, offload=offload)
+
+    def theirs(stage: int) -> Callable[[Case, nn.Module], Contestant]:
+        return lambda case, model: deepspeed(case, model, stage=stage, offload=on_cpu)
+
+    def from_disk(case: Case, model: nn.Module) -> Contestant:
+        return deepspeed(case, model, stage=3, offload=nvme_offload(model, folder))
+
+    def fully_sharded(case: Case, model: nn.Module) -> Contestant:
+        return fsdp2(case, model, reshard=True, is_offloaded=True)
+
+    engines = (
+        Engine("onefold 2 cpu", "onefold", ours(2, "optimizer")),
+        Engine("deepspeed 2 cpu", "deepspeed", theirs(2)),
+        Engine("onefold 3 cpu", "onefold", ours(3, "cpu")),
+        Engine("deepspeed 3 cpu", "deepspeed", theirs(3)),
+        Engine("fsdp2 cpu", "torch", fully_sharded),
+        Engine("onefold 3 disk", "onefold", ours(3, f"disk:{folder}")),
+        Engine("deepspeed 3 disk", "deepspeed", from_disk),
+    )
+    return {engine.name: engine for engine in engines}

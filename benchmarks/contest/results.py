@@ -68,11 +68,12 @@ def rounded(value: Any) -> Any:
 
 
 def _command() -> str:
-    """As typed in the root of a checkout: where it lies, and where results go, is left out."""
+    """As typed in the root of a checkout; no folder of this machine is told."""
     script, *arguments = sys.argv
-    if "--results" in arguments:
-        at = arguments.index("--results")
-        del arguments[at : at + 2]
+    for option in ("--results", "--folder"):
+        if option in arguments:
+            at = arguments.index(option)
+            del arguments[at : at + 2]
     return " ".join(["python", f"benchmarks/{Path(script).name}", *arguments])
 
 

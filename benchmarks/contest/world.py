@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from contest.case import WARMUP_STEPS, Case, batches, build_model, touch_libraries
-from contest.engines import ENGINES
+from contest.engines import ENGINES, Engine, offloaded
 from contest.summary import Round
 
 PRELOAD = [
@@ -75,9 +75,14 @@ def one_round(
     return found
 
 
-def run(case: Case, engine: str, *, timeout: float = 600.0) -> list[dict[str, Any]]:
-    """Train with fresh ranks and return what each measured, as plain dicts in rank order."""
-    return run_ranks(case.ranks, _train, case, engine, timeout=timeout)
+def run(
+    case: Case, engine: str, *, folder: str = "", timeout: float = 600.0
+) -> list[dict[str, Any]]:
+    """Train with fresh ranks and return what each measured, as plain dicts in rank order.
+
+    `folder` is where the engines that offload to disk may write.
+    """
+    return run_ranks(case.ranks, _train, case, engine, folder, timeout=timeout)
 
 
 def run_ranks(
@@ -154,17 +159,16 @@ def _silence() -> None:
     os.dup2(nowhere, 2)
 
 
-def _train(rank: int, case: Case, engine: str) -> dict[str, Any]:
+def _train(rank: int, case: Case, engine: str, folder: str) -> dict[str, Any]:
     if case.device == "cuda":
         os.environ["LOCAL_RANK"] = "0"  # all ranks share the one device
     if case.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    return asdict(_measure(case, engine, rank))
+    return asdict(_measure(case, (ENGINES | offloaded(folder))[engine], rank))
 
 
-def _measure(case: Case, engine: str, rank: int) -> Rank:
+def _measure(case: Case, chosen: Engine, rank: int) -> Rank:
     torch.set_num_threads(case.threads)
-    chosen = ENGINES[engine]
     if chosen.package == "deepspeed":
         __import__("deepspeed").init_distributed(dist_backend=case.backend)
     elif case.ranks > 1:
