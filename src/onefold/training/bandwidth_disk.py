@@ -22,6 +22,7 @@ from torch import Tensor
 from onefold.config import Offload
 from onefold.environment import free_host_nbytes
 from onefold.errors import ConfigError, expected
+from onefold.ledger import Ledger
 from onefold.offloading import NUM_DISK_STEPPERS, is_memory
 from onefold.runtime.blocks import BLOCK_NUMEL
 from onefold.tier.disk import DiskStore, SwapFile
@@ -116,7 +117,7 @@ def _nbytes_at(file: SwapFile, offset: int) -> int:
 
 def _own_pages(nbytes: int) -> Tensor:
     """Memory as the engine's blocks pass through it."""
-    return Slot(nbytes).tensor(nbytes // 4, torch.float32)
+    return Slot(nbytes, Ledger()).tensor(nbytes // 4, torch.float32)
 
 
 def _huge_pages(nbytes: int) -> Tensor:
