@@ -1,13 +1,20 @@
 """The comparison on one CUDA device, in one call of less than 8 minutes.
 
     python benchmarks/gpu.py
+    python benchmarks/gpu.py offload                                     states in CPU memory
     python benchmarks/gpu.py --device cpu --sizes tiny --seconds 60      the same path without one
+    python benchmarks/gpu.py offload --device cpu --sizes tiny
 
 World 1 in fp32 and bf16, and 2 ranks that share the device over gloo, where every message waits for
 streams on both sides: an ordering mistake shows in the losses. Those of every engine are compared
 with a run on the CPU. Rounds interleave the engines as in benchmarks/peers.py; peak bytes are the
 device allocator's. What is finished when the time is up is shown and written to
 `benchmarks/results/DATE-gpu.json`; the exit status is 1 if one of our runs failed or disagrees.
+
+With `offload`: one rank in bf16, optimizer states in CPU memory, this library beside DeepSpeed's
+ZeRO-Offload, FSDP2's CPUOffloadPolicy and torchao's CPUOffloadOptimizer (those that are installed),
+1.3 to 7 billion parameters, the largest that each trains; tokens/s, bytes of the device and of the
+host. In `DATE-gpu-offload.json`.
 """
 
 from __future__ import annotations
@@ -15,28 +22,33 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from contest.case import SIZES, Case
-from contest.engines import ENGINES
+from contest.engines import ENGINES, offloaded
 from contest.results import RESULTS, provenance, rounded
 from contest.show import show_case
 from contest.summary import Round, base_of, curve, distance
 from contest.world import RunError, one_round, run
 from rich.console import Console
+from rich.table import Table
 
 ROUNDS = 3
 CPU_STEPS = 2  # beside the warm-up's: what is compared
 TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}
 ALONE = ["plain", "onefold 0", "onefold 1", "onefold 3"]
 TOGETHER = ["ddp", "fsdp2 reshard", "onefold 0", "onefold 1", "onefold 2", "onefold 3"]
+OFFLOADED = ["onefold 2 cpu", "onefold 3 cpu", "deepspeed 2 cpu", "fsdp2 cpu", "torchao cpu"]
+DEFAULT_SIZES = {"engines": "small,large", "offload": "1.3b,7b,2.7b"}  # what matters most, first
 LARGEST_ON_CPU = 100_000_000  # parameters; above, plain torch on the device is the reference
 
 
@@ -58,9 +70,12 @@ class Outcome:
         return not ours and worst <= TOLERANCE[self.case.dtype]
 
 
-def cases(device: str, sizes: list[str]) -> Iterator[tuple[Case, list[str]]]:
-    """Small ones first, so that a slow device still shows something of everything."""
+def cases(what: str, device: str, sizes: list[str]) -> Iterator[tuple[Case, list[str]]]:
+    """In the order given, so that a slow device still shows something of everything."""
     for size in sizes:
+        if what == "offload":
+            yield Case(size, ranks=1, dtype="bf16", device=device, threads=0), OFFLOADED
+            continue
         for dtype in ("fp32", "bf16"):
             yield Case(size, ranks=1, dtype=dtype, device=device, steps=10), ALONE
         if SIZES[size].config.num_layers <= 8:
@@ -78,7 +93,8 @@ def compete(case: Case, engines: list[str], deadline: float, console: Console) -
         if time.monotonic() >= deadline:
             raise OutOfTime
         try:
-            return run(case, name, timeout=deadline - time.monotonic())
+            with tempfile.TemporaryDirectory() as folder:
+                return run(case, name, folder=folder, timeout=deadline - time.monotonic())
         except RunError as error:
             if time.monotonic() >= deadline:
                 raise OutOfTime from error
@@ -112,9 +128,27 @@ def compare(outcome: Outcome, deadline: float, console: Console) -> None:
         outcome.apart[name] = distance(curve(ranks), reference)
 
 
+def throughput(outcome: Outcome) -> Table:
+    """Tokens a second, and where the bytes were."""
+    shape = outcome.case.shape
+    table = Table("engine", "tokens/s", "device GB", "host GB", title=outcome.case.name)
+    for name in outcome.rounds[0]:
+        ranks = [found[name][0] for found in outcome.rounds if name in found]
+        seconds = median(rank["wall_seconds"] for rank in ranks)
+        table.add_row(
+            name,
+            f"{shape.rows * shape.positions / seconds:,.0f}",
+            f"{max(rank['peak_nbytes'] for rank in ranks) / 1e9:.2f}",
+            f"{max(rank['host_peak_nbytes'] for rank in ranks) / 1e9:.2f}",
+        )
+    return table
+
+
 def show(console: Console, outcome: Outcome) -> None:
     """The costs of a case, and whether its losses are right."""
     show_case(console, outcome.case, outcome.rounds)
+    if outcome.rounds and outcome.case.threads == 0:
+        console.print(throughput(outcome))
     if not outcome.rounds:
         return
     for name, apart in outcome.apart.items():
@@ -136,8 +170,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("what", nargs="?", default="engines", choices=list(DEFAULT_SIZES))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--sizes", default="small,large", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--sizes", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -145,16 +180,18 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         console.print("no CUDA device here: nothing was measured")
         return 2
-    unknown = set(options.sizes.split(",")) - set(SIZES)
+    sizes = (options.sizes or DEFAULT_SIZES[options.what]).split(",")
+    unknown = set(sizes) - set(SIZES)
     if unknown:
         parser.error(f"unknown size {', '.join(sorted(unknown))}; known are {', '.join(SIZES)}")
     deadline = time.monotonic() + options.seconds
     is_cuda = options.device == "cuda"
     about = provenance() | {"gpu": torch.cuda.get_device_name() if is_cuda else None}
-    path = options.results / f"{date.today().isoformat()}-gpu.json"
+    name = "gpu" if options.what == "engines" else "gpu-offload"
+    path = options.results / f"{date.today().isoformat()}-{name}.json"
     outcomes: list[Outcome] = []
-    for case, engines in cases(options.device, options.sizes.split(",")):
-        present = [name for name in engines if ENGINES[name].is_installed]
+    for case, engines in cases(options.what, options.device, sizes):
+        present = [name for name in engines if (ENGINES | offloaded(""))[name].is_installed]
         outcome = compete(case, present, deadline, console)
         compare(outcome, deadline, console)
         outcomes.append(outcome)

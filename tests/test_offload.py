@@ -462,6 +462,84 @@ def test_a_backward_that_fails_half_way_leaves_a_module_that_must_be_loaded(tmp_
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_edits_of_narrow_weights_reach_their_masters(in_backward, tmp_path):
+    def body(rank: int, offload: Any) -> Outcome:
+        module, optimizer = build(offload, dtype=torch.bfloat16)
+        losses = train(module, optimizer, batches(1))
+        with torch.no_grad():
+            module.load_state_dict({k: v * 0.5 for k, v in module.state_dict().items()})
+        return outcome(module, optimizer, losses + train(module, optimizer, batches(2, seed=4)))
+
+    offload = Offload("disk", "disk", disk=tmp_path, step_in_backward=in_backward)
+    for a, b in zip(run_ranks(2, body, None), run_ranks(2, body, offload), strict=True):
+        a.assert_same(b)
+
+
+def test_two_optimizers_step_one_unit_in_turn(slow_disk):
+    def body(rank: int, offload: Any) -> list[Tensor]:
+        module = seeded(Tower)
+        weights = [p for p in module.parameters() if p.dim() > 1]
+        others = [p for p in module.parameters() if p.dim() <= 1]
+        pair = [adamw(weights), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+        onefold.shard(module, pair, offload=offload)
+        for batch in batches(3):
+            loss_of(module, batch.chunk(2)[rank]).backward()
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [whole(p) for p in module.parameters()]
+
+    early = Offload("disk", "disk", disk=slow_disk.partition(":")[2], step_in_backward=True)
+    for offload in (slow_disk, early):
+        for a, b in zip(run_ranks(2, body, None), run_ranks(2, body, offload), strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_wait_that_is_interrupted_is_waited_for_again(slow_disk, monkeypatch):
+    module, optimizer = build(slow_disk)
+    loss_of(module, batches(1)[0]).backward()
+    optimizer.step()
+    unit = engine_of(module).units[-1]
+    real = type(unit.pending).wait
+
+    def interrupted(step: Any) -> None:
+        monkeypatch.setattr(type(unit.pending), "wait", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(unit.pending), "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        unit.settle()
+    assert unit.pending is not None
+    got = outcome(module, optimizer, [])
+    wanted, stepped = build(None)
+    loss_of(wanted, batches(1)[0]).backward()
+    stepped.step()
+    got.assert_same(outcome(wanted, stepped, []))
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), ValueError("odd")])
+def test_a_step_that_is_cut_short_by_any_error_stays_an_error(error, tmp_path, monkeypatch):
+    def body(rank: int) -> None:
+        module, optimizer = build(f"disk:{tmp_path}")
+        train(module, optimizer, batches(1))
+        settle(module)
+        with monkeypatch.context() as broken:
+            broken.setattr(blocks._Block, "_step_segment", fail)
+            loss_of(module, batches(1)[0]).backward()
+            optimizer.step()
+            for unit in engine_of(module).units:
+                unit.await_step()
+        for _ in range(2):
+            with pytest.raises(TierError, match=r"(?s)cut short|run to its end"):
+                loss_of(module, batches(1)[0])
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    body(0)
+
+
 # bytes
 
 
@@ -558,6 +636,26 @@ def test_a_deleted_module_gives_back_files_and_memory(tmp_path):
         gc.collect()
         assert alive() is None
         assert not any(held.values()), held
+
+
+def test_a_module_deleted_right_after_a_step_needs_no_collector(tmp_path):
+    module, optimizer = build(f"disk:{tmp_path}")
+    train(module, optimizer, batches(2))
+    ledger = engine_of(module).ledger
+    workers = engine_of(module).setting.tiers.steppers
+    gc.collect()
+    gc.disable()
+    try:
+        del module, optimizer
+        workers.give(lambda: None).finish()
+        for _ in range(100):
+            held = {str(k): u.now for k, u in ledger.usage.items()}
+            if not any(held.values()):
+                break
+            time.sleep(0.05)
+        assert not any(held.values()), held
+    finally:
+        gc.enable()
 
 
 def test_files_are_unlinked_from_the_start(tmp_path):

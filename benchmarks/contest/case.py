@@ -38,6 +38,9 @@ SIZES = {
     "wide": Size(2, 1536, 12, rows=4, positions=128, steps=4),  # 57 M in few large layers
     "deep": Size(48, 256, 8, rows=4, positions=128, steps=4),  # 38 M in many small layers
     "large": Size(24, 1024, 16, rows=4, positions=512, steps=10),  # 302 M, for a GPU
+    "1.3b": Size(24, 2048, 16, rows=8, positions=1024, steps=3),  # and these, with offloading
+    "2.7b": Size(32, 2560, 20, rows=8, positions=1024, steps=3),
+    "7b": Size(32, 4096, 32, rows=4, positions=1024, steps=2),
 }
 WARMUP_STEPS = 2
 

@@ -125,6 +125,8 @@ def fsdp2(case: Case, model: nn.Module, *, reshard: bool, is_offloaded: bool = F
     policy = MixedPrecisionPolicy()
     if case.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if not dist.is_initialized():  # a world of one needs a group here
+        dist.init_process_group(case.backend)
     mesh = init_device_mesh(case.device, (dist.get_world_size(),))
     options = {
         "mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard,
@@ -233,6 +235,14 @@ ENGINES = {
 does for a minute touches both."""
 
 
+def torchao(case: Case, model: nn.Module) -> Contestant:
+    """One process with torchao's optimizer, whose states and step are on the CPU."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
+    return Contestant(ordinary_step(case, model, optimizer, compute=lambda: autocast(case)))
+
+
 CPU_OFFLOAD = {"device": "cpu", "pin_memory": False}
 SWAPPED_NUMEL = 8_000_000
 """Elements of a step of DeepSpeed's from disk. Its default of 1e9 holds all states in memory."""
@@ -274,6 +284,7 @@ def offloaded(folder: str) -> dict[str, Engine]:
         Engine("onefold 3 cpu", "onefold", ours(3, "cpu")),
         Engine("deepspeed 3 cpu", "deepspeed", theirs(3)),
         Engine("fsdp2 cpu", "torch", fully_sharded),
+        Engine("torchao cpu", "torchao", torchao),
         Engine("onefold 3 disk", "onefold", ours(3, f"disk:{folder}")),
         Engine("deepspeed 3 disk", "deepspeed", from_disk),
     )

@@ -48,6 +48,7 @@ class Rank:
     sent_nbytes: float = 0.0  # of all ranks together, headers included; rank 0 knows
     peak_nbytes: int = 0  # resident set above the imports
     resident_nbytes: int = 0  # the same after the last step
+    host_peak_nbytes: int = 0  # of the whole process in host memory, imports too
     numel: int = 0
     ledger: dict[str, int] = field(default_factory=dict)
 
@@ -168,7 +169,8 @@ def _train(rank: int, case: Case, engine: str, folder: str) -> dict[str, Any]:
 
 
 def _measure(case: Case, chosen: Engine, rank: int) -> Rank:
-    torch.set_num_threads(case.threads)
+    if case.threads:  # else as many as torch thinks best
+        torch.set_num_threads(case.threads)
     if chosen.package == "deepspeed":
         __import__("deepspeed").init_distributed(dist_backend=case.backend)
     elif case.ranks > 1:
@@ -186,6 +188,7 @@ def _measure(case: Case, chosen: Engine, rank: int) -> Rank:
         result.losses.append(contestant.step(batches(case, rank, step)))
     window.close(result, case.num_steps)
     result.peak_nbytes, result.resident_nbytes = memory.peak(), memory.now()
+    result.host_peak_nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if contestant.ledger is not None:
         result.ledger = contestant.ledger()
     return result

@@ -115,7 +115,10 @@ def free_host_nbytes() -> int:
         free = int(line.split()[1]) * 1024
     for limit, used in _CGROUP_MEMORY:
         with suppress(OSError, ValueError):  # also "max", which is no number
-            free = min(free, int(limit.read_text()) - int(used.read_text()))
+            lines = (used.parent / "memory.stat").read_text().splitlines()
+            stat = dict(line.split() for line in lines)
+            cached = int(stat.get("inactive_file", 0))  # given up when memory is wanted
+            free = min(free, int(limit.read_text()) - int(used.read_text()) + cached)
     return max(0, free)
 
 

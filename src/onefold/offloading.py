@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -33,6 +33,8 @@ from onefold.tier.slots import SlotPool
 from onefold.tier.store import PAGE_NBYTES, Store
 from onefold.tier.workers import Workers, cores_of
 from onefold.wire.collectives import Group
+
+T = TypeVar("T")
 
 NUM_FETCHERS = 2
 """Threads that bring weights near: the next unit's, and the one's behind it."""
@@ -229,10 +231,18 @@ def offload_together(wish: Wish, store: DeviceStore, ledger: Ledger, group: Grou
     fraction, why = _agreed_fraction(wish, group, local[1], store.device)
     chosen = offloaded_units(wish, fraction)
     budget = budget_of(wish, chosen, group)
-    tiers, problem = None, None
+    # all look at what is free before any takes of it
+    _together(group, lambda: check_budget(budget, offload, group, local[1]))
+    tiers = _together(group, lambda: _build(offload, store, ledger, group, budget, local))
+    return Offloading(tiers, chosen, _told(wish, budget, chosen, why))
+
+
+def _together(group: Group, body: Callable[[], T]) -> T:
+    """What `body` gives; if it raises `TierError` on one rank, that is raised on all."""
+    results: list[T] = []
+    problem = None
     try:
-        check_budget(budget, offload, group, local[1])
-        tiers = _build(offload, store, ledger, group, budget, local)
+        results.append(body())
     except TierError as error:
         problem = error
     if group.world_size > 1:
@@ -241,8 +251,7 @@ def offload_together(wish: Wish, store: DeviceStore, ledger: Ledger, group: Grou
             problem = TierError(str(next(text for text in texts if text)))
     if problem is not None:
         raise problem
-    assert tiers is not None, "neither tiers nor a problem"
-    return Offloading(tiers, chosen, _told(wish, budget, chosen, why))
+    return results[0]
 
 
 def _agreed_fraction(

@@ -295,6 +295,11 @@ class SavedActivations:
         if hooks is not None:
             hooks.__exit__()
 
+    def end_all(self) -> None:
+        """End what is left of forwards that were interrupted, outside of any forward."""
+        while self._begun:
+            self.end()
+
     def pack(self, tensor: Tensor) -> Packed:
         """What the graph shall hold instead of `tensor`. Raises `TierError`, also of older writes.
 

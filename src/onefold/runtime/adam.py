@@ -50,6 +50,11 @@ class BlockedAdam:
             return None
         return BlockedAdam(group, is_decoupled=group["decoupled_weight_decay"])
 
+    def start(self, moments: dict[str, Tensor]) -> dict[str, Any]:
+        """The state before the first step, in the room of `moments`, which are set to zero."""
+        zeros: dict[str, Any] = {name: room.zero_() for name, room in moments.items()}
+        return zeros | {"step": torch.zeros((), dtype=torch.float32)}
+
     def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: dict[str, Any]) -> None:
         """Step `stepped` [numel] by `grad` [numel] of its dtype or a narrower one, in place.
 

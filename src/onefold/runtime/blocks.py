@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
+import torch
 from torch import Tensor
 
+from onefold.errors import TierError, expected
 from onefold.runtime.rules import Rule
 from onefold.state.buffer import Buffer
 from onefold.state.unit import Unit
@@ -52,16 +55,22 @@ class UnitStep:
     """The step of one unit, cut into tasks. Give it to workers, then to the unit to wait for."""
 
     def __init__(self, unit: Unit, segments: Sequence[Segment]) -> None:
-        self.unit = unit
+        self._unit = ref(unit)  # which holds this, until somebody has waited
         self.stepped = unit.weight if unit.master is None else unit.master
         names = dict.fromkeys(name for segment in segments for name in segment.moments)
         self.moments = {name: unit.moments[name] for name in names}
         self._tasks: list[Task] = []
+        self._ready: torch.cuda.Event | None = None  # gradients are there, weights may be changed
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Let workers begin. Gradients go with the last block that needs them."""
-        unit, numel = self.unit, len(self.unit.weight.tensor)
+        unit = self._unit()
+        assert unit is not None, "a unit is stepped after it is gone"
+        numel = len(unit.weight.tensor)
         unit.await_step()  # of what another optimizer holds of this unit
+        if unit.setting.store.device.type == "cuda":
+            self._ready = torch.cuda.Event()
+            self._ready.record()
         ordered = sorted(segments, key=lambda segment: segment.start)
         for segment in ordered:
             segment.before = {
@@ -73,7 +82,7 @@ class UnitStep:
             stop = min(start + BLOCK_NUMEL, numel)
             inside = [s for s in ordered if s.start < stop and start < s.stop]
             if inside:
-                block = _Block(self, start, stop, inside)
+                block = _Block(self, unit, start, stop, inside)
                 self._tasks.append(unit.setting.tiers.steppers.give(block.run))
         unit.pending = self
 
@@ -87,21 +96,38 @@ class UnitStep:
             task.run()
         for task in self._tasks:
             task.finish()
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.wait()
+        for task in self._tasks:  # every waiter is told
+            if isinstance(task.error, TierError):
+                raise task.error
+            if task.error is not None:
+                raise TierError(
+                    expected(
+                        "a step of offloaded state to run to its end",
+                        f"{task.error!r}: some of its blocks are stepped, others are not",
+                        hint="load the last checkpoint with onefold.load",
+                    )
+                ) from task.error
+
+    def await_device(self) -> None:
+        """Wait until the device has done what was asked of it before the step began."""
+        if self._ready is not None:
+            self._ready.synchronize()
 
 
 class _Block:
     """One block of a unit's step."""
 
-    def __init__(self, step: UnitStep, start: int, stop: int, segments: list[Segment]) -> None:
+    def __init__(
+        self, step: UnitStep, unit: Unit, start: int, stop: int, segments: list[Segment]
+    ) -> None:
         self._step = step
+        self._unit = unit
         self._start, self._stop = start, stop
         self._segments = segments
 
     def run(self) -> None:
-        step, unit = self._step, self._step.unit
+        step, unit = self._step, self._unit
+        step.await_device()
         buffers = [step.stepped, *step.moments.values()]
         if step.stepped is not unit.weight:
             buffers.append(unit.weight)
@@ -113,7 +139,7 @@ class _Block:
             self._run(_cut(slot, buffers, rooms, self._stop - self._start))
 
     def _run(self, rooms: list[Tensor | None]) -> None:
-        step, unit = self._step, self._step.unit
+        step, unit = self._step, self._unit
         is_first = all(segment.is_new for segment in self._segments) and self._is_covered()
         stepped = self._bring(step.stepped, rooms[0])
         moments = {
@@ -146,17 +172,19 @@ class _Block:
         first, last = max(self._start, segment.start), min(self._stop, segment.stop)
         here = slice(first - self._start, last - self._start)
         grad = segment.grad[first - segment.start : last - segment.start]
-        state: State = {}
-        if not segment.is_new:
-            state = {name: moments[name][here] for name in segment.moments}
+        state: State = {name: moments[name][here] for name in segment.moments}
+        if segment.is_new:
+            state = segment.rule.start(state)
+        else:
             state |= {name: _cloned(value) for name, value in segment.before.items()}
         own = stepped[here]
         rounded = own if weight is stepped else weight[here]
         segment.rule.step(own, grad.to(own.device), rounded, state)
         for name, value in state.items():
             if name in segment.moments:
-                if segment.is_new:
-                    moments[name][here].copy_(value)
+                room = moments[name][here]
+                if room.data_ptr() != value.data_ptr():
+                    room.copy_(value)
             elif first == segment.start:  # every block comes to the same
                 now = segment.state.get(name)
                 if isinstance(now, Tensor) and isinstance(value, Tensor):

@@ -64,9 +64,12 @@ class EarlySteps:
         for gradient in [each for each in self._waiting if owner.is_through(each.unit)]:
             self._waiting.remove(gradient)
             steppers = list(owner.steppers)
-            if steppers and not gradient.is_unused:
+            is_wanted = gradient.unit.steps_in_blocks and not gradient.is_unused
+            if steppers and is_wanted:  # what stays on the device is stepped there, after backward
                 if len(self._stepped) >= MAX_PENDING:
                     self._stepped[-MAX_PENDING].unit.await_step()
+                gradient.unit.await_step()
+                gradient.unit.refresh_master()
                 for stepper in steppers:
                     stepper.step_early(gradient.unit)
                 gradient.spend()
@@ -96,11 +99,13 @@ class EarlySteps:
                 )
             )
 
-    def end(self) -> None:
-        """The optimizer's step: gradients are what faces show again."""
+    def end(self) -> set[Unit]:
+        """The optimizer's step: gradients show again. Returns the units that were stepped."""
         for gradient in self._stepped:
             gradient.is_spent = False
+        stepped = {gradient.unit for gradient in self._stepped}
         self._stepped.clear()
+        return stepped
 
     def mend(self) -> None:
         """All weights were loaded anew."""

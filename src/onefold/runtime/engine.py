@@ -95,8 +95,7 @@ class Engine:
         self.early = EarlySteps(ref(self), is_active=steps_in_backward)
         self.reducer = Reducer(self.gradients, self.early.note_reduced)
         self.forward_depth = 0
-        self.is_accumulating = False
-        self.is_summoned = False
+        self.is_accumulating = self.is_summoned = False
         self._users: Counter[Unit] = Counter()
         self._seen: dict[Unit, set[int]] = {unit: set() for unit in units}
         self._clock = 0
@@ -142,9 +141,8 @@ class Engine:
 
     @property
     def rests_after_backward(self) -> bool:
-        """Stages 1 and 2 keep what they gathered until the step, and its bytes over the step too:
-        backward's peak has room for them, and pages that go and come again are found anew.
-        A local cast is not worth that.
+        """Stages 1 and 2 keep what they gathered until the step, and its bytes over the step:
+        backward's peak has room for them (docs/adr/0006). A local cast is not worth that.
         """
         return self.stage in (0, 3) or self.group.world_size == 1
 
@@ -333,8 +331,7 @@ class Engine:
 
     def end_backward(self) -> None:
         """Autograd is done: rest every unit, finish every reduction."""
-        self._is_backward = False
-        self._next = None
+        self._is_backward, self._next = False, None
         for call in self._begun:
             call.is_begun = False
         self._begun.clear()
@@ -352,9 +349,8 @@ class Engine:
             self.early.run()
 
     def abort_backward(self) -> None:
-        """An exception ended a backward: forget its gradients, rest everything."""
-        self._is_backward = False
-        self._next = None
+        """An exception ended backward: forget its gradients, rest everything."""
+        self._is_backward, self._next = False, None
         self._begun.clear()
         self.reducer.abort()
         self.early.abort()
@@ -365,25 +361,30 @@ class Engine:
     def rest(self) -> None:
         """All units rest as shards, nothing whole is kept."""
         self._builds_graph = False
+        self.forward_depth = 0  # Ctrl-C ends a forward without saying so
+        if self.saved is not None:
+            self.saved.end_all()
         for unit in self.units:
             unit.let_go()
             unit.reshard(release=True)
+            unit.rows.give_back()
 
     def before_step(self) -> None:
         """The optimizer is about to step: masters follow edited weights, everything rests."""
         if self._is_backward:
             self.abort_backward()
         self.early.check_whole(self.group.rank, (unit.failure for unit in self.units))
-        self.early.end()
+        stepped = self.early.end()
         self.rest()
         for gradient in self.gradients.values():
             gradient.drop_cleared()
         if any(gradient.partial for gradient in self.gradients.values()):
             self.reducer.finish()  # an accumulation that ended without its last micro-batch
         for unit in self.units:
-            unit.await_step()  # a failure is told in the next gather, to every rank alike
             unit.check_untouched()
-            unit.refresh_master()
+            if unit not in stepped:
+                unit.await_step()  # a failure is told in the next gather, to every rank alike
+                unit.refresh_master()
 
     def after_step(self, optimizer_nbytes: int, rounded: Set[Unit]) -> None:
         """The optimizer has stepped: publish, and close the step's account.

@@ -22,6 +22,10 @@ State = dict[str, Any]
 class Rule(Protocol):
     """How a group's elements are stepped; hyper-parameters are those of when it was made."""
 
+    def start(self, moments: dict[str, Tensor]) -> State:
+        """The state before the first step: in the room of `moments`, or empty, to be made."""
+        ...
+
     def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: State) -> None:
         """Step `stepped` [numel] by `grad`, in place; round it into `weight` if that is another.
 
@@ -45,6 +49,10 @@ class ClassRule:
         while getattr(step, "__wrapped__", None) is not None:  # torch wraps it to call hooks
             step = step.__wrapped__
         self._step = step
+
+    def start(self, moments: dict[str, Tensor]) -> State:
+        """See `Rule.start`: the class alone knows how it begins."""
+        return {}
 
     def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: State) -> None:
         """See `Rule.step`."""

@@ -119,6 +119,7 @@ class FlatStep:
     def begin(self, unit: Unit, members: list[list[UnitParameter]], rules: Sequence[Rule]) -> None:
         """Step some parameters of a unit, by group, in the background."""
         segments: list[Segment] = []
+        unit.await_step()  # of another optimizer's part: runs may be cut anew
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for runs, rule in zip(self._runs_of(unit, members), rules, strict=True):
                 segments += [_segment(run, rule) for run in runs]
@@ -222,7 +223,9 @@ class FlatStep:
         states = {p: self._imported.get(p, {}) for p in parameters}
         for name, value in states[parameters[0]].items():
             if not _is_rows(parameters[0], name, value):
-                run.state[name] = value.clone() if isinstance(value, Tensor) else value
+                if isinstance(value, Tensor):
+                    value = value.cpu().clone() if unit.steps_in_blocks else value.clone()
+                run.state[name] = value
                 continue
             rows = {p: state[name] for p, state in states.items()}
             own = self._taken_over(run, rows)

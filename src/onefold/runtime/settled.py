@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -32,6 +32,10 @@ class SettledState(defaultdict[Tensor, State]):
         for engine in filter(None, (alive() for alive in self._engines)):
             for unit in engine.units:
                 unit.settle()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._settle()  # so that a copy, dict(state), waits too
+        return super().__iter__()
 
     def __getitem__(self, tensor: Tensor) -> State:
         self._settle()

@@ -226,6 +226,13 @@ def as_logical(outputs: Any) -> Any:
 class RestingGrad(Tensor):
     """A gradient that rests whole, and may be read by a step in the background."""
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        copied = memo[id(self)] = self.clone().as_subclass(Tensor)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().as_subclass(Tensor).__reduce_ex__(protocol)
+
     @classmethod
     def __torch_function__(
         cls,

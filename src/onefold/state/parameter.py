@@ -8,6 +8,7 @@ whole   [all rows] in the compute dtype, a view of the unit's full buffer; what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
@@ -72,9 +73,11 @@ class UnitParameter:
         """`local` [own rows] as what users see: a DTensor like the face, or itself."""
         if self._template is None:
             return local
-        template = self._template
-        if local.dtype == template.dtype and local.shape == self.local.shape:
-            return faces.dtensor_over(DTensor, local, template._spec)
+        spec = self._template._spec
+        if local.shape == self.local.shape:  # from_local would copy what lies on another device
+            if local.dtype != self._template.dtype and spec.tensor_meta is not None:
+                spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+            return faces.dtensor_over(DTensor, local, spec)
         return _dtensor(local, self.unit.setting.mesh, self.slot)
 
     def wrap_grad(self, local: Tensor) -> Tensor:

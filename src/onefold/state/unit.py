@@ -146,12 +146,12 @@ class Unit:
 
     def await_step(self) -> None:
         """Wait for the step that runs in the background; if the tier failed it, note that."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
+        if self.pending is not None:
             try:
-                pending.wait()
+                self.pending.wait()
             except TierError as error:
                 self.failure = error
+            self.pending = None  # not before: an interrupted wait is waited for again
 
     def settle(self) -> None:
         """Wait for the step that runs in the background. Raises `TierError` if it failed."""
@@ -334,7 +334,8 @@ class Unit:
         is_counted = not self.computes_on_faces or self.weight.tensor.device.type == "cpu"
         if is_counted and not self._shown and self._published == self.edits():
             return
-        weight, master = self.weight.tensor, self.master.tensor
+        master = self.master.tensor
+        weight = self.weight.tensor.to(master.device)
         with torch.no_grad():
             untouched = weight == master.to(weight.dtype)
             master.copy_(torch.where(untouched, master, weight.to(master.dtype)))

@@ -69,12 +69,16 @@ class SwapFile:
     def reserve(self, nbytes: int) -> None:
         """Take `nbytes` of the disk now, beyond what extents have."""
         start = self._nbytes
+        was_direct = self.is_direct
         try:
+            self._set_direct(False)  # where the system has to write instead, it writes bytes
             os.posix_fallocate(self.fd, start, nbytes)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self.fd, start)
             raise self._failed(f"room for {nbytes:,} bytes", error, start, nbytes) from error
+        finally:
+            self._set_direct(was_direct)
         self._reserved = start + nbytes
 
     def extend(self, nbytes: int) -> int:
@@ -100,10 +104,11 @@ class SwapFile:
     def _move(self, call: object, offset: int, view: memoryview, verb: str) -> None:
         done = 0
         while done < len(view):
+            was_direct = self.is_direct
             try:
                 moved = call(self.fd, [view[done:]], offset + done)  # type: ignore[operator]
             except OSError as error:
-                if error.errno == errno.EINVAL and self.is_direct:
+                if error.errno == errno.EINVAL and was_direct:
                     self._set_direct(False)  # this file system opens so, but does not transfer so
                     continue
                 wanted = f"to {verb} {len(view):,} bytes at offset {offset:,}"

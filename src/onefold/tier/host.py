@@ -30,6 +30,17 @@ class HostAllocation:
         """See `release`."""
 
 
+class _Arena(mmap.mmap):
+    """Host memory that a driver may have registered: it is told before the memory goes."""
+
+    registered_at = 0
+
+    def __del__(self) -> None:
+        if self.registered_at:
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self.registered_at)
+
+
 class HostStore:
     """Buffers in one arena of page-locked memory, so that copies to the device run by themselves.
 
@@ -45,13 +56,12 @@ class HostStore:
         self.device = torch.device("cpu")
         self._used = 0
         self._arena = self._map(nbytes)
-        self._pin()
 
     @staticmethod
     def _map(nbytes: int) -> Tensor:
         whole = max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
         try:
-            mapping = mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = _Arena(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
             raise TierError(
                 expected(
@@ -59,16 +69,21 @@ class HostStore:
                     hint='offload="disk:PATH", a smaller fraction, or more ranks',
                 )
             ) from error  # fmt: skip
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        arena = torch.frombuffer(mapping, dtype=torch.uint8)
+        HostStore._pin(mapping, arena)
+        return arena
 
-    def _pin(self) -> None:
+    @staticmethod
+    def _pin(mapping: _Arena, arena: Tensor) -> None:
         if not torch.cuda.is_available():
             return
         runtime: Any = torch.cuda.cudart()
-        refused = runtime.cudaHostRegister(self._arena.data_ptr(), self._arena.nbytes, 0)
-        if int(refused) != 0:
+        refused = runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0)
+        if int(refused) == 0:
+            mapping.registered_at = arena.data_ptr()
+        else:
             warnings.warn(
-                f"{self._arena.nbytes:,} bytes of CPU memory could not be page-locked (CUDA error "
+                f"{arena.nbytes:,} bytes of CPU memory could not be page-locked (CUDA error "
                 f"{int(refused)}): copies to the device will wait for the host; raise "
                 "`ulimit -l`",
                 stacklevel=6,
@@ -79,7 +94,6 @@ class HostStore:
         nbytes = -(-numel * dtype.itemsize // PAGE_NBYTES) * PAGE_NBYTES
         if self._used + nbytes > self._arena.nbytes:
             self._arena, self._used = self._map(nbytes), 0
-            self._pin()
         start, self._used = self._used, self._used + nbytes
         flat = self._arena[start : start + numel * dtype.itemsize].view(dtype)
         return HostAllocation(flat)

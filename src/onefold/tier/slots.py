@@ -10,6 +10,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from onefold.errors import TierError, expected
 from onefold.layout.rows import round_up
 from onefold.ledger import Kind, Ledger
 
@@ -25,13 +26,24 @@ class Slot:
 
     def __init__(self, nbytes: int, ledger: Ledger) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.nbytes = round_up(max(1, nbytes), mmap.PAGESIZE)
-        self._mapping = mmap.mmap(-1, self.nbytes + HUGE_NBYTES, flags)
+        self.nbytes = 0
+        self._ledger = ledger
+        whole_nbytes = round_up(max(1, nbytes), mmap.PAGESIZE)
+        try:
+            self._mapping = mmap.mmap(-1, whole_nbytes + HUGE_NBYTES, flags)
+        except (OSError, ValueError, MemoryError) as error:
+            raise TierError(
+                expected(
+                    f"{whole_nbytes:,} bytes of host memory for bytes on their way to another tier",
+                    str(error),
+                    hint="smaller units, or fewer ranks on this host",
+                )
+            ) from error
+        self.nbytes = whole_nbytes
         with suppress(OSError, AttributeError):  # another system
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._start = -whole.data_ptr() % HUGE_NBYTES
-        self._ledger = ledger
         ledger.add(Kind.STAGING, "cpu", self.nbytes)
 
     def __del__(self) -> None:
@@ -65,6 +77,8 @@ class SlotPool:
                 slot = min(fitting, key=lambda slot: slot.nbytes)
                 self._free.remove(slot)
                 return slot
+            if self._free:  # too small: slots of all lengths would come to be many
+                self._free.remove(max(self._free, key=lambda slot: slot.nbytes))
             return Slot(nbytes, self._ledger)
 
     def give(self, slot: Slot) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Protocol
 
 import torch
@@ -52,10 +53,10 @@ class Far(Protocol):
         ...
 
 
-PAGE_NBYTES = 4096
+PAGE_NBYTES = max(4096, mmap.PAGESIZE)
 """What far bytes are aligned to, and buffers rounded up to: O_DIRECT asks for no more."""
 
-GRAIN_NUMEL = 4096
+GRAIN_NUMEL = PAGE_NBYTES
 """Blocks of far bytes start at multiples of this many elements: whole pages in every dtype."""
 
 

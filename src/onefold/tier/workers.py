@@ -20,13 +20,13 @@ import torch
 class Task:
     """Work that runs once: on a worker, or on the first thread that waits for it."""
 
-    __slots__ = ("_claim", "_done", "_error", "_work")
+    __slots__ = ("_claim", "_done", "_work", "error")
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
         self._claim = Lock()
         self._done = Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # of the work, once it is done
 
     def run(self) -> None:
         """Do the work, unless somebody does or did."""
@@ -37,7 +37,9 @@ class Task:
             with torch.no_grad():
                 self._work()
         except BaseException as error:  # for whoever waits, on whichever thread
-            self._error = error
+            self.error = error
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C, on the main thread
         finally:
             self._work = None
             self._done.set()
@@ -49,8 +51,8 @@ class Task:
     def wait(self) -> None:
         """Return when the work is done, doing it if nobody has begun; raises what it raised."""
         self.finish()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def finish(self) -> None:
         """Like `wait`, for whoever has no use for the result, or for what it raised."""
@@ -86,6 +88,7 @@ class Workers:
             if self._cores and sys.platform == "linux":
                 with suppress(OSError):
                     os.sched_setaffinity(0, self._cores)
+            torch.get_num_threads()  # torch's own setting of a new thread must not come later
             torch.set_num_threads(1)
             all_started.wait()
 

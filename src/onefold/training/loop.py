@@ -179,7 +179,7 @@ class Trainer:
     def _measure(self) -> RankMemory:
         return measure(
             self.shapes, onefold.report(self.module), is_offloaded=self.job.offload is not None,
-            steps_in_backward=self.job.steps_in_backward,
+            steps_in_backward=self.job.steps_in_backward and self.job.fraction == 1,
         )  # fmt: skip
 
     def step(self, step: int) -> Tensor:
