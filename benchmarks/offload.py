@@ -156,12 +156,16 @@ def overlap(options: argparse.Namespace, console: Console) -> Found:
     """What of a slow tier's step is seen."""
     size = "medium" if options.scale >= 1 else "tiny"
     told = _run_in_folder(options, hiding.hide, 1, size, options.steps, options.rounds)
+    forward, optimizer = (
+        statistics.median(each[what] for each in told["rounds"])
+        for what in ("forward", "optimizer")
+    )
     console.print(
-        f"overlap: forward {told['forward']:.3f} s, optimizer {told['optimizer']:.3f} s settled at "
-        f"once ({told['unslowed_optimizer']:.3f} s before it was slowed)"
+        f"overlap: forward {forward:.3f} s, optimizer {optimizer:.3f} s settled at once "
+        f"({told['unslowed_optimizer']:.3f} s before it was slowed)"
     )
     table = Table("variant", "step s", "exposed s", title="a training step over a slow disk")
-    for name in told["rounds"][0]:
+    for name in told["variants"]:
         base = "device, clipped" if name.endswith("clipped") else "device"
         steps = [each[name] for each in told["rounds"]]
         exposed = [each[name] - each[base] for each in told["rounds"]]
