@@ -289,7 +289,8 @@ def _build(
     if "disk" in tiers:
         stores["disk"] = DiskStore(offload.paths, group.rank, budget.disk)
     is_far = any(each.is_far for each in stores.values())
-    num_steppers = max(len(cores), NUM_DISK_STEPPERS) if is_far else len(cores)
+    num_near = max(1, len(cores) - 1)  # and whoever waits
+    num_steppers = max(num_near, NUM_DISK_STEPPERS) if is_far else num_near
     slots = SlotPool(ledger)
     return Tiers(
         weight=stores[offload.parameters],

@@ -25,7 +25,7 @@ from onefold.state.buffer import Buffer
 from onefold.state.unit import Unit
 from onefold.tier.slots import Slot
 from onefold.tier.store import PAGE_NBYTES
-from onefold.tier.workers import Task
+from onefold.tier.workers import Task, one_thread
 
 State = dict[str, Any]
 
@@ -92,8 +92,9 @@ class UnitStep:
 
     def wait(self) -> None:
         """Return when every block is stepped and back where it rests; raises the first error."""
-        for task in self._tasks:
-            task.run()
+        with one_thread():  # as on workers: each core has a block of its own
+            for task in self._tasks:
+                task.run()
         for task in self._tasks:
             task.finish()
         for task in self._tasks:  # every waiter is told

@@ -23,6 +23,11 @@ PAGES_NBYTES = 1 << 20
 MAX_SPARE = 2
 """Released buffers whose pages are kept: as many as are whole at once."""
 
+START_NBYTES, NUM_STARTS = 17 * 64, 16
+"""Buffers begin at different distances from a page's start, in whole cache lines. A kernel that
+reads several streams at equal distances finds them in the same few places of the cache, where they
+evict each other."""
+
 _GRAIN_NBYTES = 1 << 21
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
@@ -57,12 +62,14 @@ class Pages:
     def __init__(self, numel: int, dtype: torch.dtype, pool: PagePool) -> None:
         # lengths are rounded up, so that buffers of nearly equal ones share pages: an address
         # that is never touched costs nothing
-        self.mapped_nbytes = -(-numel * dtype.itemsize // _GRAIN_NBYTES) * _GRAIN_NBYTES
+        start = pool.next_start()
+        nbytes = numel * dtype.itemsize + start
+        self.mapped_nbytes = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._mapping = mmap.mmap(-1, self.mapped_nbytes, flags)
         self._pool = pool
-        self.tensor = torch.frombuffer(self._mapping, dtype=dtype, count=numel)
-        self.address = self.tensor.data_ptr()
+        self.tensor = torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
+        self.address = self.tensor.data_ptr() - start
 
     far = None  # it may be computed on
 
@@ -84,7 +91,13 @@ class PagePool:
 
     def __init__(self, move: Move) -> None:
         self._move = move
+        self._num_starts = 0
         self._spare: list[Pages] = []  # oldest first; each still has its pages
+
+    def next_start(self) -> int:
+        """In bytes: where the next buffer begins in its mapping."""
+        self._num_starts += 1
+        return self._num_starts % NUM_STARTS * START_NBYTES
 
     def give(self, pages: Pages) -> None:
         """A buffer is released: keep its pages, and let those of an older one go."""

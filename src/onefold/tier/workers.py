@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Barrier, Event, Lock
 
 import torch
@@ -102,6 +102,20 @@ class Workers:
     def __del__(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let kernels that are called inside compute on this thread alone."""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def cores_of(local_rank: int, local_world_size: int) -> tuple[int, ...]:
