@@ -174,9 +174,13 @@ def unsharded(module: nn.Module, writeback: bool = False) -> Iterator[None]:
 
 
 def report(module: nn.Module) -> Report:
-    """Bytes by kind and tier, now and at the peak, and bytes sent, on this rank alone."""
+    """Bytes by kind and tier, now and at the peak, and bytes sent, on this rank alone.
+
+    Waits for steps that run in the background: what they hold is not what rests.
+    """
     engine = engine_of(module)
-    for gradient in engine.gradients.values():
+    for unit, gradient in engine.gradients.items():
+        unit.await_step()
         gradient.drop_cleared()
     return Report(
         stage=engine.stage,

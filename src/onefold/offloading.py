@@ -5,6 +5,7 @@ Part of the composition root; `api` alone calls it.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import warnings
@@ -35,6 +36,8 @@ from onefold.tier.workers import Workers, cores_of
 from onefold.wire.collectives import Group
 
 T = TypeVar("T")
+
+LOG = logging.getLogger(__name__)
 
 NUM_FETCHERS = 2
 """Threads that bring weights near: the next unit's, and the one's behind it."""
@@ -233,8 +236,10 @@ def offload_together(wish: Wish, store: DeviceStore, ledger: Ledger, group: Grou
     budget = budget_of(wish, chosen, group)
     # all look at what is free before any takes of it
     _together(group, lambda: check_budget(budget, offload, group, local[1]))
+    told = _told(wish, budget, chosen, why)
+    LOG.info("rank %d: %s", group.rank, told)
     tiers = _together(group, lambda: _build(offload, store, ledger, group, budget, local))
-    return Offloading(tiers, chosen, _told(wish, budget, chosen, why))
+    return Offloading(tiers, chosen, told)
 
 
 def _together(group: Group, body: Callable[[], T]) -> T:

@@ -69,6 +69,7 @@ class TrainResult:
     tokens_per_s: float
     text: str  # generated; empty if none was asked for
     num_parameters: int
+    offload: str  # what was planned for the tiers of rank 0; empty: all on the device
     memory: list[RankMemory]  # per rank
     stage0: dict[str, int]  # bytes by kind that each rank would hold at stage 0
 
@@ -137,6 +138,7 @@ def train(job: Job, world: World, observer: Observer) -> TrainResult:
         tokens_per_s=meter.tokens_per_s,
         text=text,
         num_parameters=trainer.num_parameters,
+        offload=onefold.report(trainer.module).offload,
         memory=world.gather(trainer.memory),
         stage0=expected_nbytes(trainer.shapes, stage=0, world_size=world.world_size, rank=0),
     )
