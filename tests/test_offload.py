@@ -159,11 +159,11 @@ def run(
     return body
 
 
-def same_as_on_device(world_size: int, offload: Any, **options: Any) -> None:
+def same_as_on_device(world_size: int, *offloads: Any, **options: Any) -> None:
     wanted = run_ranks(world_size, run(None, **options))
-    got = run_ranks(world_size, run(offload, **options))
-    for a, b in zip(wanted, got, strict=True):
-        a.assert_same(b)
+    for offload in offloads:
+        for a, b in zip(wanted, run_ranks(world_size, run(offload, **options)), strict=True):
+            a.assert_same(b)
 
 
 # parity
@@ -175,19 +175,15 @@ def same_as_on_device(world_size: int, offload: Any, **options: Any) -> None:
 def test_optimizer_states_in_any_tier_give_the_bits_of_the_device(
     world_size, stage, clip, tmp_path
 ):
-    for tier in ("cpu", "disk"):
-        offload = Offload(optimizer=tier, disk=tmp_path)
-        same_as_on_device(world_size, offload, stage=stage, clip=clip)
+    offloads = [Offload(optimizer=tier, disk=tmp_path) for tier in ("cpu", "disk")]
+    same_as_on_device(world_size, *offloads, stage=stage, clip=clip)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", ["cpu", "disk"])
-@pytest.mark.parametrize("parameters", ["cpu", "disk"])
-def test_parameters_in_any_tier_give_the_bits_of_the_device(
-    world_size, optimizer, parameters, tmp_path
-):
-    offload = Offload(optimizer=optimizer, parameters=parameters, disk=tmp_path)
-    same_as_on_device(world_size, offload, clip=0.1)
+def test_parameters_in_any_tier_give_the_bits_of_the_device(world_size, tmp_path):
+    tiers = ("cpu", "disk")
+    offloads = [Offload(states, rows, disk=tmp_path) for states in tiers for rows in tiers]
+    same_as_on_device(world_size, *offloads, clip=0.1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -196,17 +192,15 @@ def test_parameters_in_any_tier_give_the_bits_of_the_device(
     ids=["masters", "compute", "double"],
 )  # fmt: skip
 def test_tiers_keep_the_bits_in_every_precision(world_size, options, tmp_path):
-    for offload in ("optimizer", f"disk:{tmp_path}"):
-        same_as_on_device(world_size, offload, **options)
+    same_as_on_device(world_size, "optimizer", f"disk:{tmp_path}", **options)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_units_stepped_inside_backward_come_to_the_same_bits(world_size, stage, tmp_path):
-    for tier in ("cpu", "disk"):
-        offload = Offload(optimizer=tier, disk=tmp_path, step_in_backward=True)
-        same_as_on_device(world_size, offload, stage=stage)
-        same_as_on_device(world_size, offload, stage=stage, dtype=torch.bfloat16)
+    offloads = [Offload(tier, disk=tmp_path, step_in_backward=True) for tier in ("cpu", "disk")]
+    same_as_on_device(world_size, *offloads, stage=stage)
+    same_as_on_device(world_size, *offloads, stage=stage, dtype=torch.bfloat16)
 
 
 @settings(max_examples=12, deadline=None)
