@@ -35,6 +35,7 @@ bench: $(VENV)/peers.done
 	$(BIN)/python benchmarks/host_overhead.py
 	$(BIN)/python benchmarks/optimizer_step.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/readme.py
 

@@ -590,6 +590,7 @@ def test_a_rank_reads_no_more_than_its_rows_and_block_ends(tmp_path, monkeypatch
 def test_files_of_many_chunks_come_back_from_any_cut(tmp_path, world, monkeypatch):
     """Past the page cache and read ahead, with archives' headers across chunks; and without."""
     from onefold.checkpoint import disk
+    from onefold.tier import disk as files
 
     build = lambda: nn.ModuleList(nn.Linear(511, 1 + 97 * i) for i in range(18))
 
@@ -610,7 +611,7 @@ def test_files_of_many_chunks_come_back_from_any_cut(tmp_path, world, monkeypatc
     wanted = run_ranks(world, save, "direct", True)[0]
     assert sum(p.nbytes for p in wanted) > 14 * disk.READ_CHUNK_NBYTES
     run_ranks(world, save, "cached", False)
-    monkeypatch.setattr(disk, "_O_DIRECT", 0)
+    monkeypatch.setattr(files, "_O_DIRECT", 0)
     run_ranks(world, save, "without", True)
     for name in ("direct", "cached", "without"):
         if name == "direct":

@@ -705,6 +705,24 @@ def test_a_run_goes_on_in_another_tier_as_if_never_stopped(there, here, tmp_path
         wanted.assert_same(got)
 
 
+@pytest.mark.parametrize(("there", "here"), [(2, 3), (3, 1), (1, 2)])
+def test_state_on_disk_is_loaded_by_any_number_of_ranks(there, here, tmp_path):
+    def save(rank: int) -> Outcome:
+        module, optimizer = build(f"disk:{tmp_path}", dtype=torch.bfloat16)
+        train(module, optimizer, batches(2))
+        onefold.save(tmp_path / "saved", module, optimizer)
+        return outcome(module, optimizer, [])
+
+    def load(rank: int) -> Outcome:
+        module, optimizer = build(f"disk:{tmp_path}", dtype=torch.bfloat16)
+        onefold.load(tmp_path / "saved", module, optimizer)
+        return outcome(module, optimizer, [])
+
+    wanted = run_ranks(there, save)[0]
+    for got in run_ranks(here, load):
+        wanted.assert_same(got)
+
+
 def test_loading_reads_moments_to_where_they_rest(tmp_path):
     def body(rank: int) -> None:
         module, optimizer = build(f"disk:{tmp_path}")

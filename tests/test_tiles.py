@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Any
 
@@ -188,6 +189,21 @@ def test_a_tile_that_is_no_number_of_bytes_is_refused(tile):
 def test_tiles_want_stage_three():
     with pytest.raises(ConfigError, match="stage=3"):
         onefold.shard(Wide(), stage=2, offload=Offload(tile=TILE))
+
+
+def test_a_disk_that_fails_under_a_tile_is_an_error_in_a_world_of_one(tmp_path, monkeypatch):
+    module = seeded(Wide)
+    onefold.shard(module, offload=Offload("disk", "disk", disk=tmp_path, tile=TILE))
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    module(tokens)
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    for _ in range(2):
+        with pytest.raises(onefold.TierError, match="EIO"):
+            module(tokens)
 
 
 def test_a_disk_that_fails_under_a_tile_is_an_error_on_every_rank(tmp_path, monkeypatch):

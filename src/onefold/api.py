@@ -48,6 +48,7 @@ from onefold.state.materialise import (
 from onefold.state.setting import Setting
 from onefold.state.unit import Unit
 from onefold.tier.device import DeviceStore
+from onefold.tier.pages import return_free_memory
 from onefold.wire.collectives import Group
 from onefold.wire.streamed import Streamed
 from onefold.wire.transport import Composed, LocalTransport, Transport
@@ -395,7 +396,7 @@ def _fill_unit(unit: Unit, plan: UnitPlan, source: Source) -> Unit:
     agree_on_values(own, setting.transport.group)
     unit.adopt(originals, values)
     originals.clear()
-    environment.return_free_memory()
+    return_free_memory()
     return unit
 
 

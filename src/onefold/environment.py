@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import time
 from collections.abc import Sequence
@@ -81,17 +80,6 @@ def join_launcher() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     atexit.register(_leave)
-
-
-def return_free_memory() -> None:
-    """Have glibc give freed pages back to the system, which it keeps to itself below 32 MB a block.
-
-    For set-up, where whole units come and go between shards that stay; elsewhere this does nothing.
-    """
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        return
 
 
 def local_place(group: Group) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from onefold.config import Offload, Precision
 from onefold.environment import free_host_nbytes, local_place
 from onefold.errors import TierError, expected
-from onefold.layout.rows import Layout, round_up
+from onefold.layout.rows import Layout
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
 from onefold.runtime.optimizer import steps_elements
@@ -31,7 +31,7 @@ from onefold.tier.disk import DiskStore, SwapFile
 from onefold.tier.host import HostStore
 from onefold.tier.scratch import DiskScratch, HostScratch, Scratch
 from onefold.tier.slots import SlotPool
-from onefold.tier.store import PAGE_NBYTES, Store
+from onefold.tier.store import Store, whole_pages
 from onefold.tier.workers import Workers, cores_of
 from onefold.wire.collectives import Group
 
@@ -82,20 +82,19 @@ def offloaded_units(wish: Wish, fraction: float) -> list[bool]:
     """Which units' states leave the device: the last ones, up to `fraction` of all elements.
 
     The first units' gradients come last in backward and their weights are wanted first in forward,
-    so they have the least time to hide a step on another tier (Twin-Flow of ZeRO-Offload++ keeps
-    an equal share of all; LoHan and SuperOffload keep these).
+    so they have the least time to hide a step on another tier (as SuperOffload, arXiv 2509.21271,
+    keeps the buckets that backward fills last on the GPU).
     """
     plans = wish.plans
     if wish.offload.optimizer == "device":
         return [False] * len(plans)
-    numels = [sum(owned.parameter.numel() for owned in plan.members) for plan in plans]
-    wanted, taken = fraction * sum(numels), 0
+    wanted, taken = fraction * sum(plan.numel for plan in plans), 0
     chosen = [False] * len(plans)
     for index in reversed(range(len(plans))):
-        if fraction == 0 or taken + numels[index] / 2 > wanted:
+        if fraction == 0 or taken + plans[index].numel / 2 > wanted:
             break
         chosen[index] = True
-        taken += numels[index]
+        taken += plans[index].numel
     return chosen
 
 
@@ -105,13 +104,13 @@ def budget_of(wish: Wish, chosen: Sequence[bool], group: Group) -> Budget:
     needs, all_states = {"device": 0, "cpu": 0, "disk": 0}, 0
     for plan, is_chosen in zip(wish.plans, chosen, strict=True):
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
-        numel = Layout.build(shapes, group.world_size).shard_numels[group.rank]
+        numel = max(1, Layout.build(shapes, group.world_size).shard_numels[group.rank])
         is_narrow = plan.dtype.is_floating_point and precision.master.itemsize > plan.dtype.itemsize
         stepped = precision.master if is_narrow else plan.dtype
         states = [stepped] if is_narrow else []
         states += _moments_of(plan, stepped, wish.optimizers).values()
-        needs[offload.parameters] += round_up(numel * plan.dtype.itemsize, PAGE_NBYTES)
-        nbytes = sum(round_up(max(1, numel) * each.itemsize, PAGE_NBYTES) for each in states)
+        needs[offload.parameters] += whole_pages(numel * plan.dtype.itemsize)
+        nbytes = sum(whole_pages(numel * each.itemsize) for each in states)
         needs[offload.optimizer if is_chosen else "device"] += nbytes
         all_states += nbytes
     return Budget(**needs, states=all_states)
@@ -272,9 +271,9 @@ def _agreed_fraction(
 
 
 def _told(wish: Wish, budget: Budget, chosen: Sequence[bool], why: str) -> str:
-    numels = [sum(owned.parameter.numel() for owned in plan.members) for plan in wish.plans]
-    away = sum(numel for numel, is_chosen in zip(numels, chosen, strict=True) if is_chosen)
-    share = away / max(1, sum(numels))
+    plans = zip(wish.plans, chosen, strict=True)
+    away = sum(plan.numel for plan, is_chosen in plans if is_chosen)
+    share = away / max(1, sum(plan.numel for plan in wish.plans))
     rest = {"on the device": budget.device, "in CPU memory": budget.cpu, "on disk": budget.disk}
     tiers = [f"{nbytes:,} bytes {where}" for where, nbytes in rest.items() if nbytes]
     line = f"{', '.join(tiers)}; {share:.0%} of the optimizer state is off the device"

@@ -8,19 +8,17 @@ which also lets checksums and copies overlap the transfer. Where a file system h
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Protocol
+
+from onefold.tier.disk import set_direct
 
 WRITE_CHUNK_NBYTES, NUM_WRITE_CHUNKS = 4 << 20, 3
 READ_CHUNK_NBYTES, NUM_READ_CHUNKS = 2 << 20, 8
 """Measured: two writers reach the disk's rate with three chunks, two readers need more requests."""
-
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Sink(Protocol):
@@ -94,7 +92,7 @@ class DirectSink:
     def _send(self) -> None:
         if self._pool is None:  # the first full chunk: a file this large is worth a thread
             self._pool = ThreadPoolExecutor(1, "onefold-write")
-            _set_direct(self._fd, True)
+            set_direct(self._fd, True)
         assert self._current is not None, "nothing was written"
         chunk, self._current = self._current, None
         future = self._pool.submit(_write_all, self._fd, memoryview(chunk))
@@ -110,7 +108,7 @@ class DirectSink:
             while self._under_way:
                 self._land()
             if self._current is not None:  # the last bytes fill no aligned chunk
-                _set_direct(self._fd, False)
+                set_direct(self._fd, False)
                 _write_all(self._fd, memoryview(self._current)[: self._filled])
             os.fsync(self._fd)
         finally:
@@ -122,13 +120,6 @@ class DirectSink:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def _set_direct(fd: int, is_direct: bool) -> None:
-    """Switch O_DIRECT, where the file system has it."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT
-    with suppress(OSError):
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (_O_DIRECT if is_direct else 0))
 
 
 def _write_all(fd: int, view: memoryview) -> None:
@@ -148,7 +139,7 @@ class ReadAhead:
             mmap.mmap(-1, READ_CHUNK_NBYTES) for _ in range(min(NUM_READ_CHUNKS, len(chunks)))
         )
         self._pool = ThreadPoolExecutor(NUM_READ_CHUNKS, "onefold-read")
-        _set_direct(fd, True)
+        set_direct(fd, True)
         self._ask()
 
     def get(self, chunk: int) -> memoryview | None:

@@ -48,6 +48,10 @@ class UnitPlan:
     tile_nbytes: int = 0  # above it, one weight is used in row blocks of about so many bytes
 
     @property
+    def numel(self) -> int:
+        return sum(member.parameter.numel() for member in self.members)
+
+    @property
     def nbytes(self) -> int:
         return sum(member.nbytes for member in self.members)
 

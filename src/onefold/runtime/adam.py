@@ -9,6 +9,7 @@ kernel is the same and pieces are multiples of its vector width, so the bits are
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -22,16 +23,23 @@ DEVICE_BLOCK_NUMEL = 64 * 1024 * 1024
 """Elsewhere only the extra memory counts, and launches should be few."""
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def frozen(value: Any) -> Any:
+    """A hyper-parameter that a scheduler cannot change before the step is over."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
 class BlockedAdam:
     """The update of one parameter group: what `torch.optim.Adam` or `AdamW` would do with it."""
 
     def __init__(self, group: dict[str, Any], *, is_decoupled: bool) -> None:
-        lr, (beta1, beta2) = group["lr"], group["betas"]
+        beta1, beta2 = group["betas"]
         self._scratch = threading.local()  # several workers may step blocks
         self._update = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
         self._options = {
-            # a scheduler may change the tensor before the step is over
-            "lr": lr.detach().clone() if isinstance(lr, Tensor) else lr,
+            "lr": frozen(group["lr"]),
             "beta1": beta1, "beta2": beta2, "eps": group["eps"],
             "weight_decay": group["weight_decay"], "maximize": group["maximize"],
             "amsgrad": False, "grad_scale": None, "found_inf": None,
@@ -52,8 +60,9 @@ class BlockedAdam:
 
     def start(self, moments: dict[str, Tensor]) -> dict[str, Any]:
         """The state before the first step, in the room of `moments`, which are set to zero."""
-        zeros: dict[str, Any] = {name: room.zero_() for name, room in moments.items()}
-        return zeros | {"step": torch.zeros((), dtype=torch.float32)}
+        device = next(iter(moments.values())).device
+        step = torch.zeros((), dtype=torch.float32, device=device)
+        return {"step": step} | {name: room.zero_() for name, room in moments.items()}
 
     def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: dict[str, Any]) -> None:
         """Step `stepped` [numel] by `grad` [numel] of its dtype or a narrower one, in place.
@@ -62,9 +71,7 @@ class BlockedAdam:
         optimizer's of `stepped`; made here at the first step, under its names.
         """
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
-            state["exp_avg"] = torch.zeros_like(stepped)
-            state["exp_avg_sq"] = torch.zeros_like(stepped)
+            state |= self.start({name: torch.empty_like(stepped) for name in MOMENTS})
         state["step"] += 1
         moments = (state["exp_avg"], state["exp_avg_sq"])
         if grad.dtype == stepped.dtype and weight is stepped:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from onefold.runtime.rules import Rule
 from onefold.state.buffer import Buffer
 from onefold.state.unit import Unit
 from onefold.tier.slots import Slot
-from onefold.tier.store import PAGE_NBYTES
+from onefold.tier.store import whole_pages
 from onefold.tier.workers import Task, one_thread
 
 State = dict[str, Any]
@@ -52,39 +51,31 @@ class Segment:
 
 
 class UnitStep:
-    """The step of one unit, cut into tasks. Give it to workers, then to the unit to wait for."""
+    """The step of one unit, cut into tasks that workers begin with. The unit is to wait for it.
+
+    Gradients go with the last block that needs them, and the unit with the last block.
+    """
 
     def __init__(self, unit: Unit, segments: Sequence[Segment]) -> None:
-        self._unit = ref(unit)  # which holds this, until somebody has waited
         self.stepped = unit.weight if unit.master is None else unit.master
         names = dict.fromkeys(name for segment in segments for name in segment.moments)
         self.moments = {name: unit.moments[name] for name in names}
-        self._tasks: list[Task] = []
         self._ready: torch.cuda.Event | None = None  # gradients are there, weights may be changed
-
-    def begin(self, segments: Sequence[Segment]) -> None:
-        """Let workers begin. Gradients go with the last block that needs them."""
-        unit = self._unit()
-        assert unit is not None, "a unit is stepped after it is gone"
-        numel = len(unit.weight.tensor)
-        unit.await_step()  # of what another optimizer holds of this unit
         if unit.setting.store.device.type == "cuda":
             self._ready = torch.cuda.Event()
             self._ready.record()
         ordered = sorted(segments, key=lambda segment: segment.start)
         for segment in ordered:
-            segment.before = {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in segment.state.items()
-                if name not in segment.moments
-            }
+            numbers = [name for name in segment.state if name not in segment.moments]
+            segment.before = {name: _cloned(segment.state[name]) for name in numbers}
+        self._tasks: list[Task] = []
+        numel = len(unit.weight.tensor)
         for start in range(0, numel, BLOCK_NUMEL):
             stop = min(start + BLOCK_NUMEL, numel)
             inside = [s for s in ordered if s.start < stop and start < s.stop]
             if inside:
                 block = _Block(self, unit, start, stop, inside)
                 self._tasks.append(unit.setting.tiers.steppers.give(block.run))
-        unit.pending = self
 
     def is_completed(self) -> bool:
         """See `ticket.Work`."""
@@ -218,7 +209,7 @@ def _room_nbytes(buffer: Buffer, numel: int) -> int:
     """Bytes of a slot that a block of the buffer needs; none where it can be stepped in place."""
     if buffer.far is None and buffer.tensor.device.type == "cpu":
         return 0
-    return -(-numel * buffer.tensor.itemsize // PAGE_NBYTES) * PAGE_NBYTES
+    return whole_pages(numel * buffer.tensor.itemsize)
 
 
 def _cut(

@@ -30,7 +30,7 @@ from torch import nn
 from onefold.errors import StateError, expected
 from onefold.ledger import Kind
 from onefold.runtime.activations import SavedActivations
-from onefold.runtime.early import EarlySteps
+from onefold.runtime.early import EarlyStepper, EarlySteps
 from onefold.runtime.reducer import Reducer
 from onefold.runtime.schedule import Phase, Schedule
 from onefold.runtime.structure import check_structure, edited
@@ -46,15 +46,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Stepper(Protocol):
+class Stepper(EarlyStepper, Protocol):
     """An optimizer's binding, as the engine knows it."""
 
     def recover(self) -> None:
         """Undo a step that raised, if one did."""
-        ...
-
-    def step_early(self, unit: Unit) -> None:
-        """Begin to step what the optimizer holds of a unit."""
         ...
 
 

@@ -102,6 +102,7 @@ class OptimizerBinding:
         self._shown: dict[Tensor, State] = {}
         self._is_entered = False
         self._restore: list[tuple[State, State]] = []
+        self._group_of: dict[int, int] | None = None  # by id, while units are stepped in backward
         self._optimizer = ref(optimizer)
         self._pre = optimizer.register_step_pre_hook(self.before_step)
         self._post = optimizer.register_step_post_hook(self.after_step)
@@ -165,7 +166,7 @@ class OptimizerBinding:
     def forget(self, optimizer: Optimizer) -> None:
         """Free the optimizer's state of our parameters, before other state is read."""
         self._strategy.forget()
-        self._shown = {}
+        self._shown, self._group_of = {}, None
         for tensor in [tensor for tensor in optimizer.state if self.parameter(tensor) is not None]:
             del optimizer.state[tensor]
 
@@ -185,6 +186,7 @@ class OptimizerBinding:
         """Swap faces for what is stepped. Runs after every other pre-hook."""
         if self._is_entered:  # a subclass's step that calls its base class's
             return None
+        self._group_of = None
         searches = isinstance(optimizer, torch.optim.LBFGS)  # calls its closure many times
         replaced = None if searches else self._evaluate_closure(args, kwargs)
         for engine in self.engines:
@@ -240,14 +242,17 @@ class OptimizerBinding:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        self._import_changed(optimizer)
-        members: list[list[UnitParameter]] = []
-        for group in optimizer.param_groups:
-            known = (self.parameter(tensor) for tensor in group["params"])
-            own = [p for p in known if p is not None and p.unit is unit]
-            members.append([p for p in own if _grad(p) is not None])
+        groups = optimizer.param_groups
+        if self._group_of is None:  # the first unit of a backward: the optimizer may have changed
+            self._import_changed(optimizer)
+            self._group_of = {id(t): i for i, group in enumerate(groups) for t in group["params"]}
+        members: list[list[UnitParameter]] = [[] for _ in groups]
+        for parameter in unit.parameters:
+            index = self._group_of.get(id(parameter.face))
+            if index is not None and _grad(parameter) is not None:
+                members[index].append(parameter)
         if any(members) and isinstance(self._strategy, FlatStep):
-            rules = [rule_of(optimizer, group) for group in optimizer.param_groups]
+            rules = [rule_of(optimizer, group) for group in groups]
             self._strategy.begin(unit, members, rules)
             unit.publish(is_rounded=True)
 

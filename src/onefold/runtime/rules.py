@@ -6,7 +6,6 @@ parameter. Adam and AdamW have a shorter way with the same bits (runtime/adam.py
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onefold.runtime.adam import BlockedAdam
+from onefold.runtime.adam import BlockedAdam, frozen
 
 State = dict[str, Any]
 
@@ -88,11 +87,6 @@ def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         and not group.get("capturable")
         and all(tensor.is_floating_point() for tensor in group["params"])
     )
-
-
-def frozen(value: Any) -> Any:
-    """A hyper-parameter that a scheduler cannot change any more."""
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 PROBE_NUMEL = 2

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from onefold.errors import ConfigError, expected
 from onefold.runtime.adam import BlockedAdam
 from onefold.runtime.blocks import Segment, UnitStep
-from onefold.runtime.rules import Rule, is_moment, moments_after_first_step, state_after_first_step
+from onefold.runtime.rules import Rule, is_moment, state_after_first_step
 from onefold.state.parameter import UnitParameter
 from onefold.state.unit import Unit
 
@@ -123,7 +123,7 @@ class FlatStep:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for runs, rule in zip(self._runs_of(unit, members), rules, strict=True):
                 segments += [_segment(run, rule) for run in runs]
-        UnitStep(unit, segments).begin(segments)
+        unit.pending = UnitStep(unit, segments)
 
     def state_of(self, stand_in: Tensor) -> State | None:
         return self._by_tensor[stand_in].state
@@ -266,7 +266,7 @@ def _segment(run: Run, rule: Rule) -> Segment:
     is_new = not run.state
     if is_new:
         probed = state_after_first_step(rule, dtype)
-        unit.make_moments(moments_after_first_step(rule, dtype))
+        unit.make_moments({name: v.dtype for name, v in probed.items() if is_moment(v)})
         for name, value in probed.items():
             if is_moment(value):
                 flat = unit.moments[name].tensor.data

@@ -7,6 +7,7 @@ all of them, by name, and no rank waits for another that has given up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 FAILED_TAG = 0
 """In place of a unit's tag: the rank could not have its rows."""
+
+
+def tags_of(world_size: int) -> Slot:
+    """The region of a message in which each rank has one element; it carries no state."""
+    return Slot("", (world_size,), 0, tuple((rank, rank + 1) for rank in range(world_size)), ())
 
 
 class UnitGather:
@@ -55,22 +61,35 @@ class UnitGather:
         unit = self.unit
         setting, flat = unit.setting, full.tensor
         self._plan(full)
-        with torch.no_grad():
-            try:
-                unit.settle()
-                near = unit.rows.take(unit.edits())
-                own = [flat[start:stop] for start, stop in self._own_spans]
-                torch._foreach_copy_(own, [near[start:stop] for start, stop in self._near_spans])
-            except TierError as error:
-                unit.failure = error
-                if not self._tells(full):
-                    raise
+
+        def bring() -> None:
+            near = unit.rows.take(unit.edits())
+            own = [flat[start:stop] for start, stop in self._own_spans]
+            torch._foreach_copy_(own, [near[start:stop] for start, stop in self._near_spans])
+
+        try:
+            self.bring_and_tag(bring, flat[unit.rest.full_numel :])
+        finally:
             unit.rows.give_back()
-            flat[unit.rest.full_numel :] = unit.tag if unit.failure is None else FAILED_TAG
         if self._cut is None:
             return DONE
         where = f"gather of unit {unit.name!r} on rank {setting.rank}"
         return setting.transport.gather(flat, self._cut, where)
+
+    def bring_and_tag(self, bring: Callable[[], None], tags: Tensor) -> None:
+        """Have `bring` put own rows into a message; then fill its `tags` [N, or none in a world of
+        one]. If the rows cannot be had they say so; where nobody looks at them, that is raised.
+        """
+        unit = self.unit
+        with torch.no_grad():
+            try:
+                unit.settle()
+                bring()
+            except TierError as error:
+                unit.failure = error
+                if not self._tells(tags):
+                    raise
+            tags.fill_(unit.tag if unit.failure is None else FAILED_TAG)
 
     def _plan(self, full: Buffer) -> None:
         """What is sent and copied, found once."""
@@ -80,11 +99,10 @@ class UnitGather:
         if setting.rest_world > 1:
             sharded = [slot for slot in rest.slots if not slot.replicated]
             offsets = [slot.full_offset for slot in sharded]
-            group, ranks = setting.transport.group, range(setting.world_size)
-            tags = Slot("", (len(ranks),), 0, tuple((r, r + 1) for r in ranks), ())
             self._cut = Cut(
-                [*sharded, tags], [*offsets, rest.full_numel], group, full.tensor.itemsize
-            )
+                [*sharded, tags_of(setting.world_size)], [*offsets, rest.full_numel],
+                setting.transport.group, full.tensor.itemsize,
+            )  # fmt: skip
         rank = setting.rest_rank
         for slot in rest.slots:
             start, stop = slot.pieces[rank]
@@ -92,21 +110,21 @@ class UnitGather:
             self._own_spans.append((slot.full_offset + start, slot.full_offset + stop))
             self._near_spans.append((first, first + stop - start))
 
-    def _tells(self, full: Buffer) -> bool:
+    @staticmethod
+    def _tells(tags: Tensor) -> bool:
         """True if ranks look at each other's tags: where the host can without a device's wait."""
-        return self._cut is not None and full.tensor.device.type == "cpu"
+        return len(tags) > 1 and tags.device.type == "cpu"
 
     def check(self, full: Buffer) -> None:
         """Raise if some rank gathered another unit at the same time, or had no rows to send.
 
         Pieces of equal length would otherwise mix two units without anyone noticing.
         """
-        if self._tells(full):
-            self.check_tags(full.tensor[self.unit.rest.full_numel :])
+        self.check_tags(full.tensor[self.unit.rest.full_numel :])
 
     def check_tags(self, told: Tensor) -> None:
-        """Raise as `check` does, from the tags [N] that came with a message of this unit."""
-        if told.device.type != "cpu":
+        """Raise as `check` does, from the tags that came with a message of this unit."""
+        if not self._tells(told):
             return
         unit, tags = self.unit, told.tolist()
         if any(abs(tag - FAILED_TAG) < 0.25 for tag in tags):

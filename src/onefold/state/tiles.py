@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from onefold.errors import StateError, TierError, expected
+from onefold.errors import StateError, expected
 from onefold.layout.rows import Slot, round_up
 from onefold.ledger import Kind
 from onefold.state.buffer import Buffer
-from onefold.state.gather import FAILED_TAG
+from onefold.state.gather import tags_of
 from onefold.ticket import DONE, Ticket
 from onefold.tier.store import GRAIN_NUMEL
 from onefold.wire.transport import Cut
@@ -143,7 +143,7 @@ class TiledWeight:
             following = self._start(number + 1) if number + 1 < len(self.tiles) else DONE
             ticket.wait()
             numel = tile.num_rows * self.num_columns
-            self._check(room.tensor[numel : numel + len(tile.rows)])
+            self.parameter.unit.gather.check_tags(room.tensor[numel : numel + len(tile.rows)])
             yield tile, room.tensor[:numel].view(tile.num_rows, self.num_columns)
             room.release()
 
@@ -155,14 +155,8 @@ class TiledWeight:
         numel = tile.num_rows * self.num_columns
         before = sum(stop - start for start, stop in tile.rows[:rank]) * self.num_columns
         own = room.tensor[before : before + tile.own[1] - tile.own[0]]
-        with torch.no_grad():
-            try:
-                unit.settle()
-                self._copy_near(tile.own, own)
-            except TierError as error:
-                unit.failure = error
-            tag = unit.tag if unit.failure is None else FAILED_TAG
-            room.tensor[numel : numel + world_size] = tag
+        tags = room.tensor[numel : numel + world_size]
+        unit.gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags)
         if world_size == 1:
             return DONE
         where = f"gather of a tile of {self.parameter.fqn!r} on rank {rank}"
@@ -185,9 +179,6 @@ class TiledWeight:
             weight.far.fetch(first, near)
             into.copy_(near[start - first : stop - first])
 
-    def _check(self, tags: Tensor) -> None:
-        self.parameter.unit.gather.check_tags(tags)
-
     # gradients
 
     def reducer(self) -> _TileReducer:
@@ -205,7 +196,6 @@ class _TileReducer:
     """Averages one use's gradient over the ranks, tile by tile, one of them under way."""
 
     def __init__(self, tiled: TiledWeight) -> None:
-        self._tiled = tiled
         self._parameter = tiled.parameter
         gradient = self._parameter.unit.gradient
         gradient.unit.await_step()  # it may still read what is written now
@@ -254,8 +244,7 @@ def _tiles(parameter: UnitParameter, tile_nbytes: int) -> list[Tile]:
             ends.append(ends[-1] + (stop - start) * columns)
         pieces = tuple(pairwise(ends))
         region = Slot(slot.fqn, (ends[-1],), 0, pieces, ())
-        tags = Slot("", (len(ranks),), 0, tuple((rank, rank + 1) for rank in ranks), ())
-        group = setting.transport.group
+        group, tags = setting.transport.group, tags_of(setting.world_size)
         tiles.append(
             Tile(
                 rows, (own[0], own[1]), Cut([region, tags], [0, ends[-1]], group, itemsize),

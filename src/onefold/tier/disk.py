@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError, expected
-from onefold.tier.store import PAGE_NBYTES
+from onefold.tier.store import PAGE_NBYTES, whole_pages
 
 STRIPE_NBYTES = 4 << 20
 """Consecutive bytes on one path: a request large enough for the disk's full rate."""
@@ -40,6 +40,19 @@ MAX_STRIPES = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
+def set_direct(fd: int, wanted: bool) -> bool:
+    """Have a file's requests go past the page cache, or not; what it came to.
+
+    Not every file system can: there they go through it.
+    """
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (_O_DIRECT if wanted else 0))
+    except OSError:
+        return False
+    return wanted and bool(_O_DIRECT)
+
+
 class SwapFile:
     """One unlinked file on one path: extents are taken from its end, blocks go past the cache."""
 
@@ -47,7 +60,6 @@ class SwapFile:
         self.folder = folder
         self._rank = rank
         self._nbytes = self._reserved = 0
-        self.is_direct = bool(_O_DIRECT)
         self.read_nbytes = self.written_nbytes = 0
         self._counting = Lock()  # several threads move blocks
         try:
@@ -56,29 +68,23 @@ class SwapFile:
             raise self._failed("a new file there", error) from error
         os.unlink(name)
         self.fd = fd
-        self._set_direct(self.is_direct)
-
-    def _set_direct(self, wanted: bool) -> None:
-        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | (_O_DIRECT if wanted else 0))
-            self.is_direct = wanted
-        except OSError:  # a file system without it
-            self.is_direct = False
+        self.is_direct = set_direct(fd, True)
 
     def reserve(self, nbytes: int) -> None:
         """Take `nbytes` of the disk now, beyond what extents have."""
         start = self._nbytes
         was_direct = self.is_direct
         try:
-            self._set_direct(False)  # where the system has to write instead, it writes bytes
+            # where the system has to write instead, it writes bytes
+            self.is_direct = set_direct(self.fd, False)
             os.posix_fallocate(self.fd, start, nbytes)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self.fd, start)
+            self._reserved = start
             raise self._failed(f"room for {nbytes:,} bytes", error, start, nbytes) from error
         finally:
-            self._set_direct(was_direct)
+            self.is_direct = set_direct(self.fd, was_direct)
         self._reserved = start + nbytes
 
     def extend(self, nbytes: int) -> int:
@@ -109,7 +115,8 @@ class SwapFile:
                 moved = call(self.fd, [view[done:]], offset + done)  # type: ignore[operator]
             except OSError as error:
                 if error.errno == errno.EINVAL and was_direct:
-                    self._set_direct(False)  # this file system opens so, but does not transfer so
+                    # this file system opens so, but does not transfer so
+                    self.is_direct = set_direct(self.fd, False)
                     continue
                 wanted = f"to {verb} {len(view):,} bytes at offset {offset:,}"
                 raise self._failed(wanted, error, offset, len(view)) from error
@@ -120,7 +127,7 @@ class SwapFile:
             if moved % PAGE_NBYTES and done + moved < len(view) and self.is_direct:
                 moved -= moved % PAGE_NBYTES  # O_DIRECT goes on at whole pages
                 if moved == 0:
-                    self._set_direct(False)
+                    self.is_direct = set_direct(self.fd, False)
             done += moved
         if not self.is_direct:
             with suppress(OSError):
@@ -198,12 +205,10 @@ class Extent:
 
     def _parts(self, start: int, flat: Tensor) -> Iterator[tuple[SwapFile, int, memoryview]]:
         """Where the bytes of `flat` go, rounded up to whole pages: extents and slots are."""
-        nbytes = -(-flat.nbytes // PAGE_NBYTES) * PAGE_NBYTES
-        view = memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())).cast("B")
-        first = start * self._itemsize
+        view, first = page_view(flat), start * self._itemsize
         for stripe in self._stripes:
             low = max(first, stripe.start)
-            high = min(first + nbytes, stripe.start + stripe.nbytes)
+            high = min(first + len(view), stripe.start + stripe.nbytes)
             if low < high:
                 part = view[low - first : high - first]
                 yield stripe.file, stripe.offset + low - stripe.start, part
@@ -217,6 +222,12 @@ class Extent:
 
     def restore(self) -> None:
         """See `release`."""
+
+
+def page_view(flat: Tensor) -> memoryview:
+    """The bytes of a flat tensor in CPU memory, up to the end of their last page."""
+    nbytes = whole_pages(flat.nbytes)
+    return memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())).cast("B")
 
 
 class Mapping:
@@ -288,17 +299,16 @@ class DiskStore:
         share = -(-nbytes // len(paths))
         for file in self.files:
             if share:
-                file.reserve(-(-share // PAGE_NBYTES) * PAGE_NBYTES)
+                file.reserve(whole_pages(share))
         self._next = rank % len(paths)  # where the first stripe of the next extent goes
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Extent:
         """A flat tensor [numel] of zeros, whose space on disk is taken now."""
-        pages = max(1, -(-numel * dtype.itemsize // PAGE_NBYTES))
-        whole = pages * PAGE_NBYTES
+        whole = whole_pages(max(1, numel) * dtype.itemsize)
         if len(self.files) == 1:
             file = self.files[0]
             return Extent(numel, dtype, [Stripe(file, file.extend(whole), 0, whole)])
-        length = max(STRIPE_NBYTES, -(-whole // MAX_STRIPES // PAGE_NBYTES) * PAGE_NBYTES)
+        length = max(STRIPE_NBYTES, whole_pages(-(-whole // MAX_STRIPES)))
         stripes: list[Stripe] = []
         for start in range(0, whole, length):
             file = self.files[self._next % len(self.files)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError, expected
-from onefold.tier.store import PAGE_NBYTES
+from onefold.tier.store import whole_pages
 
 
 class HostAllocation:
@@ -59,7 +59,7 @@ class HostStore:
 
     @staticmethod
     def _map(nbytes: int) -> Tensor:
-        whole = max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
+        whole = whole_pages(max(1, nbytes))
         try:
             mapping = _Arena(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
@@ -91,7 +91,7 @@ class HostStore:
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> HostAllocation:
         """The next flat tensor [numel] of the arena, or of a further one if the plan was short."""
-        nbytes = -(-numel * dtype.itemsize // PAGE_NBYTES) * PAGE_NBYTES
+        nbytes = whole_pages(numel * dtype.itemsize)
         if self._used + nbytes > self._arena.nbytes:
             self._arena, self._used = self._map(nbytes), 0
         start, self._used = self._used, self._used + nbytes

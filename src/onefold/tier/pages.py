@@ -118,3 +118,14 @@ class PagePool:
                 return
         if self._spare:  # pages that nobody can use must not come on top of those that are used
             self._spare.pop(0).drop()
+
+
+def return_free_memory() -> None:
+    """Have glibc give freed pages back to the system, which it keeps to itself below 32 MB a block.
+
+    For when much has come and gone between what stays; without glibc this does nothing.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        return

@@ -6,7 +6,6 @@ it any more: so no late write reaches a place that others have taken.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock
@@ -18,10 +17,11 @@ from torch import Tensor
 from onefold.errors import TierError
 from onefold.ledger import Ledger
 from onefold.tier.area import Area, Lease
-from onefold.tier.disk import SwapFile
+from onefold.tier.disk import SwapFile, page_view
 from onefold.tier.host import HostStore
+from onefold.tier.pages import return_free_memory
 from onefold.tier.slots import SlotPool
-from onefold.tier.store import PAGE_NBYTES
+from onefold.tier.store import PAGE_NBYTES, whole_pages
 from onefold.tier.workers import Task, Workers
 
 PIECE_NBYTES = 4 << 20
@@ -98,7 +98,7 @@ class DiskScratch:
 
     def take(self, nbytes: int) -> Lease:
         """See `Scratch.take`. The files grow where no stretch is free."""
-        whole = _whole_pages(nbytes)
+        whole = whole_pages(nbytes)
         ground = self._turn % len(self._files)
         self._turn += 1
         lease = self._area.take(whole, ground)
@@ -116,7 +116,7 @@ class DiskScratch:
             with self._slots.lend(PIECE_NBYTES) as slot:
                 near = slot.tensor(stop - start, torch.uint8)
                 self._copy(near, source[start:stop], ready)
-                file.write(lease.offset + start, _memory(near))
+                file.write(lease.offset + start, page_view(near))
 
         def written() -> None:
             then()
@@ -131,11 +131,11 @@ class DiskScratch:
 
         def piece(start: int, stop: int) -> None:
             if self._stream is None:
-                file.read(lease.offset + start, _memory(into[start:stop]))
+                file.read(lease.offset + start, page_view(into[start:stop]))
                 return
             with self._slots.lend(PIECE_NBYTES) as slot:
                 near = slot.tensor(stop - start, torch.uint8)
-                file.read(lease.offset + start, _memory(near))
+                file.read(lease.offset + start, page_view(near))
                 self._copy(into[start:stop], near, ready)
 
         return into, Pieces(self._workers, nbytes, piece, lambda: self._note_moved(nbytes))
@@ -148,7 +148,7 @@ class DiskScratch:
         """New memory [nbytes]; on the CPU from a page's beginning, with room for whole pages."""
         if self._stream is not None:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        room = torch.empty(_whole_pages(nbytes) + PAGE_NBYTES, dtype=torch.uint8)
+        room = torch.empty(whole_pages(nbytes) + PAGE_NBYTES, dtype=torch.uint8)
         start = -room.data_ptr() % PAGE_NBYTES
         return room[start : start + nbytes]
 
@@ -180,10 +180,6 @@ class Heap:
     def __init__(self) -> None:
         self._moved_nbytes = 0
         self._counting = Lock()
-        try:
-            self._trim = ctypes.CDLL(None).malloc_trim
-        except (AttributeError, OSError, TypeError):
-            self._trim = None
 
     def note_moved(self, nbytes: int) -> None:
         """So many bytes have left near memory, or will soon; on a worker, beside the compute."""
@@ -192,8 +188,8 @@ class Heap:
             is_due = self._moved_nbytes >= TRIM_NBYTES
             if is_due:
                 self._moved_nbytes = 0
-        if is_due and self._trim is not None:
-            self._trim(0)
+        if is_due:
+            return_free_memory()
 
 
 class Pieces:
@@ -271,7 +267,7 @@ class HostScratch:
 
     def take(self, nbytes: int) -> Lease:
         """See `Scratch.take`. Another arena comes where no stretch is free."""
-        whole = _whole_pages(nbytes)
+        whole = whole_pages(nbytes)
         lease = self._area.take(whole)
         if lease is None:
             length = max(whole, ARENA_NBYTES)
@@ -340,13 +336,3 @@ def _told(error: TierError) -> TierError:
     told.errno, told.path = error.errno, error.path
     told.offset, told.nbytes = error.offset, error.nbytes
     return told
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-
-
-def _memory(flat: Tensor) -> memoryview:
-    """The bytes of a flat tensor in CPU memory, up to the end of their last page."""
-    nbytes = _whole_pages(flat.nbytes)
-    return memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())).cast("B")

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onefold.layout.rows import round_up
+
 
 class Allocation(Protocol):
     """The bytes behind one flat tensor, which may be given back and asked for again.
@@ -55,6 +57,12 @@ class Far(Protocol):
 
 PAGE_NBYTES = max(4096, mmap.PAGESIZE)
 """What far bytes are aligned to, and buffers rounded up to: O_DIRECT asks for no more."""
+
+
+def whole_pages(nbytes: int) -> int:
+    """`nbytes`, or the next number above it that fills whole pages."""
+    return round_up(nbytes, PAGE_NBYTES)
+
 
 GRAIN_NUMEL = PAGE_NBYTES
 """Blocks of far bytes start at multiples of this many elements: whole pages in every dtype."""

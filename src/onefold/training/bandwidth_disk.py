@@ -6,13 +6,11 @@ threads, in requests of the engine's own length.
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -74,17 +72,14 @@ class Requests:
         # around the files; what one has more than another is left out
         self._requests = [request for row in zip(*offsets, strict=False) for request in row]
         self._pool = ThreadPoolExecutor(threads, "onefold-bench")
-        self._best = [_filled(_huge_pages(REQUEST_NBYTES)) for _ in range(threads)]
-        self._own = [_filled(_own_pages(REQUEST_NBYTES)) for _ in range(threads)]
+        self._views = [_filled(_slot(REQUEST_NBYTES)) for _ in range(threads)]
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown()
 
     def entries(self) -> Iterator[Entry]:
-        """Reads, writes, and half of each: by a plain loop from memory that suits a disk best, and
-        by the engine's files from its own.
-        """
+        """Reads, writes, and half of each: by a plain loop, and by the engine's files."""
         kinds: dict[str, Callable[[int], bool]] = {
             "read": lambda _: True,
             "write": lambda _: False,
@@ -92,12 +87,12 @@ class Requests:
         }
         nbytes = sum(_nbytes_at(*request) for request in self._requests)
         for group, is_read in kinds.items():
-            plain = partial(self._each, _plain_move(is_read), self._best)
-            own = partial(self._each, _own_move(is_read), self._own)
+            plain = partial(self._each, _plain_move(is_read))
+            own = partial(self._each, _own_move(is_read))
             yield Entry(f"plain_{group}", group, "plain loop", nbytes, plain)
             yield Entry(group, group, "engine's files", nbytes, own, f"plain_{group}")
 
-    def _each(self, move: Move, views: Sequence[memoryview]) -> None:
+    def _each(self, move: Move) -> None:
         """Move all requests, each on the next thread that is free."""
         left = iter(range(len(self._requests)))  # one thread at a time takes the next
 
@@ -106,7 +101,7 @@ class Requests:
                 file, offset = self._requests[index]
                 move(index, file, offset, view[: _nbytes_at(file, offset)])
 
-        for done in [self._pool.submit(work, view) for view in views]:
+        for done in [self._pool.submit(work, view) for view in self._views]:
             done.result()
 
 
@@ -115,25 +110,9 @@ def _nbytes_at(file: SwapFile, offset: int) -> int:
     return min(REQUEST_NBYTES, os.fstat(file.fd).st_size - offset)
 
 
-def _own_pages(nbytes: int) -> Tensor:
-    """Memory as the engine's blocks pass through it."""
+def _slot(nbytes: int) -> Tensor:
+    """Memory as the engine's blocks pass through it: what suits a disk best."""
     return Slot(nbytes, Ledger()).tensor(nbytes // 4, torch.float32)
-
-
-def _huge_pages(nbytes: int) -> Tensor:
-    """Huge pages, where the system has them.
-
-    A request from 4 KiB pages that lie apart is cut where the disk's queue is out of segments.
-    Measured on a virtual disk of 254: 4 MiB requests from huge pages are twice as fast.
-    """
-    mapping = mmap.mmap(-1, nbytes + _HUGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # a system without them
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    skipped = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % _HUGE_NBYTES
-    return torch.frombuffer(mapping, dtype=torch.float32, count=nbytes // 4, offset=skipped)
-
-
-_HUGE_NBYTES = 2 * MIB
 
 
 def _filled(flat: Tensor) -> memoryview:
@@ -168,7 +147,9 @@ def measure_disk(paths: Sequence[Path], ask: Ask) -> Bandwidths:
     numel = max(1, nbytes // STATE_NBYTES // ROW) * ROW
     tier = Offload(optimizer="disk", parameters="disk", disk=list(paths))
     stepped = Stepped(numel, torch.float32, tier)
-    files = list(_files(stepped))
+    store = stepped.tiers.state
+    assert isinstance(store, DiskStore), "states are asked to rest on disk"
+    files = store.files
     stepped.step()  # space that was never written reads as zeros, for which no disk is asked
     stepped.finish()
     for file in files:
@@ -187,14 +168,14 @@ def measure_disk(paths: Sequence[Path], ask: Ask) -> Bandwidths:
     return Bandwidths(
         "disk", STATE_NBYTES * numel, numel, threads, engine_threads, rounds, seconds, rates,
         paths=facts,
-        wear=_wear(stepped, numel, rates["step"]),
+        wear=_wear(stepped, store, numel, rates["step"]),
         notes=[*_path_notes(facts), *thread_notes(threads, engine_threads)],
     )  # fmt: skip
 
 
 def _suitable(paths: Sequence[Path], seconds: float) -> int:
     """Bytes of state that a good number of rounds has time for, by the look of one small file."""
-    source = _filled(_own_pages(REQUEST_NBYTES))
+    source = _filled(_slot(REQUEST_NBYTES))
     moved, begun = 0, time.perf_counter()
     for path in paths:
         file = SwapFile(path, 0)
@@ -232,26 +213,15 @@ def check_room(paths: Sequence[Path], nbytes: int) -> None:
     check_memory(nbytes)  # gradients, and weights until they are on the disk: two thirds
 
 
-def _wear(stepped: Stepped, numel: int, rate: Rate) -> Wear:
+def _wear(stepped: Stepped, store: DiskStore, numel: int, rate: Rate) -> Wear:
     """Of one more step, as its files count it."""
-    before = _moved(stepped)
+    before = store.moved_nbytes
     stepped.step()
     stepped.finish()
     read, written = (
-        (late - early) / numel for early, late in zip(before, _moved(stepped), strict=True)
+        (late - early) / numel for early, late in zip(before, store.moved_nbytes, strict=True)
     )
     return Wear(read, written, written * (rate.parameters_per_s or 0.0) * DAY_S)
-
-
-def _moved(stepped: Stepped) -> tuple[int, int]:
-    files = list(_files(stepped))
-    return sum(file.read_nbytes for file in files), sum(file.written_nbytes for file in files)
-
-
-def _files(stepped: Stepped) -> Iterator[SwapFile]:
-    for store in dict.fromkeys((stepped.tiers.weight, stepped.tiers.state)):
-        if isinstance(store, DiskStore):
-            yield from store.files
 
 
 def _path_notes(facts: Sequence[PathFacts]) -> Iterator[str]:

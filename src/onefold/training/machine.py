@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 import onefold
+from onefold.environment import free_host_nbytes
+from onefold.tier.workers import cores_of
 from onefold.training.world import World
 
 MIB, GIB = 2**20, 2**30
@@ -106,24 +107,17 @@ def describe(folder: str | None = None) -> Machine:
 
 def usable_cores() -> int:
     """Cores that this process may run on."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(cores_of(0, 1))
 
 
 def memory_nbytes() -> tuple[int, int]:
     """Bytes of memory, total and free, within the limit of this container."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = free = os.sysconf("SC_PHYS_PAGES") * page
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in _CGROUP_MEMORY:
         text = path.read_text().strip() if path.exists() else "max"
         if text.isdigit():
             total = min(total, int(text))
-    return total, min(total, free)
+    return total, min(total, free_host_nbytes())
 
 
 def measure_copy() -> float:
