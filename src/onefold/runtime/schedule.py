@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    from onefold.state.unit import Unit
+U = TypeVar("U")
 
 
 class Phase(StrEnum):
@@ -21,24 +20,24 @@ class Phase(StrEnum):
     BACKWARD = "backward"  # recompute belongs to it: it uses units in backward's order
 
 
-class Schedule:
+class Schedule(Generic[U]):
     """Successors of each unit per phase, learned from the last walk."""
 
-    def __init__(self, units: list[Unit]) -> None:
+    def __init__(self, units: list[U]) -> None:
         forward = dict(pairwise(units))
         backward = {after: before for before, after in forward.items()}
-        self._after: dict[Phase, dict[Unit, Unit]] = {
+        self._after: dict[Phase, dict[U, U]] = {
             Phase.FORWARD: dict(forward),
             Phase.EVALUATION: dict(forward),
             Phase.BACKWARD: backward,
         }
-        self._last: dict[Phase, Unit | None] = dict.fromkeys(Phase)
+        self._last: dict[Phase, U | None] = dict.fromkeys(Phase)
 
     def begin(self, phase: Phase) -> None:
         """A new walk starts; its first unit has no predecessor."""
         self._last[phase] = None
 
-    def enter(self, unit: Unit, phase: Phase) -> Unit | None:
+    def enter(self, unit: U, phase: Phase) -> U | None:
         """Note that `unit` is used now; the unit that was used next last time, if any."""
         last = self._last[phase]
         if last is unit:
@@ -50,6 +49,6 @@ class Schedule:
         self._last[phase] = unit
         return self._after[phase].get(unit)
 
-    def after(self, unit: Unit | None, phase: Phase) -> Unit | None:
+    def after(self, unit: U | None, phase: Phase) -> U | None:
         """The unit that was used after `unit` last time, if any."""
         return None if unit is None else self._after[phase].get(unit)

@@ -1,0 +1,204 @@
+"""Predicted beside measured memory: models x stages x precision x accumulation x tiers x ranks.
+
+    python benchmarks/memory.py                 every case; writes benchmarks/results/DATE-memory.json
+    python benchmarks/memory.py --only llama    the cases whose names have that in them
+
+Measured is what a rank really holds in its third step: everything that operations of torch make,
+from the first moment to the last (planner/live.py on real tensors), and what the ledger has counted
+for buffers that torch does not make. The prediction has seen neither: it comes from a copy of the
+module without values, and from the closed forms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+from contextlib import nullcontext
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from memory_cases import BATCH, MODELS, Case
+from rich.console import Console
+from rich.table import Table
+
+import onefold
+from onefold.config import Offload, offload_of, placements_of, precision_of
+from onefold.planner.live import Live
+from onefold.planner.memory import forecast
+from onefold.planner.setup import Setup
+from onefold.planner.trace import default_loss, trace
+from onefold.runtime.registry import engine_of
+
+BY_TORCH = ("wire", "partial_grad", "activation")
+"""Kinds whose bytes operations of torch make, and a watch of them sees."""
+
+
+class Measured(Live):
+    """Everything that is held, by torch and by the engine, at every operation."""
+
+    def __init__(self, ledger: Any, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._kinds = kinds
+        self.most = 0
+        self.held: dict[str, int] = {}
+
+    def outside(self) -> int:
+        usage = self._ledger.usage
+        return sum(u.now for (kind, tier), u in usage.items() if kind in self._kinds and tier != "disk")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        total = self.now + self.outside()
+        if total > self.most:
+            self.most = total
+            self.held = {str(k): u.now for (k, _), u in self._ledger.usage.items() if u.now}
+            self.held["torch"] = self.now
+        return out
+
+
+def cases() -> list[Case]:
+    """At least 30 combinations of models and settings, at 1, 2 and 4 ranks."""
+    found = [Case(model, stage, 2) for model in MODELS for stage in range(4)]
+    found += [Case(model, 3, ranks) for model in MODELS for ranks in (1, 4)]
+    found += [Case(model, stage, 2, "bf16") for model in MODELS if model != "conv" for stage in (1, 3)]
+    found += [Case(model, stage, 2, None, 3) for model in ("gpt", "llama", "conv") for stage in range(4)]
+    found += [Case(model, 3, 2, recompute=True) for model in MODELS if MODELS[model].recompute]
+    found += [Case("gpt", stage, 2, "bf16", 2, True) for stage in range(4)]
+    for model in ("gpt", "bert"):
+        found += [Case(model, stage, 2, offload="optimizer") for stage in (1, 3)]
+        found += [Case(model, 3, 2, offload="cpu"), Case(model, 3, 2, offload="disk")]
+        found += [Case(model, 3, 2, "bf16", offload="disk")]
+    return found
+
+
+def _job(case: Case, folder: str) -> tuple[torch.nn.Module, Offload]:
+    torch.manual_seed(0)
+    made = MODELS[case.model]
+    module = made.build().train()
+    if case.recompute:
+        assert made.recompute is not None, "no recompute for this model"
+        made.recompute(module)
+    choice = f"disk:{folder}" if case.offload == "disk" else case.offload
+    return module, offload_of(choice, placements_of(case.stage))
+
+
+def measure(case: Case, folder: str, steps: int = 3) -> dict[str, Any]:
+    """What this rank holds in the last of a few steps."""
+    module, offload = _job(case, folder)
+    if any(p.is_meta for p in module.parameters()):
+        pass
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    onefold.shard(module, optimizer, stage=case.stage, precision=case.precision, offload=offload)
+    ledger = engine_of(module).ledger
+    inside = BY_TORCH + (("grad",) if case.ranks == 1 or case.stage == 3 else ())
+    kinds = tuple(k for k in ("weight", "master", "optimizer", "unsharded", "grad", "staging",
+                              *BY_TORCH) if k not in inside)  # fmt: skip
+    live = None
+    for step in range(steps):
+        live = Measured(ledger, kinds) if step == steps - 1 else None
+        inputs = MODELS[case.model].inputs(BATCH)
+        with live or nullcontext():
+            for micro in range(case.accumulate):
+                is_last = micro + 1 == case.accumulate
+                with nullcontext() if is_last else onefold.accumulate(module):
+                    outputs = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+                    loss = default_loss(outputs)
+                    del outputs
+                    loss.backward()
+                    del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    report = onefold.report(module)
+    assert live is not None, "no step was measured"
+    batch = sum(t.nbytes for t in (inputs.values() if isinstance(inputs, dict) else inputs))
+    buffers = sum(b.nbytes for b in module.buffers())
+    return {"measured": live.most + batch + buffers, "at_peak": live.held,
+            "rest": {kind: report.nbytes(kind) for kind in ("weight", "master", "optimizer")},
+            "sent": {k: t.sent_nbytes for k, t in report.last_step.items()}}  # fmt: skip
+
+
+def predict(case: Case, folder: str) -> dict[str, Any]:
+    """The same from a copy without values."""
+    module, offload = _job(case, folder)
+    chosen = precision_of(case.precision)
+    seen = trace(module, MODELS[case.model].inputs(BATCH), precision=chosen)
+    found = forecast(seen, Setup(stage=case.stage, world_size=case.ranks, accumulate=case.accumulate,
+                                 precision=chosen, offload=offload))  # fmt: skip
+    peak = found.peak if not case.offload else max(
+        found.moments, key=lambda m: m.nbytes("device") + m.nbytes("cpu"))
+    held: dict[str, int] = {}
+    for (kind, tier), nbytes in peak.held.items():
+        if tier != "disk":
+            held[kind] = held.get(kind, 0) + nbytes
+    rest = {kind: found.moments[0].held for kind in ()}
+    rest = {kind: sum(n for (k, _), n in found.moments[0].held.items() if k == kind)
+            for kind in ("weight", "master", "optimizer")}  # fmt: skip
+    return {"predicted": found.memory_nbytes, "phase": f"{peak.phase} {peak.unit}", "at_peak": held,
+            "rest": rest, "sent": {"gather": found.gather_sent, "reduce_scatter": found.reduce_sent}}  # fmt: skip
+
+
+def _rank(rank: int, case: Case, port: int, folder: str, file: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}  # fmt: skip
+    if case.ranks > 1:
+        dist.init_process_group("gloo")
+    found = measure(case, folder)
+    if rank == 0:
+        Path(file).write_text(json.dumps(found))
+    if case.ranks > 1:
+        dist.destroy_process_group()
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Measured by ranks of their own, predicted here."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port, file = free.getsockname()[1], f"{folder}/rank0.json"
+        free.close()
+        mp.start_processes(_rank, (case, port, folder, file), case.ranks, start_method="fork")
+        measured = json.loads(Path(file).read_text())
+        predicted = predict(case, folder)
+    ratio = predicted["predicted"] / measured["measured"]
+    return {"case": str(case), "ratio": ratio, "measured": measured, "predicted": predicted}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", default="", help="part of the names of cases")
+    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("-v", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    results = []
+    for case in cases():
+        if asked.only not in str(case):
+            continue
+        try:
+            found = run(case)
+        except Exception as error:  # one that fails shows as one
+            console.print(f"[red]{case}: {type(error).__name__}: {str(error).splitlines()[-1][:300]}")
+            continue
+        results.append(found)
+        m, p = found["measured"], found["predicted"]
+        exact = "" if m["rest"] == p["rest"] else f" REST {m['rest']} {p['rest']}"
+        sent = "" if all(m["sent"].get(k, 0) == v for k, v in p["sent"].items()) else f" SENT {m['sent']} {p['sent']}"
+        print(f"{found['ratio']:.3f} {m['measured']/2**20:8.1f} {case}{exact}{sent}", flush=True)
+        if asked.v or abs(found["ratio"] - 1) > 0.05:
+            print("    measured", {k: round(v / 2**20, 2) for k, v in m["at_peak"].items()})
+            print("    predicted", p["phase"], {k: round(v / 2**20, 2) for k, v in p["at_peak"].items()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
