@@ -94,8 +94,6 @@ def _job(case: Case, folder: str) -> tuple[torch.nn.Module, Offload]:
 def measure(case: Case, folder: str, steps: int = 3) -> dict[str, Any]:
     """What this rank holds in the last of a few steps."""
     module, offload = _job(case, folder)
-    if any(p.is_meta for p in module.parameters()):
-        pass
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
     onefold.shard(module, optimizer, stage=case.stage, precision=case.precision, offload=offload)
     ledger = engine_of(module).ledger
@@ -133,17 +131,15 @@ def predict(case: Case, folder: str) -> dict[str, Any]:
     seen = trace(module, MODELS[case.model].inputs(BATCH), precision=chosen)
     found = forecast(seen, Setup(stage=case.stage, world_size=case.ranks, accumulate=case.accumulate,
                                  precision=chosen, offload=offload))  # fmt: skip
-    peak = found.peak if not case.offload else max(
-        found.moments, key=lambda m: m.nbytes("device") + m.nbytes("cpu"))
     held: dict[str, int] = {}
-    for (kind, tier), nbytes in peak.held.items():
+    for (kind, tier), nbytes in found.peak.held.items():
         if tier != "disk":
             held[kind] = held.get(kind, 0) + nbytes
-    rest = {kind: found.moments[0].held for kind in ()}
-    rest = {kind: sum(n for (k, _), n in found.moments[0].held.items() if k == kind)
+    rest = {kind: sum(n for (k, _), n in found.resting.items() if k == kind)
             for kind in ("weight", "master", "optimizer")}  # fmt: skip
-    return {"predicted": found.memory_nbytes, "phase": f"{peak.phase} {peak.unit}", "at_peak": held,
-            "rest": rest, "sent": {"gather": found.gather_sent, "reduce_scatter": found.reduce_sent}}  # fmt: skip
+    return {"predicted": found.memory_nbytes, "phase": f"{found.peak.phase} {found.peak.unit}",
+            "at_peak": held, "rest": rest,
+            "sent": {"gather": found.gather_sent, "reduce_scatter": found.reduce_sent}}  # fmt: skip
 
 
 def _rank(rank: int, case: Case, port: int, folder: str, file: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -28,11 +28,19 @@ class Untraceable(OnefoldError):
     """A forward whose course depends on values, of which a trace has none."""
 
 
+class WorkDone(NamedTuple):
+    """What one operation does: FLOPs of a product, or of attention, or else bytes that it moves."""
+
+    flops: float = 0.0
+    attention_flops: float = 0.0
+    nbytes: float = 0.0
+
+
 class Live(TorchDispatchMode):
-    """Counts storages that operations make; `on_work` is told FLOPs and bytes of each."""
+    """Counts storages that operations make; `on_work` is told what each does."""
 
     def __init__(
-        self, device_type: str = "cpu", on_work: Callable[[float, float], None] | None = None
+        self, device_type: str = "cpu", on_work: Callable[[WorkDone], None] | None = None
     ) -> None:
         super().__init__()
         self.now = 0
@@ -113,12 +121,15 @@ class Live(TorchDispatchMode):
 
     def _tell(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         assert self._on_work is not None, "nobody to tell"
-        count = flop_registry.get(func._overloadpacket) or _ATTENTION_FLOPS.get(func)
-        if count is not None:
-            self._on_work(float(count(*args, **kwargs, out_val=out)), 0.0)
-            return
-        moved = [t.nbytes for t in tree_iter((args, kwargs, out)) if isinstance(t, Tensor)]
-        self._on_work(0.0, float(sum(moved)))
+        attention = _ATTENTION_FLOPS.get(func)
+        products = flop_registry.get(func._overloadpacket)
+        if attention is not None:
+            self._on_work(WorkDone(attention_flops=float(attention(*args))))
+        elif products is not None:
+            self._on_work(WorkDone(flops=float(products(*args, **kwargs, out_val=out))))
+        else:
+            moved = [t.nbytes for t in tree_iter((args, kwargs, out)) if isinstance(t, Tensor)]
+            self._on_work(WorkDone(nbytes=float(sum(moved))))
 
 
 def _storages(values: Any) -> set[int]:
@@ -168,7 +179,7 @@ class _Kernels(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            given = dict(zip(names, args, strict=False)) | options
+            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **options}
             if self._has_kernel(given):
                 return self._run(given)
         if func in _GROUPED and args[0].is_meta and args[0].dim() == 2 and args[1].dim() == 3:

@@ -9,7 +9,7 @@ peak is the largest sum of all three at any moment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onefold.config import Offload
@@ -39,51 +39,58 @@ class Moment:
     unit: str
     held: Holding
 
-    def nbytes(self, tier: str | None = None) -> int:
-        """Bytes in one tier, or in all."""
-        return sum(n for (_, place), n in self.held.items() if tier in (None, place))
+    def nbytes(self, tier: str) -> int:
+        """Bytes in one tier."""
+        return sum(n for (_, place), n in self.held.items() if place == tier)
+
+    def memory_nbytes(self, device_type: str) -> int:
+        """Bytes in the memory that computes: the CPU's holds its own tier too."""
+        return self.nbytes("device") + (self.nbytes("cpu") if device_type == "cpu" else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What rank 0 will hold and send. Tiers are `device`, `cpu` and `disk`."""
+    """What rank 0 will hold and send. Tiers are `device`, `cpu` and `disk`.
+
+    `peak` is the moment at which the device (where it is the CPU: device and CPU memory, which are
+    one) holds most; `peaks` the most by tier, `most` the most by kind and tier. `timeline` has
+    every moment, if it was asked for.
+    """
 
     setup: Setup
-    moments: tuple[Moment, ...]
+    peak: Moment
+    peaks: dict[str, int]
+    most: Holding
+    resting: Holding
+    timeline: tuple[Moment, ...]
     gather_sent: int  # bytes per optimizer step
     reduce_sent: int
 
     @property
-    def peak(self) -> Moment:
-        """The moment at which the device holds most."""
-        return max(self.moments, key=lambda moment: moment.nbytes("device"))
-
-    def peak_nbytes(self, tier: str = "device") -> int:
-        """The most that a tier holds at a time."""
-        return max(moment.nbytes(tier) for moment in self.moments)
-
-    @property
     def memory_nbytes(self) -> int:
-        """The most that device and CPU memory hold together: where the CPU computes they are one."""
-        return max(moment.nbytes("device") + moment.nbytes("cpu") for moment in self.moments)
+        """The most that the memory which computes holds at a time."""
+        return self.peak.memory_nbytes(self.setup.device_type)
 
-    def peak_of(self, kind: str, tier: str | None = None) -> int:
-        """The most of one kind at a time."""
-        return max(
-            sum(n for (k, t), n in moment.held.items() if k == kind and tier in (None, t))
-            for moment in self.moments
-        )
+    def most_of(self, kind: str) -> int:
+        """The most of one kind, over all tiers."""
+        return sum(nbytes for (each, _), nbytes in self.most.items() if each == kind)
 
 
-def forecast(trace: Trace, setup: Setup, chosen: Sequence[bool] | None = None) -> Forecast:
-    """Play one step of `trace`; `chosen`: which units' states are offloaded (default: by fraction).
-    """
+def forecast(
+    trace: Trace, setup: Setup, *, chosen: Sequence[bool] | None = None, has_timeline: bool = False
+) -> Forecast:
+    """Play one step of `trace`. `chosen`: which units' states are offloaded; default: by fraction."""
     units = [unit_bytes(unit, setup) for unit in trace.units]
     if chosen is None:
         chosen = offloaded(units, setup.offload)
     replay = _Replay(trace, setup, units, list(chosen))
-    moments = tuple(replay.step())
-    return Forecast(setup, moments, replay.gather_sent, replay.reduce_sent)
+    replay.keeps_all = has_timeline
+    replay.step()
+    assert replay.peak is not None, "a step without a moment"
+    return Forecast(
+        setup, replay.peak, replay.peaks, replay.most, replay.resting, tuple(replay.timeline),
+        replay.gather_sent, replay.reduce_sent,
+    )  # fmt: skip
 
 
 def offloaded(units: Sequence[UnitBytes], offload: Offload) -> list[bool]:
@@ -111,6 +118,13 @@ class _Replay:
         self._units = units
         self._chosen = chosen
         self._steps_early = setup.offload.step_in_backward and any(chosen)
+        self.keeps_all = False
+        self.timeline: list[Moment] = []
+        self.peak: Moment | None = None
+        self.peaks: dict[str, int] = {}
+        self.most: Holding = {}
+        self._highest = -1
+        self._totals: Counter[str] = Counter()  # by tier
         self._held: Counter[tuple[str, str]] = Counter()
         self._whole: set[int] = set()
         self._partial: dict[int, dict[int, int]] = {}
@@ -127,6 +141,7 @@ class _Replay:
         self._phase = "forward"
         self._defers = False
         self.gather_sent = self.reduce_sent = 0
+        self.resting: Holding = {}
         self._schedule = Schedule(list(range(len(units))))
         self._learn()
         self._rest()
@@ -143,7 +158,11 @@ class _Replay:
     # what is held
 
     def _add(self, kind: str, nbytes: int, tier: str = "device") -> None:
-        self._held[kind, tier] += nbytes
+        place = (kind, tier)
+        now = self._held[place] = self._held[place] + nbytes
+        self._totals[tier] += nbytes
+        if now > self.most.get(place, 0):
+            self.most[place] = now
 
     def _rest(self) -> None:
         """What is there all the time, in the steady state."""
@@ -195,65 +214,81 @@ class _Replay:
 
     # one step
 
-    def step(self) -> Iterator[Moment]:
-        """Moments of all micro-batches and of the optimizer's step."""
+    def step(self) -> None:
+        """All micro-batches and the optimizer's step."""
+        self.resting = dict(self._held)
         self.gather_sent = sum(u.gather_sent for u in self._units) if self._keeps_whole else 0
         for micro in range(self._setup.accumulate):
             is_last = micro + 1 == self._setup.accumulate
             self._defers = not is_last and self._setup.stage < 3
-            yield from self._micro_batch()
-        if self._setup.precision.master.itemsize and any(unit.master for unit in self._units):
-            self._add("staging", STEP_BLOCK_NBYTES.get(self._setup.device_type, 0))
+            self._micro_batch()
         self._phase = "step"
-        yield self._moment(-1, 0, 0)
-        if any(unit.master for unit in self._units):
-            self._add("staging", -STEP_BLOCK_NBYTES.get(self._setup.device_type, 0))
+        block = STEP_BLOCK_NBYTES.get(self._setup.device_type, 0)
+        widened = min(block, 4 * max(unit.rest_numel for unit in self._units))
+        is_narrow = any(unit.master for unit in self._units)
+        self._add("staging", widened if is_narrow else 0)
+        self._see(-1, 0, 0)
 
-    def _micro_batch(self) -> Iterator[Moment]:
+    def _micro_batch(self) -> None:
         self._phase = "forward"
         self._fired = {}
         self._schedule.begin(Phase.FORWARD)
         unit = -1
         for event in self._trace.events:
-            yield self._moment(unit, event.peak, event.logits)
-            before = sum(self._held.values())
+            self._see(unit, event.peak, event.logits)
+            before = self._totals["device"]
             self._apply(event)
             unit = event.unit if event.unit >= 0 else unit
-            if sum(self._held.values()) > before:
-                yield self._moment(unit, event.now, min(event.logits, event.now))
+            if self._totals["device"] > before:
+                self._see(unit, event.now, min(event.logits, event.now))
 
-    def _moment(self, unit: int, torch_nbytes: int, logits: int) -> Moment:
+    def _see(self, unit: int, torch_nbytes: int, logits: int) -> None:
+        """What is held in one moment, with what torch holds."""
+        for kind, nbytes in ((ACTIVATION, torch_nbytes - logits), (LOGITS, logits)):
+            if nbytes > self.most.get((kind, "device"), 0):
+                self.most[kind, "device"] = nbytes
+        for tier, nbytes in self._totals.items():
+            total = nbytes + (torch_nbytes if tier == "device" else 0)
+            self.peaks[tier] = max(total, self.peaks.get(tier, 0))
+        shared = self._totals["cpu"] if self._setup.device_type == "cpu" else 0
+        highest = self._totals["device"] + torch_nbytes + shared
+        if not self.keeps_all and highest <= self._highest:
+            return
         held = {place: nbytes for place, nbytes in self._held.items() if nbytes}
-        if torch_nbytes > logits:
-            held[ACTIVATION, "device"] = torch_nbytes - logits
-        if logits:
-            held[LOGITS, "device"] = logits
+        held |= {(ACTIVATION, "device"): torch_nbytes - logits} if torch_nbytes > logits else {}
+        held |= {(LOGITS, "device"): logits} if logits else {}
         name = self._trace.units[unit].name if unit >= 0 else ""
-        return Moment(self._phase, name, held)
+        moment = Moment(self._phase, name, held)
+        if self.keeps_all:
+            self.timeline.append(moment)
+        if highest > self._highest:
+            self._highest, self.peak = highest, moment
 
     def _apply(self, event: Event) -> None:
-        what, unit = event.what, event.unit
-        if what is What.ENTER:
-            self._gather(unit)
-            self._gather_ahead(self._schedule.enter(unit, Phase.FORWARD))
-        elif what is What.LEAVE:
-            if self._setup.rests_after_forward:
+        unit = event.unit
+        match event.what:
+            case What.ENTER:
+                self._gather(unit)
+                self._gather_ahead(self._schedule.enter(unit, Phase.FORWARD))
+            case What.LEAVE:
+                self._rest_after_forward([unit])
+            case What.END_FORWARD:
+                self._phase = "loss"
+                self._rest_after_forward(list(self._whole))
+            case What.BACKWARD | What.AGAIN:
+                self._enter_backward(unit)
+            case What.GRAD:
+                self._on_grad(unit, event.member)
+            case What.THROUGH:
+                self._note_ready(unit)
                 self._release(unit)
-        elif what is What.END_FORWARD:
-            self._phase = "loss"
-            if self._setup.rests_after_forward:
-                for index in list(self._whole):
-                    self._release(index)
-        elif what in (What.BACKWARD, What.AGAIN):
-            self._enter_backward(unit)
-        elif what is What.GRAD:
-            self._on_grad(unit, event.member)
-        elif what is What.THROUGH:
-            self._note_ready(unit)
-            if not self._keeps_whole and self._setup.stage != 0:
+            case What.END:
+                self._end_backward()
+
+    def _rest_after_forward(self, units: list[int]) -> None:
+        if self._setup.rests_after_forward:
+            for unit in units:
                 self._release(unit)
-        else:
-            self._end_backward()
 
     def _gather_ahead(self, following: int | None) -> None:
         if following is not None:
@@ -332,8 +367,7 @@ class _Replay:
 
     def _end_backward(self) -> None:
         for index in list(self._whole):
-            if not self._keeps_whole and self._setup.stage != 0:
-                self._release(index)
+            self._release(index)
         if not self._defers:
             for due in self._order:
                 if due not in self._started:

@@ -24,6 +24,7 @@ class Setup:
     offload: Offload = field(default_factory=Offload)
     device_type: str = "cpu"
     num_moments: int = ADAM_MOMENTS
+    itemsize: int = 4  # of the parameters' own dtype, where nothing is said of compute
 
     @property
     def is_sharded(self) -> bool:
@@ -54,7 +55,7 @@ class UnitBytes:
     grad: int  # reduced
     partials: tuple[int, ...]  # per member; 0 where it needs no gradient
     received: int  # buffers of one reduction
-    gather_sent: int  # bytes this rank sends in one gather
+    gather_sent: int  # bytes this rank sends in one gather; at stage 0 of mean gradients
     reduce_sent: int  # and in one reduction
 
     @property
@@ -84,7 +85,8 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
     )
     casts = any(member.itemsize != member.compute_itemsize for member in members)
     is_resident = rest_world == 1 and not casts and rests_near
-    is_elsewhere = setup.device_type != "cpu" and setup.offload.parameters != setup.offload.optimizer
+    tiers = (setup.offload.parameters, setup.offload.optimizer)
+    is_elsewhere = setup.device_type != "cpu" and tiers[0] != tiers[1]
     trained = [member.requires_grad for member in members]
     of_trained = [n for n, is_trained in zip(numels, trained, strict=True) if is_trained]
     grad_numel = rest if world > 1 else sum(of_trained)
@@ -102,7 +104,7 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
             for numel, is_trained in zip(numels, trained, strict=True)
         ),
         received=_received(members, own, setup) * computes if world > 1 and any(trained) else 0,
-        gather_sent=_sent(members, own, world) * computes,
+        gather_sent=_sent(members, own, world) * (computes if setup.stage else first.itemsize),
         reduce_sent=_sent_by_reduction(members, numels, own, world) * computes,
     )
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import prod
 from typing import Any
 from weakref import ref
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from onefold.config import Precision
 from onefold.errors import OnefoldError
 from onefold.layout.units import UnitChoice, UnitPlan, plan_units
-from onefold.planner.live import Live, Untraceable
+from onefold.planner.live import Live, Untraceable, WorkDone
 from onefold.runtime.hooks import install
 from onefold.runtime.watch import tensors_in
 
@@ -74,20 +74,45 @@ class Member:
 
 
 @dataclass(slots=True)
+class Tally:
+    """The work of one pass: FLOPs of products and of attention, bytes moved by everything else."""
+
+    flops: float = 0.0
+    attention_flops: float = 0.0
+    nbytes: float = 0.0
+    num_kernels: int = 0
+
+    def scaled(self, two: Tally, rows: int) -> Tally:
+        """The work of `rows` rows, where this is that of one and `two` that of two."""
+
+        def line(one: float, two: float) -> float:
+            return one + (two - one) * (rows - 1)
+
+        return Tally(
+            line(self.flops, two.flops), line(self.attention_flops, two.attention_flops),
+            line(self.nbytes, two.nbytes), self.num_kernels,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
 class UnitTrace:
     """One unit, and what a micro-batch asks of it."""
 
     name: str
     members: tuple[Member, ...]
-    forward_flops: float = 0.0  # of matrix products and attention
-    backward_flops: float = 0.0  # recompute included
-    forward_nbytes: float = 0.0  # read and written by everything else
-    backward_nbytes: float = 0.0
-    num_kernels: int = 0
+    forward: Tally = field(default_factory=lambda: Tally())
+    backward: Tally = field(default_factory=lambda: Tally())  # recompute included
 
     @property
     def numel(self) -> int:
-        return sum(_numel(member.shape) for member in self.members)
+        return sum(prod(member.shape) for member in self.members)
+
+    def scaled(self, two: UnitTrace, rows: int) -> UnitTrace:
+        """What `rows` rows ask of it, where this is for one and `two` for two."""
+        return UnitTrace(
+            self.name, self.members, self.forward.scaled(two.forward, rows),
+            self.backward.scaled(two.backward, rows),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,22 +290,18 @@ class _Tracer:
         peak, logits = self.live.take_peak()
         self.events.append(Event(what, unit, member, self.live.now, peak, logits))
 
-    def note_work(self, flops: float, nbytes: float) -> None:
+    def note_work(self, done: WorkDone) -> None:
         """An operation has run: it belongs to the innermost unit at work."""
         if self._is_backward and self._begun:
-            unit = self._begun[-1].unit
+            tally = self.units[self._begun[-1].unit].backward
         elif self._working:
-            unit = self._working[-1]
+            tally = self.units[self._working[-1]].forward
         else:
             return
-        at = self.units[unit]
-        at.num_kernels += 1
-        if self._is_backward:
-            at.backward_flops += flops
-            at.backward_nbytes += nbytes
-        else:
-            at.forward_flops += flops
-            at.forward_nbytes += nbytes
+        tally.num_kernels += 1
+        tally.flops += done.flops
+        tally.attention_flops += done.attention_flops
+        tally.nbytes += done.nbytes
 
     # what hooks tell an engine
 
@@ -350,21 +371,3 @@ class _Tracer:
         for unit in {call.unit for call in self._begun}:
             self._note(What.THROUGH, unit)
         self._note(What.END)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for extent in shape:
-        numel *= extent
-    return numel
-
-
-@contextmanager
-def module_in_training(module: nn.Module) -> Iterator[nn.Module]:
-    """The module in training mode, and then as it was."""
-    was_training = module.training
-    module.train()
-    try:
-        yield module
-    finally:
-        module.train(was_training)

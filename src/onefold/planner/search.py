@@ -1,0 +1,231 @@
+"""Which stage, which tiers, how many rows: every way to train a model, which fit, the best of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from onefold.config import Offload
+from onefold.planner.machines import Machine
+from onefold.planner.memory import Forecast, forecast
+from onefold.planner.run import Run
+from onefold.planner.setup import Setup
+from onefold.planner.simulate import StepTime, simulate
+from onefold.planner.trace import Event, Trace
+from onefold.planner.work import UnitWork, Work
+
+WAYS: tuple[tuple[int, str], ...] = (
+    (0, "none"), (1, "none"), (2, "none"), (3, "none"),
+    (1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "cpu"), (3, "disk"),
+)  # fmt: skip
+"""Stage and offload, from what costs least time to what costs least memory."""
+
+OFFLOADS = {
+    "none": Offload(),
+    "optimizer": Offload(optimizer="cpu"),
+    "cpu": Offload(optimizer="cpu", parameters="cpu"),
+    "disk": Offload(optimizer="disk", parameters="disk", disk="."),
+}
+"""What the words of `--offload` mean to a plan; which folder it is does not count."""
+
+GROUPS = {
+    "parameters": ("weight",),
+    "gradients": ("grad", "partial_grad"),
+    "optimizer": ("master", "optimizer"),
+    "activations": ("activation",),
+    "logits": ("logits",),
+    "gather window": ("unsharded",),
+    "buffers": ("wire", "staging", "buffer", "batch"),
+}
+"""What people call the ledger's kinds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes there are: on each device, and on each host and its disk for all its ranks (None: not
+    asked about)."""
+
+    device: int
+    host: int | None = None
+    disk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to train, what it needs, and whether that is there."""
+
+    stage: int
+    offload: str
+    rows: int  # of one micro-batch on one rank
+    forecast: Forecast
+    room: Room
+    step: StepTime | None
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """Bytes by place: of one device, and of one host for all its ranks.
+
+        Where the CPU computes, device and host are one memory, of which each rank has its share.
+        """
+        setup = self.forecast.setup
+        ranks = min(setup.ranks_per_host, setup.world_size)
+        cpu, disk = self.forecast.peaks.get("cpu", 0), self.forecast.peaks.get("disk", 0)
+        if setup.device_type == "cpu":
+            return {"device": self.forecast.memory_nbytes, "host": 0, "disk": disk * ranks}
+        return {"device": self.forecast.peaks["device"], "host": cpu * ranks, "disk": disk * ranks}
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Bytes that are not there, by place; negative: free. Places nobody asked about are left out.
+        """
+        room = {"device": self.room.device, "host": self.room.host, "disk": self.room.disk}
+        return {
+            place: self.needs[place] - there for place, there in room.items() if there is not None
+        }
+
+    @property
+    def fits(self) -> bool:
+        """True if nothing is missing."""
+        return all(nbytes <= 0 for nbytes in self.missing.values())
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """Bytes on the device at the peak, by what they are for."""
+        places = ("device", "cpu") if self.forecast.setup.device_type == "cpu" else ("device",)
+        held = self.forecast.peak.held
+        return {
+            group: sum(held.get((kind, place), 0) for kind in kinds for place in places)
+            for group, kinds in GROUPS.items()
+        }
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that one rank sends in a step."""
+        return self.forecast.gather_sent + self.forecast.reduce_sent
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is to be trained and where. `two` is the trace of one row more than `one` has."""
+
+    one: Trace
+    two: Trace | None
+    setup: Setup
+    room: Room
+    machine: Machine | None
+    tokens: int  # of one row
+
+    def row(self, stage: int, offload: str, rows: int) -> Row:
+        """One way, with micro-batches of `rows` rows."""
+        setup = replace(self.setup, stage=stage, offload=OFFLOADS[offload])
+        trace = self.trace_of(rows)
+        found = forecast(trace, setup)
+        step = None
+        if self.machine is not None:
+            step = simulate(work_of(trace, rows * self.tokens), run_of(setup), self.machine)
+        return Row(stage, offload, rows, found, self.room, step)
+
+    def trace_of(self, rows: int) -> Trace:
+        """The trace of that many rows; those of one and two rows tell all others."""
+        if self.two is None:
+            return self.one
+        return extrapolated(self.one, self.two, rows)
+
+    def largest(self, stage: int, offload: str) -> Row:
+        """With as many rows as fit: of the powers of two, as kernels like them."""
+        best = self.row(stage, offload, 1)
+        if not best.fits or self.two is None:
+            return best
+        while best.rows < MAX_ROWS:
+            more = self.row(stage, offload, 2 * best.rows)
+            if not more.fits:
+                break
+            best = more
+        return best
+
+
+MAX_ROWS = 4096
+
+
+def best_of(rows: Sequence[Row]) -> Row | None:
+    """The fastest that fits; of those within a percent the first, which is the simplest."""
+    fitting = [row for row in rows if row.fits]
+    timed = [row for row in fitting if row.step is not None]
+    if not timed:
+        return fitting[0] if fitting else None
+    fastest = max(_speed(row) for row in timed)
+    return next(row for row in timed if _speed(row) >= 0.99 * fastest)
+
+
+def _speed(row: Row) -> float:
+    return row.step.tokens_per_s if row.step is not None else 0.0
+
+
+def nearest(rows: Sequence[Row]) -> Row:
+    """Of rows of which none fits, the one that misses least."""
+    return min(rows, key=lambda row: sum(max(0, n) for n in row.missing.values()))
+
+
+def extrapolated(one: Trace, two: Trace, rows: int) -> Trace:
+    """The trace of `rows` rows, from those of one and of two: bytes and work grow by the row."""
+    if rows == 1:
+        return one
+
+    def line(a: float, b: float) -> float:
+        return a + (b - a) * (rows - 1)
+
+    events = tuple(
+        Event(
+            first.what, first.unit, first.member, int(line(first.now, second.now)),
+            int(line(first.peak, second.peak)), int(line(first.logits, second.logits)),
+        )
+        for first, second in zip(one.events, two.events, strict=True)
+    )  # fmt: skip
+    units = tuple(a.scaled(b, rows) for a, b in zip(one.units, two.units, strict=True))
+    batch = int(line(one.batch_nbytes, two.batch_nbytes))
+    return Trace(units, events, batch, one.buffers_nbytes)
+
+
+def work_of(trace: Trace, tokens: int) -> Work:
+    """What a micro-batch computes, for the simulator; recompute is in its backward."""
+    return Work(
+        units=tuple(
+            UnitWork(
+                name=unit.name,
+                numel=unit.numel,
+                forward_flops=unit.forward.flops,
+                forward_nbytes=unit.forward.nbytes,
+                backward_flops=unit.backward.flops,
+                backward_nbytes=unit.backward.nbytes,
+                num_kernels=unit.forward.num_kernels + unit.backward.num_kernels,
+                forward_attention_flops=unit.forward.attention_flops,
+                backward_attention_flops=unit.backward.attention_flops,
+            )
+            for unit in trace.units
+        ),
+        tokens=tokens,
+    )
+
+
+DTYPES = {2: "bf16", 4: "fp32"}
+
+
+def run_of(setup: Setup) -> Run:
+    """The same choices as the simulator names them."""
+    compute = setup.precision.compute
+    itemsize = compute.itemsize if compute is not None else setup.itemsize
+    offload = setup.offload
+    return Run(
+        stage=setup.stage,
+        world_size=setup.world_size,
+        ranks_per_node=setup.ranks_per_host,
+        dtype=DTYPES.get(itemsize, "fp32"),
+        weight_itemsize=itemsize,
+        grad_itemsize=itemsize,
+        accumulate=setup.accumulate,
+        optimizer=offload.optimizer,
+        parameters=offload.parameters,
+        fraction=1.0 if offload.fraction == "auto" else float(offload.fraction),
+        steps_in_backward=offload.step_in_backward,
+    )
