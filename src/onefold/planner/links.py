@@ -1,0 +1,71 @@
+"""What a collective costs on two classes of links: inside a node and between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onefold.planner.machines import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`ranks` that talk, `neighbours` of which share a node."""
+
+    ranks: int
+    neighbours: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return -(-self.ranks // self.neighbours)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one collective: seconds, bytes that one rank sends, and the links it keeps busy."""
+
+    seconds: float
+    nbytes: float
+    links: tuple[str, ...]
+
+
+def sharding_group(shard_ranks: int, ranks_per_node: int) -> Group:
+    """The `shard_ranks` that hold one copy together: neighbours first."""
+    return Group(shard_ranks, min(shard_ranks, ranks_per_node))
+
+
+def replica_group(world_size: int, shard_ranks: int, ranks_per_node: int) -> Group:
+    """The ranks of all copies that hold the same shard."""
+    return Group(world_size // shard_ranks, max(1, ranks_per_node // shard_ranks))
+
+
+def gather_cost(nbytes: float, group: Group, machine: Machine) -> Cost:
+    """An all-gather to `nbytes` on every rank, or a reduce-scatter from them, by rings.
+
+    Every rank sends (n-1)/n of the bytes inside its node. (k-1)/k of them enter each of the k
+    nodes, over as many network cards as the group has ranks there. The slower of the two counts.
+    A ring has n-1 hops, k of them between nodes.
+    """
+    ranks, nodes, link = group.ranks, group.nodes, machine.efficiency.link
+    if ranks == 1 or nbytes == 0:
+        return Cost(0.0, 0.0, ())
+    sent = nbytes * (ranks - 1) / ranks
+    inside = outside = 0.0
+    links: tuple[str, ...] = ()
+    crossings = nodes if nodes > 1 else 0
+    if group.neighbours > 1:
+        inside = sent / (machine.inside.nbytes_per_second * link)
+        links += ("inside",)
+    if nodes > 1:
+        entering = nbytes * (nodes - 1) / nodes / group.neighbours
+        outside = entering / (machine.outside.nbytes_per_second * link)
+        links += ("outside",)
+    hops = (ranks - 1 - min(crossings, ranks - 1)) * machine.inside.latency
+    hops += min(crossings, ranks - 1) * machine.outside.latency
+    return Cost(hops + max(inside, outside), sent, links)
+
+
+def all_reduce_cost(nbytes: float, group: Group, machine: Machine) -> Cost:
+    """A reduce-scatter and an all-gather."""
+    half = gather_cost(nbytes, group, machine)
+    return Cost(2 * half.seconds, 2 * half.nbytes, half.links)
