@@ -1,6 +1,6 @@
 """Predicted beside measured memory: models x stages x precision x accumulation x tiers x ranks.
 
-    python benchmarks/memory.py                 every case; writes benchmarks/results/DATE-memory.json
+    python benchmarks/memory.py                 every case; writes its results
     python benchmarks/memory.py --only llama    the cases whose names have that in them
 
 Measured is what a rank really holds in its third step: everything that operations of torch make,
@@ -18,7 +18,6 @@ import socket
 import sys
 import tempfile
 from contextlib import nullcontext
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from memory_cases import BATCH, MODELS, Case
 from rich.console import Console
-from rich.table import Table
 
 import onefold
 from onefold.config import Offload, offload_of, placements_of, precision_of
@@ -53,7 +51,9 @@ class Measured(Live):
 
     def outside(self) -> int:
         usage = self._ledger.usage
-        return sum(u.now for (kind, tier), u in usage.items() if kind in self._kinds and tier != "disk")
+        return sum(
+            u.now for (kind, tier), u in usage.items() if kind in self._kinds and tier != "disk"
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -69,8 +69,12 @@ def cases() -> list[Case]:
     """At least 30 combinations of models and settings, at 1, 2 and 4 ranks."""
     found = [Case(model, stage, 2) for model in MODELS for stage in range(4)]
     found += [Case(model, 3, ranks) for model in MODELS for ranks in (1, 4)]
-    found += [Case(model, stage, 2, "bf16") for model in MODELS if model != "conv" for stage in (1, 3)]
-    found += [Case(model, stage, 2, None, 3) for model in ("gpt", "llama", "conv") for stage in range(4)]
+    found += [
+        Case(model, stage, 2, "bf16") for model in MODELS if model != "conv" for stage in (1, 3)
+    ]
+    found += [
+        Case(model, stage, 2, None, 3) for model in ("gpt", "llama", "conv") for stage in range(4)
+    ]
     found += [Case(model, 3, 2, recompute=True) for model in MODELS if MODELS[model].recompute]
     found += [Case("gpt", stage, 2, "bf16", 2, True) for stage in range(4)]
     for model in ("gpt", "bert"):
@@ -129,8 +133,11 @@ def predict(case: Case, folder: str) -> dict[str, Any]:
     module, offload = _job(case, folder)
     chosen = precision_of(case.precision)
     seen = trace(module, MODELS[case.model].inputs(BATCH), precision=chosen)
-    found = forecast(seen, Setup(stage=case.stage, world_size=case.ranks, accumulate=case.accumulate,
-                                 precision=chosen, offload=offload))  # fmt: skip
+    setup = Setup(
+        stage=case.stage, world_size=case.ranks, accumulate=case.accumulate, precision=chosen,
+        offload=offload,
+    )  # fmt: skip
+    found = forecast(seen, setup)
     held: dict[str, int] = {}
     for (kind, tier), nbytes in found.peak.held.items():
         if tier != "disk":
@@ -183,16 +190,26 @@ def main() -> int:
         try:
             found = run(case)
         except Exception as error:  # one that fails shows as one
-            console.print(f"[red]{case}: {type(error).__name__}: {str(error).splitlines()[-1][:300]}")
+            console.print(
+                f"[red]{case}: {type(error).__name__}: {str(error).splitlines()[-1][:300]}"
+            )
             continue
         results.append(found)
         m, p = found["measured"], found["predicted"]
         exact = "" if m["rest"] == p["rest"] else f" REST {m['rest']} {p['rest']}"
-        sent = "" if all(m["sent"].get(k, 0) == v for k, v in p["sent"].items()) else f" SENT {m['sent']} {p['sent']}"
-        print(f"{found['ratio']:.3f} {m['measured']/2**20:8.1f} {case}{exact}{sent}", flush=True)
+        sent = (
+            ""
+            if all(m["sent"].get(k, 0) == v for k, v in p["sent"].items())
+            else f" SENT {m['sent']} {p['sent']}"
+        )
+        print(f"{found['ratio']:.3f} {m['measured'] / 2**20:8.1f} {case}{exact}{sent}", flush=True)
         if asked.v or abs(found["ratio"] - 1) > 0.05:
             print("    measured", {k: round(v / 2**20, 2) for k, v in m["at_peak"].items()})
-            print("    predicted", p["phase"], {k: round(v / 2**20, 2) for k, v in p["at_peak"].items()})
+            print(
+                "    predicted",
+                p["phase"],
+                {k: round(v / 2**20, 2) for k, v in p["at_peak"].items()},
+            )
     return 0
 
 

@@ -153,8 +153,8 @@ MODELS: dict[str, Model] = {
         _config("Bert", "BertForMaskedLM", intermediate_size=1024, **_TEXT), _text, _switch
     ),
     "t5": Model(
-        _config("T5", "T5ForConditionalGeneration", vocab_size=1000, d_model=256, d_kv=64, d_ff=1024,
-                num_layers=3, num_heads=4, decoder_start_token_id=0),
+        _config("T5", "T5ForConditionalGeneration", vocab_size=1000, d_model=256, d_kv=64,
+                d_ff=1024, num_layers=3, num_heads=4, decoder_start_token_id=0),
         _text, _switch,
     ),
     "vit": Model(

@@ -594,9 +594,10 @@ def test_a_fraction_of_the_states_leaves_the_device_from_the_last_unit_on(fracti
     same_as_on_device(2, Offload("disk", disk=tmp_path, fraction=fraction), stage=2, depth=8)
 
 
-@pytest.mark.parametrize(("free", "share"), [(1 << 40, 0.0), (1000, 1.0), (4_000_000, 0.5)])
+@pytest.mark.parametrize(("free", "share"), [(1 << 40, 0.0), (1000, 1.0), (6_200_000, 0.5)])
 def test_auto_sends_away_what_has_no_room_and_says_why(free, share, tmp_path, monkeypatch):
-    monkeypatch.setattr("onefold.offloading.free_host_nbytes", lambda: free)
+    for reader in ("onefold.offloading", "onefold.planner.auto"):
+        monkeypatch.setattr(f"{reader}.free_host_nbytes", lambda: free)
 
     def body(rank: int) -> tuple[float, str]:
         module, optimizer = build(Offload("disk", disk=tmp_path, fraction="auto"), stage=2, depth=8)

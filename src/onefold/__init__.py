@@ -25,8 +25,10 @@ if TYPE_CHECKING:
         TierError,
         WireError,
     )
+    from onefold.planner.plan import Plan
     from onefold.reporting import Report
     from onefold.runtime.precision import GradScaler
+    from onefold.training.planning import Cluster, plan
 
 __version__ = "0.1.0"
 
@@ -49,14 +51,19 @@ _HOMES = {
     "WireError": "onefold.errors",
     "Report": "onefold.reporting",
     "GradScaler": "onefold.runtime.precision",
+    "Cluster": "onefold.training.planning",
+    "Plan": "onefold.planner.plan",
+    "plan": "onefold.training.planning",
 }
 
 __all__ = [
     "CheckpointError",
+    "Cluster",
     "ConfigError",
     "GradScaler",
     "Offload",
     "OnefoldError",
+    "Plan",
     "Precision",
     "Report",
     "StateError",
@@ -65,6 +72,7 @@ __all__ = [
     "accumulate",
     "load",
     "load_pretrained",
+    "plan",
     "report",
     "save",
     "save_pretrained",

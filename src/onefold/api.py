@@ -10,11 +10,9 @@ from itertools import zip_longest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from onefold import environment, guards
+from onefold import environment, examining, guards
 from onefold.config import (
     Offload,
     Placement,
@@ -29,12 +27,13 @@ from onefold.errors import ConfigError, expected
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.ledger import Ledger
 from onefold.offloading import Wish, offload_together
+from onefold.planner.auto import lowest_stage
 from onefold.reporting import Report, UnitLine, copied, snapshot
 from onefold.runtime import summon
 from onefold.runtime.activations import SavedActivations
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import install
-from onefold.runtime.joining import adopt_later, bind, check_state, replace_parameters
+from onefold.runtime.joining import adopt_later, bind, replace_parameters
 from onefold.runtime.registry import ENGINE, engine_of
 from onefold.state.materialise import (
     PROMISED,
@@ -61,7 +60,7 @@ def shard(  # noqa: PLR0913 - the contract
     module: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
-    stage: int = 3,
+    stage: int | str = 3,
     mesh: environment.MeshChoice = None,
     units: UnitChoice = None,
     precision: object = None,
@@ -79,7 +78,8 @@ def shard(  # noqa: PLR0913 - the contract
             `reset_parameters` is called, unit by unit).
         optimizer: built on the module's parameters; stays the same object. Several may be given.
             None: for inference, or for an optimizer built afterwards on `module.parameters()`.
-        stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters. "auto":
+            the lowest whose states leave room for activations; `report(module)` says why.
         mesh: a 1-D `DeviceMesh` or a `ProcessGroup`; default the whole world. Without a process
             group the world is one; under torchrun the default group is initialised.
         units: which modules travel together; default: repeated blocks and balanced rests.
@@ -94,14 +94,17 @@ def shard(  # noqa: PLR0913 - the contract
         TierError: a tier has no room, or its path cannot be used; on every rank.
     """
     group, device_mesh = environment.resolve(mesh)
+    asked = 3 if stage == "auto" else stage
     job = _examine_together(
-        group, lambda: _examine(module, optimizer, stage, units, precision, offload, wire)
+        group, lambda: _examine(module, optimizer, asked, units, precision, offload, wire)
     )
     device = environment.device_of(job.parameters, group)
+    wish = Wish(job.offload, job.precision, job.plans, job.optimizers, device)
+    number, why = _stage_of(stage, wish, offload, group)
+    job = replace(job, placements=placements_of(number))
     ledger = Ledger()
     store = DeviceStore(device)
-    wish = Wish(job.offload, job.precision, job.plans, job.optimizers)
-    offloading = offload_together(wish, store, ledger, group)
+    offloading = offload_together(replace(wish, stage=number), store, ledger, group)
     is_sharded = job.placements.optimizer is Placement.SHARD
     if is_sharded and group.handle is not None and device_mesh is None:
         device_mesh = DeviceMesh.from_group(group.handle, device.type)
@@ -125,9 +128,9 @@ def shard(  # noqa: PLR0913 - the contract
         built.append(_fill_unit(unit, plan, source))
     _settle_buffers(module, device, group, job.precision.buffers, source)
     engine = Engine(
-        module, built, setting, stage=stage, steps_in_backward=job.offload.step_in_backward
+        module, built, setting, stage=number, steps_in_backward=job.offload.step_in_backward
     )
-    engine.told = offloading.told
+    engine.told = "; ".join(line for line in (why, offloading.told) if line)
     if setting.tiers.scratch is not None:
         weights = [buffer.tensor for unit in built for buffer in (unit.weight, unit.full)]
         engine.saved = SavedActivations(setting.tiers.scratch, device, weights, module)
@@ -227,6 +230,14 @@ class _Job:
         ]
 
 
+def _stage_of(stage: int | str, wish: Wish, offload: object, group: Group) -> tuple[int, str]:
+    """The stage, and why it is that one, if it was left open. A collective, then."""
+    if isinstance(stage, int):
+        return stage, ""
+    local_world_size = environment.local_place(group)[1]
+    return lowest_stage(wish.subject, offload, group, local_world_size)
+
+
 def _examine(
     module: nn.Module, optimizer: object, stage: object, units: UnitChoice, precision: object,
     offload: object, wire: object,
@@ -235,11 +246,11 @@ def _examine(
     placements, chosen = placements_of(stage), precision_of(precision)
     tiers = offload_of(offload, placements)
     refuse_unbuilt(wire)
-    optimizers = _as_list(optimizer)
-    _check_module(module)
+    optimizers = examining.as_list(optimizer)
+    examining.check_module(module)
     parameters = owned_parameters(module)
-    _check_parameters(parameters)
-    _check_optimizers(optimizers, parameters)
+    examining.check_parameters(parameters)
+    examining.check_optimizers(optimizers, parameters)
     plans = plan_units(module, units, tiers.tile or 0)
     return _Job(placements, chosen, tiers, optimizers, parameters, plans)
 
@@ -271,24 +282,6 @@ def _examine_together(group: Group, examine: Callable[[], _Job]) -> _Job:
     return job
 
 
-def _as_list(optimizer: object) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    optimizers: list[Optimizer] = []
-    for each in given:
-        if not isinstance(each, Optimizer):
-            raise ConfigError(
-                expected(
-                    "optimizer to be a torch.optim.Optimizer",
-                    f"a {type(each).__name__}",
-                    hint="onefold.shard(module, optimizer, stage=3)",
-                )
-            )
-        optimizers.append(each)
-    return optimizers
-
-
 def _transport(
     group: Group, device: torch.device, ledger: Ledger, reduce: torch.dtype
 ) -> Transport:
@@ -297,81 +290,6 @@ def _transport(
     native = device.type == "cuda" and group.is_nccl
     composed = Composed(group, ledger, reduce=reduce, native=native)
     return Streamed(composed, device) if device.type == "cuda" else composed
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise ConfigError(
-            expected(
-                "a torch.nn.Module to shard",
-                f"a {type(module).__name__}",
-                hint="onefold.shard(module, optimizer)",
-            )
-        )
-    if any(ENGINE in part.__dict__ for part in module.modules()):
-        raise ConfigError(
-            expected(
-                f"a {type(module).__name__} that is not sharded yet",
-                "one that onefold.shard has sharded already, whole or in part",
-                hint="call onefold.shard once, on the outermost module",
-            )
-        )
-
-
-def _check_parameters(parameters: Sequence[Owned]) -> None:
-    for owned in parameters:
-        kind = type(owned.parameter)
-        if isinstance(owned.parameter, UninitializedParameter):
-            raise ConfigError(
-                expected(
-                    f"parameter {owned.fqn!r} to have a shape",
-                    f"a {kind.__name__}",
-                    hint="run the module once before onefold.shard, so that lazy layers get shapes",
-                )
-            )
-        is_ours = getattr(owned.parameter, "_summoner", None) is not None
-        if isinstance(owned.parameter, DTensor) and not is_ours:
-            raise ConfigError(
-                expected(
-                    f"parameter {owned.fqn!r} to be a plain tensor",
-                    "a DTensor that another library has sharded",
-                    hint="let onefold.shard be the only one to shard this module",
-                )
-            )
-        if is_ours:
-            raise ConfigError(
-                expected(
-                    f"parameter {owned.fqn!r} to belong to one sharded module",
-                    "a parameter that another sharded module holds",
-                    hint="shard a module that contains both, once",
-                )
-            )
-        if owned.parameter._backward_hooks:
-            raise ConfigError(
-                expected(
-                    f"parameter {owned.fqn!r} without tensor hooks",
-                    "one with register_hook, which would not see the reduced gradient",
-                    hint="use register_post_accumulate_grad_hook after onefold.shard, or change "
-                    "gradients between backward and step",
-                )
-            )
-
-
-def _check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned]) -> None:
-    known = {id(owned.parameter) for owned in parameters}
-    for optimizer in optimizers:
-        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        if not any(id(tensor) in known for tensor in held):
-            raise ConfigError(
-                expected(
-                    f"{type(optimizer).__name__} to hold parameters of this module",
-                    "none of them",
-                    hint="build the optimizer on module.parameters() of the module to shard, "
-                    "after moving or casting it",
-                )
-            )
-        for owned in parameters:
-            check_state(owned.fqn, owned.parameter, optimizer)
 
 
 def _order_members(plan: UnitPlan, optimizers: Sequence[Optimizer]) -> None:

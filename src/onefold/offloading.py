@@ -23,6 +23,8 @@ from onefold.errors import TierError, expected
 from onefold.layout.rows import Layout
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
+from onefold.planner.auto import Subject, least_fraction
+from onefold.planner.memory import last_share
 from onefold.runtime.optimizer import steps_elements
 from onefold.runtime.rules import moments_after_first_step, rule_of
 from onefold.state.setting import Tiers
@@ -32,18 +34,12 @@ from onefold.tier.host import HostStore
 from onefold.tier.scratch import DiskScratch, HostScratch, Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import Store, whole_pages
-from onefold.tier.workers import Workers, cores_of
+from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS, Workers, cores_of
 from onefold.wire.collectives import Group
 
 T = TypeVar("T")
 
 LOG = logging.getLogger(__name__)
-
-NUM_FETCHERS = 2
-"""Threads that bring weights near: the next unit's, and the one's behind it."""
-
-NUM_DISK_STEPPERS = 4
-"""Where blocks are fetched and flushed most threads wait: measured best of 2 to 8."""
 
 NUM_MOVERS = 4
 """Threads that write and read activations: requests that the disk has at a time."""
@@ -57,6 +53,17 @@ class Wish:
     precision: Precision
     plans: Sequence[UnitPlan]
     optimizers: Sequence[Optimizer]
+    device: torch.device  # that computes
+    stage: int = 3
+
+    @property
+    def subject(self) -> Subject:
+        """What of it a forecast needs."""
+        plan = max(self.plans, key=lambda plan: plan.numel)
+        num_moments = len(moments_of(plan, plan.dtype, self.optimizers))
+        return Subject(
+            self.plans, self.precision, self.offload, num_moments, self.device, self.stage
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +86,10 @@ class Offloading:
 
 
 def offloaded_units(wish: Wish, fraction: float) -> list[bool]:
-    """Which units' states leave the device: the last ones, up to `fraction` of all elements.
-
-    The first units' gradients come last in backward and their weights are wanted first in forward,
-    so they have the least time to hide a step on another tier (as SuperOffload, arXiv 2509.21271,
-    keeps the buckets that backward fills last on the GPU).
-    """
-    plans = wish.plans
+    """Which units' states leave the device: the last ones, up to `fraction` of all elements."""
     if wish.offload.optimizer == "device":
-        return [False] * len(plans)
-    wanted, taken = fraction * sum(plan.numel for plan in plans), 0
-    chosen = [False] * len(plans)
-    for index in reversed(range(len(plans))):
-        if fraction == 0 or taken + plans[index].numel / 2 > wanted:
-            break
-        chosen[index] = True
-        taken += plans[index].numel
-    return chosen
+        return [False] * len(wish.plans)
+    return last_share([plan.numel for plan in wish.plans], fraction)
 
 
 def budget_of(wish: Wish, chosen: Sequence[bool], group: Group) -> Budget:
@@ -108,7 +102,7 @@ def budget_of(wish: Wish, chosen: Sequence[bool], group: Group) -> Budget:
         is_narrow = plan.dtype.is_floating_point and precision.master.itemsize > plan.dtype.itemsize
         stepped = precision.master if is_narrow else plan.dtype
         states = [stepped] if is_narrow else []
-        states += _moments_of(plan, stepped, wish.optimizers).values()
+        states += moments_of(plan, stepped, wish.optimizers).values()
         needs[offload.parameters] += whole_pages(numel * plan.dtype.itemsize)
         nbytes = sum(whole_pages(numel * each.itemsize) for each in states)
         needs[offload.optimizer if is_chosen else "device"] += nbytes
@@ -116,36 +110,7 @@ def budget_of(wish: Wish, chosen: Sequence[bool], group: Group) -> Budget:
     return Budget(**needs, states=all_states)
 
 
-ACTIVATIONS_SHARE = 0.25
-"""Of the device's free memory, left for activations and messages where the share is chosen here."""
-
-
-def least_fraction(
-    wish: Wish, group: Group, local_world_size: int, device: torch.device
-) -> tuple[float, str]:
-    """The smallest share of the optimizer state that must leave the device, and why.
-
-    What may stay is stepped at the device's own bandwidth and waits for nothing, so no more than
-    must leaves: free memory, less what activations need, less weights (whole but at stage 3 one
-    unit's), gradients and the weights at rest.
-    """
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = free_host_nbytes() // local_world_size
-    kept = budget_of(wish, [False] * len(wish.plans), group)
-    weights = sum(plan.nbytes for plan in wish.plans)
-    others = 2 * weights // group.world_size + min(weights, 2 * max(p.nbytes for p in wish.plans))
-    room = (1 - ACTIVATIONS_SHARE) * free - others
-    share = 1 - max(0.0, min(1.0, room / max(1, kept.states)))
-    why = (
-        f"of {kept.states:,} bytes of optimizer state {max(0, int(room)):,} have room on the "
-        f"device ({free:,} bytes are free)"
-    )
-    return share, why
-
-
-def _moments_of(
+def moments_of(
     plan: UnitPlan, stepped: torch.dtype, optimizers: Sequence[Optimizer]
 ) -> dict[str, torch.dtype]:
     """The states by name that the optimizers will keep for each element of a unit."""
@@ -230,7 +195,7 @@ def offload_together(wish: Wish, store: DeviceStore, ledger: Ledger, group: Grou
         chosen = [False] * len(wish.plans)
         tiers = _build(offload, store, ledger, group, Budget(0, 0, 0, 0), local)
         return Offloading(tiers, chosen, "")
-    fraction, why = _agreed_fraction(wish, group, local[1], store.device)
+    fraction, why = _agreed_fraction(wish, group, local[1])
     chosen = offloaded_units(wish, fraction)
     budget = budget_of(wish, chosen, group)
     # all look at what is free before any takes of it
@@ -258,14 +223,13 @@ def _together(group: Group, body: Callable[[], T]) -> T:
     return results[0]
 
 
-def _agreed_fraction(
-    wish: Wish, group: Group, local_world_size: int, device: torch.device
-) -> tuple[float, str]:
+def _agreed_fraction(wish: Wish, group: Group, local_world_size: int) -> tuple[float, str]:
     """The share that leaves, the same on every rank: that of the rank with the least room."""
     fraction = wish.offload.fraction
     if fraction != "auto":
         return float(fraction), ""
-    mine = least_fraction(wish, group, local_world_size, device)
+    states = budget_of(wish, [False] * len(wish.plans), group).states
+    mine = least_fraction(wish.subject, states, group, local_world_size)
     everyone: list[Any] = group.all_gather_object(mine) if group.world_size > 1 else [mine]
     return max(everyone)
 

@@ -30,7 +30,7 @@ def add_to(commands: SubParsers) -> None:
     parser.set_defaults(run=run, resume=False, recompute=False, **dict.fromkeys(words))
     add = parser.add_argument
     add("--stage", default="3", help="0 replicates, 1 shards optimizer state, 2 also gradients, "
-        "3 also parameters")  # fmt: skip
+        "3 also parameters; auto: the lowest that fits")  # fmt: skip
     add("--offload", metavar="optimizer|cpu|disk:PATH", default=argparse.SUPPRESS,
         help="where states rest: optimizer states, or parameters too, in CPU memory, or all in "
         "files on a disk; with --clip 0 units are stepped inside backward")  # fmt: skip
@@ -90,7 +90,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     return Job(
         model=arguments.model,
         data=arguments.data,
-        stage=word_or_number(arguments.stage),  # type: ignore[arg-type]
+        stage=word_or_number(arguments.stage),
         offload=arguments.offload,
         fraction=fraction_of(arguments.fraction),
         recompute=arguments.recompute,

@@ -1,9 +1,9 @@
 """What a rank will hold, moment by moment: the events of a trace under the rules of the engine.
 
 `forecast` plays one optimizer step in its steady state, from `zero_grad` to `zero_grad`. What rests
-is a closed form (planner/setup.py); whole weights, partial gradients and receive buffers come and go
-as runtime/engine.py and runtime/reducer.py have them come and go; activations are the trace's. The
-peak is the largest sum of all three at any moment.
+is a closed form (planner/setup.py); whole weights, partial gradients and receive buffers come and
+go as runtime/engine.py and runtime/reducer.py have them come and go; activations are the trace's.
+The peak is the largest sum of all three at any moment.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onefold.config import Offload
-from onefold.offloading import NUM_DISK_STEPPERS, NUM_FETCHERS
 from onefold.planner.setup import Setup, UnitBytes, unit_bytes
 from onefold.planner.trace import Event, Trace, What
 from onefold.runtime.blocks import BLOCK_NUMEL
 from onefold.runtime.schedule import Phase, Schedule
+from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
 
 Holding = dict[tuple[str, str], int]
 """Bytes by (kind, tier); kinds are those of `onefold.ledger.Kind`, and `logits`."""
@@ -79,7 +79,7 @@ class Forecast:
 def forecast(
     trace: Trace, setup: Setup, *, chosen: Sequence[bool] | None = None, has_timeline: bool = False
 ) -> Forecast:
-    """Play one step of `trace`. `chosen`: which units' states are offloaded; default: by fraction."""
+    """Play one step of `trace`. `chosen`: whose states are offloaded; default: by fraction."""
     units = [unit_bytes(unit, setup) for unit in trace.units]
     if chosen is None:
         chosen = offloaded(units, setup.offload)
@@ -94,16 +94,27 @@ def forecast(
 
 
 def offloaded(units: Sequence[UnitBytes], offload: Offload) -> list[bool]:
-    """As `offloading.offloaded_units`: the last units, up to the fraction of all elements."""
-    chosen = [False] * len(units)
-    if offload.optimizer == "device" or offload.fraction == "auto":
-        return [offload.optimizer != "device"] * len(units)
-    wanted, taken = float(offload.fraction) * sum(unit.numel for unit in units), 0
-    for index in reversed(range(len(units))):
-        if offload.fraction == 0 or taken + units[index].numel / 2 > wanted:
+    """Whose states are off the device under a given fraction; all of them where it is "auto"."""
+    if offload.optimizer == "device":
+        return [False] * len(units)
+    fraction = 1.0 if offload.fraction == "auto" else float(offload.fraction)
+    return last_share([unit.numel for unit in units], fraction)
+
+
+def last_share(numels: Sequence[int], fraction: float) -> list[bool]:
+    """The last units, up to `fraction` of all elements.
+
+    The first units' gradients come last in backward and their weights are wanted first in forward,
+    so they have the least time to hide a step on another tier (as SuperOffload, arXiv 2509.21271,
+    keeps the buckets that backward fills last on the GPU).
+    """
+    wanted, taken = fraction * sum(numels), 0
+    chosen = [False] * len(numels)
+    for index in reversed(range(len(numels))):
+        if fraction == 0 or taken + numels[index] / 2 > wanted:
             break
         chosen[index] = True
-        taken += units[index].numel
+        taken += numels[index]
     return chosen
 
 

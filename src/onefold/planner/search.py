@@ -1,5 +1,4 @@
-"""Which stage, which tiers, how many rows: every way to train a model, which fit, the best of them.
-"""
+"""Which stage, which tiers, how many rows: every way to train, which fit, the best of them."""
 
 from __future__ import annotations
 
@@ -44,7 +43,8 @@ GROUPS = {
 @dataclass(frozen=True, slots=True)
 class Room:
     """Bytes there are: on each device, and on each host and its disk for all its ranks (None: not
-    asked about)."""
+    asked about).
+    """
 
     device: int
     host: int | None = None
@@ -77,8 +77,7 @@ class Row:
 
     @property
     def missing(self) -> dict[str, int]:
-        """Bytes that are not there, by place; negative: free. Places nobody asked about are left out.
-        """
+        """Bytes that are not there, by place; negative: free. Not of places nobody asked about."""
         room = {"device": self.room.device, "host": self.room.host, "disk": self.room.disk}
         return {
             place: self.needs[place] - there for place, there in room.items() if there is not None

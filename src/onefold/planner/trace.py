@@ -237,11 +237,9 @@ class _Setting:
 class _Tracer:
     """Stands where the engine stands, and writes down what it is told."""
 
-    saved = None
-    is_summoned = False
-
     def __init__(self, module: nn.Module, plans: list[UnitPlan], precision: Precision) -> None:
         self.setting = _Setting(precision.compute)
+        self.saved, self.is_summoned = None, False
         self.units: list[UnitTrace] = []
         self.events: list[Event] = []
         self.live: Live

@@ -9,35 +9,54 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import nn
 
 from onefold.errors import WireError
-from onefold.runtime.engine import Call, Engine
 from onefold.runtime.precision import cast_floating
 from onefold.runtime.watch import tensors_in, watch_outputs
-from onefold.state.unit import Unit
+
+
+class Verbs(Protocol):
+    """Whom hooks drive: an engine, or a planner that writes down what an engine would be told.
+
+    Units and calls are the driven one's own.
+    """
+
+    setting: Any  # its `compute` is the dtype that floating-point arguments are cast to
+    saved: Any
+    is_summoned: bool
+
+    def begin_forward(self) -> None: ...
+    def enter(self, unit: Any) -> Any: ...
+    def leave(self, call: Any, module: nn.Module | None, num_modules: int) -> None: ...
+    def end_forward(self) -> None: ...
+    def hold_alias(self, tensor: nn.Parameter) -> None: ...
+    def hold_hidden(self, unit: Any) -> None: ...
+    def begin_backward(self) -> None: ...
+    def enter_backward(self, call: Any) -> None: ...
+    def expect_backward(self, call: Any) -> None: ...
 
 
 class ModuleHooks:
     """The two hooks of one module that uses units, or is the root."""
 
     def __init__(
-        self, engine: Engine, module: nn.Module, units: list[Unit], *, is_root: bool
+        self, engine: Verbs, module: nn.Module, units: list[Any], *, is_root: bool
     ) -> None:
         self.engine = engine
         self.units = units
         self.is_root = is_root
         self.compute = engine.setting.compute
-        self._calls: list[list[Call]] = []
+        self._calls: list[list[Any]] = []
         self._num_modules = {unit: 1 for unit in units}
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, always_call=True)
 
-    def share(self, unit: Unit, num_modules: int) -> None:
+    def share(self, unit: Any, num_modules: int) -> None:
         """Tell how many modules use the unit, so that it rests after the last of them."""
         self._num_modules[unit] = num_modules
 
@@ -82,9 +101,9 @@ class ModuleHooks:
             engine.end_forward()
 
 
-def install(engine: Engine, module: nn.Module, users: Mapping[Unit, list[nn.Module]]) -> None:
+def install(engine: Verbs, module: nn.Module, users: Mapping[Any, list[nn.Module]]) -> None:
     """Hook every module that uses a unit, and the root."""
-    by_module: dict[nn.Module, list[Unit]] = {module: []}
+    by_module: dict[nn.Module, list[Any]] = {module: []}
     for unit, modules in users.items():
         for user in modules:
             by_module.setdefault(user, []).append(unit)

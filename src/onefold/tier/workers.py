@@ -16,6 +16,12 @@ from threading import Barrier, Event, Lock
 
 import torch
 
+NUM_FETCHERS = 2
+"""Threads that bring weights near: the next unit's, and the one's behind it."""
+
+NUM_DISK_STEPPERS = 4
+"""Threads that step blocks of far state: most of them wait for the disk."""
+
 
 class Task:
     """Work that runs once: on a worker, or on the first thread that waits for it."""

@@ -21,10 +21,11 @@ from onefold.config import Offload
 from onefold.environment import free_host_nbytes
 from onefold.errors import ConfigError, expected
 from onefold.ledger import Ledger
-from onefold.offloading import NUM_DISK_STEPPERS, is_memory
+from onefold.offloading import is_memory
 from onefold.runtime.blocks import BLOCK_NUMEL
 from onefold.tier.disk import DiskStore, SwapFile
 from onefold.tier.slots import Slot
+from onefold.tier.workers import NUM_DISK_STEPPERS
 from onefold.training.bandwidth import (
     MOST_ROUNDS,
     ROW,

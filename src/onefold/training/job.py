@@ -14,7 +14,7 @@ class Job:
 
     model: str = "tiny"  # a preset, a Hugging Face config.json, or module:function
     data: str | None = None  # a folder of text; None: the source of Python's standard library
-    stage: int = 3
+    stage: int | str = 3  # or "auto": the lowest that fits
     offload: str | None = None  # "optimizer", "cpu" or "disk:PATH"; None: all on the device
     fraction: float | str = 1.0  # of the optimizer state that leaves the device, or "auto"
     recompute: bool = False  # blocks' activations in backward, rather than keeping them

@@ -96,7 +96,7 @@ def preflight(job: Job, world_size: int) -> Corpus:
 
 def offload_for(job: Job) -> Offload:
     """The tiers that the job asks for."""
-    chosen = offload_of(job.offload, placements_of(job.stage))
+    chosen = offload_of(job.offload, placements_of(3 if job.stage == "auto" else job.stage))
     if job.offload is None:
         if job.fraction != 1:
             raise ConfigError(

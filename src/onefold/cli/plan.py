@@ -1,0 +1,187 @@
+"""`onefold plan`: will it fit, which stage, how fast; without running anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from onefold.cli.arguments import SubParsers, add_json, whole, word_or_number
+from onefold.errors import ConfigError, expected
+from onefold.planner.sizes import parse_nbytes
+
+if TYPE_CHECKING:
+    from onefold.planner.plan import Plan
+    from onefold.training.planning import Cluster
+
+DESCRIPTION = """\
+Every way to train a model on the devices there are: bytes per device, host and disk, whether they
+fit, bytes sent, the time of a step, and the command for the way to take. Nothing is run: one
+micro-batch is traced without values. Without arguments: the tiny preset on this machine.
+
+  onefold plan --model config.json --gpus 8 --nodes 8 --mem 80GiB --seq 4096 --precision bf16"""
+
+CURVE = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Times the nodes of the plan: where the scaling curve is told."""
+MAX_DEVICES = 16_384
+STATE_NBYTES = 12
+"""Bytes of a checkpoint per parameter: master and two moments."""
+
+
+def add_to(commands: SubParsers) -> None:
+    """Add the command's flags."""
+    parser = commands.add_parser(
+        "plan", help="will it fit, which stage, how fast", description=DESCRIPTION
+    )
+    words = ("gpus", "ranks", "mem", "host_mem", "disk", "precision", "cluster", "wire")
+    parser.set_defaults(run=run, recompute=False, **dict.fromkeys(words))
+    add = parser.add_argument
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS}
+    add("--model", default="tiny", metavar="NAME|config.json|module:function",
+        help="a preset, a Hugging Face config, or a function that returns a module")  # fmt: skip
+    add("--gpus", metavar="N", help="GPUs of a node (default: those of this machine)", **hidden)
+    add("--ranks", metavar="N", help="plan for N processes of a node on the CPU instead", **hidden)
+    add("--nodes", default="1", metavar="M", help="machines")
+    add("--mem", metavar="SIZE", help="memory of a GPU, or for all ranks of a node, as in 80GiB",
+        **hidden)  # fmt: skip
+    add("--host-mem", metavar="SIZE", help="CPU memory of a node", **hidden)
+    add("--disk", metavar="SIZE", help="free disk of a node", **hidden)
+    add("--seq", default="1024", help="tokens of a row")
+    add("--batch", default="1", help="rows of one micro-batch on one rank; auto: as many as fit")
+    add("--accumulate", default="1", help="micro-batches of a step")
+    add("--precision", help="fp32, bf16 or fp16 (default: the parameters' own)", **hidden)
+    add("--stage", default="auto", help="0 to 3, or all of them")
+    add("--offload", default="auto", metavar="none|optimizer|cpu|disk", help="or all of them")
+    add("--recompute", action="store_true", help="run blocks again in backward", **hidden)
+    add("--cluster", metavar="MACHINE", help="tell step times on such machines, and how they "
+        "scale: a100-40, a100-80, h100-80, h200, b200 ...", **hidden)  # fmt: skip
+    add("--wire", help="None in this version", **hidden)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    """Plan, and print. Exit code 2 where nothing fits."""
+    if arguments.wire is not None:
+        raise ConfigError(
+            expected("no --wire in this version", repr(arguments.wire),
+                     hint="every state travels in its own dtype for now")
+        )  # fmt: skip
+    from onefold.training.planning import plan
+
+    batch: int | str = arguments.batch
+    if batch != "auto":
+        batch = whole("--batch", arguments.batch, least=1)
+    made = plan(
+        arguments.model,
+        cluster=_cluster(arguments),
+        seq=whole("--seq", arguments.seq, least=1),
+        batch=batch,
+        accumulate=whole("--accumulate", arguments.accumulate, least=1),
+        precision=arguments.precision,
+        stage=word_or_number(arguments.stage),
+        offload=None if arguments.offload == "none" else arguments.offload,
+        recompute=arguments.recompute,
+    )
+    curve = _curve(made) if arguments.cluster else []
+    if arguments.json:
+        print(json.dumps({**made.as_dict(), "scaling": curve}))
+    else:
+        print(made)
+        _print_curve(curve)
+    if made.fits:
+        return 0
+    if arguments.json:
+        return 2
+    print("onefold plan: nothing fits", file=sys.stderr)
+    return 2
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    import torch
+
+    from onefold.cli.launch import default_ranks
+    from onefold.environment import free_host_nbytes
+    from onefold.planner.machines import machine_of
+    from onefold.training.planning import Cluster
+
+    if arguments.gpus is not None and arguments.ranks is not None:
+        raise ConfigError(
+            expected("--gpus or --ranks", "both", hint="--ranks plans for processes on the CPU")
+        )
+    machine = None if arguments.cluster is None else machine_of(arguments.cluster)
+    on_gpus = arguments.gpus is not None or machine is not None
+    on_gpus = arguments.ranks is None and (on_gpus or torch.cuda.is_available())
+    ranks = default_ranks()
+    if arguments.gpus is not None:
+        ranks = whole("--gpus", arguments.gpus, least=1)
+    elif arguments.ranks is not None:
+        ranks = whole("--ranks", arguments.ranks, least=1)
+    elif machine is not None:
+        ranks = machine.ranks_per_node
+    memory = _size("--mem", arguments.mem)
+    if on_gpus and memory is None:
+        if machine is None and not torch.cuda.is_available():
+            raise ConfigError(
+                expected("--mem beside --gpus", "none", hint="--mem 80GiB, or --cluster h100-80")
+            )
+        if machine is None:
+            memory = torch.cuda.get_device_properties(0).total_memory
+        else:
+            memory = int(machine.memory_nbytes)
+    elif not on_gpus:
+        memory = (memory or free_host_nbytes()) // ranks
+    return Cluster(
+        ranks=ranks,
+        nodes=whole("--nodes", arguments.nodes, least=1),
+        device_type="cuda" if on_gpus else "cpu",
+        memory=memory,
+        host_memory=_size("--host-mem", arguments.host_mem),
+        disk=_size("--disk", arguments.disk),
+        machine=machine,
+    )
+
+
+def _size(flag: str, text: str | None) -> int | None:
+    return None if text is None else parse_nbytes(flag, text)
+
+
+def _curve(made: Plan) -> list[dict[str, float]]:
+    """Tokens/s per device of the way to take, on more and more nodes, and what failures leave."""
+    from onefold.planner.goodput import goodput
+    from onefold.planner.search import run_of, work_of
+    from onefold.planner.simulate import scaling_curve
+
+    row, request, machine = made.best, made.request, made.search.machine
+    if row is None or machine is None:
+        return []
+    worlds = [request.world_size * factor for factor in CURVE]
+    worlds = [world for world in worlds if world <= MAX_DEVICES]
+    work = work_of(made.search.trace_of(row.rows), row.rows * request.seq)
+    found: list[dict[str, float]] = []
+    for point in scaling_curve(work, run_of(row.forecast.setup), machine, worlds):
+        world, step = point.world_size, point.step
+        written = STATE_NBYTES * made.numel / world / machine.disk_rate
+        useful = goodput(step.seconds, world_size=world, checkpoint_seconds=written)
+        found.append(
+            {"devices": world, "seconds": step.seconds,
+             "tokens_per_s_per_device": step.tokens_per_s / world, "efficiency": point.efficiency,
+             "useful_share": useful.share, "steps_between_checkpoints": useful.steps}
+        )  # fmt: skip
+    return found
+
+
+def _print_curve(curve: list[dict[str, float]]) -> None:
+    if not curve:
+        return
+    heads = ("devices", "    step", "tokens/s per device", "efficiency", "useful with failures",
+             "steps between saves")  # fmt: skip
+    print("\n" + "   ".join(heads))
+    for point in curve:
+        cells = (
+            f"{point['devices']:,.0f}", f"{point['seconds']:.2f} s",
+            f"{point['tokens_per_s_per_device']:,.0f}", f"{point['efficiency']:.1%}",
+            f"{point['useful_share']:.1%}", f"{point['steps_between_checkpoints']:,.0f}",
+        )  # fmt: skip
+        print("   ".join(c.rjust(len(h)) for c, h in zip(cells, heads, strict=True)))

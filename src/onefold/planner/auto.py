@@ -1,0 +1,104 @@
+"""What "auto" means where a module is sharded: the stage, and how much state leaves the device.
+
+Nobody has seen a batch then, so a share of the free memory is left for activations; everything else
+is the forecast of an engine without any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from onefold.config import Offload, Precision, offload_of, placements_of
+from onefold.environment import free_host_nbytes
+from onefold.errors import ConfigError
+from onefold.layout.units import UnitPlan
+from onefold.planner.estimate import estimated
+from onefold.planner.memory import Forecast, forecast
+from onefold.planner.setup import Setup
+from onefold.planner.sizes import told
+from onefold.wire.collectives import Group
+
+ACTIVATIONS_SHARE = 0.25
+"""Of the device's free memory, left for activations and messages where nobody has seen a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is to be sharded. `num_moments`: states per element that its optimizers keep."""
+
+    plans: Sequence[UnitPlan]
+    precision: Precision
+    offload: Offload
+    num_moments: int
+    device: torch.device  # that computes
+    stage: int = 3
+
+
+def free_nbytes(device: torch.device, local_world_size: int) -> int:
+    """Bytes that this rank may still take of the memory that computes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return free_host_nbytes() // local_world_size
+
+
+def without_activations(subject: Subject, world_size: int) -> Forecast:
+    """What an engine holds of itself."""
+    setup = Setup(
+        stage=subject.stage,
+        world_size=world_size,
+        precision=subject.precision,
+        offload=subject.offload,
+        device_type=subject.device.type,
+        num_moments=subject.num_moments,
+    )
+    return forecast(estimated(subject.plans, 0, subject.precision), setup)
+
+
+def lowest_stage(
+    subject: Subject, offload: object, group: Group, local_world_size: int
+) -> tuple[int, str]:
+    """The lowest stage whose states fit on every rank, and why. A collective.
+
+    `offload`: what was asked for; stages that do not have such tiers are passed over.
+    """
+    free = free_nbytes(subject.device, local_world_size)
+    if group.world_size > 1:
+        everyone: list[Any] = group.all_gather_object(free)
+        free = min(everyone)
+    room, told_before = (1 - ACTIVATIONS_SHARE) * free, ""
+    for stage in range(4):
+        try:
+            chosen = offload_of(offload, placements_of(stage))
+        except ConfigError:  # tiers that this stage does not have
+            continue
+        asked = replace(subject, offload=chosen, stage=stage)
+        need = without_activations(asked, group.world_size).memory_nbytes
+        if need <= room:
+            return stage, f"{told_before}stage {stage} holds {told(need)} of {told(free)} free"
+        told_before = f"stage {stage} would hold {told(need)}, "
+    hint = "offload more, or take more ranks"
+    return 3, f"{told_before}of {told(free)} free, and no stage holds less: {hint}"
+
+
+def least_fraction(
+    subject: Subject, states: int, group: Group, local_world_size: int
+) -> tuple[float, str]:
+    """The smallest share of `states`, bytes, that must leave the device, and why.
+
+    What may stay is stepped at the device's own bandwidth and waits for nothing, so no more leaves
+    than must.
+    """
+    free = free_nbytes(subject.device, local_world_size)
+    bare = replace(subject, offload=Offload(), num_moments=0)
+    others = without_activations(bare, group.world_size).memory_nbytes
+    room = (1 - ACTIVATIONS_SHARE) * free - others
+    share = 1 - max(0.0, min(1.0, room / max(1, states)))
+    why = (
+        f"of {states:,} bytes of optimizer state {max(0, int(room)):,} have room on the "
+        f"device ({free:,} bytes are free)"
+    )
+    return share, why

@@ -1,0 +1,193 @@
+"""`onefold.plan`: from a model, by name or as a module, to a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from onefold.config import PRECISIONS, Precision, precision_of
+from onefold.environment import free_host_nbytes
+from onefold.errors import ConfigError, expected
+from onefold.layout.units import plan_units
+from onefold.planner.estimate import estimated
+from onefold.planner.live import Untraceable
+from onefold.planner.machines import Machine, machine_of
+from onefold.planner.plan import Plan, Request
+from onefold.planner.search import OFFLOADS, WAYS, Room, Search, best_of, nearest
+from onefold.planner.setup import Setup
+from onefold.planner.trace import Trace, tokens_of, trace, without_values
+from onefold.training.loader import build_model, recompute, refuse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The devices there are: `ranks` on each of `nodes`, which compute on "cuda" or "cpu".
+
+    `memory`: bytes of each device, or CPU rank; `host_memory` and `disk`: of each node, for all its
+    ranks. `machine`: what step times are told for, by name (`planner/machines.py`) or described.
+    """
+
+    ranks: int = 1
+    nodes: int = 1
+    device_type: str = "cuda"
+    memory: int | None = None
+    host_memory: int | None = None
+    disk: int | None = None
+    machine: str | Machine | None = None
+
+
+def plan(  # noqa: PLR0913 - the contract
+    module_or_config: nn.Module | str | os.PathLike[str],
+    *,
+    world_size: int = 1,
+    cluster: Cluster | None = None,
+    seq: int = 1024,
+    batch: int | str = 1,
+    accumulate: int = 1,
+    precision: object = None,
+    stage: int | str = "auto",
+    offload: str | None = "auto",
+    recompute: bool = False,
+) -> Plan:
+    """Which ways to train a model fit, how fast each is, and which to take. Runs nothing.
+
+    Args:
+        module_or_config: a module that takes tokens [batch, seq] (its values are not read), a
+            preset, a Hugging Face config.json, or "module:function".
+        world_size: ranks on this machine, where no `cluster` is given: GPUs if torch sees one,
+            else processes on the CPU.
+        cluster: the devices; default: those of this machine.
+        batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two.
+        stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
+        recompute: blocks run again in backward (a module has to have been told so itself).
+
+    Raises:
+        ConfigError: a model that cannot be built, counts below 1, words that are not known.
+    """
+    where = cluster or _this_machine(world_size)
+    _check(where, seq=seq, batch=batch, accumulate=accumulate)
+    chosen = precision_of(precision)
+    name, module = _model(module_or_config, seq, recompute=recompute)
+    word = next((word for word, each in PRECISIONS.items() if each == chosen), None)
+    request = Request(
+        name, where.ranks, where.nodes, seq, word if precision is not None else None, accumulate,
+        recompute,
+    )  # fmt: skip
+    device_type = where.device_type
+    one, two, estimates = _traces(module, seq, chosen, device_type, batch)
+    rows = 1 if batch == "auto" else int(batch)
+    machine = machine_of(where.machine) if isinstance(where.machine, str) else where.machine
+    search = Search(
+        one=one,
+        two=two,
+        setup=Setup(
+            stage=3, world_size=request.world_size, ranks_per_host=where.ranks,
+            accumulate=accumulate, precision=chosen, device_type=device_type,
+            itemsize=next((p.itemsize for p in module.parameters()), 4),
+        ),
+        room=_room(where),
+        machine=machine,
+        tokens=seq,
+    )  # fmt: skip
+    ways = _ways(stage, offload, device_type)
+    find = search.largest if batch == "auto" else lambda s, o: search.row(s, o, rows)
+    found = tuple(find(*way) for way in ways)
+    return Plan(request, search, found, best_of(found), nearest(found), estimates)
+
+
+def _check(where: Cluster, **counts: int | str) -> None:
+    for name, count in {"ranks": where.ranks, "nodes": where.nodes, **counts}.items():
+        if count == "auto" and name == "batch":
+            continue
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(
+                expected(f"{name} to be a whole number of at least 1", repr(count),
+                         hint=f"{name}=1 or more")
+            )  # fmt: skip
+
+
+def _this_machine(world_size: int) -> Cluster:
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+        return Cluster(ranks=world_size, memory=memory, host_memory=free_host_nbytes())
+    share = free_host_nbytes() // max(1, world_size)
+    return Cluster(ranks=world_size, device_type="cpu", memory=share)
+
+
+def _room(where: Cluster) -> Room:
+    memory = where.memory
+    if memory is None and isinstance(where.machine, str):
+        memory = int(machine_of(where.machine).memory_nbytes)
+    if memory is None:
+        memory = free_host_nbytes() // where.ranks
+    return Room(memory, where.host_memory, where.disk)
+
+
+def _model(
+    given: nn.Module | str | os.PathLike[str], seq: int, *, recompute: bool
+) -> tuple[str, nn.Module]:
+    if isinstance(given, nn.Module):
+        return type(given).__name__, given.train()
+    name = os.fspath(given)
+    refuse(name, seq)
+    with torch.device("meta"):
+        module = build_model(name, seq)
+    if recompute:
+        _recompute(module, name)
+    return name, module.train()
+
+
+_recompute = recompute
+
+
+def _traces(
+    module: nn.Module, seq: int, precision: Precision, device_type: str, batch: int | str
+) -> tuple[Trace, Trace | None, tuple[str, ...]]:
+    """The traces of one row and of two; what is only estimated."""
+    rows = 1 if batch == "auto" else int(batch)
+
+    def run(rows: int) -> Trace:
+        return trace(module, tokens_of(rows, seq), precision=precision, device_type=device_type)
+
+    try:
+        one = run(rows)
+        two = run(2 * rows) if batch == "auto" else None
+        if two is not None and len(one.events) != len(two.events):
+            two = None
+    except Untraceable as error:
+        parts = (f"activations and work, as the forward cannot be traced ({error})",)
+        plans = plan_units(without_values(module))
+        return estimated(plans, rows * seq, precision), None, parts
+    return one, two, ()
+
+
+def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[tuple[int, str]]:
+    stages = (0, 1, 2, 3) if stage == "auto" else (stage,)
+    word = "none" if offload is None else offload
+    if word != "auto" and word.partition(":")[0] not in OFFLOADS:
+        raise ConfigError(
+            expected(
+                f"offload to be auto, {', '.join(OFFLOADS)}", repr(offload),
+                hint="auto looks at all of them",
+            )
+        )  # fmt: skip
+    if any(each not in (0, 1, 2, 3) for each in stages):
+        raise ConfigError(
+            expected("stage to be auto, 0, 1, 2 or 3", repr(stage), hint="auto looks at all")
+        )
+    words = (word.partition(":")[0],)
+    if word == "auto":  # where the CPU computes, its memory is no other tier
+        words = ("none", "disk") if device_type == "cpu" else tuple(OFFLOADS)
+    found = [(s, o) for s, o in WAYS if s in stages and o in words]
+    if not found:
+        raise ConfigError(
+            expected(
+                f"offload={word!r} at a stage that has it", f"stage {stage}",
+                hint="optimizer needs stage 1 to 3, cpu and disk need stage 3",
+            )
+        )  # fmt: skip
+    return found
