@@ -6,6 +6,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 DISK ?= /var/tmp
 
+# compiled while the package is installed, where there is a C compiler
+KERNEL := src/onefold/runtime/adam.c src/onefold/runtime/compiling.py
+
 .PHONY: train big test check format bench clean
 
 train: $(VENV)/train.done
@@ -41,9 +44,10 @@ bench: $(VENV)/peers.done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f src/onefold/runtime/*.so
 
 # torch first and pinned: on Linux an unpinned one pulls gigabytes that a CPU does not need
-$(VENV)/train.done: pyproject.toml constraints.txt
+$(VENV)/train.done: pyproject.toml constraints.txt hatch_build.py $(KERNEL)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --editable .

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from rich.table import Table
 from torch import nn
 
 import onefold
+from onefold.runtime import adam
 
 CASES = [(1, 1), (1, 2), (2, 1)]  # ranks, threads each
 BASE = "torch fused, fp32, one flat tensor"
@@ -144,17 +146,29 @@ def sharded_layers(
 
 
 def onefold_steps(numel: int) -> dict[str, Contestant]:
-    """The engine's step."""
+    """The engine's step, with the C kernel if that was compiled here, and without it."""
 
     def stepper(dtype: torch.dtype) -> Callable[[], object]:
         _, optimizer = sharded_layers(numel, dtype, stage=2)
         optimizer.step()  # makes the moments
         return optimizer.step
 
-    return {
-        "onefold, fp32": (28, stepper(torch.float32)),
-        "onefold, bf16": (28, stepper(torch.bfloat16)),
-    }
+    wide, narrow = stepper(torch.float32), stepper(torch.bfloat16)
+    found: dict[str, Contestant] = {"onefold, fp32": (28, wide), "onefold, bf16": (28, narrow)}
+    if adam.kernel() is not None:
+        found["onefold, fp32, torch's kernels"] = (28, without_kernel(wide))
+        found["onefold, bf16, torch's kernels"] = (28, without_kernel(narrow))
+    return found
+
+
+def without_kernel(step: Callable[[], object]) -> Callable[[], object]:
+    """The same step as where there was no C compiler."""
+
+    def run() -> object:
+        with mock.patch.object(adam, "kernel", lambda: None):
+            return step()
+
+    return run
 
 
 def contestants(numel: int, rank: int) -> tuple[dict[str, Contestant], dict[str, str]]:

@@ -1,10 +1,15 @@
-"""Adam and AdamW for narrow weights with fp32 masters, in blocks that stay in the cache.
+"""Adam and AdamW for narrow weights with fp32 masters, in one pass over memory.
 
 The optimizer's own step would want all gradients in fp32 first, a pass of its own and 4 bytes per
-element, and the masters rounded afterwards, another pass. Here each block is widened, stepped by
-torch's fused kernel and rounded before the next is touched: 28 bytes of traffic an element (bf16
-gradient in, master and two moments in and out, bf16 weight out) and one block of extra memory. The
-kernel is the same and pieces are multiples of its vector width, so the bits are the same too.
+element, and the masters rounded afterwards, another pass. Here an element moves 28 bytes (bf16
+gradient in, master and two moments in and out, bf16 weight out), in one of two ways:
+
+    native     in CPU memory, where the C kernel was compiled: one loop (runtime/adam.c). Plain fp32
+               takes it too: the kernel has torch's bits on x86, but need not have them elsewhere,
+               and all tiers must agree. So which way it is never depends on a tier.
+    in blocks  otherwise: each block is widened, stepped by torch's fused kernel and rounded before
+               the next is touched, with one block of extra memory. Pieces are multiples of that
+               kernel's vector width, so the bits are those of one call.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
+
+from onefold.runtime.native import Flats, Kernel, kernel
 
 CPU_BLOCK_NUMEL = 512 * 1024
 """Measured best of 64 Ki to 1 Mi: a block stays in the cache, and the calls for it do not show."""
@@ -37,6 +44,8 @@ class BlockedAdam:
     def __init__(self, group: dict[str, Any], *, is_decoupled: bool) -> None:
         beta1, beta2 = group["betas"]
         self._scratch = threading.local()  # several workers may step blocks
+        self._kernel: Kernel | None = kernel()
+        self._is_decoupled = is_decoupled
         self._update = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
         self._options = {
             "lr": frozen(group["lr"]),
@@ -64,6 +73,15 @@ class BlockedAdam:
         step = torch.zeros((), dtype=torch.float32, device=device)
         return {"step": step} | {name: room.zero_() for name, room in moments.items()}
 
+    def steps_at_once(self, stepped: Tensor, grad: Tensor, weight: Tensor) -> bool:
+        """True if `step` is better than the class's own: faster, and with less memory."""
+        is_narrow = weight is not stepped and grad.dtype == weight.dtype
+        return is_narrow or self._native(stepped, grad, weight) is not None
+
+    def _native(self, stepped: Tensor, grad: Tensor, weight: Tensor) -> Kernel | None:
+        found = self._kernel
+        return found if found is not None and found.takes(stepped, grad, weight) else None
+
     def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: dict[str, Any]) -> None:
         """Step `stepped` [numel] by `grad` [numel] of its dtype or a narrower one, in place.
 
@@ -74,6 +92,12 @@ class BlockedAdam:
             state |= self.start({name: torch.empty_like(stepped) for name in MOMENTS})
         state["step"] += 1
         moments = (state["exp_avg"], state["exp_avg_sq"])
+        native = self._native(stepped, grad, weight)
+        if native is not None:
+            flats = Flats(stepped, *moments, grad, None if weight is stepped else weight)
+            options = self._options | {"is_decoupled": self._is_decoupled}
+            native.step(flats, options, state["step"].item())
+            return
         if grad.dtype == stepped.dtype and weight is stepped:
             self._step_piece(stepped, grad, *moments, state["step"])
             return

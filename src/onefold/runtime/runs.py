@@ -82,8 +82,8 @@ class FlatStep:
         """One tensor for each run, its `.grad` a slice of the unit's reduced gradient.
 
         Some runs are stepped here instead, so that the class's own step passes over them: those of
-        units that are stepped in blocks, which this begins, and narrow ones that have masters and a
-        rule for that, which are left without `.grad`.
+        units that are stepped in blocks, which this begins, and those whose rule is better at it
+        than the class, which are left without `.grad`.
         """
         stand_ins: list[list[Tensor]] = [[] for _ in groups]
         self._by_tensor, left = {}, set[Unit]()
@@ -99,21 +99,21 @@ class FlatStep:
                     for run in runs:
                         own.append(run.tensor)
                         self._by_tensor[run.tensor] = run
-                        if not self._step_narrow(run, rule):
+                        if not self._step_at_once(run, rule):
                             left.add(unit)
         self.rounded -= left
         self.own.clear()
         return stand_ins
 
-    def _step_narrow(self, run: Run, rule: Rule) -> bool:
-        """Step a run that is narrower than its master, if the rule does so in one go."""
-        unit, grad = run.parameters[0].unit, _run_grad(run)
-        is_blocked = isinstance(rule, BlockedAdam)
-        if is_blocked and unit.master is not None and grad.dtype == unit.dtype:
-            rule.step(run.tensor.detach(), grad, run.weight, run.state)
+    def _step_at_once(self, run: Run, rule: Rule) -> bool:
+        """Step a run, and round it into its weight, if its rule does that better than the class."""
+        unit, grad, stepped = run.parameters[0].unit, _run_grad(run), run.tensor.detach()
+        weight = stepped if unit.master is None else run.weight
+        if isinstance(rule, BlockedAdam) and rule.steps_at_once(stepped, grad, weight):
+            rule.step(stepped, grad, weight, run.state)
             self.rounded.add(unit)
             return True
-        run.tensor.grad = grad.to(run.tensor.dtype)
+        run.tensor.grad = grad.to(stepped.dtype)
         return False
 
     def begin(self, unit: Unit, members: list[list[UnitParameter]], rules: Sequence[Rule]) -> None:

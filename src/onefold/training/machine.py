@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import onefold
 from onefold.environment import free_host_nbytes
+from onefold.runtime.native import kernel
 from onefold.tier.workers import cores_of
 from onefold.training.world import World
 
@@ -167,6 +168,7 @@ def find_limits(memory_total: int, disk_free: int) -> list[Limit]:
         *_shared_memory(),
         _threads(),
         *_cpu_quota(),
+        _kernel(),
         Limit(
             "disk free",
             in_bytes(disk_free),
@@ -216,6 +218,14 @@ def _cpu_quota() -> Iterable[Limit]:
         quota = int(parts[0]) / int(parts[1])
         hint = f"fewer than the {usable_cores()} cores that are seen: set OMP_NUM_THREADS"
         yield Limit("CPU quota", f"{quota:.1f} cores", hint if quota < usable_cores() else "")
+
+
+def _kernel() -> Limit:
+    found = kernel()
+    if found is not None:
+        return Limit("C kernel of AdamW", found.name, "")
+    hint = "steps of bf16 weights on the CPU take longer: install where there is a C compiler (cc)"
+    return Limit("C kernel of AdamW", "none", hint)
 
 
 def _gpu(index: int) -> str:

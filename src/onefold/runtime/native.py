@@ -1,0 +1,127 @@
+"""The C kernel of adam.c, where it was compiled and this CPU runs it: found, loaded and called."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from onefold.runtime.compiling import library_path
+
+SHARE_NUMEL = 128 * 1024
+"""Elements that are worth a thread: stepping them takes several times as long as starting it."""
+
+
+class Flats(NamedTuple):
+    """What a step reads and writes, each [numel] and contiguous in CPU memory."""
+
+    param: Tensor  # fp32
+    exp_avg: Tensor  # fp32
+    exp_avg_sq: Tensor  # fp32
+    grad: Tensor  # fp32 or bf16
+    weight: Tensor | None  # bf16, gets `param` rounded
+
+
+class _Step(ctypes.Structure):
+    """`struct adam_step`."""
+
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in (
+            "shrink", "decay", "sign", "mean_rate", "square_keep", "square_rate", "square_bias",
+            "eps", "rate",
+        )
+    ]  # fmt: skip
+
+
+class _Flats(ctypes.Structure):
+    """`struct adam_flats`."""
+
+    _fields_ = [
+        ("numel", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in Flats._fields),
+        ("grad_is_bf16", ctypes.c_int32),
+    ]
+
+
+class Kernel:
+    """One of the library's loops: AdamW and Adam in one pass, the same bits however it is cut."""
+
+    def __init__(self, library: ctypes.CDLL, index: int, name: str) -> None:
+        self.name = name  # of the instruction set
+        self._index = index
+        self._call = library.onefold_adam
+        self._call.restype = None
+        self._call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+
+    @staticmethod
+    def takes(stepped: Tensor, grad: Tensor, weight: Tensor) -> bool:
+        """True if it has a loop for tensors like these; `weight` may be `stepped`."""
+        return (
+            stepped.dtype == torch.float32
+            and grad.dtype in (torch.float32, torch.bfloat16)
+            and (weight is stepped or weight.dtype == torch.bfloat16)
+            and stepped.device.type == grad.device.type == weight.device.type == "cpu"
+        )
+
+    def step(self, flats: Flats, options: Mapping[str, Any], steps: float) -> None:
+        """Step in place, on as many threads as torch's kernels take on this one.
+
+        `options` are the arguments of `torch._fused_adamw_`, and `is_decoupled`; `steps` counts
+        this step.
+        """
+        numel = len(flats.param)
+        grad = flats.grad.contiguous()
+        numbers = _numbers(options, steps)
+        addresses = [None if flat is None else flat.data_ptr() for flat in (*flats[:3], grad)]
+        weight = None if flats.weight is None else flats.weight.data_ptr()
+        tensors = _Flats(numel, *addresses, weight, grad.dtype == torch.bfloat16)
+        threads = max(1, min(torch.get_num_threads(), numel // SHARE_NUMEL))
+        self._call(self._index, ctypes.addressof(numbers), ctypes.addressof(tensors), threads)
+        written = [*flats[:3]] if flats.weight is None else [*flats[:3], flats.weight]
+        increment_version(written)
+
+
+def _numbers(options: Mapping[str, Any], steps: float) -> _Step:
+    """Computed in double precision like torch's, and rounded once."""
+    lr, decay = float(options["lr"]), float(options["weight_decay"])
+    beta1, beta2 = float(options["beta1"]), float(options["beta2"])
+    is_decoupled = options["is_decoupled"]
+    return _Step(
+        shrink=1 - lr * decay if is_decoupled else 1,
+        decay=0 if is_decoupled else decay,
+        sign=-1 if options["maximize"] else 1,
+        mean_rate=1 - beta1,
+        square_keep=beta2,
+        square_rate=1 - beta2,
+        square_bias=math.sqrt(1 - beta2**steps),
+        eps=options["eps"],
+        rate=-(lr / (1 - beta1**steps)),
+    )
+
+
+def kernels(path: Path) -> list[Kernel]:
+    """Those in a library that this CPU runs, the fastest first; none if it cannot be loaded."""
+    try:
+        library = ctypes.CDLL(str(path))
+        name = library.onefold_adam_kernel
+    except (OSError, AttributeError):
+        return []
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
+    found: list[Kernel] = []
+    while told := name(len(found)):
+        found.append(Kernel(library, len(found), told.decode()))
+    return found
+
+
+@cache
+def kernel() -> Kernel | None:
+    """The one to use: compiled from the source that lies here, and loaded at the first call."""
+    return next(iter(kernels(library_path())), None)
