@@ -165,7 +165,7 @@ def without_kernel(step: Callable[[], object]) -> Callable[[], object]:
     """The same step as where there was no C compiler."""
 
     def run() -> object:
-        with mock.patch.object(adam, "kernel", lambda: None):
+        with mock.patch.object(adam, "kernel", return_value=None):
             return step()
 
     return run

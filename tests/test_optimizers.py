@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import onefold
-from onefold.runtime import adam
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.training import Job, assert_close, assert_same_bits, cut, run_job, train_plain
@@ -141,8 +140,6 @@ def test_an_optimizer_built_after_shard_trains_the_same(stage, kind):
 
 
 def test_one_fused_call_steps_each_unit_and_group(monkeypatch):
-    """Without the C kernel, of which tests/test_native.py says the same."""
-    monkeypatch.setattr(adam, "kernel", lambda: None)
     calls = []
     fused = torch._fused_adamw_
 

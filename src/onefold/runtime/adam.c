@@ -1,5 +1,5 @@
 /*
- * AdamW and Adam over flat tensors in one pass: widen the gradient, step the fp32 master and its
+ * AdamW and Adam for bf16 weights in one pass over flat tensors: widen the gradient, step the fp32 master and its
  * two moments in place, round the weight. Separate kernels for these touch each cache line three
  * times and cannot hide a conversion behind the next line's loads; here arithmetic and memory
  * overlap, 28 bytes an element (Adam: arXiv 1412.6980, algorithm 1; AdamW: arXiv 1711.05101,
@@ -34,7 +34,7 @@ struct adam_flats {
     int64_t numel;
     float *param, *exp_avg, *exp_avg_sq; /* stepped in place */
     const void *grad;                    /* bf16 if `grad_is_bf16`, else fp32 */
-    uint16_t *weight;                    /* bf16, gets `param` rounded; or NULL */
+    uint16_t *weight;                    /* bf16, gets `param` rounded */
     int32_t grad_is_bf16;
 };
 
@@ -60,7 +60,7 @@ static inline __attribute__((always_inline)) uint16_t rounded(float value)
 /* The loop that the compiler vectorises; the flags are constants where it is inlined. */
 static inline __attribute__((always_inline)) void step_elements(
     const struct adam_step s, const struct adam_flats *flats,
-    bool grad_is_bf16, bool has_weight, bool is_coupled)
+    bool grad_is_bf16, bool is_coupled)
 {
     float *param = flats->param, *mean = flats->exp_avg, *square = flats->exp_avg_sq;
     const float *wide_grad = flats->grad;
@@ -78,8 +78,7 @@ static inline __attribute__((always_inline)) void step_elements(
         param[i] = p;
         mean[i] = m;
         square[i] = v;
-        if (has_weight)
-            weight[i] = rounded(p);
+        weight[i] = rounded(p);
     }
 }
 
@@ -88,22 +87,14 @@ static inline __attribute__((always_inline)) void step_flats(
     const struct adam_step *s, const struct adam_flats *flats)
 {
     bool is_coupled = s->decay != 0;
-    if (flats->grad_is_bf16 && flats->weight && !is_coupled)
-        step_elements(*s, flats, true, true, false);
-    else if (flats->grad_is_bf16 && flats->weight)
-        step_elements(*s, flats, true, true, true);
-    else if (flats->grad_is_bf16 && !is_coupled)
-        step_elements(*s, flats, true, false, false);
+    if (flats->grad_is_bf16 && !is_coupled)
+        step_elements(*s, flats, true, false);
     else if (flats->grad_is_bf16)
-        step_elements(*s, flats, true, false, true);
-    else if (flats->weight && !is_coupled)
-        step_elements(*s, flats, false, true, false);
-    else if (flats->weight)
-        step_elements(*s, flats, false, true, true);
+        step_elements(*s, flats, true, true);
     else if (!is_coupled)
-        step_elements(*s, flats, false, false, false);
+        step_elements(*s, flats, false, false);
     else
-        step_elements(*s, flats, false, false, true);
+        step_elements(*s, flats, false, true);
 }
 
 /* The same code once for each instruction set that has an fma; without one, torch is faster. */
@@ -168,10 +159,9 @@ static struct adam_flats cut(const struct adam_flats *whole, int64_t start, int6
 {
     struct adam_flats part = *whole;
     part.numel = stop - start;
-    part.param += start, part.exp_avg += start, part.exp_avg_sq += start;
+    part.param += start, part.weight += start;
+    part.exp_avg += start, part.exp_avg_sq += start;
     part.grad = (const char *)whole->grad + start * (whole->grad_is_bf16 ? 2 : 4);
-    if (whole->weight)
-        part.weight += start;
     return part;
 }
 

@@ -4,12 +4,14 @@ The optimizer's own step would want all gradients in fp32 first, a pass of its o
 element, and the masters rounded afterwards, another pass. Here an element moves 28 bytes (bf16
 gradient in, master and two moments in and out, bf16 weight out), in one of two ways:
 
-    native     in CPU memory, where the C kernel was compiled: one loop (runtime/adam.c). Plain fp32
-               takes it too: the kernel has torch's bits on x86, but need not have them elsewhere,
-               and all tiers must agree. So which way it is never depends on a tier.
+    native     bf16 in CPU memory, where the C kernel was compiled: one loop (runtime/adam.c). It
+               has the bits of torch's kernel on x86 but need not elsewhere, so dtypes and device
+               decide, never a tier or a stage: those agree whichever way it is.
     in blocks  otherwise: each block is widened, stepped by torch's fused kernel and rounded before
                the next is touched, with one block of extra memory. Pieces are multiples of that
                kernel's vector width, so the bits are those of one call.
+
+Weights that are fp32 themselves have nothing to convert: torch's kernel steps them.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class BlockedAdam:
         moments = (state["exp_avg"], state["exp_avg_sq"])
         native = self._native(stepped, grad, weight)
         if native is not None:
-            flats = Flats(stepped, *moments, grad, None if weight is stepped else weight)
+            flats = Flats(stepped, *moments, grad, weight)
             options = self._options | {"is_decoupled": self._is_decoupled}
             native.step(flats, options, state["step"].item())
             return

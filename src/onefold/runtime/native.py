@@ -26,7 +26,7 @@ class Flats(NamedTuple):
     exp_avg: Tensor  # fp32
     exp_avg_sq: Tensor  # fp32
     grad: Tensor  # fp32 or bf16
-    weight: Tensor | None  # bf16, gets `param` rounded
+    weight: Tensor  # bf16, gets `param` rounded
 
 
 class _Step(ctypes.Structure):
@@ -63,11 +63,11 @@ class Kernel:
 
     @staticmethod
     def takes(stepped: Tensor, grad: Tensor, weight: Tensor) -> bool:
-        """True if it has a loop for tensors like these; `weight` may be `stepped`."""
+        """True if it has a loop for tensors like these."""
         return (
             stepped.dtype == torch.float32
             and grad.dtype in (torch.float32, torch.bfloat16)
-            and (weight is stepped or weight.dtype == torch.bfloat16)
+            and weight.dtype == torch.bfloat16
             and stepped.device.type == grad.device.type == weight.device.type == "cpu"
         )
 
@@ -78,15 +78,13 @@ class Kernel:
         this step.
         """
         numel = len(flats.param)
-        grad = flats.grad.contiguous()
+        flats = flats._replace(grad=flats.grad.contiguous())  # others are by how they are made
         numbers = _numbers(options, steps)
-        addresses = [None if flat is None else flat.data_ptr() for flat in (*flats[:3], grad)]
-        weight = None if flats.weight is None else flats.weight.data_ptr()
-        tensors = _Flats(numel, *addresses, weight, grad.dtype == torch.bfloat16)
+        addresses = [flat.data_ptr() for flat in flats]
+        tensors = _Flats(numel, *addresses, flats.grad.dtype == torch.bfloat16)
         threads = max(1, min(torch.get_num_threads(), numel // SHARE_NUMEL))
         self._call(self._index, ctypes.addressof(numbers), ctypes.addressof(tensors), threads)
-        written = [*flats[:3]] if flats.weight is None else [*flats[:3], flats.weight]
-        increment_version(written)
+        increment_version([flats.param, flats.exp_avg, flats.exp_avg_sq, flats.weight])
 
 
 def _numbers(options: Mapping[str, Any], steps: float) -> _Step:
