@@ -27,7 +27,7 @@ from onefold.errors import ConfigError, expected
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.ledger import Ledger
 from onefold.offloading import Wish, offload_together
-from onefold.planner.auto import lowest_stage
+from onefold.planner.auto import Expectation, lowest_stage
 from onefold.reporting import Report, UnitLine, copied, snapshot
 from onefold.runtime import summon
 from onefold.runtime.activations import SavedActivations
@@ -104,6 +104,8 @@ def shard(  # noqa: PLR0913 - the contract
     job = replace(job, placements=placements_of(number))
     ledger = Ledger()
     store = DeviceStore(device)
+    expectation = Expectation.of(replace(wish, stage=number).subject, group.world_size)
+    ledger.advise = expectation.smallest_change
     offloading = offload_together(replace(wish, stage=number), store, ledger, group)
     is_sharded = job.placements.optimizer is Placement.SHARD
     if is_sharded and group.handle is not None and device_mesh is None:
@@ -130,6 +132,7 @@ def shard(  # noqa: PLR0913 - the contract
     engine = Engine(
         module, built, setting, stage=number, steps_in_backward=job.offload.step_in_backward
     )
+    engine.expected_peaks = expectation.peaks
     engine.told = "; ".join(line for line in (why, offloading.told) if line)
     if setting.tiers.scratch is not None:
         weights = [buffer.tensor for unit in built for buffer in (unit.weight, unit.full)]
@@ -194,6 +197,7 @@ def report(module: nn.Module) -> Report:
         offload=engine.told,
         memory=snapshot(engine.ledger),
         total=type(engine.ledger.total)(engine.ledger.total.now, engine.ledger.total.peak),
+        predicted=engine.predicted(),
         traffic=copied(engine.ledger.traffic),
         last_step=copied(engine.ledger.last_step),
         units=tuple(

@@ -6,6 +6,7 @@ are allocated and freed, transports where they send: `onefold.report` reads sums
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from threading import RLock
@@ -50,6 +51,7 @@ class Ledger:
     last_step: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     steps: int = 0
     total: Usage = field(default_factory=Usage)
+    advise: Callable[[int], str] | None = None  # what would hold so many bytes less
     _mark: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     # workers take slots; and a garbage collection in a locked line may end leases of its own
     _counting: RLock = field(default_factory=RLock)
@@ -75,6 +77,15 @@ class Ledger:
         traffic = self.traffic.setdefault(collective, Traffic())
         traffic.calls += calls
         traffic.sent_nbytes += nbytes
+
+    def told(self) -> str:
+        """What is held now, by kind, the most first: "weight 1,024, grad 512 bytes"."""
+        held: dict[str, int] = {}
+        for (kind, tier), usage in self.usage.items():
+            if usage.now and tier != "disk":
+                held[kind] = held.get(kind, 0) + usage.now
+        most_first = sorted(held.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in most_first) or "nothing"
 
     def end_step(self) -> None:
         """Close one optimizer step: what was sent since the last call becomes `last_step`."""

@@ -7,6 +7,9 @@ from typing import Any
 
 from onefold.ledger import Ledger, Traffic, Usage
 
+TOLERANCE = 0.05
+"""Share by which a peak may differ from what was predicted before a report says so."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnitLine:
@@ -25,6 +28,8 @@ class Report:
     `memory[kind][tier]` is bytes now and at the peak; kinds are those of `onefold.ledger.Kind`.
     `traffic[collective]` and `last_step[collective]` count calls and bytes sent from this rank:
     `offload` says what was planned for the tiers, and why; empty where all is on the device.
+    `predicted[kind]` is the peak that a plan of the module tells, over CPU and device memory
+    ("all": of all kinds at a time); empty before the first step.
     `gather` and `reduce_scatter` are the table of docs/memory.md, `control` is the flags and
     0-dim parameters that ride along, `whole_matrix` is what matrix optimizers exchange.
     """
@@ -36,6 +41,7 @@ class Report:
     offload: str
     memory: dict[str, dict[str, Usage]]
     total: Usage
+    predicted: dict[str, int]
     traffic: dict[str, Traffic]
     last_step: dict[str, Traffic]
     units: tuple[UnitLine, ...]
@@ -43,6 +49,39 @@ class Report:
     def nbytes(self, kind: str) -> int:
         """Bytes of one kind held now, over all tiers."""
         return sum(usage.now for usage in self.memory.get(kind, {}).values())
+
+    def differing(self) -> dict[str, tuple[int, int]]:
+        """Kinds whose peak is more than 5 % off: predicted and measured bytes.
+
+        Kinds of which there is little do not count: 1 % of all.
+        """
+        measured = {
+            kind: sum(usage.peak for tier, usage in tiers.items() if tier != "disk")
+            for kind, tiers in self.memory.items()
+        } | {"all": self.total.peak - self._disk_peak}
+        # slots come to be as threads need them: a plan knows how many there may be
+        unused = max(0, self.predicted.get("staging", 0) - measured.get("staging", 0))
+        little = self.predicted.get("all", 0) / 100
+        return {
+            kind: (self.predicted.get(kind, 0), held)
+            for kind, held in measured.items()
+            if abs(held - self.predicted.get(kind, 0))
+            > max(little, TOLERANCE * held) + (unused if kind in ("staging", "all") else 0)
+        }
+
+    @property
+    def _disk_peak(self) -> int:
+        """Bytes in files: they rest, so what is there now was there at the peak."""
+        return sum(tiers["disk"].now for tiers in self.memory.values() if "disk" in tiers)
+
+    @property
+    def verdict(self) -> str:
+        """Predicted beside measured, in a sentence."""
+        off = self.differing()
+        if not off:
+            return f"predicted {self.predicted['all']:,d} at the peak: within 5 %, each kind too"
+        kinds = ", ".join(f"{k} {wanted:,d} but {got:,d}" for k, (wanted, got) in off.items())
+        return f"predicted peaks are more than 5 % off: {kinds}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts and numbers, for JSON."""
@@ -58,6 +97,7 @@ class Report:
                 for tier, usage in tiers.items()
             ]
         lines += [f"{'all':14s} {'':8s} {self.total.now:14,d} {self.total.peak:18,d}"]
+        lines += [self.verdict] if self.predicted else []
         lines += ["collective          calls     bytes sent   last step"]
         for name, traffic in self.traffic.items():
             last = self.last_step.get(name, Traffic()).sent_nbytes

@@ -20,6 +20,8 @@ from onefold.planner.estimate import estimated
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.setup import Setup
 from onefold.planner.sizes import told
+from onefold.planner.trace import Trace
+from onefold.planner.ways import OFFLOADS, WAYS
 from onefold.wire.collectives import Group
 
 ACTIVATIONS_SHARE = 0.25
@@ -37,6 +39,17 @@ class Subject:
     device: torch.device  # that computes
     stage: int = 3
 
+    def setup(self, world_size: int) -> Setup:
+        """The same over so many ranks."""
+        return Setup(
+            stage=self.stage,
+            world_size=world_size,
+            precision=self.precision,
+            offload=self.offload,
+            device_type=self.device.type,
+            num_moments=self.num_moments,
+        )
+
 
 def free_nbytes(device: torch.device, local_world_size: int) -> int:
     """Bytes that this rank may still take of the memory that computes."""
@@ -47,15 +60,50 @@ def free_nbytes(device: torch.device, local_world_size: int) -> int:
 
 def without_activations(subject: Subject, world_size: int) -> Forecast:
     """What an engine holds of itself."""
-    setup = Setup(
-        stage=subject.stage,
-        world_size=world_size,
-        precision=subject.precision,
-        offload=subject.offload,
-        device_type=subject.device.type,
-        num_moments=subject.num_moments,
-    )
-    return forecast(estimated(subject.plans, 0, subject.precision), setup)
+    bare = estimated(subject.plans, 0, subject.precision)
+    return forecast(bare, subject.setup(world_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What an engine should hold of itself; it keeps numbers only, no parameter."""
+
+    bare: Trace
+    setup: Setup
+
+    @staticmethod
+    def of(subject: Subject, world_size: int) -> Expectation:
+        """Of a module that is about to be sharded."""
+        return Expectation(
+            estimated(subject.plans, 0, subject.precision), subject.setup(world_size)
+        )
+
+    def peaks(self, *, accumulates: bool) -> dict[str, int]:
+        """The most bytes of each kind in CPU and device memory, and of all at a time ("all")."""
+        setup = replace(self.setup, accumulate=2 if accumulates else 1)
+        found = forecast(self.bare, setup)
+        kinds: dict[str, int] = {}
+        for (kind, tier), nbytes in found.most.items():
+            if tier != "disk":
+                kinds[kind] = kinds.get(kind, 0) + nbytes
+        return kinds | {"all": found.peaks["device"] + found.peaks.get("cpu", 0)}
+
+    def smallest_change(self, shortage: int) -> str:
+        """Of all ways to train, the one nearest to this that holds `shortage` bytes less."""
+        now = forecast(self.bare, self.setup).memory_nbytes
+        for stage, name in WAYS:
+            offload = OFFLOADS[name]
+            setup = replace(self.setup, stage=stage, offload=offload)
+            is_more = stage >= self.setup.stage and (stage, offload) != (
+                self.setup.stage, self.setup.offload)  # fmt: skip
+            if not is_more:
+                continue
+            saved = now - forecast(self.bare, setup).memory_nbytes
+            if saved >= shortage:
+                word = "disk:PATH" if name == "disk" else name
+                asked = f', offload="{word}"' if name != "none" else ""
+                return f"stage={stage}{asked} holds {told(saved)} less"
+        return "smaller micro-batches, recompute or more ranks: states alone cannot give as much"
 
 
 def lowest_stage(

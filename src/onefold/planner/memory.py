@@ -143,7 +143,8 @@ class _Replay:
         self._reduced: set[int] = set()
         self._reduced_alone: set[int] = set()  # in a world of one
         self._in_flight: int | None = None
-        self._received = 0
+        self._spare: Counter[int] = Counter()  # receive buffers by length, of the reduction before
+        self._filling: Counter[int] = Counter()  # and of the one under way
         self._ready: set[int] = set()
         self._started: set[int] = set()
         self._order = [i for i in reversed(range(len(units))) if any(units[i].partials)]
@@ -203,8 +204,8 @@ class _Replay:
         return self._setup.stage < 3 and self._setup.world_size > 1
 
     def _staging(self) -> int:
-        """Slots of blocks, one a thread, and of the own rows of the units that are fetched."""
-        threads, block = NUM_DISK_STEPPERS, BLOCK_NUMEL
+        """Slots of blocks, one a thread and one of who waits, and of the rows that are fetched."""
+        threads, block = NUM_DISK_STEPPERS + 1, BLOCK_NUMEL
         widest = max((unit.weight + unit.states) / max(1, unit.rest_numel) for unit in self._units)
         rows = sorted(unit.weight for unit in self._units)[-NUM_FETCHERS:]
         is_far = self._setup.offload.parameters == "disk"
@@ -349,14 +350,15 @@ class _Replay:
         if unit not in self._reduced:
             self._reduced.add(unit)
             self._add("grad", sizes.grad if self._setup.world_size > 1 else 0)
-        self._add("wire", sizes.received - self._received)
-        self._received = sizes.received
+        self._filling = Counter(sizes.received)
+        self._add("wire", _sum(self._filling - self._spare))
+        self._spare -= self._filling
         self._in_flight = unit
         self.reduce_sent += sizes.reduce_sent
 
     def _poll(self) -> None:
         """A reduction is over once backward has gone on for a while."""
-        if self._setup.stage > 0 or self._setup.world_size == 1:
+        if self._setup.stage > 0:
             self._land()
 
     def _land(self) -> None:
@@ -369,9 +371,10 @@ class _Replay:
             self._add("grad", self._units[unit].grad)
         elif self._setup.stage == 0:
             self.gather_sent += self._units[unit].gather_sent
+        self._add("wire", -_sum(self._spare))
+        self._spare, self._filling = self._filling, Counter()
         if self._setup.device_type != "cpu":
-            self._add("wire", -self._received)
-            self._received = 0
+            self._free_spare()
         if self._steps_early and self._chosen[unit]:
             self._add("grad", -self._units[unit].grad)
             self._reduced.discard(unit)
@@ -384,7 +387,15 @@ class _Replay:
                 if due not in self._started:
                     self._start(due)
             self._land()
-        self._add("wire", -self._received)
-        self._received = 0
+        self._free_spare()
         self._ready.clear()
         self._started.clear()
+
+    def _free_spare(self) -> None:
+        self._add("wire", -_sum(self._spare))
+        self._spare = Counter()
+
+
+def _sum(buffers: Counter[int]) -> int:
+    """Bytes of all buffers, counted by length."""
+    return sum(nbytes * count for nbytes, count in buffers.items())

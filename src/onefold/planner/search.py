@@ -5,28 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from onefold.config import Offload
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.run import Run
 from onefold.planner.setup import Setup
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Event, Trace
+from onefold.planner.ways import OFFLOADS
 from onefold.planner.work import UnitWork, Work
-
-WAYS: tuple[tuple[int, str], ...] = (
-    (0, "none"), (1, "none"), (2, "none"), (3, "none"),
-    (1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "cpu"), (3, "disk"),
-)  # fmt: skip
-"""Stage and offload, from what costs least time to what costs least memory."""
-
-OFFLOADS = {
-    "none": Offload(),
-    "optimizer": Offload(optimizer="cpu"),
-    "cpu": Offload(optimizer="cpu", parameters="cpu"),
-    "disk": Offload(optimizer="disk", parameters="disk", disk="."),
-}
-"""What the words of `--offload` mean to a plan; which folder it is does not count."""
 
 GROUPS = {
     "parameters": ("weight",),

@@ -54,7 +54,7 @@ class UnitBytes:
     whole: int  # gathered, or cast; 0 where weights compute from where they rest
     grad: int  # reduced
     partials: tuple[int, ...]  # per member; 0 where it needs no gradient
-    received: int  # buffers of one reduction
+    received: tuple[int, ...]  # each buffer of one reduction
     gather_sent: int  # bytes this rank sends in one gather; at stage 0 of mean gradients
     reduce_sent: int  # and in one reduction
 
@@ -103,7 +103,7 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
             numel * computes if is_trained else 0
             for numel, is_trained in zip(numels, trained, strict=True)
         ),
-        received=_received(members, own, setup) * computes if world > 1 and any(trained) else 0,
+        received=_received(members, own, setup),
         gather_sent=_sent(members, own, world) * (computes if setup.stage else first.itemsize),
         reduce_sent=_sent_by_reduction(members, numels, own, world) * computes,
     )
@@ -116,10 +116,26 @@ def piece_numel(shape: tuple[int, ...], world_size: int) -> int:
     return min(-(-shape[0] // world_size), shape[0]) * prod(shape[1:])
 
 
-def _received(members: tuple[Member, ...], own: list[int], setup: Setup) -> int:
-    """Elements that arrive for one reduction; between two ranks the own part does not travel."""
-    numel = sum(n for n, member in zip(own, members, strict=True) if member.requires_grad)
-    return numel * (setup.world_size if setup.world_size > 2 else 1)
+def _received(members: tuple[Member, ...], own: list[int], setup: Setup) -> tuple[int, ...]:
+    """Bytes of each buffer that one reduction fills: one a large region, one for all small ones.
+
+    Between two ranks the own part does not travel.
+    """
+    world = setup.world_size
+    large: list[int] = []
+    small = 1  # a tag, beside a flag for each parameter
+    for n, member in zip(own, members, strict=True):
+        if not member.requires_grad:
+            continue
+        if member.shape and n * member.compute_itemsize >= SMALL_NBYTES:
+            large.append(n)
+            small += 1
+        else:
+            small += n + 1
+    if world == 1 or small == 1:
+        return ()
+    each = members[0].compute_itemsize * (world if world > 2 else 1)
+    return tuple(n * each for n in (*large, small))
 
 
 def _sent(members: tuple[Member, ...], own: list[int], world: int) -> int:

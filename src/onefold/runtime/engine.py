@@ -20,7 +20,7 @@ it, or the end of each unit's own backward does (runtime/early.py), and whoever 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Protocol
 from weakref import WeakSet, ref
 
@@ -79,7 +79,9 @@ class Engine:
         self.setting = setting
         self.stage = stage
         self.saved: SavedActivations | None = None  # where they leave the device
-        self.told = ""  # what is offloaded
+        self.told = ""  # what was planned, and why
+        self.expected_peaks: Callable[..., dict[str, int]] = lambda **_: {}
+        self.has_accumulated = False
         self.ledger, self.group = setting.ledger, setting.transport.group
         for unit in units:
             unit.gradient = UnitGradient(unit)
@@ -337,6 +339,7 @@ class Engine:
             if not self._builds_graph:
                 unit.let_go()
             unit.reshard(release=self.rests_after_backward)
+        self.has_accumulated |= self.is_accumulating
         if self.defers_reduction:
             for gradient in self.gradients.values():
                 gradient.rest_partial()
@@ -399,6 +402,10 @@ class Engine:
         if module is not None and not self.is_summoned:
             self._is_checked = True
             check_structure(module, self.by_face, self.group.rank)
+
+    def predicted(self) -> dict[str, int]:
+        """The most bytes by kind that were to be expected of a step, and of all at a time."""
+        return self.expected_peaks(accumulates=self.has_accumulated) if self.ledger.steps else {}
 
     # an engine belongs to one module in one process
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from onefold.errors import TierError, expected
 from onefold.ledger import Kind, Ledger
 from onefold.tier.store import Far, Store
 
@@ -31,14 +35,33 @@ class Buffer:
         is_brief: bool = False,
     ) -> None:
         self._held = False  # until there is something to hold
-        self._allocation = store.allocate(numel, dtype, is_brief=is_brief)
-        self.tensor = self._allocation.tensor
-        self._nbytes = self.tensor.nbytes
         self._kind = kind
         self._tier = store.name
         self._ledger = ledger
+        self._nbytes = numel * dtype.itemsize
+        with self._telling():
+            self._allocation = store.allocate(numel, dtype, is_brief=is_brief)
+        self.tensor = self._allocation.tensor
+        self._nbytes = self.tensor.nbytes
         self._held = True
         ledger.add(kind, store.name, self._nbytes)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Where there is no room: say what was asked for, what is held, and what would fit."""
+        try:
+            yield
+        except (RuntimeError, MemoryError, TierError) as error:  # torch's own are RuntimeErrors
+            advise = self._ledger.advise
+            advice = advise(self._nbytes) if advise else "more ranks, a higher stage, or offload"
+            raise TierError(
+                expected(
+                    f"room for {self._nbytes:,} bytes of {self._kind} in {self._tier} memory, "
+                    f"beside what is held: {self._ledger.told()} bytes",
+                    str(error).splitlines()[0],
+                    hint=advice,
+                )
+            ) from error
 
     @property
     def far(self) -> Far | None:
@@ -76,7 +99,8 @@ class Buffer:
     def reallocate(self) -> None:
         """Give the storage its bytes again, uninitialised."""
         if not self._held:
-            self._allocation.restore()
+            with self._telling():
+                self._allocation.restore()
             self._held = True
             self._ledger.add(self._kind, self._tier, self._nbytes)
 

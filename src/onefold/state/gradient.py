@@ -386,8 +386,12 @@ class UnitGradient:
 
     @property
     def _keeps_bytes(self) -> bool:
-        """Stages 0 to 2, as for whole weights: every backward ends with all of them again."""
-        return self.unit.keeps_bytes or not self.unit.setting.is_sharded
+        """Stages 0 to 2, as for whole weights: every backward ends with all of them again.
+
+        Not where states are offloaded: who does that wants the memory.
+        """
+        unit = self.unit
+        return not unit.steps_in_blocks and (unit.keeps_bytes or not unit.setting.is_sharded)
 
     def _flat_partial(self, parameter: UnitParameter) -> Tensor:
         grad = parameter.whole.grad

@@ -17,9 +17,10 @@ from onefold.planner.estimate import estimated
 from onefold.planner.live import Untraceable
 from onefold.planner.machines import Machine, machine_of
 from onefold.planner.plan import Plan, Request
-from onefold.planner.search import OFFLOADS, WAYS, Room, Search, best_of, nearest
+from onefold.planner.search import Room, Search, best_of, nearest
 from onefold.planner.setup import Setup
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
+from onefold.planner.ways import OFFLOADS, WAYS
 from onefold.training.loader import build_model, recompute, refuse
 
 
