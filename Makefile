@@ -41,6 +41,7 @@ bench: $(VENV)/peers.done
 	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/readme.py
+	$(BIN)/python benchmarks/published.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

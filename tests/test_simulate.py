@@ -27,6 +27,9 @@ from onefold.planner.work import (
     block_activation_nbytes,
     transformer_work,
 )
+from tests.ranks import run_ranks
+from tests.test_bytes import NUMEL as NUMEL_OF_ENGINE
+from tests.test_bytes import one_step
 
 MIB = 1 << 20
 NUMEL, UNITS = MIB, 6
@@ -107,6 +110,19 @@ def test_bytes_sent_are_the_table_of_memory_md(stage, accumulate, ranks):
     assert sum(span.nbytes for span in step.spans) == pytest.approx(passes * unit)
     reduced = accumulate if stage == 3 else 1
     assert step.sent_nbytes("reduce") == pytest.approx(reduced * unit)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_collectives_are_as_many_and_as_large_as_those_of_the_engine(stage, micro_batches):
+    """Against a step that ranks really made: four units on two ranks, fp32."""
+    (_, report), _ = run_ranks(2, one_step, 2, stage, micro_batches)
+    run = Run(stage, 2, weight_itemsize=4, grad_itemsize=4, accumulate=micro_batches)
+    step = simulate(work_of(4, NUMEL_OF_ENGINE // 4), run, MACHINE)
+    for told, whats in (("gather", ("gather", "spread")), ("reduce_scatter", ("reduce",))):
+        spans = [span for span in step.spans if span.what in whats]
+        assert len(spans) == report.last_step[told].calls
+        assert sum(span.nbytes for span in spans) == report.last_step[told].sent_nbytes
 
 
 def test_a_hybrid_gathers_inside_the_node_and_reduces_its_shards_outside_once_a_step():

@@ -6,7 +6,7 @@ docs/time.md says where every figure comes from, and how far off the published r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from onefold.errors import ConfigError, expected
@@ -59,7 +59,7 @@ class Machine:
     cpu_rate: float = 20e9
     disk_rate: float = 2e9
     kernel_seconds: float = 5e-6
-    spread: float = field(default=0.0)
+    spread: float = 0.0
 
     def peak(self, dtype: str) -> float:
         """Dense peak of `dtype` in FLOP/s; raises `ConfigError` for one that is not known."""
@@ -90,27 +90,32 @@ _HOPPER = MappingProxyType(
 _BLACKWELL = MappingProxyType(
     {"fp8": 4500e12, "bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12}
 )
-# fitted in docs/time.md; `onefold.planner` uses them for machines of the same generation
-AMPERE_FIT = Efficiency(matmul=0.80, attention=0.35, contention=0.2)
-HOPPER_FIT = Efficiency(matmul=0.65, attention=0.20, contention=0.2)
-HOPPER_500W_FIT = Efficiency(matmul=0.60, attention=0.40, contention=0.2)
+FITS: Mapping[str, Efficiency] = MappingProxyType(
+    {
+        "FSDP 2023, H100": Efficiency(0.80, 0.16, 0.95, 0.26),
+        "FSDP 2023, A100": Efficiency(0.87, 0.33, 0.95, 0.25),
+        "FSDP2 2024, H100": Efficiency(0.47, 0.35, 0.50, 0.54),
+        "ZeRO-3 2021, A100": Efficiency(0.59, 0.33, 0.15, 0.50, link=0.11),
+    }
+)
+"""What published runs reached, fitted by benchmarks/published.py, which docs/time.md shows."""
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
         machine.name: machine
         for machine in (
             Machine("a100-40", _AMPERE, 1.555e12, 40e9, Link(235e9, NVLINK_HOP), _network(200),
-                    AMPERE_FIT),
+                    FITS["FSDP 2023, A100"]),
             Machine("a100-80", _AMPERE, 2.039e12, 80e9, Link(235e9, NVLINK_HOP), _network(200),
-                    AMPERE_FIT),
+                    FITS["FSDP 2023, A100"]),
             Machine("h100-80", _HOPPER, 3.35e12, 80e9, Link(360e9, NVLINK_HOP), _network(400),
-                    HOPPER_FIT, host_rate=50e9),
+                    FITS["FSDP2 2024, H100"], host_rate=50e9),
             Machine("h100-96-500w", _HOPPER, 2.4e12, 96e9, Link(360e9, NVLINK_HOP), _network(400),
-                    HOPPER_500W_FIT, host_rate=50e9),
+                    FITS["FSDP2 2024, H100"], host_rate=50e9),
             Machine("h200", _HOPPER, 4.8e12, 141e9, Link(360e9, NVLINK_HOP), _network(400),
-                    HOPPER_FIT, host_rate=50e9),
+                    FITS["FSDP2 2024, H100"], host_rate=50e9),
             Machine("b200", _BLACKWELL, 8.0e12, 180e9, Link(720e9, NVLINK_HOP), _network(400),
-                    HOPPER_FIT, host_rate=50e9),
+                    FITS["FSDP2 2024, H100"], host_rate=50e9),
         )
     }
 )  # fmt: skip
