@@ -26,6 +26,15 @@ def test_the_page_shows_what_is_simulated():
     assert published.main(["--check"]) == 0
 
 
+def test_the_pages_program_runs(capsys):
+    _, _, rest = published.PAGE.read_text().partition("```python")
+    exec(rest.partition("```")[0], {})
+    seconds, tokens_per_s, bound, exposed = capsys.readouterr().out.split()
+    assert float(tokens_per_s) == pytest.approx(512 * 6 * 2048 / float(seconds))
+    assert bound == "compute"
+    assert 0 < float(exposed) < float(seconds) / 10
+
+
 def test_every_published_row_is_on_the_page_and_in_one_class(told):
     shown = [row for each in told if each.counts for row in each.rows]
     assert sorted(map(repr, shown)) == sorted(map(repr, all_rows()))

@@ -333,6 +333,27 @@ def test_a_run_that_cannot_be_is_an_error_with_a_hint(wrong):
         simulate(work_of(), Run(3, 8, dtype="fp8"), MACHINE)
 
 
+def test_a_unit_takes_as_long_as_the_host_needs_to_launch_its_kernels():
+    unit = UnitWork("small", 0, 1.0, 1.0, 2.0, 2.0, num_kernels=300)
+    step = simulate(Work((unit,), 1), Run(3, 1), replace(MACHINE, kernel_seconds=1e-5))
+    assert step.seconds == pytest.approx(300e-5)
+    assert step.bound == "memory"
+    step = simulate(
+        Work((unit,), 1), Run(3, 1, recompute=1.0), replace(MACHINE, kernel_seconds=1e-5)
+    )
+    assert step.seconds == pytest.approx(400e-5)
+
+
+def test_attention_and_the_head_stay_in_bf16_where_products_are_in_fp8():
+    shape = TransformerShape(hidden=256, layers=1, heads=4, vocab=256, ffn=1024)
+    machine = replace(MACHINE, flops={"bf16": 1e12, "fp8": 2e12})
+    work = transformer_work(shape, seq=128, microbatch=1)
+    wide, narrow = (simulate(work, Run(3, 1, dtype=dtype), machine) for dtype in ("bf16", "fp8"))
+    block = work.units[1]
+    saved = (block.forward_flops + block.backward_flops) / 2e12
+    assert wide.compute - narrow.compute == pytest.approx(saved)
+
+
 # shapes
 
 

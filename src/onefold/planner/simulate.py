@@ -251,9 +251,9 @@ def durations(
     host needs longer for its launches than the device for the kernels, the difference is `memory`.
     """
     efficiency = machine.efficiency
-    dtype = unit.dtype or run.dtype
-    matmul = machine.peak(dtype) * efficiency.matmul
-    attention = machine.peak("bf16" if run.dtype == "fp8" else run.dtype) * efficiency.attention
+    wide = "bf16" if run.dtype == "fp8" else run.dtype  # what is never in fp8, as attention
+    matmul = machine.peak(run.dtype if unit.is_narrowed else wide) * efficiency.matmul
+    attention = machine.peak(wide) * efficiency.attention
     memory = machine.memory_rate * efficiency.memory
 
     def parts(flops: float, attended: float, nbytes: float, kernels: float) -> dict[str, float]:

@@ -29,7 +29,7 @@ class UnitWork:
     num_kernels: int = 0  # launches of one forward and backward (0: not known)
     forward_attention_flops: float = 0.0
     backward_attention_flops: float = 0.0
-    dtype: str = ""  # of the products, where it is not the run's
+    is_narrowed: bool = True  # False: its products stay in bf16 where the run's are in fp8
     is_recomputed: bool = True  # where the run recomputes at all
 
 
@@ -119,11 +119,10 @@ class TransformerShape:
         return embeddings * self.hidden + self.layers * self.block_numel + final_norm
 
 
-BF16 = 2  # bytes of an activation
+def elementwise_numel(shape: TransformerShape, *, is_fused: bool) -> tuple[float, float]:
+    """Elements per token that one block's norms, residuals and activations move.
 
-
-def elementwise_nbytes(shape: TransformerShape, *, is_fused: bool) -> tuple[float, float]:
-    """Bytes per token that one block's norms, residuals and activations move: forward, backward.
+    Returns those of forward and of backward.
 
     Each kernel reads its inputs and writes its output once. In forward a norm moves 2 tensors of
     width h, a residual sum 3, GELU 2 of the feed-forward's width f; in backward, where each also
@@ -140,7 +139,7 @@ def elementwise_nbytes(shape: TransformerShape, *, is_fused: bool) -> tuple[floa
         norm -= 1  # the sum has just been read
     forward = 2 * (norm + total) * hidden + inside * ffn + turn * rotated
     backward = 2 * (1.5 * norm + total) * hidden + 1.5 * inside * ffn + turn * rotated
-    return BF16 * forward, BF16 * backward
+    return forward, backward
 
 
 def attention_flops(shape: TransformerShape, seq: int) -> float:
@@ -148,13 +147,13 @@ def attention_flops(shape: TransformerShape, seq: int) -> float:
     return 4.0 * seq * shape.hidden
 
 
-def softmax_nbytes(shape: TransformerShape, seq: int) -> tuple[float, float]:
-    """Bytes per token of scores that are written out: mask and scale, softmax, dropout.
+def softmax_numel(shape: TransformerShape, seq: int) -> tuple[float, float]:
+    """Elements per token of scores that are written out: mask and scale, softmax, dropout.
 
     Without a fused kernel each of the three reads and writes heads x seq elements in forward, and
     reads two and writes one in backward.
     """
-    square = shape.heads * seq * BF16
+    square = shape.heads * seq
     return 6.0 * square, 9.0 * square
 
 
@@ -162,30 +161,30 @@ def _block(
     shape: TransformerShape,
     seq: int,
     tokens: int,
+    itemsize: int,
     *,
     fused_attention: bool,
     fused_elementwise: bool,
 ) -> UnitWork:
-    """One block's work on `tokens` tokens in sequences of `seq`."""
+    """One block's work on `tokens` tokens."""
     flops = 2.0 * shape.block_matrix_numel
     square = attention_flops(shape, seq)
-    forward, backward = elementwise_nbytes(shape, is_fused=fused_elementwise)
-    attention = (0.0, 0.0)
+    forward, backward = elementwise_numel(shape, is_fused=fused_elementwise)
+    attended = (0.0, 0.0)
     if fused_attention:  # skips the half that a causal mask hides, and repeats QK in backward
-        attention = 0.5 * square, 0.5 * 2.5 * square
-        square = 0.0
+        attended = 0.5 * square, 0.5 * 2.5 * square
     else:
-        more = softmax_nbytes(shape, seq)
-        forward, backward = forward + more[0], backward + more[1]
+        scores = softmax_numel(shape, seq)
+        flops, forward, backward = flops + square, forward + scores[0], backward + scores[1]
     return UnitWork(
-        name="block",
-        numel=shape.block_numel,
-        forward_flops=tokens * (flops + square),
-        forward_nbytes=tokens * forward,
-        backward_flops=tokens * 2 * (flops + square),
-        backward_nbytes=tokens * backward,
-        forward_attention_flops=tokens * attention[0],
-        backward_attention_flops=tokens * attention[1],
+        "",
+        shape.block_numel,
+        tokens * flops,
+        tokens * itemsize * forward,
+        tokens * 2 * flops,
+        tokens * itemsize * backward,
+        forward_attention_flops=tokens * attended[0],
+        backward_attention_flops=tokens * attended[1],
     )
 
 
@@ -194,44 +193,51 @@ def transformer_work(
     *,
     seq: int,
     microbatch: int,
+    itemsize: int = 2,
     fused_attention: bool = True,
     fused_elementwise: bool = False,
 ) -> Work:
     """The work of a decoder on `microbatch` sequences of `seq` tokens, from its shapes alone.
 
-    Units are the embedding, each block, and the head. A product of a weight costs 2 FLOPs per
-    token and element in forward and twice that in backward (Korthikanti et al., arXiv 2205.05198,
-    appendix A). Fused attention (Dao et al., arXiv 2205.14135) executes half of the causal square
-    and 2.5 times as much in backward; unfused attention all of it, and moves the scores through
-    memory. Cross entropy moves the logits in bf16 and fp32: 16 and 12 bytes per token and word.
+    Units are the embedding, each block, and the head; activations have `itemsize` bytes. A product
+    of a weight costs 2 FLOPs per token and element in forward and twice that in backward
+    (Korthikanti et al., arXiv 2205.05198, appendix A). Fused attention (Dao et al., arXiv
+    2205.14135) executes half of the causal square and 2.5 times as much in backward; unfused
+    attention all of it, and moves the scores through memory. Cross entropy moves the logits as
+    activations and in fp32: 16 and 12 bytes per token and word.
     """
     tokens = seq * microbatch
-    embedding = (shape.vocab + shape.positions) * shape.hidden
     block = _block(
-        shape, seq, tokens, fused_attention=fused_attention, fused_elementwise=fused_elementwise
+        shape,
+        seq,
+        tokens,
+        itemsize,
+        fused_attention=fused_attention,
+        fused_elementwise=fused_elementwise,
     )
-    head_flops = 2.0 * shape.vocab * shape.hidden * tokens
-    final_norm = (2 if shape.has_bias else 1) * shape.hidden
-    return Work(
-        units=(
-            UnitWork(
-                "embedding", embedding, 0.0, 2.0 * BF16 * shape.hidden * tokens,
-                0.0, 3.0 * BF16 * shape.hidden * tokens, is_recomputed=False,
-            ),
-            *(replace(block, name=f"layer {index}") for index in range(shape.layers)),
-            UnitWork(
-                "head",
-                final_norm + (0 if shape.is_tied else shape.vocab * shape.hidden),
-                head_flops,
-                16.0 * shape.vocab * tokens,
-                2 * head_flops,
-                12.0 * shape.vocab * tokens,
-                dtype="bf16",
-                is_recomputed=False,
-            ),
-        ),
-        tokens=tokens,
-    )  # fmt: skip
+    embedding = UnitWork(
+        "embedding",
+        (shape.vocab + shape.positions) * shape.hidden,
+        0.0,
+        2.0 * itemsize * tokens * shape.hidden,
+        0.0,
+        3.0 * itemsize * tokens * shape.hidden,
+        is_recomputed=False,
+    )
+    products = 2.0 * shape.vocab * shape.hidden * tokens
+    head = UnitWork(
+        "head",
+        (2 if shape.has_bias else 1) * shape.hidden  # the last norm
+        + (0 if shape.is_tied else shape.vocab * shape.hidden),
+        products,
+        16.0 * shape.vocab * tokens,
+        2 * products,
+        12.0 * shape.vocab * tokens,
+        is_narrowed=False,
+        is_recomputed=False,
+    )
+    blocks = (replace(block, name=f"layer {index}") for index in range(shape.layers))
+    return Work((embedding, *blocks, head), tokens)
 
 
 def block_activation_nbytes(
