@@ -28,7 +28,7 @@ from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, 
 from onefold.ledger import Ledger
 from onefold.offloading import Wish, offload_together
 from onefold.planner.auto import Expectation, lowest_stage
-from onefold.reporting import Report, UnitLine, copied, snapshot
+from onefold.reporting import Report, copied, snapshot, unit_lines
 from onefold.runtime import summon
 from onefold.runtime.activations import SavedActivations
 from onefold.runtime.engine import Engine
@@ -50,6 +50,7 @@ from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory
 from onefold.wire.collectives import Group
 from onefold.wire.streamed import Streamed
+from onefold.wire.timed import Timed
 from onefold.wire.transport import Composed, LocalTransport, Transport
 
 Source = tuple[Initialisers, Values | None]
@@ -200,15 +201,7 @@ def report(module: nn.Module) -> Report:
         predicted=engine.predicted(),
         traffic=copied(engine.ledger.traffic),
         last_step=copied(engine.ledger.last_step),
-        units=tuple(
-            UnitLine(
-                unit.name,
-                len(unit.parameters),
-                sum(p.slot.numel for p in unit.parameters),
-                sum(p.slot.numel for p in unit.parameters) * unit.dtype.itemsize,
-            )
-            for unit in engine.units
-        ),
+        units=unit_lines(engine.units),
     )
 
 
@@ -293,7 +286,8 @@ def _transport(
         return LocalTransport(group)
     native = device.type == "cuda" and group.is_nccl
     composed = Composed(group, ledger, reduce=reduce, native=native)
-    return Streamed(composed, device) if device.type == "cuda" else composed
+    timed = Timed(composed, ledger, is_queued=device.type == "cuda")
+    return Streamed(timed, device) if device.type == "cuda" else timed
 
 
 def _order_members(plan: UnitPlan, optimizers: Sequence[Optimizer]) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from threading import RLock
 
+from onefold.observer import Observer
+
 
 class Kind(StrEnum):
     """What a byte is for."""
@@ -52,12 +54,17 @@ class Ledger:
     steps: int = 0
     total: Usage = field(default_factory=Usage)
     advise: Callable[[int], str] | None = None  # what would hold so many bytes less
+    mapped: int = 0  # of the bytes held now: those that malloc, or a device's allocator, has not
+    observer: Observer | None = None  # who watches the running step
     _mark: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     # workers take slots; and a garbage collection in a locked line may end leases of its own
     _counting: RLock = field(default_factory=RLock)
 
-    def add(self, kind: Kind, tier: str, nbytes: int) -> None:
-        """Count `nbytes` as allocated (negative: freed)."""
+    def add(self, kind: Kind, tier: str, nbytes: int, *, is_mapped: bool = False) -> None:
+        """Count `nbytes` as allocated (negative: freed).
+
+        `is_mapped` says that they were had from the system itself, not from torch's allocator.
+        """
         with self._counting:
             usage = self.usage.get((kind, tier))
             if usage is None:
@@ -66,6 +73,9 @@ class Ledger:
             usage.peak = max(usage.peak, usage.now)
             self.total.now += nbytes
             self.total.peak = max(self.total.peak, self.total.now)
+            self.mapped += nbytes if is_mapped else 0
+            if self.observer is not None:
+                self.observer.held(kind, tier, usage.now)
 
     def set(self, kind: Kind, tier: str, nbytes: int) -> None:
         """State the bytes of a kind that somebody else allocates (the optimizer's own tensors)."""

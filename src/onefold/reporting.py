@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onefold.ledger import Ledger, Traffic, Usage
+
+if TYPE_CHECKING:  # a page of a report is drawn without torch
+    from onefold.state.unit import Unit
 
 TOLERANCE = 0.05
 """Share by which a peak may differ from what was predicted before a report says so."""
@@ -103,6 +107,19 @@ class Report:
             last = self.last_step.get(name, Traffic()).sent_nbytes
             lines += [f"{name:16s} {traffic.calls:8d} {traffic.sent_nbytes:14,d} {last:11,d}"]
         return "\n".join(lines)
+
+
+def unit_lines(units: Iterable[Unit]) -> tuple[UnitLine, ...]:
+    """How a module was cut into units, in the order of their use."""
+    return tuple(
+        UnitLine(
+            unit.name,
+            len(unit.parameters),
+            numel := sum(parameter.slot.numel for parameter in unit.parameters),
+            numel * unit.dtype.itemsize,
+        )
+        for unit in units
+    )
 
 
 def snapshot(ledger: Ledger) -> dict[str, dict[str, Usage]]:

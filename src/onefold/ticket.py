@@ -50,6 +50,11 @@ class Ticket:
         return Ticket(self._works, both, self._label)
 
     @property
+    def works(self) -> Sequence[Work]:
+        """What is still to be waited for."""
+        return self._works
+
+    @property
     def done(self) -> bool:
         """True when `wait()` would not block."""
         return all(work.is_completed() for work in self._works)

@@ -12,6 +12,7 @@ Blocks are multiples of every kernel's vector width, so the bits are those of on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError, expected
+from onefold.observer import Observer, Stream, watched
 from onefold.runtime.rules import Rule
 from onefold.state.buffer import Buffer
 from onefold.state.unit import Unit
@@ -118,6 +120,10 @@ class _Block:
         self._segments = segments
 
     def run(self) -> None:
+        with watched(self._observer, Stream.BACKGROUND, "step", self._unit.name):
+            self._run_near()
+
+    def _run_near(self) -> None:
         step, unit = self._step, self._unit
         step.await_device()
         buffers = [step.stepped, *step.moments.values()]
@@ -190,19 +196,29 @@ class _Block:
         if room is None:
             return part
         if is_read:
-            if buffer.far is not None:
-                buffer.far.fetch(self._start, room)
-            else:
-                room.copy_(part)
+            with self._moves("fetch", room):
+                if buffer.far is not None:
+                    buffer.far.fetch(self._start, room)
+                else:
+                    room.copy_(part)
         elif len(room) > 0:
             room.zero_()
         return room
 
     def _take_back(self, buffer: Buffer, near: Tensor) -> None:
         if buffer.far is not None:
-            buffer.far.flush(self._start, near)
+            with self._moves("flush", near):
+                buffer.far.flush(self._start, near)
         elif buffer.tensor.device != near.device:
-            buffer.tensor.data[self._start : self._stop].copy_(near)
+            with self._moves("flush", near):
+                buffer.tensor.data[self._start : self._stop].copy_(near)
+
+    def _moves(self, verb: str, near: Tensor) -> AbstractContextManager[None]:
+        return watched(self._observer, Stream.TIER, verb, self._unit.name, near.nbytes)
+
+    @property
+    def _observer(self) -> Observer | None:
+        return self._unit.setting.ledger.observer
 
 
 def _room_nbytes(buffer: Buffer, numel: int) -> int:

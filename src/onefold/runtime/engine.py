@@ -30,6 +30,7 @@ from torch import nn
 from onefold.errors import StateError, expected
 from onefold.ledger import Kind
 from onefold.runtime.activations import SavedActivations
+from onefold.runtime.calls import Call, Marks
 from onefold.runtime.early import EarlyStepper, EarlySteps
 from onefold.runtime.reducer import Reducer
 from onefold.runtime.schedule import Phase, Schedule
@@ -54,19 +55,6 @@ class Stepper(EarlyStepper, Protocol):
         ...
 
 
-class Call:
-    """One forward of a module that uses a unit, as backward will meet it again."""
-
-    __slots__ = ("__weakref__", "edits", "finished", "is_begun", "started", "unit")
-
-    def __init__(self, unit: Unit, started: int) -> None:
-        self.unit = unit
-        self.started = started
-        self.finished = started
-        self.is_begun = False
-        self.edits = unit.edits_at_rest()
-
-
 class Engine:
     """Runs the units of one sharded module through forward, backward and step."""
 
@@ -83,6 +71,7 @@ class Engine:
         self.expected_peaks: Callable[..., dict[str, int]] = lambda **_: {}
         self.has_accumulated = False
         self.ledger, self.group = setting.ledger, setting.transport.group
+        self.marks = Marks(setting.ledger)
         for unit in units:
             unit.gradient = UnitGradient(unit)
             unit.keeps_bytes = not self.rests_after_backward
@@ -160,6 +149,7 @@ class Engine:
                 gradient.drop_cleared()
                 unit.forget()
             self.schedule.begin(self._phase())
+            self.marks.begin("forward")
             self._users.clear()
             for seen in self._seen.values():
                 seen.clear()
@@ -169,6 +159,7 @@ class Engine:
         """The root's forward is over, by return or exception: every unit may rest."""
         self.forward_depth = max(0, self.forward_depth - 1)
         if self.forward_depth == 0 and not in_backward():
+            self.marks.end()
             self._users.clear()
             for unit in self.units:
                 unit.reshard(release=self.rests_after_forward)
@@ -181,10 +172,12 @@ class Engine:
         if self.is_summoned:
             return call
         self._make_whole(unit, self._phase())
+        self.marks.enter(call, "recompute" if in_backward() else "forward")
         return call
 
     def leave(self, call: Call, module: nn.Module | None, num_modules: int) -> None:
         """A module's forward is over; the unit rests when all its modules have run."""
+        self.marks.leave(call)
         unit = call.unit
         self._clock += 1
         call.finished = self._clock
@@ -264,12 +257,14 @@ class Engine:
         if call.edits != call.unit.edits_at_rest():
             raise edited(call.unit)
         for later in [other for other in self._begun if other.started > call.finished]:
+            self.marks.leave(later)
             self._begun.remove(later)
             later.is_begun = False
             self._open[later.unit].discard(later)
             self._leave_backward(later.unit)
         self._begun.append(call)
         self._make_whole(call.unit, Phase.BACKWARD)
+        self.marks.enter(call, "backward")
 
     def begin_backward(self) -> None:
         """The first node of this module's graph is about to run; `end_backward` is arranged for."""
@@ -279,6 +274,7 @@ class Engine:
         for gradient in self.gradients.values():
             gradient.drop_cleared()
         self.schedule.begin(Phase.BACKWARD)
+        self.marks.begin("backward")
         engine = ref(self)
 
         def end() -> None:
@@ -331,6 +327,7 @@ class Engine:
         """Autograd is done: rest every unit, finish every reduction."""
         self._is_backward, self._next = False, None
         for call in self._begun:
+            self.marks.leave(call)
             call.is_begun = False
         self._begun.clear()
         for calls in self._open.values():
@@ -346,6 +343,7 @@ class Engine:
         else:
             self.reducer.finish()
             self.early.run()
+        self.marks.end()
 
     def abort_backward(self) -> None:
         """An exception ended backward: forget its gradients, rest everything."""
@@ -374,6 +372,7 @@ class Engine:
             self.abort_backward()
         self.early.check_whole(self.group.rank, (unit.failure for unit in self.units))
         stepped = self.early.end()
+        self.marks.begin("step")
         self.rest()
         for gradient in self.gradients.values():
             gradient.drop_cleared()
@@ -395,6 +394,7 @@ class Engine:
             unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
         self.ledger.set(Kind.OPTIMIZER, self.setting.store.name, optimizer_nbytes)
         self.ledger.end_step()
+        self.marks.end()
 
     def check_structure(self) -> None:
         """Raise `StateError` if the module has gained or lost parameters since `shard`."""

@@ -44,7 +44,7 @@ class Buffer:
         self.tensor = self._allocation.tensor
         self._nbytes = self.tensor.nbytes
         self._held = True
-        ledger.add(kind, store.name, self._nbytes)
+        self._count(self._nbytes)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -94,7 +94,7 @@ class Buffer:
         if self._held:
             self._held = False
             self._allocation.release()
-            self._ledger.add(self._kind, self._tier, -self._nbytes)
+            self._count(-self._nbytes)
 
     def reallocate(self) -> None:
         """Give the storage its bytes again, uninitialised."""
@@ -102,9 +102,13 @@ class Buffer:
             with self._telling():
                 self._allocation.restore()
             self._held = True
-            self._ledger.add(self._kind, self._tier, self._nbytes)
+            self._count(self._nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        is_mapped = self._allocation.is_mapped
+        self._ledger.add(self._kind, self._tier, nbytes, is_mapped=is_mapped)
 
     def __del__(self) -> None:
         if self._held:
             self._held = False
-            self._ledger.add(self._kind, self._tier, -self._nbytes)
+            self._count(-self._nbytes)

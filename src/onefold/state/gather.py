@@ -101,7 +101,7 @@ class UnitGather:
             offsets = [slot.full_offset for slot in sharded]
             self._cut = Cut(
                 [*sharded, tags_of(setting.world_size)], [*offsets, rest.full_numel],
-                setting.transport.group, full.tensor.itemsize,
+                setting.transport.group, full.tensor.itemsize, self.unit.name,
             )  # fmt: skip
         rank = setting.rest_rank
         for slot in rest.slots:

@@ -270,7 +270,7 @@ class UnitGradient:
             everywhere = ((0, len(parameters) + 1),) * unit.setting.world_size
             flags = Slot("", (), 0, everywhere, (0,) * unit.setting.world_size)
             group, itemsize = unit.setting.transport.group, unit.compute_dtype.itemsize
-            self._cuts[key] = Cut([*slots, flags], None, group, itemsize)
+            self._cuts[key] = Cut([*slots, flags], None, group, itemsize, unit.name)
         return self._cuts[key]
 
     def _finish_reduce(
@@ -327,7 +327,7 @@ class UnitGradient:
             slots = [slot for slot in slots if not slot.replicated]
             offsets = [slot.full_offset for slot in slots]
             group, itemsize = unit.setting.transport.group, self.reduced.tensor.itemsize
-            self._spread_cuts[key] = Cut(slots, offsets, group, itemsize)
+            self._spread_cuts[key] = Cut(slots, offsets, group, itemsize, unit.name)
         where = f"gather of gradients of unit {unit.name!r} on rank {unit.setting.rank}"
         with torch.no_grad():
             return unit.setting.transport.gather(self.reduced.tensor, self._spread_cuts[key], where)

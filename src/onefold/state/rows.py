@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from onefold.observer import Stream, watched
 from onefold.state.buffer import Buffer
-from onefold.state.setting import Tiers
+from onefold.state.setting import Setting
 from onefold.ticket import Work
 from onefold.tier.slots import Slot
 from onefold.tier.workers import Task
@@ -14,9 +15,11 @@ from onefold.tier.workers import Task
 class OwnRows:
     """The flat rows [own rows of a unit] of a weight that may rest far."""
 
-    def __init__(self, weight: Buffer, tiers: Tiers) -> None:
+    def __init__(self, weight: Buffer, setting: Setting, unit: str) -> None:
         self._weight = weight
-        self._tiers = tiers
+        self._ledger = setting.ledger
+        self._unit = unit
+        self._tiers = setting.tiers
         self._slot: Slot | None = None
         self._task: Task | None = None
         self._edits = -1  # of the weight, when it was fetched
@@ -34,7 +37,8 @@ class OwnRows:
         def fetch() -> None:
             if after is not None:
                 after.wait()
-            far.fetch(0, near)
+            with watched(self._ledger.observer, Stream.TIER, "fetch", self._unit, near.nbytes):
+                far.fetch(0, near)
 
         self._task = self._tiers.fetchers.give(fetch)
 

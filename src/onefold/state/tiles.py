@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from onefold.errors import StateError, expected
 from onefold.layout.rows import Slot, round_up
 from onefold.ledger import Kind
+from onefold.observer import Stream, watched
 from onefold.state.buffer import Buffer
 from onefold.state.gather import tags_of
 from onefold.ticket import DONE, Ticket
@@ -176,7 +177,9 @@ class TiledWeight:
         dtype = weight.tensor.dtype
         with unit.setting.tiers.slots.lend((last - first) * dtype.itemsize) as room:
             near = room.tensor(last - first, dtype)
-            weight.far.fetch(first, near)
+            observer = unit.setting.ledger.observer
+            with watched(observer, Stream.TIER, "fetch", unit.name, near.nbytes):
+                weight.far.fetch(first, near)
             into.copy_(near[start - first : stop - first])
 
     # gradients
@@ -247,8 +250,9 @@ def _tiles(parameter: UnitParameter, tile_nbytes: int) -> list[Tile]:
         group, tags = setting.transport.group, tags_of(setting.world_size)
         tiles.append(
             Tile(
-                rows, (own[0], own[1]), Cut([region, tags], [0, ends[-1]], group, itemsize),
-                Cut([region], None, group, itemsize),
+                rows, (own[0], own[1]),
+                Cut([region, tags], [0, ends[-1]], group, itemsize, unit.name),
+                Cut([region], None, group, itemsize, unit.name),
             )
         )  # fmt: skip
     return tiles

@@ -107,7 +107,7 @@ class Unit:
         tiers, ledger = setting.tiers, setting.ledger
         self.weight = Buffer(numel, self.dtype, Kind.WEIGHT, tiers.weight, ledger)
         self.weight.tensor.zero_()
-        self.rows = OwnRows(self.weight, tiers)
+        self.rows = OwnRows(self.weight, setting, self.name)
         self.master: Buffer | None = None
         self.moments: dict[str, Buffer] = {}
         is_narrow = self.dtype.is_floating_point and setting.master.itemsize > self.dtype.itemsize

@@ -48,7 +48,7 @@ class Area:
 
     def give(self, lease: Lease) -> None:
         """A lease has ended."""
-        self._ledger.add(Kind.ACTIVATION, self._tier, -lease.nbytes)
+        self._ledger.add(Kind.ACTIVATION, self._tier, -lease.nbytes, is_mapped=True)
         self._given.append((lease.ground, lease.offset, lease.nbytes))
 
     def take(self, nbytes: int, first: int = 0) -> Lease | None:
@@ -60,7 +60,7 @@ class Area:
             for ground in ((first + turn) % num_grounds for turn in range(num_grounds)):
                 start = self._cut(self._free[ground], nbytes)
                 if start is not None:
-                    self._ledger.add(Kind.ACTIVATION, self._tier, nbytes)
+                    self._ledger.add(Kind.ACTIVATION, self._tier, nbytes, is_mapped=True)
                     return Lease(self, ground, start, nbytes)
         return None
 

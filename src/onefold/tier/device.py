@@ -19,6 +19,7 @@ class Resizable:
         self._nbytes = self.tensor.nbytes
 
     far = None  # it may be computed on
+    is_mapped = False
 
     def release(self) -> None:
         """See `Allocation.release`."""

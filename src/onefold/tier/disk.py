@@ -189,6 +189,8 @@ class Extent:
         self._mapping = Mapping(stripes)
         self.tensor = self._mapping.tensor(numel, dtype)
 
+    is_mapped = True
+
     @property
     def far(self) -> Extent:
         return self

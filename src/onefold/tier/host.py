@@ -19,6 +19,7 @@ class HostAllocation:
     __slots__ = ("tensor",)
 
     far = None  # the host computes on it
+    is_mapped = True
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

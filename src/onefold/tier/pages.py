@@ -72,6 +72,7 @@ class Pages:
         self.address = self.tensor.data_ptr() - start
 
     far = None  # it may be computed on
+    is_mapped = True
 
     def release(self) -> None:
         """See `Allocation.release`; whoever reads all the same finds zeros or other values."""

@@ -44,10 +44,10 @@ class Slot:
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._start = -whole.data_ptr() % HUGE_NBYTES
-        ledger.add(Kind.STAGING, "cpu", self.nbytes)
+        ledger.add(Kind.STAGING, "cpu", self.nbytes, is_mapped=True)
 
     def __del__(self) -> None:
-        self._ledger.add(Kind.STAGING, "cpu", -self.nbytes)
+        self._ledger.add(Kind.STAGING, "cpu", -self.nbytes, is_mapped=True)
 
     def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
         """Its bytes from `start` as a flat tensor [numel]."""

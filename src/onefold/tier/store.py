@@ -25,6 +25,11 @@ class Allocation(Protocol):
         """How blocks of it are moved; None where `tensor` itself may be computed on."""
         ...
 
+    @property
+    def is_mapped(self) -> bool:
+        """True if the bytes were had from the system itself, not from torch's allocator."""
+        ...
+
     def release(self) -> None:
         """Give the bytes back. Nothing may read or write them until `restore`."""
         ...

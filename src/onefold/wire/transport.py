@@ -41,12 +41,15 @@ class Cut:
     their elements in message order (rank by rank, region by region) as positions counted from each
     region's offset: in one flat buffer (`offsets`), or, for separate tensors, in the small ones
     laid end to end. A replicated region goes whole to every rank, which only reductions do. Regions
-    without a name carry no state: tags and flags, counted as `control`.
+    without a name carry no state: tags and flags, counted as `control`. `name` is that of the unit
+    or parameter, for whoever watches.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], offsets: Sequence[int] | None, group: Group, itemsize: int
-    ) -> None:
+        self, slots: Sequence[Slot], offsets: Sequence[int] | None, group: Group, itemsize: int,
+        name: str = "",
+    ) -> None:  # fmt: skip
+        self.name = name
         ranks = range(group.world_size)
         self.numels = [[slot.piece_numel(rank) for rank in ranks] for slot in slots]
         self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]

@@ -1,0 +1,62 @@
+"""Who may watch a step: the one seam between the engine and recordings of it.
+
+An observer hangs on a module's `Ledger`, which everything that holds, moves or computes bytes knows
+already. Without one each place that could tell something tests for None, and that is all it costs.
+Observers are told from several threads: the one that trains, autograd's and workers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
+from typing import Protocol
+
+
+class Stream(StrEnum):
+    """What may be under way at the same time as other things: a row of a timeline."""
+
+    PHASE = "phase"  # forward, backward, step
+    COMPUTE = "compute"  # the training thread: units' forwards and backwards, and its waits
+    GATHER = "gather"  # whole weights on their way
+    REDUCE = "reduce"  # gradients on their way
+    TIER = "tier"  # fetches from far tiers and flushes to them
+    BACKGROUND = "background"  # blocks of offloaded units, stepped by workers
+
+
+class Span(Protocol):
+    """Something that has begun."""
+
+    def end(self, nbytes: int = 0) -> None:
+        """It is over, and moved so many bytes."""
+        ...
+
+
+class Observer(Protocol):
+    """Who is told what happens while it happens; must be quick, and may not raise."""
+
+    def held(self, kind: str, tier: str, nbytes: int) -> None:
+        """So many bytes of a kind are held in a tier from now on."""
+        ...
+
+    def begin(self, stream: Stream, verb: str, unit: str) -> Span:
+        """A verb begins, for a unit where it has one; any thread may end it."""
+        ...
+
+
+_NOTHING = nullcontext()
+
+
+def watched(
+    observer: Observer | None, stream: Stream, verb: str, unit: str, nbytes: int = 0
+) -> AbstractContextManager[None]:
+    """Around work that begins and ends on one thread; nothing where nobody watches."""
+    return _NOTHING if observer is None else _told(observer.begin(stream, verb, unit), nbytes)
+
+
+@contextmanager
+def _told(span: Span, nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        span.end(nbytes)

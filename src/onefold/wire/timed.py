@@ -1,0 +1,128 @@
+"""A transport that tells whoever watches when a transfer was asked for, done and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import Lock
+
+import torch.distributed as dist
+from torch import Tensor
+
+from onefold.ledger import Ledger
+from onefold.observer import Observer, Span, Stream, watched
+from onefold.ticket import Ticket
+from onefold.wire.collectives import Group
+from onefold.wire.transport import Cut, Transport
+
+
+class Timed:
+    """Another transport, watched.
+
+    A transfer's span begins where it is asked for and ends when its last collective is complete:
+    gloo, which works in threads of its own, tells that at once. What the training thread spends on
+    a ticket is two spans more: "wait" for the transfer, then what is done with what came, "unpack"
+    or "average". With `is_queued` (a stream of a GPU) the host waits for nothing, and the span ends
+    where the stream does.
+    """
+
+    def __init__(self, inner: Transport, ledger: Ledger, *, is_queued: bool = False) -> None:
+        self.inner = inner
+        self._ledger = ledger
+        self._is_queued = is_queued
+
+    @property
+    def group(self) -> Group:
+        return self.inner.group
+
+    def gather(self, full: Tensor, cut: Cut, label: str) -> Ticket:
+        """See `Transport.gather`."""
+        observer = self._ledger.observer
+        if observer is None:
+            return self.inner.gather(full, cut, label)
+        span, sent = observer.begin(Stream.GATHER, "gather", cut.name), self._sent()
+        ticket = self.inner.gather(full, cut, label)
+        return self._watch(observer, ticket, _Transfer(span, self._sent() - sent), cut, "unpack")
+
+    def reduce_scatter(
+        self,
+        partials: Sequence[Tensor],
+        cut: Cut,
+        out: Sequence[Tensor],
+        fresh: Sequence[bool],
+        label: str,
+    ) -> Ticket:
+        """See `Transport.reduce_scatter`."""
+        observer = self._ledger.observer
+        if observer is None:
+            return self.inner.reduce_scatter(partials, cut, out, fresh, label)
+        span, sent = observer.begin(Stream.REDUCE, "reduce_scatter", cut.name), self._sent()
+        ticket = self.inner.reduce_scatter(partials, cut, out, fresh, label)
+        return self._watch(observer, ticket, _Transfer(span, self._sent() - sent), cut, "average")
+
+    def end_backward(self) -> None:
+        """See `Transport.end_backward`."""
+        self.inner.end_backward()
+
+    def _sent(self) -> int:
+        return sum(traffic.sent_nbytes for traffic in self._ledger.traffic.values())
+
+    def _watch(
+        self, observer: Observer, ticket: Ticket, transfer: _Transfer, cut: Cut, verb: str
+    ) -> Ticket:
+        if self._is_queued:
+            return ticket.then(transfer.end)
+        transfer.follow([work for work in ticket.works if isinstance(work, dist.Work)])
+        return Ticket([_Awaited(ticket, transfer, observer, cut.name, verb)])
+
+
+class _Transfer:
+    """Ends a span once, with the last of its collectives."""
+
+    def __init__(self, span: Span, nbytes: int) -> None:
+        self._span = span
+        self._nbytes = nbytes
+        self._num_left = 0
+        self._counting = Lock()
+
+    def follow(self, works: Sequence[dist.Work]) -> None:
+        self._num_left = len(works)
+        for work in works:
+            work.get_future().add_done_callback(self._note)
+
+    def _note(self, _: object) -> None:
+        with self._counting:
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last:
+            self.end()
+
+    def end(self) -> None:
+        """Whoever comes first ends it: a span that is over stays as it is."""
+        self._span.end(self._nbytes)
+
+
+class _Awaited:
+    """A ticket as the one work of another, so that its wait is seen."""
+
+    def __init__(
+        self, ticket: Ticket, transfer: _Transfer, observer: Observer, unit: str, verb: str
+    ) -> None:
+        self._ticket = ticket
+        self._transfer = transfer
+        self._observer = observer
+        self._unit = unit
+        self._verb = verb
+
+    def wait(self) -> None:
+        """See `onefold.ticket.Work`."""
+        with watched(self._observer, Stream.COMPUTE, "wait", self._unit), suppress(RuntimeError):
+            for work in self._ticket.works:  # an error comes again below, with its label
+                work.wait()
+        self._transfer.end()
+        with watched(self._observer, Stream.COMPUTE, self._verb, self._unit):
+            self._ticket.wait()
+
+    def is_completed(self) -> bool:
+        """See `onefold.ticket.Work`."""
+        return self._ticket.done
