@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         WireError,
     )
     from onefold.planner.plan import Plan
+    from onefold.recording.recorder import record
     from onefold.reporting import Report
     from onefold.runtime.precision import GradScaler
     from onefold.training.planning import Cluster, plan
@@ -49,6 +50,7 @@ _HOMES = {
     "StateError": "onefold.errors",
     "TierError": "onefold.errors",
     "WireError": "onefold.errors",
+    "record": "onefold.recording.recorder",
     "Report": "onefold.reporting",
     "GradScaler": "onefold.runtime.precision",
     "Cluster": "onefold.training.planning",
@@ -73,6 +75,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "plan",
+    "record",
     "report",
     "save",
     "save_pretrained",

@@ -128,6 +128,7 @@ def print_result(result: TrainResult, stream: TextIO) -> None:
         f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds:.1f} s of training\n",
         *memory_table(result),
         *([f'\ntext: "{result.text}"'] if result.text else []),
+        *([f"\nreport: {result.report}"] if result.report else []),
         sep="\n",
         file=stream,
         flush=True,

@@ -79,7 +79,7 @@ def _prog(argv: list[str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     import onefold
-    from onefold.cli import bench, check, doctor, export, inspect, plan, train
+    from onefold.cli import bench, check, doctor, export, inspect, plan, report, train
     from onefold.cli.arguments import Parser
 
     parser = Parser(
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda *_: parser.print_help() or 0)
-    for command in (train, plan, check, doctor, bench, inspect, export):
+    for command in (train, plan, check, report, doctor, bench, inspect, export):
         command.add_to(commands)
     return parser
 

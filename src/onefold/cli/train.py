@@ -26,7 +26,9 @@ def add_to(commands: SubParsers) -> None:
     summary = "train a byte GPT or your module, sharded"
     parser = commands.add_parser("train", help=summary, description=DESCRIPTION)
     # defaults that are set here, and SUPPRESSed below, are not mentioned by help
-    words = ("ranks", "data", "precision", "lr", "checkpoint", "every", "offload", "fraction")
+    words = (
+        "ranks", "data", "precision", "lr", "checkpoint", "every", "offload", "fraction", "report",
+    )  # fmt: skip
     parser.set_defaults(run=run, resume=False, recompute=False, **dict.fromkeys(words))
     add = parser.add_argument
     add("--stage", default="3", help="0 replicates, 1 shards optimizer state, 2 also gradients, "
@@ -66,6 +68,8 @@ def add_to(commands: SubParsers) -> None:
     add("--keep", metavar="K", default=str(DEFAULTS.keep), help="newest checkpoints that stay")
     add("--resume", action="store_true", default=argparse.SUPPRESS,
         help="go on from the newest complete checkpoint in DIR, if there is one")  # fmt: skip
+    add("--report", metavar="DIR", default=argparse.SUPPRESS,
+        help="write a page about the run there: a step, loss, bytes sent")  # fmt: skip
     add_json(parser)
 
 
@@ -104,6 +108,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         seed=whole("--seed", arguments.seed, least=0),
         sample=whole("--sample", arguments.sample, least=0),
         checkpoint=arguments.checkpoint,
+        report=arguments.report,
         every=0 if arguments.every is None else whole("--every", arguments.every, least=1),
         keep=whole("--keep", arguments.keep, least=1),
         resume=arguments.resume,

@@ -30,6 +30,7 @@ class Job:
     checkpoint: str | None = None  # a directory of checkpoints; None saves nothing
     every: int = 0  # steps between checkpoints; 0: only the last step, and when interrupted
     keep: int | None = 2  # newest checkpoints that stay; None: all
+    report: str | None = None  # a directory for a page about the run; None writes none
     resume: bool = False  # go on from the newest checkpoint, if there is one
 
     @property

@@ -15,12 +15,14 @@ from torch.nn import functional as F
 import onefold
 from onefold.config import Offload, offload_of, placements_of, precision_of
 from onefold.errors import ConfigError, expected
+from onefold.recording.files import prepare
 from onefold.training.checkpoints import Checkpoints, Resumed
 from onefold.training.checkpoints import preflight as preflight_checkpoints
 from onefold.training.corpus import Corpus, Windows, open_corpus, own_rows
 from onefold.training.job import Job
 from onefold.training.loader import build_model, default_lr, logits_of, recompute, refuse
 from onefold.training.memory import ParameterShape, RankMemory, expected_nbytes, measure
+from onefold.training.recording import Course, Recorded, write_report
 from onefold.training.sample import generate
 from onefold.training.signals import StopRequests
 from onefold.training.world import World
@@ -72,6 +74,7 @@ class TrainResult:
     offload: str  # what was planned for the tiers of rank 0; empty: all on the device
     memory: list[RankMemory]  # per rank
     stage0: dict[str, int]  # bytes by kind that each rank would hold at stage 0
+    report: str  # the page about the run; empty if none was asked for, or no step was left to do
 
 
 def preflight(job: Job, world_size: int) -> Corpus:
@@ -91,6 +94,8 @@ def preflight(job: Job, world_size: int) -> Corpus:
         )
     refuse(job.model, job.seq)
     preflight_checkpoints(job)
+    if job.report is not None:
+        prepare(job.report)
     return open_corpus(job.data, job.seq)
 
 
@@ -121,15 +126,23 @@ def train(job: Job, world: World, observer: Observer) -> TrainResult:
         observer.resumed(resumed)
     first = resumed.step if resumed else 0
     meter = Meter(job, world, observer, first)
+    recorded = Recorded(job, trainer.module, first)
     with StopRequests(is_active=job.checkpoint is not None) as requests:
         for step in range(first, job.steps):
-            meter.note(trainer.step(step))
+            with recorded.around(step):
+                loss = trainer.step(step)
+            meter.note(loss)
             trainer.checkpoints.after(step + 1, requests)
     observer.trained()
     module = trainer.module.eval()
     held_out = held_out_loss(job, world, module, corpus)
     options = {"seq": job.seq, "seed": job.seed, "num_bytes": job.sample}
     text = generate(module, corpus.prompt, **options, device=world.device) if job.sample else ""
+    memory = trainer.memory
+    course = Course(
+        meter.losses, meter.step_seconds, first, held_out, trainer.num_parameters,
+        memory.resident_peak,
+    )  # fmt: skip
     return TrainResult(
         first_step=first,
         losses=meter.losses,
@@ -139,8 +152,9 @@ def train(job: Job, world: World, observer: Observer) -> TrainResult:
         text=text,
         num_parameters=trainer.num_parameters,
         offload=onefold.report(trainer.module).offload,
-        memory=world.gather(trainer.memory),
+        memory=world.gather(memory),
         stage0=expected_nbytes(trainer.shapes, stage=0, world_size=world.world_size, rank=0),
+        report=write_report(recorded, world, course),
     )
 
 
@@ -220,12 +234,13 @@ class Meter:
 
     def __init__(self, job: Job, world: World, observer: Observer, first: int) -> None:
         self.losses: list[float] = []  # per step, mean over ranks
+        self.step_seconds: list[float] = []  # per step, on this rank
         self._first = first
         self._job = job
         self._world = world
         self._observer = observer
         self._waiting: list[Tensor] = []
-        self._begun = self._last = time.perf_counter()
+        self._begun = self._last = self._latest = time.perf_counter()
         self.seconds = 0.0
 
     @property
@@ -236,6 +251,8 @@ class Meter:
     def note(self, loss: Tensor) -> None:
         """One step is done."""
         self._waiting.append(loss)
+        before, self._latest = self._latest, time.perf_counter()
+        self.step_seconds.append(self._latest - before)
         done = len(self.losses) + len(self._waiting)
         steps = self._first + done
         every = LOG_STEPS if self._job.steps > LOG_STEPS else 1

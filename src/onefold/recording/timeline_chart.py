@@ -1,0 +1,107 @@
+"""What was under way over one step: a row for each stream, and the same as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onefold.recording.axes import chart, line, percent, text, ticks, time_axis
+from onefold.recording.kinds import STREAMS, VERBS, css_name
+from onefold.recording.markup import Attribute, Markup, bytes_text, el, seconds_text, share_text
+from onefold.recording.step import SpanLine, StepRecord, union
+from onefold.recording.trace import rows
+
+PITCH, BAR = 32, 22  # pixels: of a row, and of its bars
+
+LETTER = 6.4 / 640
+"""Share of the width of a narrow desktop window that a letter takes."""
+
+MAX_SPANS = 4000
+"""Of more, the shortest are not drawn."""
+
+
+def timeline(record: StepRecord) -> Markup:
+    """The rows over one time axis."""
+    spans = record.spans
+    if len(spans) > MAX_SPANS:
+        spans = tuple(sorted(spans, key=lambda span: span.start - span.stop)[:MAX_SPANS])
+    lanes = rows(spans)
+    height = PITCH * len(lanes)
+    parts: list[Markup] = []
+    for tick in ticks(record.seconds * 1e3, 5)[1:]:
+        share = tick / (record.seconds * 1e3)
+        parts.append(line((share, share), (0, height), "grid"))
+    for number, (name, lane) in enumerate(lanes):
+        y = number * PITCH + (PITCH - BAR) / 2
+        words = STREAMS.get(name, "" if name.partition(" ")[0] in STREAMS else name)
+        lane_name: dict[str, Attribute] = {"x": -8, "y": y + 15, "class": "lane"}
+        parts.append(el("text", {**lane_name, "text-anchor": "end"}, words))
+        for span in lane:
+            parts += _bar(record, span, y)
+    title = "Timeline of one step"
+    told = f"{len(record.spans)} spans in {len(lanes)} rows over {seconds_text(record.seconds)}"
+    parts += [line((0, 1), (height, height), "base"), *time_axis(record.seconds, height)]
+    return el("figure", {"class": "timeline"}, chart(title, told, height + 22, *parts))
+
+
+def _bar(record: StepRecord, span: SpanLine, y: float) -> list[Markup]:
+    start, width = span.start / record.seconds, (span.stop - span.start) / record.seconds
+    told = f"{VERBS.get(span.verb, span.verb)} {span.unit}".strip()
+    told += f": {seconds_text(span.stop - span.start)} from {seconds_text(span.start)}"
+    told += f", {bytes_text(span.nbytes)}" if span.nbytes else ""
+    is_inner = span.verb in ("wait", "unpack", "average")
+    name = f"phase-{css_name(span.verb, VERBS)}" if span.stream == "phase" else css_name(
+        span.verb, VERBS
+    )  # fmt: skip
+    shape = el(
+        "rect",
+        {
+            "x": percent(start), "width": percent(width), "y": y + (5 if is_inner else 0),
+            "height": BAR - (10 if is_inner else 0), "class": f"bar {name}",
+        },
+        el("title", {}, told),
+    )  # fmt: skip
+    words = span.verb if span.stream == "phase" else span.unit
+    if is_inner or width < LETTER * (len(words) + 1.5):
+        return [shape]
+    return [
+        shape,
+        text(start + width / 2, y + 15, words, f"barname on-{span.verb}", anchor="middle"),
+    ]
+
+
+def where_time_went(record: StepRecord) -> Markup:
+    """By stream and verb: how often, how long, how much."""
+    verbs: dict[tuple[str, str], list[SpanLine]] = {}
+    for span in record.spans:
+        if span.stream != "phase":
+            verbs.setdefault((span.stream, span.verb), []).append(span)
+    phases = [span for span in record.spans if span.stream == "phase" and span.verb == "step"]
+    if phases:
+        verbs["compute", "step"] = phases
+    order = list(VERBS)
+    keys = sorted(verbs, key=lambda key: order.index(key[1]) if key[1] in VERBS else len(order))
+    head = ("what", "times", "time", "of the step", "bytes")
+    body = [_row(record, verb, verbs[stream, verb]) for stream, verb in keys]
+    return el(
+        "div", {"class": "wide"},
+        el(
+            "table", {"class": "legend"},
+            el("thead", {}, el("tr", {}, *(
+                el("th", {"scope": "col", "class": "num" if number else None}, word)
+                for number, word in enumerate(head)
+            ))),
+            el("tbody", {}, *body),
+        ),
+    )  # fmt: skip
+
+
+def _row(record: StepRecord, verb: str, spans: Sequence[SpanLine]) -> Markup:
+    seconds = sum(stop - start for start, stop in union((s.start, s.stop) for s in spans))
+    nbytes = sum(span.nbytes for span in spans)
+    cells = (
+        f"{len(spans):,d}", seconds_text(seconds), share_text(seconds / record.seconds),
+        bytes_text(nbytes) if nbytes else "",
+    )  # fmt: skip
+    key = el("span", {"class": f"key {css_name(verb, VERBS)}"})
+    return el("tr", {}, el("th", {"scope": "row"}, key, VERBS.get(verb, verb)),
+              *(el("td", {"class": "num"}, cell) for cell in cells))  # fmt: skip
