@@ -39,9 +39,10 @@ def prepare(directory: str | Path) -> Path:
 def write(directory: str | Path, report: RunReport, records: Sequence[StepRecord]) -> Path:
     """Write all three; the page. `records` of all ranks go into the trace."""
     path = prepare(directory)
-    _put(path / DATA, json.dumps(report.as_json(), allow_nan=False))
+    told = report.as_json()
+    _put(path / DATA, json.dumps(told, allow_nan=False))
     _put(path / TRACE, json.dumps(as_chrome(records)))
-    return draw(path, report)
+    return draw(path, RunReport.parse(told))  # as `onefold report` will draw it
 
 
 def draw(directory: Path, report: RunReport) -> Path:

@@ -20,7 +20,7 @@ KINDS = {
 }
 """By kind, from the bottom of the stack up: what rests, gradients, then what comes and goes."""
 
-TIERS = {"device": "in the device's memory", "cpu": "in CPU memory", "disk": "on disk"}
+TIERS = {"device": "In the device's memory", "cpu": "In CPU memory", "disk": "On disk"}
 
 VERBS = {
     "forward": "forward",

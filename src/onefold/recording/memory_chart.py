@@ -21,6 +21,10 @@ from onefold.recording.axes import (
 from onefold.recording.kinds import KINDS, TIERS, css_name, ordered, tiers_of
 from onefold.recording.markup import Markup, bytes_text, el, seconds_text, together
 from onefold.recording.step import Memory, StepRecord
+from onefold.recording.tables import Cells, keyed, table
+
+ROOM = 36
+"""Pixels between the highest point and the names of phases, for the words beside it."""
 
 MAX_COLUMNS = 900
 """Moments that are drawn. Of more, those of one column are one: the one at which most is held."""
@@ -76,7 +80,7 @@ def memory_charts(record: StepRecord, plan: Mapping[str, Any] | None) -> Markup:
     for number, panel in enumerate(panels(record)):
         predicted = predicted_line(record, plan) if number == 0 else []
         figure = _panel_chart(record, panel, HEIGHTS[min(number, 1)], predicted)
-        caption = el("figcaption", {}, TIERS.get(panel.tier, f"in {panel.tier}").capitalize())
+        caption = el("figcaption", {}, TIERS.get(panel.tier, f"In {panel.tier}"))
         readout = el("p", {"class": "readout", "aria-hidden": "true"}, "")
         data = el("script", {"type": "application/json"}, _data(record, panel))
         parts.append(el("figure", {"class": "memory"}, caption, figure, readout, data))
@@ -89,7 +93,8 @@ def _panel_chart(
     totals = panel.totals
     peak = max(totals)
     at = panel.times[totals.index(peak)]
-    top = 1.12 * max([peak, *(nbytes for _, _, nbytes in predicted), 1])
+    highest = max([peak, *(nbytes for _, _, nbytes in predicted), 1])
+    top = highest * (1 + ROOM / height)
     marks = byte_ticks(top * 0.97)
     share = at / record.seconds
     anchor = "end" if share > 0.6 else "start"
@@ -106,7 +111,7 @@ def _panel_chart(
         *time_axis(record.seconds, HEAD + height),
         el("line", {"x1": 0, "x2": 0, "y1": HEAD, "y2": HEAD + height, "class": "cursor"}),
     ]
-    title = f"Bytes held over one step, {TIERS.get(panel.tier, panel.tier)}"
+    title = f"Bytes held over one step: {TIERS.get(panel.tier, panel.tier)}"
     return chart(title, told, HEAD + height + FOOT, *parts)
 
 
@@ -215,34 +220,24 @@ def _prediction(
 def legend(record: StepRecord, is_predicted: bool) -> Markup:
     """Every series with its colour: bytes at its own highest, at the step's, and at the end."""
     memory = record.memory
-    moment = memory.totals.index(memory.peak[1]) if memory.times else 0
-    head = [el("th", {"scope": "col", "class": "num" if number else None}, word) for number, word in
-            enumerate(("kind", "highest", "at the peak", "at the end"))]  # fmt: skip
-    rows: list[Markup] = []
+    sums = memory.totals or [0]
+    moment = sums.index(max(sums))
+
+    def row(words: str, held: Sequence[int]) -> Cells:
+        return words, *(bytes_text(nbytes) for nbytes in (max(held), held[moment], held[-1]))
+
+    rows: list[Cells] = []
     for tier in tiers_of(record.series):
         for index in reversed(ordered(record.series, tier)):
-            held = memory.nbytes[index]
-            if any(held):
+            if any(memory.nbytes[index]):
                 kind = record.series[index].kind
-                key = el("span", {"class": f"key {css_name(kind, KINDS)}"})
                 name = KINDS.get(kind, kind) + ("" if tier == "device" else f", on {tier}")
-                cells = [bytes_text(nbytes) for nbytes in (max(held), held[moment], held[-1])]
-                rows.append(
-                    el("tr", {}, el("th", {"scope": "row"}, key, name),
-                       *(el("td", {"class": "num"}, cell) for cell in cells))
-                )  # fmt: skip
-    sums = memory.totals or [0]
-    total = [bytes_text(nbytes) for nbytes in (max(sums), sums[moment], sums[-1])]
-    rows.append(
-        el("tr", {"class": "sum"}, el("th", {"scope": "row"}, "together"),
-           *(el("td", {"class": "num"}, cell) for cell in total))
-    )  # fmt: skip
-    table = el("table", {"class": "legend"}, el("thead", {}, el("tr", {}, *head)),
-               el("tbody", {}, *rows))  # fmt: skip
-    note = el(
-        "p", {"class": "note"}, el("span", {"class": "key dashes"}), "what the plan predicted"
-    )
-    return together(el("div", {"class": "wide"}, table), *([note] if is_predicted else []))
+                rows.append(row(keyed(css_name(kind, KINDS), name), memory.nbytes[index]))
+    rows.append(row("together", sums))
+    head = ("kind", "highest", "at the peak", "at the end")
+    drawn = table(head, rows, has_sum=True, is_legend=True, minor=(2,))
+    note = el("p", {"class": "note"}, keyed("dashes", "what the plan predicted"))
+    return together(drawn, *([note] if is_predicted else []))
 
 
 def _data(record: StepRecord, panel: Panel) -> Markup:

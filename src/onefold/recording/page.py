@@ -6,7 +6,7 @@ its script, which only reads the chart under a pointer out loud.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isfinite
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from onefold.recording.markup import (
 from onefold.recording.memory_chart import memory_charts
 from onefold.recording.report import Fact, RunReport
 from onefold.recording.style import SCRIPT, STYLE
+from onefold.recording.tables import Cells, meter, table
 from onefold.recording.timeline_chart import timeline, where_time_went
 from onefold.recording.training_charts import training_charts
 
@@ -39,8 +40,6 @@ COLLECTIVES = {
     "control": "flags and numbers that ride along",
     "whole_matrix": "what matrix optimizers exchange",
 }
-
-Cells = Sequence[str | Markup]
 
 
 def page(report: RunReport) -> str:
@@ -121,8 +120,8 @@ def _sections(report: RunReport) -> list[Markup]:
         _section(
             "Timeline of the step",
             "What was under way at the same time. A collective's bar begins where it was asked for "
-            "and ends when it was there; the narrow bars are the training thread waiting for one, "
-            "or using what it brought.",
+            "and ends when it was there. The low bars are the training thread waiting for one, or "
+            "using what it brought.",
             timeline(step), where_time_went(step),
         ),
     ]  # fmt: skip
@@ -152,7 +151,7 @@ def _sent(sent: Mapping[str, Any]) -> Markup:
     top = max(1, *(each.nbytes for each in sent.values()))
     rows: list[Cells] = [
         (COLLECTIVES.get(name, name), f"{each.calls:,d}", bytes_text(each.nbytes),
-         _meter(each.nbytes / top))
+         meter(each.nbytes / top))
         for name, each in sent.items()
     ]  # fmt: skip
     total = sum(each.nbytes for each in sent.values())
@@ -179,7 +178,7 @@ def _units(report: RunReport) -> Markup:
     shown = report.units[:MAX_UNITS]
     rows: list[Cells] = [
         (unit.name, f"{unit.num_parameters:,d}", count_text(unit.numel), bytes_text(unit.nbytes),
-         _meter(unit.nbytes / top))
+         meter(unit.nbytes / top))
         for unit in shown
     ]  # fmt: skip
     drawn = table(("unit", "parameters", "elements", "bytes, whole", ""), rows)
@@ -187,15 +186,6 @@ def _units(report: RunReport) -> Markup:
         return drawn
     more = f"and {len(report.units) - len(shown):,d} more"
     return together(drawn, el("p", {"class": "note"}, more))
-
-
-def _meter(share: float) -> Markup:
-    bar = el(
-        "rect", {"x": 0, "y": 0, "height": 8, "width": f"{100 * share:.2f}%", "class": "meter"}
-    )
-    return el(
-        "svg", {"class": "meterbox", "width": "100%", "height": 8, "aria-hidden": "true"}, bar
-    )
 
 
 def _plan(report: RunReport) -> list[Markup]:
@@ -247,13 +237,17 @@ def _facts(report: RunReport) -> Markup:
     ]  # fmt: skip
     lists = [
         el("div", {}, el("h3", {}, name), el("dl", {}, *(
-            together(el("dt", {}, key.replace("_", " ")), el("dd", {}, _fact(key, value)))
+            together(el("dt", {}, _fact_name(key)), el("dd", {}, _fact(key, value)))
             for key, value in facts.items()
         )))
         for name, facts in groups
         if facts
     ]  # fmt: skip
     return el("div", {"class": "facts"}, *lists)
+
+
+def _fact_name(key: str) -> str:
+    return key.removesuffix("_nbytes").replace("_", " ")
 
 
 def _fact(name: str, value: Fact) -> str:
@@ -269,28 +263,6 @@ def _footer(report: RunReport) -> list[Markup]:
            "The same data is in ", el("code", {}, "report.json"), " beside this page; ",
            el("code", {}, "trace.json"), " opens in Perfetto and has every rank."),
     ]  # fmt: skip
-
-
-def table(head: Sequence[str], rows: Sequence[Cells], *, has_sum: bool = False) -> Markup:
-    """A table whose first column names the row; the others are numbers."""
-    titles = [
-        el(
-            "th",
-            {"scope": "col", "class": "num" if n and word else None if n == 0 else "bare"},
-            word,
-        )
-        for n, word in enumerate(head)
-    ]
-    body = [
-        el(
-            "tr", {"class": "sum" if has_sum and number + 1 == len(rows) else None},
-            el("th", {"scope": "row"}, row[0]),
-            *(el("td", {"class": "meters" if "<svg" in cell else "num"}, cell) for cell in row[1:]),
-        )
-        for number, row in enumerate(rows)
-    ]  # fmt: skip
-    drawn = el("table", {}, el("thead", {}, el("tr", {}, *titles)), el("tbody", {}, *body))
-    return el("div", {"class": "wide"}, drawn)
 
 
 def _many(number: int, what: str) -> str:

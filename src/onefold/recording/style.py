@@ -98,7 +98,7 @@ th,td{padding:4px 26px 4px 0;text-align:left;font-weight:400;vertical-align:base
 border-bottom:1px solid var(--rule)}
 thead th{font-size:13px;color:var(--quiet);white-space:nowrap}
 td,thead th{white-space:nowrap}
-tbody th{overflow-wrap:anywhere;min-width:112px}
+tbody th{overflow-wrap:anywhere}
 .legend tbody th{padding-left:21px}
 .legend .key{margin-left:-21px}
 .legend .sum th{padding-left:0}
@@ -128,9 +128,11 @@ h1{font-size:24px}
 .figures dd{font-size:18px}
 .chart{font-size:11px}
 .chart .barname{display:none}
-th,td{padding-right:14px}
+th,td{padding-right:12px}
 table{font-size:13px}
-.meters,.bare{display:none}
+.meters,.minor{display:none}
+tbody th{min-width:124px;overflow-wrap:break-word}
+.legend th,.legend td{padding-right:10px}
 }
 @media print{
 @page{margin:14mm}

@@ -8,12 +8,15 @@ from onefold.recording.axes import chart, line, percent, text, ticks, time_axis
 from onefold.recording.kinds import STREAMS, VERBS, css_name
 from onefold.recording.markup import Attribute, Markup, bytes_text, el, seconds_text, share_text
 from onefold.recording.step import SpanLine, StepRecord, union
-from onefold.recording.trace import rows
+from onefold.recording.tables import Cells, keyed, table
+from onefold.recording.trace import rows as lanes_of
 
-PITCH, BAR = 32, 22  # pixels: of a row, and of its bars
+PITCH, BAR, LOW = 32, 22, 7  # pixels: of a row, its bars, and those of which one lies on another
 
 LETTER = 6.4 / 640
 """Share of the width of a narrow desktop window that a letter takes."""
+
+BACKGROUND = "background"
 
 MAX_SPANS = 4000
 """Of more, the shortest are not drawn."""
@@ -24,7 +27,7 @@ def timeline(record: StepRecord) -> Markup:
     spans = record.spans
     if len(spans) > MAX_SPANS:
         spans = tuple(sorted(spans, key=lambda span: span.start - span.stop)[:MAX_SPANS])
-    lanes = rows(spans)
+    lanes = lanes_of(spans)
     height = PITCH * len(lanes)
     parts: list[Markup] = []
     for tick in ticks(record.seconds * 1e3, 5)[1:]:
@@ -48,24 +51,24 @@ def _bar(record: StepRecord, span: SpanLine, y: float) -> list[Markup]:
     told = f"{VERBS.get(span.verb, span.verb)} {span.unit}".strip()
     told += f": {seconds_text(span.stop - span.start)} from {seconds_text(span.start)}"
     told += f", {bytes_text(span.nbytes)}" if span.nbytes else ""
-    is_inner = span.verb in ("wait", "unpack", "average")
+    low = BAR - LOW if span.verb in ("wait", "unpack", "average") else 0
     name = f"phase-{css_name(span.verb, VERBS)}" if span.stream == "phase" else css_name(
         span.verb, VERBS
     )  # fmt: skip
     shape = el(
         "rect",
         {
-            "x": percent(start), "width": percent(width), "y": y + (5 if is_inner else 0),
-            "height": BAR - (10 if is_inner else 0), "class": f"bar {name}",
+            "x": percent(start), "width": percent(width), "y": y + low,
+            "height": BAR - low, "class": f"bar {name}",
         },
         el("title", {}, told),
     )  # fmt: skip
     words = span.verb if span.stream == "phase" else span.unit
-    if is_inner or width < LETTER * (len(words) + 1.5):
+    if low or width < LETTER * (len(words) + 1.5):
         return [shape]
     return [
         shape,
-        text(start + width / 2, y + 15, words, f"barname on-{span.verb}", anchor="middle"),
+        text(start + width / 2, y + 14, words, f"barname on-{span.verb}", anchor="middle"),
     ]
 
 
@@ -81,27 +84,15 @@ def where_time_went(record: StepRecord) -> Markup:
     order = list(VERBS)
     keys = sorted(verbs, key=lambda key: order.index(key[1]) if key[1] in VERBS else len(order))
     head = ("what", "times", "time", "of the step", "bytes")
-    body = [_row(record, verb, verbs[stream, verb]) for stream, verb in keys]
-    return el(
-        "div", {"class": "wide"},
-        el(
-            "table", {"class": "legend"},
-            el("thead", {}, el("tr", {}, *(
-                el("th", {"scope": "col", "class": "num" if number else None}, word)
-                for number, word in enumerate(head)
-            ))),
-            el("tbody", {}, *body),
-        ),
-    )  # fmt: skip
+    rows = [_row(record, verb, verbs[stream, verb]) for stream, verb in keys]
+    return table(head, rows, is_legend=True, minor=(1,))
 
 
-def _row(record: StepRecord, verb: str, spans: Sequence[SpanLine]) -> Markup:
+def _row(record: StepRecord, verb: str, spans: Sequence[SpanLine]) -> Cells:
     seconds = sum(stop - start for start, stop in union((s.start, s.stop) for s in spans))
     nbytes = sum(span.nbytes for span in spans)
-    cells = (
-        f"{len(spans):,d}", seconds_text(seconds), share_text(seconds / record.seconds),
-        bytes_text(nbytes) if nbytes else "",
+    words = VERBS.get(verb, verb) + (", in the background" if spans[0].stream == BACKGROUND else "")
+    return (
+        keyed(css_name(verb, VERBS), words), f"{len(spans):,d}", seconds_text(seconds),
+        share_text(seconds / record.seconds), bytes_text(nbytes) if nbytes else "",
     )  # fmt: skip
-    key = el("span", {"class": f"key {css_name(verb, VERBS)}"})
-    return el("tr", {}, el("th", {"scope": "row"}, key, VERBS.get(verb, verb)),
-              *(el("td", {"class": "num"}, cell) for cell in cells))  # fmt: skip
