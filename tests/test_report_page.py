@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -146,7 +147,7 @@ def test_a_thousand_times_as_many_moments_draw_no_more_columns_and_keep_the_peak
     record = replace(own, changes=tuple(many))
     (panel,) = panels(record)
     assert len(panel.times) <= MAX_COLUMNS + 1
-    assert max(panel.totals) == record.memory.peak[1]
+    assert max(panel.totals) == record.peaks["device"]
     assert len(page(made_up.report(step=record))) < 600_000
 
 
@@ -200,11 +201,21 @@ def test_report_draws_the_page_again_and_prints_a_summary(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "index.html").read_text() == drawn
     assert "rank 1" in done.stdout
-    assert "held at most" in done.stdout
+    assert "held at most, disk" in done.stdout
     told = json.loads(command("report", str(tmp_path), "--json").stdout)
     assert told["page"] == str(tmp_path / "index.html")
     assert told["sent"]["gather"] == {"calls": 8, "nbytes": 4 * made_up.MIB}
     assert len(told["ranks"]) == 2
+
+
+def test_a_page_is_drawn_without_torch(tmp_path):
+    write(tmp_path, made_up.report(), [made_up.record()])
+    code = (
+        "import sys; from onefold.cli.main import main; "
+        f"main(['report', {str(tmp_path)!r}, '--json']); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 DAMAGES = {

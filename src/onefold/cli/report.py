@@ -79,7 +79,9 @@ def print_summary(found: RunReport, target: str) -> None:
     row("time", [seconds_text(line.seconds) for line in shown])
     row("waiting", [share_text(line.wait_s / max(line.seconds, 1e-9)) for line in shown])
     row("sent", [bytes_text(line.sent_nbytes) for line in shown])
-    row("held at most", [bytes_text(line.peak_nbytes) for line in shown])
+    for tier in dict.fromkeys(tier for line in shown for tier in line.peak_by_tier):
+        held = [line.peak_by_tier.get(tier, 0) for line in shown]
+        row(f"held at most, {tier}", [bytes_text(nbytes) for nbytes in held])
     for kind, name in KINDS.items():
         held = [line.peak_by_kind.get(kind, 0) for line in shown]
         row(f"  {name}", [bytes_text(nbytes) if nbytes else "" for nbytes in held])

@@ -27,6 +27,7 @@ VERBS = {
     "recompute": "forward again (recompute)",
     "backward": "backward",
     "wait": "waiting for a collective",
+    "await_step": "waiting for a step in the background",
     "unpack": "unpacking what was gathered",
     "average": "averaging what was received",
     "gather": "gather of weights",

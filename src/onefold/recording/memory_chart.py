@@ -218,26 +218,30 @@ def _prediction(
 
 
 def legend(record: StepRecord, is_predicted: bool) -> Markup:
-    """Every series with its colour: bytes at its own highest, at the step's, and at the end."""
-    memory = record.memory
-    sums = memory.totals or [0]
-    moment = sums.index(max(sums))
-
-    def row(words: str, held: Sequence[int]) -> Cells:
-        return words, *(bytes_text(nbytes) for nbytes in (max(held), held[moment], held[-1]))
-
+    """Every series with its colour, by tier: at its own highest, at the tier's, and at the end."""
+    memory, tiers = record.memory, panels(record)
     rows: list[Cells] = []
-    for tier in tiers_of(record.series):
-        for index in reversed(ordered(record.series, tier)):
-            if any(memory.nbytes[index]):
-                kind = record.series[index].kind
-                name = KINDS.get(kind, kind) + ("" if tier == "device" else f", on {tier}")
-                rows.append(row(keyed(css_name(kind, KINDS), name), memory.nbytes[index]))
-    rows.append(row("together", sums))
-    head = ("kind", "highest", "at the peak", "at the end")
-    drawn = table(head, rows, has_sum=True, is_legend=True, minor=(2,))
+    for panel in tiers:
+        sums = memory.totals_of(record.indices(panel.tier))
+        moment = sums.index(max(sums))
+        where = "" if panel.tier == "device" else f", on {panel.tier}"
+        for index in reversed(panel.indices):
+            kind, held = record.series[index].kind, memory.nbytes[index]
+            name = keyed(css_name(kind, KINDS), KINDS.get(kind, kind) + where)
+            rows.append((name, *_moments(held, moment)))
+        place = TIERS.get(panel.tier, panel.tier).lower().replace("cpu", "CPU")
+        is_alone = len(tiers) == 1
+        words = "together" if is_alone else f"together, {place}"
+        rows.append((el("b", {}, words), *(el("b", {}, each) for each in _moments(sums, moment))))
+    drawn = table(
+        ("kind", "highest", "at the peak", "at the end"), rows, is_legend=True, minor=(2,)
+    )
     note = el("p", {"class": "note"}, keyed("dashes", "what the plan predicted"))
     return together(drawn, *([note] if is_predicted else []))
+
+
+def _moments(held: Sequence[int], moment: int) -> list[str]:
+    return [bytes_text(nbytes) for nbytes in (max(held), held[moment], held[-1])]
 
 
 def _data(record: StepRecord, panel: Panel) -> Markup:

@@ -93,9 +93,9 @@ def _figures(report: RunReport) -> list[Markup]:
         figures.append(("last loss", number_text(training.losses[-1]), "nats per token" + note))
     highest = max(line.peak_nbytes for line in report.ranks)
     figures += [
-        ("held at most", bytes_text(highest), "by any rank" if len(report.ranks) > 1 else ""),
+        ("held at most", bytes_text(highest), "on the device, by any rank"),
         ("sent in the step", bytes_text(own.sent_nbytes), f"by rank {own.rank}"),
-        ("waiting", share_text(own.wait_s / step.seconds), "of the step, for collectives"),
+        ("waiting", share_text(own.wait_s / step.seconds), "of the step, by the training thread"),
     ]
     return [
         el("div", {}, el("dt", {}, name), el("dd", {}, value), el("dd", {"class": "quiet"}, note))
@@ -120,8 +120,8 @@ def _sections(report: RunReport) -> list[Markup]:
         _section(
             "Timeline of the step",
             "What was under way at the same time. A collective's bar begins where it was asked for "
-            "and ends when it was there. The low bars are the training thread waiting for one, or "
-            "using what it brought.",
+            "and ends when it was there. The low bars are the training thread waiting, or using "
+            "what came.",
             timeline(step), where_time_went(step),
         ),
     ]  # fmt: skip

@@ -140,6 +140,7 @@ class Recorder:
         self._sent = {n: Traffic(t.calls, t.sent_nbytes) for n, t in ledger.traffic.items()}
         self._asking = 0.0  # seconds that went into asking the allocator
         self._asked = 0.0  # when it was asked last
+        self._frozen: float | None = None  # while it is asked
         self._home = get_ident()  # the thread that trains
         self._base: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -177,17 +178,19 @@ class Recorder:
         return _event() if self._base is not None and stream in _ON_DEVICE else self._clock()
 
     def _clock(self) -> float:
-        return time.perf_counter() - self._began - self._asking
+        """Seconds since the step began, for every thread alike; they never run backwards."""
+        frozen = self._frozen
+        return time.perf_counter() - self._began - self._asking if frozen is None else frozen
 
     def _ask(self) -> None:
         """Note what torch holds beside the ledger; the clock stands still meanwhile."""
-        if self._held_now is None:
+        if self._held_now is None or self._frozen is not None:
             return
-        start = time.perf_counter()
+        self._asked = self._frozen = self._clock()
         nbytes = max(0, self._apart() - self._floor)
-        self._asked = self._clock()
         self._held.append((self._asked, TORCH, "device", nbytes))
-        self._asking += time.perf_counter() - start
+        self._asking = time.perf_counter() - self._began - self._asked
+        self._frozen = None
 
     def _apart(self) -> int:
         """Bytes of torch's allocator that are not in the ledger.
@@ -216,7 +219,6 @@ class Recorder:
             stop = max(start, at(bounds[1]))  # other threads see the clock stand still
             spans.append(SpanLine(str(stream), verb, unit, start, stop, nbytes))
         spans.sort(key=lambda span: (span.start, -span.stop))
-        seconds = max([seconds, *(span.stop for span in spans)])
         keys = list(dict.fromkeys((kind, tier) for _, kind, tier, _ in self._held))
         index = {key: number for number, key in enumerate(keys)}
         changes: list[Change] = []
@@ -224,6 +226,7 @@ class Recorder:
         for moment, kind, tier, nbytes in self._held:  # in the order in which it happened
             latest = max(latest, moment)
             changes.append(Change(latest, index[kind, tier], nbytes))
+        seconds = max([seconds, latest, *(span.stop for span in spans)])
         return StepRecord(
             rank, world_size, self._began_at, seconds, tuple(spans),
             tuple(Series(*key) for key in keys), tuple(changes), self._sent_since(),

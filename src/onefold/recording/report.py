@@ -9,8 +9,9 @@
                   "series":  [{"kind", "tier"}],
                   "changes": [[seconds, index of a series, bytes from then on]],
                   "sent":    {collective: {"calls", "nbytes"}}},
-     "ranks":    [{"rank", "seconds", "compute_s", "wait_s", "sent_nbytes", "peak_nbytes",
-                   "peak_by_kind": {kind: bytes}, "resident_peak_nbytes"}]   of the recorded step
+     "ranks":    [{"rank", "seconds", "compute_s", "wait_s", "sent_nbytes",
+                   "peak_by_tier": {tier: bytes at once}, "peak_by_kind": {kind: bytes},
+                   "resident_peak_nbytes"}]        of the recorded step; the last of the process
      "training": {"first_step", "losses": [nats], "seconds": [per step], "tokens_per_step",
                   "held_out"} or null
      "units":    [{"name", "num_parameters", "numel", "nbytes"}],
@@ -47,11 +48,16 @@ class RankLine:
     rank: int
     seconds: float
     compute_s: float  # units' forwards and backwards, and the optimizer, without waits
-    wait_s: float  # the training thread stood still for a collective
+    wait_s: float  # the training thread stood still, for a collective or a step in the background
     sent_nbytes: int
-    peak_nbytes: int  # in the step, all series together
+    peak_by_tier: dict[str, int]  # in the step: the most that was held at once
     peak_by_kind: dict[str, int]
     resident_peak_nbytes: int = 0  # of the process since it began; 0 if unknown
+
+    @property
+    def peak_nbytes(self) -> int:
+        """In the memory of the device that computes."""
+        return self.peak_by_tier.get("device", 0)
 
     @staticmethod
     def of(record: StepRecord, resident_peak_nbytes: int = 0) -> RankLine:
@@ -60,11 +66,11 @@ class RankLine:
         peaks: dict[str, int] = {}
         for series, nbytes in zip(record.series, memory.nbytes, strict=True):
             peaks[series.kind] = peaks.get(series.kind, 0) + max(nbytes)
-        wait = record.total("compute", "wait")
+        wait = record.total("compute", "wait") + record.total("compute", "await_step")
         busy = record.total("compute") + _step_seconds(record)
         return RankLine(
             record.rank, record.seconds, busy - wait, wait,
-            sum(sent.nbytes for sent in record.sent.values()), memory.peak[1], peaks,
+            sum(sent.nbytes for sent in record.sent.values()), record.peaks, peaks,
             resident_peak_nbytes,
         )  # fmt: skip
 
@@ -172,8 +178,8 @@ def _step(told: Mapping[str, Any]) -> StepRecord:
 def _rank(told: Mapping[str, Any]) -> RankLine:
     return RankLine(
         int(told["rank"]), float(told["seconds"]), float(told["compute_s"]),
-        float(told["wait_s"]), int(told["sent_nbytes"]), int(told["peak_nbytes"]),
-        {str(kind): int(nbytes) for kind, nbytes in told["peak_by_kind"].items()},
+        float(told["wait_s"]), int(told["sent_nbytes"]), _counts(told["peak_by_tier"]),
+        _counts(told["peak_by_kind"]),
         int(told.get("resident_peak_nbytes", 0)),
     )  # fmt: skip
 
@@ -193,6 +199,10 @@ def _facts(told: Mapping[str, Any]) -> dict[str, Fact]:
         str(name): fact if isinstance(fact, int | float) else str(fact)
         for name, fact in told.items()
     }
+
+
+def _counts(told: Mapping[str, Any]) -> dict[str, int]:
+    return {str(name): int(nbytes) for name, nbytes in told.items()}
 
 
 def _number(told: float | None) -> float:

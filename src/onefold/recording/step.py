@@ -68,6 +68,18 @@ class StepRecord:
         """Bytes over time, in a form to compute with."""
         return Memory.of(self)
 
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The most bytes that were held at once, by tier."""
+        memory, found = self.memory, dict[str, int]()
+        for tier in dict.fromkeys(series.tier for series in self.series):
+            found[tier] = max(memory.totals_of(self.indices(tier)), default=0)
+        return found
+
+    def indices(self, tier: str) -> list[int]:
+        """Which series are of a tier."""
+        return [index for index, series in enumerate(self.series) if series.tier == tier]
+
     def total(self, stream: str, verb: str | None = None) -> float:
         """Seconds in which something was under way on a stream; overlaps count once."""
         chosen = [s for s in self.spans if s.stream == stream and verb in (None, s.verb)]
@@ -99,19 +111,10 @@ class Memory:
                 columns.append(tuple(now))
         return Memory(tuple(times), tuple(zip(*columns, strict=True)))
 
-    @property
-    def totals(self) -> list[int]:
-        """The sum of all series at each moment."""
-        return [sum(column) for column in zip(*self.nbytes, strict=True)]
-
-    @property
-    def peak(self) -> tuple[float, int]:
-        """When most was held, and how much."""
-        totals = self.totals
-        if not totals:
-            return 0.0, 0
-        top = max(totals)
-        return self.times[totals.index(top)], top
+    def totals_of(self, indices: Iterable[int]) -> list[int]:
+        """The sum of some series at each moment."""
+        chosen = [self.nbytes[index] for index in indices] if self.nbytes else []
+        return [sum(column) for column in zip(*chosen, strict=True)]
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:

@@ -10,25 +10,25 @@ from __future__ import annotations
 _LIGHT = """
 --page:#fbfaf7;--ink:#1d2126;--quiet:#656b73;--rule:#dcdad3;--grid:#1d212614;--panel:#ffffff;
 --weight:#1f4e79;--master:#5f8db6;--optimizer:#a9c6df;--grad:#a8480f;--partial_grad:#eda35f;
---unsharded:#23817a;--activation:#8a5a9e;--staging:#6f7378;--wire:#b4b6b3;--torch:#f0d98a;
+--unsharded:#23817a;--activation:#8a5a9e;--staging:#474b50;--wire:#b9b7ae;--torch:#f0d98a;
 --other:#d7a9b9;--forward:#8fb4d4;--recompute:#c3d6e6;--backward:#3f6f9e;--wait:#c4314b;
---unpack:#cfd3d6;--step:#4b5560;--bartext:#10151a;"""
+--unpack:#ddd5c6;--step:#3c4650;--flush:#cdb0da;--bartext:#10151a;"""
 
 _DARK = """
 --page:#14171a;--ink:#e8e6e1;--quiet:#9aa1a9;--rule:#31363c;--grid:#ffffff17;--panel:#1a1e22;
---weight:#3f7fb8;--master:#7fa9cf;--optimizer:#b9d0e4;--grad:#c9642a;--partial_grad:#f0b078;
---unsharded:#3aa198;--activation:#b184c4;--staging:#868b91;--wire:#5d6268;--torch:#dcc36a;
+--weight:#3f7fb8;--master:#7fa9cf;--optimizer:#b9d0e4;--grad:#c9642a;--partial_grad:#e8964f;
+--unsharded:#3aa198;--activation:#b184c4;--staging:#6a6f76;--wire:#4a4f55;--torch:#efe19a;
 --other:#c48fa2;--forward:#8fb4d4;--recompute:#c3d6e6;--backward:#3f74a8;--wait:#f0566f;
---unpack:#565d64;--step:#9aa3ad;--bartext:#10151a;"""
+--unpack:#6e675c;--step:#b9c0c8;--flush:#6f4a80;--bartext:#10151a;"""
 
 _COLOURED = (
     "weight", "master", "optimizer", "grad", "partial_grad", "unsharded", "activation", "staging",
-    "wire", "torch", "other", "forward", "recompute", "backward", "wait", "unpack", "step",
+    "wire", "torch", "other", "forward", "recompute", "backward", "wait", "unpack", "step", "flush",
 )  # fmt: skip
 
 _SAME = {
     "gather": "unsharded", "reduce_scatter": "partial_grad", "fetch": "activation",
-    "flush": "staging", "average": "unpack", "phase-forward": "forward",
+    "average": "unpack", "await_step": "grad", "phase-forward": "forward",
     "phase-backward": "backward", "phase-step": "step", "phase-other": "other",
 }  # fmt: skip
 
@@ -87,7 +87,7 @@ vector-effect:non-scaling-stroke}
 .readout{min-height:1.5em;margin:2px 0 0 58px;font-size:13px;color:var(--quiet)}
 .bar{fill:var(--c);stroke:var(--page);stroke-width:.6}
 .chart .barname{fill:var(--bartext);font-size:11px;pointer-events:none}
-.chart .on-backward,.chart .on-gather{fill:#ffffff}
+.chart .on-backward,.chart .on-gather,.chart .on-fetch{fill:#ffffff}
 .chart .on-step{fill:var(--page)}
 .curve{fill:none;stroke:var(--backward);stroke-width:1.75;stroke-linejoin:round;
 vector-effect:non-scaling-stroke}

@@ -18,6 +18,9 @@ LETTER = 6.4 / 640
 
 BACKGROUND = "background"
 
+ON_OTHERS = ("wait", "await_step", "unpack", "average")
+"""Verbs of the training thread that may lie inside a unit's compute."""
+
 MAX_SPANS = 4000
 """Of more, the shortest are not drawn."""
 
@@ -51,7 +54,7 @@ def _bar(record: StepRecord, span: SpanLine, y: float) -> list[Markup]:
     told = f"{VERBS.get(span.verb, span.verb)} {span.unit}".strip()
     told += f": {seconds_text(span.stop - span.start)} from {seconds_text(span.start)}"
     told += f", {bytes_text(span.nbytes)}" if span.nbytes else ""
-    low = BAR - LOW if span.verb in ("wait", "unpack", "average") else 0
+    low = BAR - LOW if span.verb in ON_OTHERS else 0
     name = f"phase-{css_name(span.verb, VERBS)}" if span.stream == "phase" else css_name(
         span.verb, VERBS
     )  # fmt: skip

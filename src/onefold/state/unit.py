@@ -26,6 +26,7 @@ from onefold.errors import StateError, TierError, expected
 from onefold.layout.rows import Layout
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Kind
+from onefold.observer import Stream, watched
 from onefold.state import face as faces
 from onefold.state.buffer import Buffer
 from onefold.state.gather import UnitGather
@@ -148,7 +149,8 @@ class Unit:
         """Wait for the step that runs in the background; if the tier failed it, note that."""
         if self.pending is not None:
             try:
-                self.pending.wait()
+                with watched(self.setting.ledger.observer, Stream.COMPUTE, "await_step", self.name):
+                    self.pending.wait()
             except TierError as error:
                 self.failure = error
             self.pending = None  # not before: an interrupted wait is waited for again
