@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import onefold
+from onefold.errors import ConfigError
 from onefold.recording.files import read, write
 from onefold.recording.kinds import KINDS, VERBS
 from onefold.recording.markup import bytes_text, count_text, el, seconds_text, share_text
@@ -247,6 +248,27 @@ def test_a_report_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_p
     done = command("train", "--steps", "1", "--report", str(tmp_path / "file"))
     assert done.returncode == 2
     assert "a directory to write a report to" in done.stderr
+
+
+DAMAGED_PLANS = {
+    "a table of numbers": {"table": [1, 2]},
+    "no phase": {"predicted": {"timeline": [{"unit": "x", "nbytes_by_kind": {}}]}},
+    "bytes that are words": {"predicted": {"by_kind": {"weight": "many"}}},
+    "a list": [],
+}
+
+
+@pytest.mark.parametrize("plan", DAMAGED_PLANS.values(), ids=DAMAGED_PLANS)
+def test_a_plan_that_cannot_be_read_is_one_line_too(tmp_path, plan):
+    told = {**made_up.report().as_json(), "plan": plan}
+    (tmp_path / "report.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match="an undamaged"):
+        read(tmp_path)
+
+
+def test_a_step_in_which_nothing_was_seen_has_a_page_too():
+    empty = replace(made_up.record(), spans=(), changes=(), sent={})
+    assert "Nothing: a world of one" in page(RunReport.of([empty], about={}))
 
 
 def test_train_writes_the_three_files_of_its_two_ranks(tmp_path):

@@ -69,7 +69,8 @@ def add_to(commands: SubParsers) -> None:
     add("--resume", action="store_true", default=argparse.SUPPRESS,
         help="go on from the newest complete checkpoint in DIR, if there is one")  # fmt: skip
     add("--report", metavar="DIR", default=argparse.SUPPRESS,
-        help="write a page about the run there: a step, loss, bytes sent")  # fmt: skip
+        help="write a page about the run there: memory and timeline of one step, loss, "
+        "bytes sent")  # fmt: skip
     add_json(parser)
 
 

@@ -65,7 +65,7 @@ class RankLine:
         memory = record.memory
         peaks: dict[str, int] = {}
         for series, nbytes in zip(record.series, memory.nbytes, strict=True):
-            peaks[series.kind] = peaks.get(series.kind, 0) + max(nbytes)
+            peaks[series.kind] = peaks.get(series.kind, 0) + max(nbytes, default=0)
         wait = record.total("compute", "wait") + record.total("compute", "await_step")
         busy = record.total("compute") + _step_seconds(record)
         return RankLine(
@@ -139,7 +139,7 @@ class RunReport:
             ),
             machine=_facts(told.get("machine", {})),
             versions=_facts(told.get("versions", {})),
-            plan=None if plan is None else dict(plan),
+            plan=None if plan is None else _plan(plan),
             written_at=str(told.get("written_at", "")),
         )  # fmt: skip
 
@@ -192,6 +192,23 @@ def _training(told: Mapping[str, Any]) -> Training:
         int(told["tokens_per_step"]),
         _number(told.get("held_out")),
     )
+
+
+def _plan(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan as it is; what a page reads of it is looked at now."""
+    predicted = told.get("predicted") or {}
+    timeline = [
+        {
+            "phase": str(entry["phase"]),
+            "unit": str(entry.get("unit") or ""),
+            "nbytes_by_kind": _counts(entry["nbytes_by_kind"]),
+        }
+        for entry in predicted.get("timeline") or []
+    ]
+    kept = {**predicted, "by_kind": _counts(predicted.get("by_kind") or {}), "timeline": timeline}
+    if kept.get("peak_nbytes") is not None:
+        kept["peak_nbytes"] = int(kept["peak_nbytes"])
+    return {**told, "table": [dict(row) for row in told.get("table") or []], "predicted": kept}
 
 
 def _facts(told: Mapping[str, Any]) -> dict[str, Fact]:

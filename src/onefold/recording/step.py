@@ -109,11 +109,12 @@ class Memory:
             else:
                 times.append(change.time)
                 columns.append(tuple(now))
-        return Memory(tuple(times), tuple(zip(*columns, strict=True)))
+        held = tuple(zip(*columns, strict=True)) or tuple(() for _ in record.series)
+        return Memory(tuple(times), held)
 
     def totals_of(self, indices: Iterable[int]) -> list[int]:
         """The sum of some series at each moment."""
-        chosen = [self.nbytes[index] for index in indices] if self.nbytes else []
+        chosen = [self.nbytes[index] for index in indices]
         return [sum(column) for column in zip(*chosen, strict=True)]
 
 

@@ -19,7 +19,7 @@ _DARK = """
 --weight:#3f7fb8;--master:#7fa9cf;--optimizer:#b9d0e4;--grad:#c9642a;--partial_grad:#e8964f;
 --unsharded:#3aa198;--activation:#b184c4;--staging:#6a6f76;--wire:#4a4f55;--torch:#efe19a;
 --other:#c48fa2;--forward:#8fb4d4;--recompute:#c3d6e6;--backward:#3f74a8;--wait:#f0566f;
---unpack:#6e675c;--step:#b9c0c8;--flush:#6f4a80;--bartext:#10151a;"""
+--unpack:#9a9183;--step:#e0d6bf;--flush:#6f4a80;--bartext:#10151a;"""
 
 _COLOURED = (
     "weight", "master", "optimizer", "grad", "partial_grad", "unsharded", "activation", "staging",
