@@ -66,7 +66,7 @@ margin:26px 0 0}
 figure{margin:18px 0 0}
 figcaption{margin:0 0 4px;font-weight:600;font-size:14px}
 figcaption .quiet{font-weight:400}
-.chart{display:block;overflow:visible;font-size:12px;margin-left:58px;width:calc(100% - 58px)}
+.chart{display:block;overflow:visible;font-size:12px;margin-left:70px;width:calc(100% - 70px)}
 .chart text{fill:var(--ink)}
 .chart .axis,.chart .lane,.chart .phasename{fill:var(--quiet)}
 .chart .mark{paint-order:stroke;stroke:var(--page);stroke-width:3px;
@@ -84,7 +84,7 @@ vector-effect:non-scaling-stroke}
 .predicted{fill:none;stroke:var(--ink);stroke-width:1.75;stroke-dasharray:6 4;
 vector-effect:non-scaling-stroke}
 .cursor{stroke:var(--ink);stroke-width:1;visibility:hidden}
-.readout{min-height:1.5em;margin:2px 0 0 58px;font-size:13px;color:var(--quiet)}
+.readout{min-height:1.5em;margin:2px 0 0 70px;font-size:13px;color:var(--quiet)}
 .bar{fill:var(--c);stroke:var(--page);stroke-width:.6}
 .chart .barname{fill:var(--bartext);font-size:11px;pointer-events:none}
 .chart .on-backward,.chart .on-gather,.chart .on-fetch{fill:#ffffff}
@@ -126,7 +126,8 @@ header{padding-top:24px}
 h1{font-size:24px}
 .figures{grid-template-columns:repeat(2,minmax(0,1fr));gap:18px 20px}
 .figures dd{font-size:18px}
-.chart{font-size:11px}
+.chart{font-size:11px;margin-left:58px;width:calc(100% - 58px)}
+.readout{margin-left:58px}
 .chart .barname{display:none}
 th,td{padding-right:12px}
 table{font-size:13px}
@@ -141,6 +142,7 @@ header,main,footer{max-width:none;padding-left:0;padding-right:0}
 header{padding-top:0}
 section{margin-top:22px;padding-top:14px}
 .readout{display:none}
+.figures{grid-template-columns:repeat(3,1fr)}
 .wide{overflow:visible}
 figure,tr,.figures,.facts div{break-inside:avoid}
 h2{break-after:avoid}
