@@ -198,7 +198,7 @@ def report(module: nn.Module) -> Report:
         offload=engine.told,
         memory=snapshot(engine.ledger),
         total=type(engine.ledger.total)(engine.ledger.total.now, engine.ledger.total.peak),
-        predicted=engine.predicted(),
+        predicted=engine.expected_peaks(accumulates=engine.has_accumulated),
         traffic=copied(engine.ledger.traffic),
         last_step=copied(engine.ledger.last_step),
         units=unit_lines(engine.units),

@@ -33,7 +33,7 @@ class Report:
     `traffic[collective]` and `last_step[collective]` count calls and bytes sent from this rank:
     `offload` says what was planned for the tiers, and why; empty where all is on the device.
     `predicted[kind]` is the peak that a plan of the module tells, over CPU and device memory
-    ("all": of all kinds at a time); empty before the first step.
+    ("all": of all kinds at a time), once steps are taken.
     `gather` and `reduce_scatter` are the table of docs/memory.md, `control` is the flags and
     0-dim parameters that ride along, `whole_matrix` is what matrix optimizers exchange.
     """
@@ -101,7 +101,7 @@ class Report:
                 for tier, usage in tiers.items()
             ]
         lines += [f"{'all':14s} {'':8s} {self.total.now:14,d} {self.total.peak:18,d}"]
-        lines += [self.verdict] if self.predicted else []
+        lines += [self.verdict] if self.steps else []
         lines += ["collective          calls     bytes sent   last step"]
         for name, traffic in self.traffic.items():
             last = self.last_step.get(name, Traffic()).sent_nbytes

@@ -403,10 +403,6 @@ class Engine:
             self._is_checked = True
             check_structure(module, self.by_face, self.group.rank)
 
-    def predicted(self) -> dict[str, int]:
-        """The most bytes by kind that were to be expected of a step, and of all at a time."""
-        return self.expected_peaks(accumulates=self.has_accumulated) if self.ledger.steps else {}
-
     # an engine belongs to one module in one process
 
     def __deepcopy__(self, memo: object) -> None:
