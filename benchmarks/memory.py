@@ -19,13 +19,13 @@ import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from memory_cases import BATCH, MODELS, Case
-from rich.console import Console
 
 import onefold
 from onefold.config import Offload, offload_of, placements_of, precision_of
@@ -34,6 +34,10 @@ from onefold.planner.memory import forecast
 from onefold.planner.setup import Setup
 from onefold.planner.trace import default_loss, trace
 from onefold.runtime.registry import engine_of
+
+DOCS = Path(__file__).parent.parent / "docs" / "memory.md"
+BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
+NUM_WORST = 8
 
 BY_TORCH = ("wire", "partial_grad", "activation")
 """Kinds whose bytes operations of torch make, and a watch of them sees."""
@@ -175,41 +179,77 @@ def run(case: Case) -> dict[str, Any]:
     return {"case": str(case), "ratio": ratio, "measured": measured, "predicted": predicted}
 
 
+def page(results: list[dict[str, Any]]) -> list[str]:
+    """The table of docs/memory.md: how far off by model, and the rows that are furthest off."""
+    lines = [
+        f"{len(results)} runs; predicted / measured, median [lowest - highest], and runs that are "
+        "within 5 %:", "",
+        "| model | runs | predicted / measured | within 5 % |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for model in MODELS:
+        ratios = sorted(r["ratio"] for r in results if r["model"] == model)
+        inside = sum(abs(ratio - 1) <= 0.05 for ratio in ratios)
+        spread = f"{median(ratios):.3f} [{ratios[0]:.3f} - {ratios[-1]:.3f}]"
+        lines.append(f"| {model} | {len(ratios)} | {spread} | {inside} |")
+    worst = sorted(results, key=lambda r: -abs(r["ratio"] - 1))[:NUM_WORST]
+    lines += [
+        "",
+        "The furthest off:",
+        "",
+        "| run | measured | predicted / measured |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {r['case']} | {r['measured'] / 2**20:.1f} MiB | {r['ratio']:.3f} |" for r in worst
+    ]
+    exact = sum(r["is_exact"] for r in results)
+    lines += ["", f"States at rest (weights, masters, moments) equal to the byte: {exact} of "
+              f"{len(results)} runs."]  # fmt: skip
+    return lines
+
+
+def filled(text: str, results: list[dict[str, Any]]) -> str:
+    """docs/memory.md with its table made anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join((before + BEGIN, *page(results), END + after))
+
+
+def newest(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The runs of the newest result file."""
+    return json.loads(sorted(folder.glob("*-memory.json"))[-1].read_text())["runs"]
+
+
+def told(found: dict[str, Any], case: Case) -> dict[str, Any]:
+    """A run as it is kept."""
+    measured, predicted = found["measured"], found["predicted"]
+    return {
+        "case": str(case), "model": case.model, "ratio": round(found["ratio"], 4),
+        "measured": measured["measured"], "predicted": predicted["predicted"],
+        "is_exact": measured["rest"] == predicted["rest"],
+        "measured_by_kind": measured["at_peak"], "predicted_by_kind": predicted["at_peak"],
+    }  # fmt: skip
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    """Run the cases, print each, write the results and the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="part of the names of cases")
-    parser.add_argument("--results", type=Path, default=None)
-    parser.add_argument("-v", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="only write docs/memory.md again")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console()
-    results = []
-    for case in cases():
-        if asked.only not in str(case):
-            continue
-        try:
-            found = run(case)
-        except Exception as error:  # one that fails shows as one
-            console.print(
-                f"[red]{case}: {type(error).__name__}: {str(error).splitlines()[-1][:300]}"
-            )
-            continue
-        results.append(found)
-        m, p = found["measured"], found["predicted"]
-        exact = "" if m["rest"] == p["rest"] else f" REST {m['rest']} {p['rest']}"
-        sent = (
-            ""
-            if all(m["sent"].get(k, 0) == v for k, v in p["sent"].items())
-            else f" SENT {m['sent']} {p['sent']}"
-        )
-        print(f"{found['ratio']:.3f} {m['measured'] / 2**20:8.1f} {case}{exact}{sent}", flush=True)
-        if asked.v or abs(found["ratio"] - 1) > 0.05:
-            print("    measured", {k: round(v / 2**20, 2) for k, v in m["at_peak"].items()})
-            print(
-                "    predicted",
-                p["phase"],
-                {k: round(v / 2**20, 2) for k, v in p["at_peak"].items()},
-            )
+    runs: list[dict[str, Any]] = newest() if asked.page else []
+    for case in [] if asked.page else cases():
+        if asked.only in str(case):
+            runs.append(told(run(case), case))
+            print(f"{runs[-1]['ratio']:.3f} {runs[-1]['measured'] / 2**20:8.1f} MiB  {case}",
+                  flush=True)  # fmt: skip
+    if not asked.only and not asked.page:
+        path = asked.results / f"{date.today().isoformat()}-memory.json"
+        path.write_text(json.dumps({**provenance(), "runs": runs}, indent=1) + "\n")
+    if not asked.only and asked.results == RESULTS:
+        DOCS.write_text(filled(DOCS.read_text(), runs))
     return 0
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:  # a page of a report is drawn without torch
 TOLERANCE = 0.05
 """Share by which a peak may differ from what was predicted before a report says so."""
 
+AT_MOST = ("staging", "partial_grad", "wire")
+"""Kinds of which a plan tells the most there can be: links and threads that are fast need less."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnitLine:
@@ -63,14 +66,16 @@ class Report:
             kind: sum(usage.peak for tier, usage in tiers.items() if tier != "disk")
             for kind, tiers in self.memory.items()
         } | {"all": self.total.peak - self._disk_peak}
-        # slots come to be as threads need them: a plan knows how many there may be
-        unused = max(0, self.predicted.get("staging", 0) - measured.get("staging", 0))
+        unused = {
+            kind: max(0, self.predicted.get(kind, 0) - measured.get(kind, 0)) for kind in AT_MOST
+        }
+        unused["all"] = sum(unused.values())
         little = self.predicted.get("all", 0) / 100
         return {
             kind: (self.predicted.get(kind, 0), held)
             for kind, held in measured.items()
             if abs(held - self.predicted.get(kind, 0))
-            > max(little, TOLERANCE * held) + (unused if kind in ("staging", "all") else 0)
+            > max(little, TOLERANCE * held) + unused.get(kind, 0)
         }
 
     @property

@@ -152,6 +152,7 @@ def memory_table(result: TrainResult) -> list[str]:
         lines.append(_row(_named(kind, shown[0]), held, verdict, result.stage0[kind]))
     lines.append(_row("together", sums, "", sum(result.stage0.values())))
     lines.append(_row("highest at any moment", [memory.total_peak for memory in shown], "", ""))
+    lines += [result.predicted.verdict] if result.predicted else []
     lines += [f"planned for rank 0: {result.offload}"] * bool(result.offload)
     if any(tier != "device" for tiers in shown[0].tiers.values() for tier in tiers):
         lines.append(_row("resident, highest", [memory.resident_peak for memory in shown], "", ""))

@@ -204,13 +204,13 @@ class _Replay:
         return self._setup.stage < 3 and self._setup.world_size > 1
 
     def _staging(self) -> int:
-        """Slots of blocks, one a thread and one of who waits, and of the rows that are fetched."""
+        """Slots of blocks, one a thread and one of who waits; rows are fetched into them too."""
         threads, block = NUM_DISK_STEPPERS + 1, BLOCK_NUMEL
         widest = max((unit.weight + unit.states) / max(1, unit.rest_numel) for unit in self._units)
-        rows = sorted(unit.weight for unit in self._units)[-NUM_FETCHERS:]
-        is_far = self._setup.offload.parameters == "disk"
         longest = max(unit.rest_numel for unit in self._units)
-        return int(threads * min(block, longest) * widest) + (sum(rows) if is_far else 0)
+        slot = int(min(block, longest) * widest)
+        rows = sorted(unit.weight for unit in self._units)[-NUM_FETCHERS:]
+        return threads * slot + sum(max(0, nbytes - slot) for nbytes in rows)
 
     def _gather(self, index: int) -> None:
         if index not in self._whole:
@@ -318,7 +318,6 @@ class _Replay:
             self._gather_ahead(following)
 
     def _on_grad(self, unit: int, member: int) -> None:
-        self._poll()
         following, self._next = self._next, None
         self._gather_ahead(following)
         held = self._partial.setdefault(unit, {})
@@ -344,7 +343,7 @@ class _Replay:
             self._start(due)
 
     def _start(self, unit: int) -> None:
-        self._land()
+        self._land()  # on a fast link it is over earlier: this is the most there can be
         self._started.add(unit)
         sizes = self._units[unit]
         if unit not in self._reduced:
@@ -355,11 +354,6 @@ class _Replay:
         self._spare -= self._filling
         self._in_flight = unit
         self.reduce_sent += sizes.reduce_sent
-
-    def _poll(self) -> None:
-        """A reduction is over once backward has gone on for a while."""
-        if self._setup.stage > 0:
-            self._land()
 
     def _land(self) -> None:
         unit, self._in_flight = self._in_flight, None

@@ -22,6 +22,7 @@ from onefold.training.corpus import Corpus, Windows, open_corpus, own_rows
 from onefold.training.job import Job
 from onefold.training.loader import build_model, default_lr, logits_of, recompute, refuse
 from onefold.training.memory import ParameterShape, RankMemory, expected_nbytes, measure
+from onefold.training.predicting import Prediction, predict, trace_of
 from onefold.training.recording import Course, Recorded, write_report
 from onefold.training.sample import generate
 from onefold.training.signals import StopRequests
@@ -74,6 +75,7 @@ class TrainResult:
     offload: str  # what was planned for the tiers of rank 0; empty: all on the device
     memory: list[RankMemory]  # per rank
     stage0: dict[str, int]  # bytes by kind that each rank would hold at stage 0
+    predicted: Prediction | None  # of rank 0; None on others, and where it cannot be traced
     report: str  # the page about the run; empty if none was asked for, or no step was left to do
 
 
@@ -139,9 +141,10 @@ def train(job: Job, world: World, observer: Observer) -> TrainResult:
     options = {"seq": job.seq, "seed": job.seed, "num_bytes": job.sample}
     text = generate(module, corpus.prompt, **options, device=world.device) if job.sample else ""
     memory = trainer.memory
+    predicted = trainer.predicted()
     course = Course(
         meter.losses, meter.step_seconds, first, held_out, trainer.num_parameters,
-        memory.resident_peak,
+        memory.resident_peak, predicted,
     )  # fmt: skip
     return TrainResult(
         first_step=first,
@@ -155,6 +158,7 @@ def train(job: Job, world: World, observer: Observer) -> TrainResult:
         memory=world.gather(memory),
         stage0=expected_nbytes(trainer.shapes, stage=0, world_size=world.world_size, rank=0),
         report=write_report(recorded, world, course),
+        predicted=predicted,
     )
 
 
@@ -171,6 +175,7 @@ class Trainer:
             recompute(self.module, job.model)
         if not any(parameter.is_meta for parameter in self.module.parameters()):
             self.module.to(world.device)
+        self.seen = trace_of(job, self.module, world) if world.rank == 0 else None
         self.shapes = ParameterShape.of(self.module)
         self.num_parameters = sum(prod(each.shape) for each in self.shapes)
         self.optimizer = torch.optim.AdamW(
@@ -191,6 +196,11 @@ class Trainer:
     def memory(self) -> RankMemory:
         """What this rank held at the end of the last step; now, if it resumed behind that."""
         return self._memory or self._measure()
+
+    def predicted(self) -> Prediction | None:
+        """What this rank was to hold, if it looked before it began."""
+        report, device = onefold.report(self.module), self.world.device.type
+        return predict(self.job, offload_for(self.job), self.seen, report, device)
 
     def _measure(self) -> RankMemory:
         return measure(

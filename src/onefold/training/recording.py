@@ -17,6 +17,7 @@ from onefold.recording.report import Fact, RunReport, Training
 from onefold.recording.step import StepRecord
 from onefold.training.job import Job
 from onefold.training.machine import memory_nbytes, usable_cores, versions
+from onefold.training.predicting import Prediction
 from onefold.training.world import World
 
 WARM_STEPS = 2
@@ -52,6 +53,7 @@ class Course:
     held_out: float = nan
     num_parameters: int = 0
     resident_peak_nbytes: int = 0
+    predicted: Prediction | None = None
 
 
 def write_report(recorded: Recorded, world: World, course: Course) -> str:
@@ -88,7 +90,9 @@ def _report(
         "cores": usable_cores(),
         "memory_nbytes": memory_nbytes()[0],
     }
-    return replace(report, training=training, machine=machine, versions=dict(versions()))
+    plan = None if course.predicted is None else course.predicted.as_plan(told.stage)
+    about = {"training": training, "machine": machine, "versions": dict(versions())}
+    return replace(report, plan=plan, **about)
 
 
 def _about(job: Job, world: World, course: Course, planned: str) -> dict[str, Fact]:
