@@ -18,6 +18,7 @@ import socket
 import sys
 import tempfile
 from contextlib import nullcontext
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from contest.results import RESULTS, provenance
 from memory_cases import BATCH, MODELS, Case
 
 import onefold

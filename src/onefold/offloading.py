@@ -59,8 +59,8 @@ class Wish:
     @property
     def subject(self) -> Subject:
         """What of it a forecast needs."""
-        plan = max(self.plans, key=lambda plan: plan.numel)
-        num_moments = len(moments_of(plan, plan.dtype, self.optimizers))
+        largest = sorted(self.plans, key=lambda plan: plan.numel)[-1:]  # none without parameters
+        num_moments = sum(len(moments_of(p, p.dtype, self.optimizers)) for p in largest)
         return Subject(
             self.plans, self.precision, self.offload, num_moments, self.device, self.stage
         )

@@ -90,7 +90,13 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
     trained = [member.requires_grad for member in members]
     of_trained = [n for n, is_trained in zip(numels, trained, strict=True) if is_trained]
     grad_numel = rest if world > 1 else sum(of_trained)
-    moments_numel = rest if world > 1 or not is_resident else sum(of_trained)
+    moments_numel = rest
+    if setup.offload.optimizer == "device" and rests_near:  # the optimizer's own
+        step = 1 if world == 1 else ALIGN_NUMEL if rest_world == 1 else PIECE_NUMEL
+        pieces = numels if rest_world == 1 else own
+        moments_numel = sum(
+            round_up(n, step) for n, is_trained in zip(pieces, trained, strict=True) if is_trained
+        )
     return UnitBytes(
         numel=sum(numels),
         rest_numel=rest,

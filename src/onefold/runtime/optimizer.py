@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from onefold.errors import ConfigError, expected
 from onefold.runtime.engine import Engine
 from onefold.runtime.rules import Rule, may_fuse, moments_after_first_step, rule_of
-from onefold.runtime.runs import FlatStep
+from onefold.runtime.runs import NUMBERS, FlatStep
 from onefold.runtime.settled import settled
 from onefold.runtime.whole import WholeStep
 from onefold.state.parameter import UnitParameter
@@ -311,8 +311,9 @@ class OptimizerBinding:
         storages: dict[int, int] = {}
         for tensor, entry in state.items():
             if id(tensor) in engine.by_face:
-                for value in entry.values():
-                    if isinstance(value, Tensor) and value.dim() > 0:
+                for name, value in entry.items():
+                    is_moment = tensor.dim() == 0 and name not in NUMBERS
+                    if isinstance(value, Tensor) and (value.dim() > 0 or is_moment):
                         local: Tensor = getattr(value, "_local_tensor", value)
                         storage = local.untyped_storage()
                         storages[storage.data_ptr()] = storage.nbytes()

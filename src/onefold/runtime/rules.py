@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onefold.runtime.adam import BlockedAdam, frozen
+from onefold.runtime.adam import MOMENTS, BlockedAdam, frozen
 
 State = dict[str, Any]
 
@@ -108,5 +108,7 @@ def is_moment(value: object) -> bool:
 
 def moments_after_first_step(rule: Rule, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Those of them that have an element for each of the parameter's, by name."""
+    if isinstance(rule, BlockedAdam):
+        return dict.fromkeys(MOMENTS, dtype)
     state = state_after_first_step(rule, dtype)
     return {name: value.dtype for name, value in state.items() if is_moment(value)}

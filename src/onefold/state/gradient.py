@@ -386,10 +386,7 @@ class UnitGradient:
 
     @property
     def _keeps_bytes(self) -> bool:
-        """Stages 0 to 2, as for whole weights: every backward ends with all of them again.
-
-        Not where states are offloaded: who does that wants the memory.
-        """
+        """Stages 0 to 2, as for whole weights, unless states are offloaded to save memory."""
         unit = self.unit
         return not unit.steps_in_blocks and (unit.keeps_bytes or not unit.setting.is_sharded)
 
