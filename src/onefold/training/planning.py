@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from onefold.planner.estimate import estimated
 from onefold.planner.live import Untraceable
 from onefold.planner.machines import Machine, machine_of
 from onefold.planner.plan import Plan, Request
-from onefold.planner.search import Room, Search, best_of, nearest
+from onefold.planner.search import Room, Row, Search, best_of, nearest
 from onefold.planner.setup import Setup
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.planner.ways import OFFLOADS, WAYS
@@ -97,6 +97,10 @@ def plan(  # noqa: PLR0913 - the contract
     ways = _ways(stage, offload, device_type)
     find = search.largest if batch == "auto" else lambda s, o: search.row(s, o, rows)
     found = tuple(find(*way) for way in ways)
+    if batch == "auto" and two is not None:
+        found = _confirmed(
+            found, search, lambda rows: _trace(module, rows, seq, chosen, device_type)
+        )
     return Plan(request, search, found, best_of(found), nearest(found), estimates)
 
 
@@ -151,12 +155,9 @@ def _traces(
     """The traces of one row and of two; what is only estimated."""
     rows = 1 if batch == "auto" else int(batch)
 
-    def run(rows: int) -> Trace:
-        return trace(module, tokens_of(rows, seq), precision=precision, device_type=device_type)
-
     try:
-        one = run(rows)
-        two = run(2 * rows) if batch == "auto" else None
+        one = _trace(module, rows, seq, precision, device_type)
+        two = _trace(module, 2, seq, precision, device_type) if batch == "auto" else None
         if two is not None and len(one.events) != len(two.events):
             two = None
     except Untraceable as error:
@@ -164,6 +165,27 @@ def _traces(
         plans = plan_units(without_values(module))
         return estimated(plans, rows * seq, precision), None, parts
     return one, two, ()
+
+
+def _trace(module: nn.Module, rows: int, seq: int, precision: Precision, device_type: str) -> Trace:
+    return trace(module, tokens_of(rows, seq), precision=precision, device_type=device_type)
+
+
+def _confirmed(
+    found: tuple[Row, ...], search: Search, direct: Callable[[int], Trace]
+) -> tuple[Row, ...]:
+    """The rows, where the one to take has been traced as it is.
+
+    From one row and two, a moment is told along a line; the most of several moments is above it.
+    """
+    while (best := best_of(found)) is not None and best.rows > 2:
+        exact = replace(search, one=direct(best.rows), two=None)
+        row = exact.row(best.stage, best.offload, best.rows)
+        if row.fits:
+            return tuple(row if each is best else each for each in found)
+        fewer = search.row(best.stage, best.offload, best.rows // 2)
+        found = tuple(fewer if each is best else each for each in found)
+    return found
 
 
 def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[tuple[int, str]]:
