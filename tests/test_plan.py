@@ -527,3 +527,11 @@ def test_tokens_have_no_values():
     (tokens,) = tokens_of(2, 5)
     assert tokens.is_meta
     assert tokens.shape == (2, 5)
+
+
+def test_the_table_of_measured_runs_is_that_of_its_results():
+    import memory
+
+    text = memory.DOCS.read_text()
+    assert memory.filled(text, memory.newest()) == text
+    assert len(memory.newest()) >= 30
