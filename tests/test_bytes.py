@@ -9,12 +9,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.layout.rows import round_up, row_bounds
-from tests.models import Model, next_token_loss, token_batches
+from tests.models import WIDTH, Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.training import cut
 
@@ -209,3 +209,47 @@ def test_a_deleted_model_gives_every_byte_back_without_a_collector(world_size, s
     for gone, held in results:
         assert gone
         assert not any(held.values()), held
+
+
+class Passing(nn.Module):
+    """Each block hands on what the first one made, as T5's blocks do with their position bias."""
+
+    def __init__(self, is_first: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Linear(WIDTH, WIDTH) if is_first else None
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.bias is not None:
+            bias = self.bias(x)
+        return x + self.inner(x) + bias, bias
+
+
+class Handing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Passing(index == 0) for index in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
+def test_what_a_block_only_passes_on_does_not_gather_it_again():
+    def body(rank):
+        module = seeded(Handing)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=3)
+        for _ in range(3):
+            module(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = onefold.report(module)
+        return report.last_step["gather"].sent_nbytes, report.units
+
+    for sent, units in run_ranks(2, body):
+        # each unit in forward and in backward; backward comes by the first one's second output
+        # when it is through with it: once more
+        assert sent <= (2 * sum(unit.nbytes for unit in units) + units[0].nbytes) // 2

@@ -6,12 +6,15 @@ are allocated and freed, transports where they send: `onefold.report` reads sums
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from threading import RLock
 
 from onefold.observer import Observer
+
+_ASKED = re.compile(r"allocate ([0-9.]+) ([KMG])iB")
 
 
 class Kind(StrEnum):
@@ -96,6 +99,16 @@ class Ledger:
                 held[kind] = held.get(kind, 0) + usage.now
         most_first = sorted(held.items(), key=lambda item: -item[1])
         return ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in most_first) or "nothing"
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error for want of memory, of somebody else's, what is held and what would fit.
+
+        Where torch says how much it tried to allocate, the advice is about as many bytes.
+        """
+        asked = _ASKED.search(str(error))
+        nbytes = int(float(asked[1]) * 1024 ** "KMG".find(asked[2]) * 1024) if asked else 1
+        advice = f"; hint: {self.advise(nbytes)}" if self.advise else ""
+        error.add_note(f"onefold holds, besides activations, {self.told()} bytes{advice}")
 
     def end_step(self) -> None:
         """Close one optimizer step: what was sent since the last call becomes `last_step`."""

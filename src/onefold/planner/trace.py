@@ -239,7 +239,7 @@ class _Tracer:
 
     def __init__(self, module: nn.Module, plans: list[UnitPlan], precision: Precision) -> None:
         self.setting = _Setting(precision.compute)
-        self.saved, self.is_summoned = None, False
+        self.saved, self.ledger, self.is_summoned = None, None, False
         self.units: list[UnitTrace] = []
         self.events: list[Event] = []
         self.live: Live

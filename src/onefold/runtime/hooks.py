@@ -17,7 +17,7 @@ from torch import nn
 
 from onefold.errors import WireError
 from onefold.runtime.precision import cast_floating
-from onefold.runtime.watch import tensors_in, watch_outputs
+from onefold.runtime.watch import now, tensors_in, watch_outputs
 
 
 class Verbs(Protocol):
@@ -28,6 +28,7 @@ class Verbs(Protocol):
 
     setting: Any  # its `compute` is the dtype that floating-point arguments are cast to
     saved: Any
+    ledger: Any
     is_summoned: bool
 
     def begin_forward(self) -> None: ...
@@ -51,7 +52,7 @@ class ModuleHooks:
         self.units = units
         self.is_root = is_root
         self.compute = engine.setting.compute
-        self._calls: list[list[Any]] = []
+        self._calls: list[tuple[list[Any], int]] = []  # and when each began
         self._num_modules = {unit: 1 for unit in units}
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, always_call=True)
@@ -68,7 +69,7 @@ class ModuleHooks:
             if engine.saved is not None:
                 engine.saved.begin()
             engine.begin_forward()
-        self._calls.append([engine.enter(unit) for unit in self.units])
+        self._calls.append(([engine.enter(unit) for unit in self.units], now()))
         if self.compute is None or engine.is_summoned:
             return None
         return cast_floating(args, self.compute), cast_floating(kwargs, self.compute)
@@ -76,15 +77,18 @@ class ModuleHooks:
     def post_forward(self, module: nn.Module, args: object, outputs: object) -> None:
         if self.is_root and self.engine.saved is not None:
             self.engine.saved.end()
-        if sys.exception() is None:
+        error = sys.exception()
+        if error is None:
             self._leave(module, outputs)
             return
+        if self.is_root and isinstance(error, torch.OutOfMemoryError):
+            self.engine.ledger.explain(error)
         with suppress(WireError):  # forward has failed already: a second error would hide the first
             self._leave(module, None)
 
     def _leave(self, module: nn.Module, outputs: object) -> None:
         engine = self.engine
-        calls = self._calls.pop() if self._calls else []
+        calls, since = self._calls.pop() if self._calls else ([], 0)
         tensors = list(tensors_in(outputs))
         for tensor in tensors:
             base = tensor._base if tensor._is_view() else tensor
@@ -96,7 +100,7 @@ class ModuleHooks:
         for call in calls:
             engine.leave(call, module, self._num_modules[call.unit])
         if torch.is_grad_enabled() and (calls or self.is_root):
-            watch_outputs(ref(engine), calls, tensors)
+            watch_outputs(ref(engine), calls, tensors, since)
         if self.is_root:
             engine.end_forward()
 

@@ -25,8 +25,19 @@ class Watcher(Protocol[C]):
     def expect_backward(self, call: C) -> None: ...
 
 
-def watch_outputs(watcher: ReferenceType[Watcher[C]], calls: Sequence[C], outputs: object) -> None:
-    """Have backward enter `calls` before it runs any node that made `outputs`."""
+def now() -> int:
+    """The number that the next autograd node of this thread will have."""
+    return torch.autograd._get_sequence_nr()
+
+
+def watch_outputs(
+    watcher: ReferenceType[Watcher[C]], calls: Sequence[C], outputs: object, since: int = 0
+) -> None:
+    """Have backward enter `calls` before it runs any node that made `outputs`.
+
+    Nodes from before `since` were there when the calls began: an output that a module only passes
+    on (T5's position bias) is reached when backward is long through with it.
+    """
 
     def before_node(_: object) -> None:
         alive = watcher()
@@ -41,7 +52,7 @@ def watch_outputs(watcher: ReferenceType[Watcher[C]], calls: Sequence[C], output
             if tensor.requires_grad:
                 base = tensor._base if tensor._is_view() else None
                 node = (tensor if base is None or base.grad_fn is None else base).grad_fn
-                if node is not None:
+                if node is not None and node._sequence_nr() >= since:
                     nodes[id(node)] = node
     current = watcher()
     if nodes and current is not None:
