@@ -385,6 +385,29 @@ def test_the_figures_of_the_page_are_computed():
     assert shares == ["50%", "31%", "27%"]
 
 
+def test_a_prediction_is_drawn_over_units_and_the_step_alone():
+    from onefold.training.job import Job
+    from onefold.training.predicting import predict, trace_of
+    from onefold.training.world import World
+    from onefold.wire.collectives import Group
+
+    job = Job(stage=3, batch=4, seq=SEQ, report="page")
+    seen = trace_of(job, build_model("tiny", SEQ), World(Group.of(None), torch.device("cpu")))
+    module = seeded(BUILDS["gpt"])
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    onefold.shard(module, optimizer, stage=3)
+    loss_of(module(*inputs_of("gpt", 4))).backward()
+    optimizer.step()
+    made = predict(job, Offload(), seen, onefold.report(module), "cpu")
+    assert made is not None
+    assert all(entry["unit"] or entry["phase"] == "step" for entry in made.timeline)
+    phases = list(dict.fromkeys(entry["phase"] for entry in made.timeline))
+    assert phases == ["forward", "loss", "backward", "step"]
+    highest = max(sum(entry["nbytes_by_kind"].values()) for entry in made.timeline)
+    assert highest == made.peak_nbytes
+    assert "within 5 %" in made.verdict
+
+
 # sizes and bad input
 
 

@@ -117,9 +117,14 @@ def _verdict(found: Forecast, by_kind: dict[str, int], report: Report) -> str:
 
 
 def _timeline(moments: Sequence[tuple[str, str, dict[str, int]]]) -> tuple[dict[str, Any], ...]:
-    """Moments as a report draws them: the highest of each phase and unit in turn."""
+    """Moments as a report draws them: the highest of each phase and unit in turn.
+
+    Before the first unit there is nothing to draw them over: only the step has a phase of its own.
+    """
     entries: list[dict[str, Any]] = []
     for phase, unit, held in moments:
+        if not unit and phase != "step":
+            continue
         entry = {"phase": phase, "unit": unit, "nbytes_by_kind": held}
         last = entries[-1] if entries else None
         if last is not None and (last["phase"], last["unit"]) == (phase, unit):
