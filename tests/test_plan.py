@@ -195,6 +195,45 @@ def test_a_trace_counts_what_real_tensors_take(name, precision):
     assert peak == pytest.approx(found.peak, rel=0.01)
 
 
+OPERATIONS = {
+    "a product": lambda x, n: x @ x.t(),
+    "of another layout": lambda x, n: x.t() + 1.5,
+    "a view": lambda x, n: x[1:].view(-1),
+    "a copy where it must be": lambda x, n: x.t().contiguous(),
+    "none where it need not be": lambda x, n: x.contiguous(),
+    "an alias that is no view": lambda x, n: torch.ops.aten._unsafe_view(x, [24]),
+    "a view or a copy": lambda x, n: x.t().reshape(-1),
+    "in place": lambda x, n: x.add_(1),
+    "several": lambda x, n: F.layer_norm(x, (6,)).topk(2),
+    "a list": lambda x, n: torch._foreach_add([x, n.float()], 1.0),
+    "of a whole number": lambda x, n: n * 2,
+    "of a fraction": lambda x, n: n * 2.0,
+    "of a truth": lambda x, n: n + True,
+    "rows by number": lambda x, n: F.embedding(n[0].clamp(0, 3), x),
+    "a scalar": lambda x, n: x.mean(),
+    "from nothing": lambda x, n: torch.arange(5, dtype=torch.int16, device=x.device),
+}
+
+
+def test_an_operation_gives_the_same_on_meta_however_often_it_is_asked():
+    """Its shape, strides, dtype, and whether it lies in what it was given: as of real tensors."""
+
+    def told_of(device: str, name: str) -> list[tuple[Any, ...]]:
+        x = torch.ones(4, 6, device=device)
+        n = torch.ones(2, 3, dtype=torch.int64, device=device)
+        own = {t.untyped_storage()._cdata for t in (x, n)}
+        out = OPERATIONS[name](x, n)
+        outs = out if isinstance(out, tuple | list) else (out,)
+        return [(t.shape, t.stride(), t.dtype, t.untyped_storage().nbytes(),
+                 t.untyped_storage()._cdata in own) for t in outs]  # fmt: skip
+
+    wanted = {name: told_of("cpu", name) for name in OPERATIONS}
+    with Live() as live:
+        for name in [*OPERATIONS, *reversed(OPERATIONS), *OPERATIONS]:
+            assert told_of("meta", name) == wanted[name], name
+        assert live.now == 0
+
+
 def test_a_trace_neither_reads_nor_changes_a_module():
     module = seeded(BUILDS["odd"])
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
