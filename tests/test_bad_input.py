@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import onefold
@@ -99,14 +99,6 @@ def test_a_precision_of_something_that_is_no_float_dtype_is_refused(field):
     for dtype in ("bf16", torch.int8, 16):
         with refused(onefold.ConfigError, field, repr(dtype)):
             onefold.Precision(**{field: dtype})
-
-
-def test_a_wire_that_is_not_there_yet_is_refused_rather_than_ignored():
-    def body(rank: int) -> None:
-        with refused(onefold.ConfigError, "wire", "'zero++'"):
-            onefold.shard(Tower(), wire="zero++")
-
-    on_every_rank(2, body)
 
 
 def test_an_unknown_keyword_is_refused_by_name():
@@ -386,14 +378,23 @@ def test_a_mesh_without_this_rank_is_refused_on_that_rank():
     on_every_rank(3, body)
 
 
-def test_a_mesh_of_two_axes_is_refused_with_a_way_out():
+def test_a_mesh_of_three_axes_is_refused_with_a_way_out():
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("outer", "inner", "tensor"))
         module = Tower()
-        with refused(onefold.ConfigError, "(2, 2)"):
+        with refused(onefold.ConfigError, "(2, 2, 1)"):
             onefold.shard(module, mesh=mesh)
         onefold.shard(module, mesh=mesh["inner"])
         trains(module)
+
+    on_every_rank(4, body)
+
+
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused():
+    def body(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
+        with refused(onefold.ConfigError, "ascend"):
+            onefold.shard(Tower(), mesh=mesh)
 
     on_every_rank(4, body)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from onefold.reporting import Report
     from onefold.runtime.precision import GradScaler
     from onefold.training.planning import Cluster, plan
+    from onefold.wiring import Wire
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ _HOMES = {
     "Cluster": "onefold.training.planning",
     "Plan": "onefold.planner.plan",
     "plan": "onefold.training.planning",
+    "Wire": "onefold.wiring",
 }
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "Report",
     "StateError",
     "TierError",
+    "Wire",
     "WireError",
     "accumulate",
     "load",

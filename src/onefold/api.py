@@ -21,14 +21,15 @@ from onefold.config import (
     offload_of,
     placements_of,
     precision_of,
-    refuse_unbuilt,
 )
+from onefold.environment import Ranks, two_axes_of_launcher
 from onefold.errors import ConfigError, expected
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.ledger import Ledger
 from onefold.offloading import Wish, offload_together
 from onefold.planner.auto import Expectation, lowest_stage
 from onefold.reporting import Report, copied, snapshot, unit_lines
+from onefold.routing import Links, routes_of
 from onefold.runtime import summon
 from onefold.runtime.activations import SavedActivations
 from onefold.runtime.engine import Engine
@@ -44,14 +45,12 @@ from onefold.state.materialise import (
     materialise,
     materialise_buffers,
 )
-from onefold.state.setting import Setting
+from onefold.state.setting import Setting, Tiers
 from onefold.state.unit import Unit
 from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory
 from onefold.wire.collectives import Group
-from onefold.wire.streamed import Streamed
-from onefold.wire.timed import Timed
-from onefold.wire.transport import Composed, LocalTransport, Transport
+from onefold.wiring import Wire, check_wire, wire_of
 
 Source = tuple[Initialisers, Values | None]
 """Where a module on `meta` gets its values: what initialises its parts, and what was promised."""
@@ -81,46 +80,40 @@ def shard(  # noqa: PLR0913 - the contract
             None: for inference, or for an optimizer built afterwards on `module.parameters()`.
         stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters. "auto":
             the lowest whose states leave room for activations; `report(module)` says why.
-        mesh: a 1-D `DeviceMesh` or a `ProcessGroup`; default the whole world. Without a process
-            group the world is one; under torchrun the default group is initialised.
+        mesh: a `DeviceMesh` of one axis, or of two: (nodes, ranks of a node), where nodes talk
+            once a step (`Wire.secondary`); or a `ProcessGroup`; default the whole world. Without a
+            process group the world is one; under torchrun the default group is initialised.
         units: which modules travel together; default: repeated blocks and balanced rests.
             A list of submodules, or a predicate over them.
         precision: None (own dtypes), "fp32", "bf16", "fp16" or a `Precision`.
         offload: None, "optimizer" (states and step on the CPU), "cpu" (parameters too),
             "disk:PATH", or an `Offload`. At stages 1 to 3.
-        wire: None in this version.
+        wire: None (exact), "zero++" or another preset, or a `Wire`: how state travels. With no mesh
+            given, other wires take the hosts that torchrun started for the nodes.
 
     Raises:
         ConfigError: a choice that cannot work; on every rank where it can be seen.
         TierError: a tier has no room, or its path cannot be used; on every rank.
     """
-    group, device_mesh = environment.resolve(mesh)
+    ranks = environment.resolve(mesh)
     asked = 3 if stage == "auto" else stage
     job = _examine_together(
-        group, lambda: _examine(module, optimizer, asked, units, precision, offload, wire)
+        ranks, lambda: _examine(module, optimizer, asked, units, precision, offload, wire)
     )
-    device = environment.device_of(job.parameters, group)
-    wish = Wish(job.offload, job.precision, job.plans, job.optimizers, device)
+    group, device = ranks.everyone, environment.device_of(job.parameters, ranks.everyone)
+    job = replace(job, ranks=ranks if job.wire.is_plain else two_axes_of_launcher(ranks, device))
+    wish = Wish(
+        job.offload, job.precision, job.plans, job.optimizers, device, shards=job.shards
+    )  # fmt: skip
     number, why = _stage_of(stage, wish, offload, group)
     job = replace(job, placements=placements_of(number))
+    check_wire(job.wire, job.placements, job.offload, has_axes=job.ranks.axes is not None)
     ledger = Ledger()
-    store = DeviceStore(device)
-    expectation = Expectation.of(replace(wish, stage=number).subject, group.world_size)
+    expectation = Expectation.of(replace(wish, stage=number).subject, job.shards.world_size)
     ledger.advise = expectation.smallest_change
+    store = DeviceStore(device)
     offloading = offload_together(replace(wish, stage=number), store, ledger, group)
-    is_sharded = job.placements.optimizer is Placement.SHARD
-    if is_sharded and group.handle is not None and device_mesh is None:
-        device_mesh = DeviceMesh.from_group(group.handle, device.type)
-    setting = Setting(
-        transport=_transport(group, device, ledger, job.precision.reduce),
-        store=store,
-        ledger=ledger,
-        mesh=device_mesh if is_sharded else None,
-        is_sharded=is_sharded,
-        compute=job.precision.compute,
-        master=job.precision.master,
-        tiers=offloading.tiers,
-    )
+    setting = _setting(job, store, ledger, offloading.tiers)
     originals = [owned.parameter for owned in job.parameters]
     values: Values | None = module.__dict__.pop(PROMISED, None)
     source = (initialisers_of(module), values)
@@ -212,14 +205,23 @@ class _Job:
     placements: Placements
     precision: Precision
     offload: Offload
+    wire: Wire
     optimizers: list[Optimizer]
     parameters: list[Owned]
     plans: list[UnitPlan]
+    ranks: Ranks = Ranks(Group.of(None))  # noqa: RUF009 - a frozen value
+
+    @property
+    def shards(self) -> Group:
+        """The ranks over which resting state is cut: all, or those of a node that is a replica."""
+        inside = self.ranks.inside
+        return inside if inside and self.wire.secondary == "optimizer" else self.ranks.everyone
 
     def facts(self) -> list[str]:
         """What must be the same on every rank, a line each."""
         offload = replace(self.offload, disk="own")  # each host may have its own folders
-        return [f"{self.placements}, {self.precision}, {offload}"] + [
+        choices = [f"{self.placements}, {self.precision}, {offload}", *self.wire.facts()]
+        return [*self.ranks.facts(), *choices] + [
             f"{owned.fqn} {list(owned.parameter.shape)} {owned.parameter.dtype} "
             f"requires_grad={owned.parameter.requires_grad} in unit {plan.name}"
             for plan in self.plans
@@ -242,23 +244,23 @@ def _examine(
     """Check one rank's arguments without touching anything."""
     placements, chosen = placements_of(stage), precision_of(precision)
     tiers = offload_of(offload, placements)
-    refuse_unbuilt(wire)
     optimizers = examining.as_list(optimizer)
     examining.check_module(module)
     parameters = owned_parameters(module)
     examining.check_parameters(parameters)
     examining.check_optimizers(optimizers, parameters)
     plans = plan_units(module, units, tiers.tile or 0)
-    return _Job(placements, chosen, tiers, optimizers, parameters, plans)
+    return _Job(placements, chosen, tiers, wire_of(wire), optimizers, parameters, plans)
 
 
-def _examine_together(group: Group, examine: Callable[[], _Job]) -> _Job:
+def _examine_together(ranks: Ranks, examine: Callable[[], _Job]) -> _Job:
     """The job of this rank, once every rank has found the same one; `ConfigError` on all if not."""
     job, problem = None, None
     try:
-        job = examine()
+        job = replace(examine(), ranks=ranks)
     except ConfigError as error:
         problem = error
+    group = ranks.everyone
     mine = [f"! {problem}"] if problem else job.facts() if job else []
     everyone = group.all_gather_object(mine) if group.world_size > 1 else [mine]
     if problem is not None:
@@ -279,15 +281,23 @@ def _examine_together(group: Group, examine: Callable[[], _Job]) -> _Job:
     return job
 
 
-def _transport(
-    group: Group, device: torch.device, ledger: Ledger, reduce: torch.dtype
-) -> Transport:
-    if group.world_size == 1:
-        return LocalTransport(group)
-    native = device.type == "cuda" and group.is_nccl
-    composed = Composed(group, ledger, reduce=reduce, native=native)
-    timed = Timed(composed, ledger, is_queued=device.type == "cuda")
-    return Streamed(timed, device) if device.type == "cuda" else timed
+def _setting(job: _Job, store: DeviceStore, ledger: Ledger, tiers: Tiers) -> Setting:
+    is_sharded = job.placements.optimizer is Placement.SHARD
+    shards, device = job.shards, store.device
+    mesh = job.ranks.mesh if shards is job.ranks.everyone else None
+    if mesh is None and shards.handle is not None and is_sharded:
+        mesh = DeviceMesh.from_group(shards.handle, device.type)
+    links = Links(device, ledger, job.precision.reduce)
+    return Setting(
+        routes=routes_of(job.wire, job.ranks, job.placements, links),
+        store=store,
+        ledger=ledger,
+        mesh=mesh if is_sharded else None,
+        is_sharded=is_sharded,
+        compute=job.precision.compute,
+        master=job.precision.master,
+        tiers=tiers,
+    )
 
 
 def _order_members(plan: UnitPlan, optimizers: Sequence[Optimizer]) -> None:
@@ -309,7 +319,7 @@ def _fill_unit(unit: Unit, plan: UnitPlan, source: Source) -> Unit:
     values = source[1]
     given = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}
     own = [owned.parameter.data for owned in plan.members if owned.fqn not in given]
-    agree_on_values(own, setting.transport.group)
+    agree_on_values(own, setting.routes.group)
     unit.adopt(originals, values)
     originals.clear()
     return_free_memory()

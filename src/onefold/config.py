@@ -1,6 +1,7 @@
-"""What a user may choose, as frozen values: `Precision`, `Offload`, `Wire` and the stage table.
+"""What a user may choose, as frozen values: `Precision`, `Offload` and the stage table.
 
-Validated here, turned into objects in `api`; the runtime never sees these classes.
+`Wire` is in wiring.py. Validated here, turned into objects in `api`; the runtime never sees these
+classes.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def precision_of(choice: object) -> Precision:
         expected(
             f"precision to be None, {', '.join(map(repr, PRECISIONS))} or a Precision",
             repr(choice),
-            hint=_nearest(choice, PRECISIONS) or "None computes in the parameters' own dtype",
+            hint=nearest_word(choice, PRECISIONS) or "None computes in the parameters' own dtype",
         )
     )
 
@@ -150,7 +151,7 @@ class Offload:
                     expected(
                         f"Offload.{name} to be one of {', '.join(map(repr, TIERS))}",
                         repr(tier),
-                        hint=_nearest(tier, TIERS) or "the folder for 'disk' is Offload.disk",
+                        hint=nearest_word(tier, TIERS) or "the folder for 'disk' is Offload.disk",
                     )
                 )
         share: object = self.fraction
@@ -210,7 +211,7 @@ def offload_of(choice: object, placements: Placements) -> Offload:
             expected(
                 f"offload to be None, {', '.join(map(repr, words))} or an Offload",
                 repr(choice),
-                hint=_nearest(choice, words) or "None keeps every state on the device",
+                hint=nearest_word(choice, words) or "None keeps every state on the device",
             )
         )
     _check_offload(offload, placements)
@@ -253,19 +254,7 @@ def _check_offload(offload: Offload, placements: Placements) -> None:
         )
 
 
-def refuse_unbuilt(wire: object) -> None:
-    """Refuse the wires that this version does not have, rather than ignore them."""
-    if wire is not None:
-        raise ConfigError(
-            expected(
-                "wire to be None in this version",
-                repr(wire),
-                hint="every state travels in its own dtype for now; see CHANGELOG.md for what is "
-                "planned",
-            )
-        )
-
-
-def _nearest(word: object, known: Iterable[str]) -> str:
+def nearest_word(word: object, known: Iterable[str]) -> str:
+    """A hint that names the one of `known` that was meant, or nothing."""
     close = get_close_matches(str(word), list(known), n=1)
     return f"did you mean {close[0]!r}?" if close else ""

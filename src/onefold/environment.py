@@ -7,23 +7,108 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onefold.errors import ConfigError, expected
+from onefold.layout.axes import Axes
 from onefold.layout.units import Owned
 from onefold.wire.collectives import Group
 
 MeshChoice = DeviceMesh | dist.ProcessGroup | None
 
 
-def resolve(mesh: MeshChoice) -> tuple[Group, DeviceMesh | None]:
-    """The group to shard over, and the mesh if one was given."""
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who trains together: everyone, and on a mesh of two axes this rank's node and its peers.
+
+    `inside` are the ranks of this rank's node, `between` those in its place of every node; `mesh`
+    is one axis of all ranks, if a mesh was given.
+    """
+
+    everyone: Group
+    mesh: DeviceMesh | None = None
+    inside: Group | None = None
+    between: Group | None = None
+
+    @property
+    def axes(self) -> Axes | None:
+        """The two axes, if there are."""
+        if self.inside is None or self.between is None:
+            return None
+        return Axes(self.between.world_size, self.inside.world_size, self.everyone.rank)
+
+    def facts(self) -> list[str]:
+        """What must be the same on every rank."""
+        axes = self.axes
+        return [f"mesh of {axes.nodes} nodes x {axes.neighbours} ranks" if axes else "one axis"]
+
+
+def resolve(mesh: MeshChoice) -> Ranks:
+    """The ranks to shard over."""
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        return _two_axes(mesh)
     handle, device_mesh = _group_of(mesh)
-    return Group.of(handle), device_mesh
+    return Ranks(Group.of(handle), device_mesh)
+
+
+def _two_axes(mesh: DeviceMesh) -> Ranks:
+    if mesh.get_coordinate() is None:
+        raise ConfigError(_not_in("mesh"))
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ConfigError(
+            expected(
+                "a mesh whose ranks ascend along the nodes, as init_device_mesh makes it",
+                f"{mesh.mesh.tolist()}",
+                hint="init_device_mesh(device, (nodes, ranks of a node))",
+            )
+        )
+    if len(ranks) == dist.get_world_size():
+        found = Ranks(Group.of(dist.group.WORLD))
+    elif mesh.mesh_dim_names:
+        whole = mesh._flatten()
+        found = Ranks(Group.of(whole.get_group()), whole)
+    else:
+        raise ConfigError(
+            expected(
+                "axes with names, of a mesh that is not the whole world",
+                f"{mesh}",
+                hint='init_device_mesh(..., mesh_dim_names=("node", "rank"))',
+            )
+        )
+    if 1 in mesh.shape:  # one node, or one rank on each: one axis does it
+        return found
+    inside, between = Group.of(mesh.get_group(1)), Group.of(mesh.get_group(0))
+    return replace(found, inside=inside, between=between)
+
+
+def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
+    """Axes as torchrun started the world: hosts, and the processes of each; as it was if one host.
+
+    A collective. Raises `ConfigError` on every rank if hosts have different numbers of processes.
+    """
+    if ranks.everyone.world_size == 1 or ranks.axes is not None or not dist.is_initialized():
+        return ranks
+    if ranks.mesh is not None or ranks.everyone.handle is not dist.group.WORLD:
+        return ranks
+    local = local_place(ranks.everyone)[1]
+    everyone = ranks.everyone.all_gather_object(local)
+    if len(set(map(str, everyone))) > 1:
+        raise ConfigError(
+            expected(
+                "as many ranks on every host, for a wire that knows hosts",
+                f"{everyone} by rank",
+                hint="start equal numbers with torchrun --nproc-per-node, or pass mesh=",
+            )
+        )
+    if local == ranks.everyone.world_size:
+        return ranks
+    return resolve(init_device_mesh(device.type, (ranks.everyone.world_size // local, local)))
 
 
 def _group_of(mesh: MeshChoice) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
@@ -31,9 +116,9 @@ def _group_of(mesh: MeshChoice) -> tuple[dist.ProcessGroup | None, DeviceMesh | 
         if mesh.ndim != 1:
             raise ConfigError(
                 expected(
-                    "a mesh of one axis",
+                    "a mesh of one axis, or of two: (nodes, ranks of a node)",
                     f"one of {mesh.ndim}: {tuple(mesh.shape)}",
-                    hint="pass one axis of it, such as mesh['dp']",
+                    hint="pass one or two axes of it, such as mesh['node', 'rank']",
                 )
             )
         if mesh.get_coordinate() is None:

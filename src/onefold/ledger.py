@@ -22,6 +22,7 @@ class Kind(StrEnum):
 
     WEIGHT = "weight"  # the parameter at rest: this rank's shard, or the replica
     MASTER = "master"  # fp32 copy of a narrower weight
+    SECONDARY = "secondary"  # the weights a rank keeps for its node
     UNSHARDED = "unsharded"  # gathered whole weights
     GRAD = "grad"  # the reduced gradient: shard, or replica at stage 0
     PARTIAL_GRAD = "partial_grad"  # this rank's gradient, not yet reduced

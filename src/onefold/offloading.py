@@ -55,6 +55,7 @@ class Wish:
     optimizers: Sequence[Optimizer]
     device: torch.device  # that computes
     stage: int = 3
+    shards: Group | None = None  # the ranks over which states are cut, if not everyone's
 
     @property
     def subject(self) -> Subject:
@@ -95,6 +96,7 @@ def offloaded_units(wish: Wish, fraction: float) -> list[bool]:
 def budget_of(wish: Wish, chosen: Sequence[bool], group: Group) -> Budget:
     """What resting state will need on this rank, whole pages for each buffer."""
     offload, precision = wish.offload, wish.precision
+    group = wish.shards or group
     needs, all_states = {"device": 0, "cpu": 0, "disk": 0}, 0
     for plan, is_chosen in zip(wish.plans, chosen, strict=True):
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]

@@ -147,6 +147,8 @@ def state_path(name: str, path: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def settle(engine: Engine) -> None:
     """Everything at rest and true: no whole weights, masters that follow edited weights."""
     engine.rest()
+    if any(unit.gradient.reduction.waits for unit in engine.units):
+        engine.reducer.complete()  # sums of one node are no mean that a checkpoint could keep
     for unit in engine.units:
         unit.settle()
         unit.check_untouched()

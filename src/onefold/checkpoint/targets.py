@@ -286,6 +286,7 @@ class Targets:
         engine = self.subject.engine
         for unit in engine.units:
             unit.publish(is_rounded=False)
+            unit.gather.forget_replica()
             unit.forget()
         engine.early.mend()
         extra_states = _nested(objects, self._extra_paths)

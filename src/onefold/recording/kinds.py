@@ -12,6 +12,7 @@ KINDS = {
     "optimizer": "optimizer states",
     "grad": "gradients, reduced",
     "partial_grad": "gradients, not yet reduced",
+    "secondary": "weights kept for the node",
     "unsharded": "whole weights, gathered",
     "activation": "activations, offloaded",
     "staging": "slots on the way to far tiers",

@@ -70,7 +70,7 @@ class Engine:
         self.told = ""  # what was planned, and why
         self.expected_peaks: Callable[..., dict[str, int]] = lambda **_: {}
         self.has_accumulated = False
-        self.ledger, self.group = setting.ledger, setting.transport.group
+        self.ledger, self.group = setting.ledger, setting.routes.group
         self.marks = Marks(setting.ledger)
         for unit in units:
             unit.gradient = UnitGradient(unit)
@@ -153,6 +153,8 @@ class Engine:
             self._users.clear()
             for seen in self._seen.values():
                 seen.clear()
+            for unit in self.units:
+                unit.gather.begin_early()
         self.forward_depth += 1
 
     def end_forward(self) -> None:
@@ -273,6 +275,7 @@ class Engine:
         self._is_backward = True
         for gradient in self.gradients.values():
             gradient.drop_cleared()
+            gradient.is_last = not self.is_accumulating
         self.schedule.begin(Phase.BACKWARD)
         self.marks.begin("backward")
         engine = ref(self)
@@ -376,8 +379,7 @@ class Engine:
         self.rest()
         for gradient in self.gradients.values():
             gradient.drop_cleared()
-        if any(gradient.partial for gradient in self.gradients.values()):
-            self.reducer.finish()  # an accumulation that ended without its last micro-batch
+        self.reducer.complete()
         for unit in self.units:
             unit.check_untouched()
             if unit not in stepped:

@@ -14,6 +14,7 @@ shows its weight, so state dicts, schedulers and checkpoints see ordinary per-pa
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -192,11 +193,12 @@ class OptimizerBinding:
         for engine in self.engines:
             engine.before_step()
         self._import_changed(optimizer)
+        is_sound = self._is_sound()
         groups: list[list[UnitParameter]] = []
         foreign: list[list[Tensor]] = []
         for group in optimizer.param_groups:
             known = [(tensor, self.parameter(tensor)) for tensor in group["params"]]
-            groups.append([p for _, p in known if p is not None and _grad(p) is not None])
+            groups.append([p for _, p in known if p and is_sound and _grad(p) is not None])
             foreign.append([tensor for tensor, p in known if p is None])
         is_flat = self.is_elementwise
         rules = [rule_of(optimizer, group) for group in optimizer.param_groups] if is_flat else []
@@ -217,6 +219,21 @@ class OptimizerBinding:
         optimizer.state = state
         self._is_entered = True
         return replaced
+
+    def _is_sound(self) -> bool:
+        """False if coded gradients were not finite somewhere: then no rank steps, and all say so.
+
+        What was rounded cannot be told from what it was, so a loss scale might not see it either.
+        """
+        unsound = [engine for engine in self.engines if not engine.reducer.is_sound()]
+        for engine in unsound:
+            if engine.group.rank == 0:
+                message = (
+                    f"step {engine.ledger.steps + 1} is skipped on every rank: gradients were not "
+                    "finite before they were coded"
+                )
+                warnings.warn(message, RuntimeWarning, stacklevel=5)
+        return not unsound
 
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
         """Swap back. Runs before every other post-hook."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
+import torch
+
 from onefold.state.gradient import UnitGradient
 from onefold.state.unit import Unit
 from onefold.ticket import Ticket
@@ -27,9 +29,10 @@ class Reducer:
         # are reduced tile by tile, where they are used
         self._order = [g for unit, g in gradients.items() if not unit.is_tiled][::-1]
         self._in_flight: deque[tuple[UnitGradient, Ticket]] = deque()
-        self._landed: UnitGradient | None = None  # the last; at stage 0 its rows are spreading
-        self._finishes_alone = all(unit.setting.is_sharded for unit in gradients)
-        self._transports = {unit.setting.transport for unit in gradients}
+        self._landed: UnitGradient | None = None  # the last; a second hop may follow
+        self._finishes_alone = all(each.reduction.finishes_alone for each in gradients.values())
+        routes = [unit.setting.routes for unit in gradients]
+        self._transports = {transport for each in routes for transport in each.reducers}
         self._ready: set[UnitGradient] = set()
         self._started: set[UnitGradient] = set()
 
@@ -50,30 +53,33 @@ class Reducer:
     def _start(self, gradient: UnitGradient) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._land()
-        gradient.end_spreading()  # a second reduction adds to what the first has shown
+        gradient.end_following()  # a second reduction adds to what the first has shown
         self._started.add(gradient)
         self._in_flight.append((gradient, gradient.start_reduce()))
 
     def _land(self) -> None:
-        """Finish the oldest reduction, and the gather that follows the one before it (stage 0).
+        """Finish the oldest reduction's first hop, and the second hop of the one before it.
 
-        Every rank does so at the same reductions, as that gather is a collective too.
+        Every rank does so at the same reductions, as second hops are collectives too.
         """
-        self._end_spreading()
+        self._end_following()
         landed, ticket = self._in_flight.popleft()
-        self._landed = landed
         ticket.wait()
-        if not landed.is_discarding:
-            self._on_reduced(landed)
+        self._landed = landed
+        if self._finishes_alone:
+            self._end_following()
 
-    def _end_spreading(self) -> None:
-        if self._landed is not None:
-            self._landed.end_spreading()
+    def _end_following(self) -> None:
+        landed, self._landed = self._landed, None
+        if landed is not None:
+            landed.end_following()
+            if not landed.is_discarding:
+                self._on_reduced(landed)
 
     def poll(self) -> None:
         """Finish a reduction that is complete: its gradients and receive buffer go early.
 
-        Only where finishing is local; stage 0's starts a collective, which has its place in the
+        Only where finishing is local: a second hop is a collective, which has its place in the
         order.
         """
         if self._in_flight and self._finishes_alone and self._in_flight[0][1].done:
@@ -94,6 +100,21 @@ class Reducer:
         self._ready.clear()
         self._started.clear()
 
+    def complete(self) -> None:
+        """Reduce what an accumulation left that ended without its last micro-batch."""
+        for gradient in self._order:
+            gradient.is_last = True
+        if any(gradient.partial or gradient.reduction.waits for gradient in self._order):
+            self.finish()
+
+    def is_sound(self) -> bool:
+        """False if coded gradients that are there were not finite on some rank: then on all.
+
+        A GPU's host waits for the tags that tell it.
+        """
+        tags = [tag for gradient in self._order for tag in gradient.tags]
+        return not tags or bool(torch.stack(tags).isfinite().all())
+
     def abort(self) -> None:
         """Drop gradients that were not shown yet; wait for what is under way on all ranks."""
         self._ready.clear()
@@ -108,6 +129,6 @@ class Reducer:
     def _drain(self) -> None:
         while self._in_flight:
             self._land()
-        self._end_spreading()
+        self._end_following()
         for transport in self._transports:
             transport.end_backward()

@@ -59,8 +59,8 @@ def _summon(unit: Unit) -> Buffer:
     setting = unit.setting
     numel = unit.gather.full_numel
     buffer = Buffer(numel, unit.dtype, Kind.UNSHARDED, setting.store, setting.ledger)
-    unit.gather.start(buffer).wait()
-    unit.gather.check(buffer)
+    unit.exact_gather.start(buffer).wait()
+    unit.exact_gather.check(buffer)
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in unit.parameters:
             view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
@@ -96,3 +96,4 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter, own in rows:
             parameter.local.copy_(own.view(parameter.local.shape))
+            parameter.unit.gather.forget_replica()

@@ -8,6 +8,7 @@ all of them, by name, and no rank waits for another that has given up.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -18,10 +19,13 @@ from onefold.errors import TierError, WireError, expected
 from onefold.layout.rows import Slot
 from onefold.state.buffer import Buffer
 from onefold.ticket import DONE, Ticket
-from onefold.wire.transport import Cut
+from onefold.wire.transport import Cut, Own, Transport
 
 if TYPE_CHECKING:
     from onefold.state.unit import Unit
+
+Span = tuple[int, int]
+"""[start, stop) in elements."""
 
 FAILED_TAG = 0
 """In place of a unit's tag: the rank could not have its rows."""
@@ -32,14 +36,28 @@ def tags_of(world_size: int) -> Slot:
     return Slot("", (world_size,), 0, tuple((rank, rank + 1) for rank in range(world_size)), ())
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A buffer that one hop fills: how it is cut, where its tags begin, what carries it."""
+
+    flat: Tensor
+    cut: Cut | None
+    tags_at: int
+    transport: Transport
+
+
 class UnitGather:
     """Fills full buffers of a unit, of any dtype, from the shards of all ranks."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, transport: Transport, *, is_coded: bool = False) -> None:
         self._unit = ref(unit)
+        self._transport = transport
+        self._is_coded = is_coded
         self._cut: Cut | None = None
-        self._own_spans: list[tuple[int, int]] = []  # of own rows in the full buffer
-        self._near_spans: list[tuple[int, int]] = []  # and in the shard
+        self._copies: list[tuple[Span, Span]] = []  # in the buffer to fill, in the shard
+        self._always: list[tuple[Span, Span]] = []  # those of them that no transport codes
+        self._coded: list[Span] = []  # own rows of the others in the shard
+        self._has_replica = False  # the buffer still holds what every rank has read last
 
     @property
     def unit(self) -> Unit:
@@ -48,10 +66,26 @@ class UnitGather:
         return unit
 
     @property
+    def is_exact(self) -> bool:
+        """True if every rank reads weights as they rest, in whatever dtype the buffer has."""
+        return not self._is_coded
+
+    @property
     def full_numel(self) -> int:
         """Elements of a full buffer: the regions, and a tag for each rank if it is gathered."""
         rest = self.unit.rest
         return rest.full_numel + (rest.world_size if rest.world_size > 1 else 0)
+
+    def prefetch(self) -> None:
+        """`start` comes soon: begin what has to be done before."""
+        self.unit.rows.start(self.unit.edits(), self.unit.pending)
+
+    def begin_early(self) -> None:
+        """A forward begins that may use the unit: begin what every rank will want of it."""
+
+    def forget_replica(self) -> None:
+        """Weights were replaced on every rank: the next message is no difference."""
+        self._has_replica = False
 
     def start(self, full: Buffer) -> Ticket:
         """Begin to fill `full`; once the ticket is waited for, `check` tells if it went well.
@@ -59,22 +93,46 @@ class UnitGather:
         Raises `TierError` if this rank's rows cannot be had and no other rank would learn of it.
         """
         unit = self.unit
-        setting, flat = unit.setting, full.tensor
-        self._plan(full)
+        if not self._copies:
+            self._plan(full)
+        where = f"gather of unit {unit.name!r} on rank {unit.setting.rank}"
+        message = Message(full.tensor, self._cut, unit.rest.full_numel, self._transport)
+        return self._send(message, where)
+
+    def _send(self, message: Message, where: str) -> Ticket:
+        """Put own rows and the tag into a message, and begin to exchange it."""
+        unit, flat = self.unit, message.flat
+        own: list[Own] = []
 
         def bring() -> None:
             near = unit.rows.take(unit.edits())
-            own = [flat[start:stop] for start, stop in self._own_spans]
-            torch._foreach_copy_(own, [near[start:stop] for start, stop in self._near_spans])
+            own.extend(self._taken(near, message))
+            # what a transport codes it takes itself, and a replica has other things in its place
+            copies = self._always if own and not own[0].starts_replica else self._copies
+            places = [flat[start:stop] for (start, stop), _ in copies]
+            if places:
+                torch._foreach_copy_(places, [near[start:stop] for _, (start, stop) in copies])
 
         try:
-            self.bring_and_tag(bring, flat[unit.rest.full_numel :])
+            self.bring_and_tag(bring, flat[message.tags_at :])
+            if message.cut is None:
+                return DONE
+            return message.transport.gather(flat, message.cut, where, own[0] if own else None)
         finally:
             unit.rows.give_back()
-        if self._cut is None:
-            return DONE
-        where = f"gather of unit {unit.name!r} on rank {setting.rank}"
-        return setting.transport.gather(flat, self._cut, where)
+
+    def _taken(self, near: Tensor, message: Message) -> list[Own]:
+        """What a coding transport takes: rows of the master, so that they are rounded once."""
+        unit, routes = self.unit, self.unit.setting.routes
+        if not self._is_coded or message.cut is None:
+            return []
+        is_near = not unit.steps_in_blocks and unit.stepped.device == near.device
+        source = unit.stepped if is_near else near
+        rows: list[Tensor | None] = [source[start:stop] for start, stop in self._coded]
+        rows += [None] * (len(message.cut.numels) - len(rows))  # tags
+        had, self._has_replica = self._has_replica, routes.sends_differences
+        starts = routes.sends_differences and not had
+        return [Own(rows, has_replica=had, starts_replica=starts)]
 
     def bring_and_tag(self, bring: Callable[[], None], tags: Tensor) -> None:
         """Have `bring` put own rows into a message; then fill its `tags` [N, or none in a world of
@@ -93,8 +151,6 @@ class UnitGather:
 
     def _plan(self, full: Buffer) -> None:
         """What is sent and copied, found once."""
-        if self._own_spans:
-            return
         setting, rest = self.unit.setting, self.unit.rest
         if setting.rest_world > 1:
             sharded = [slot for slot in rest.slots if not slot.replicated]
@@ -103,12 +159,24 @@ class UnitGather:
                 [*sharded, tags_of(setting.world_size)], [*offsets, rest.full_numel],
                 setting.transport.group, full.tensor.itemsize, self.unit.name,
             )  # fmt: skip
-        rank = setting.rest_rank
-        for slot in rest.slots:
-            start, stop = slot.pieces[rank]
-            first = slot.shard_offsets[rank]
-            self._own_spans.append((slot.full_offset + start, slot.full_offset + stop))
-            self._near_spans.append((first, first + stop - start))
+        self._share(
+            [
+                (slot.full_offset + slot.pieces[setting.rest_rank][0], slot)
+                for slot in rest.slots
+            ]
+        )  # fmt: skip
+
+    def _share(self, starts: list[tuple[int, Slot]]) -> None:
+        """Note where own rows of each slot begin in the message."""
+        rank = self.unit.setting.rest_rank
+        for start, slot in starts:
+            first, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
+            copy = ((start, start + numel), (first, first + numel))
+            self._copies.append(copy)
+            if slot.replicated:
+                self._always.append(copy)
+            else:
+                self._coded.append(copy[1])
 
     @staticmethod
     def _tells(tags: Tensor) -> bool:
@@ -145,7 +213,7 @@ class UnitGather:
         """The error of this rank, or that of the first rank that has one. A collective."""
         unit = self.unit
         mine = None if unit.failure is None else str(unit.failure)
-        texts = unit.setting.transport.group.all_gather_object(mine)
+        texts = unit.setting.routes.group.all_gather_object(mine)
         if unit.failure is None:
             unit.failure = TierError(str(next(text for text in texts if text is not None)))
         return unit.failure

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from onefold.errors import StateError, WireError, expected
-from onefold.layout.rows import Slot
 from onefold.ledger import Kind
 from onefold.state.buffer import Buffer
 from onefold.state.parameter import UnitParameter
+from onefold.state.reduction import reduction_of
 from onefold.state.unit import Unit
 from onefold.ticket import DONE, Ticket
-from onefold.wire.transport import Cut
 
 
 class UnitGradient:
@@ -46,10 +45,11 @@ class UnitGradient:
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
         self._reduced_at = -1  # steps that were done when a mean was last shown
-        self._cuts: dict[tuple[int, ...], Cut] = {}
-        self._spreading = DONE  # stage 0: reduced rows on their way to every rank
+        self.is_last = True  # of the micro-batches: nodes may talk now
+        self.reduction = reduction_of(self)
+        self._following = DONE  # what comes after the first hop of a reduction
+        self.tags: list[Tensor] = []  # that came with coded gradients: NaN if not all were finite
         self._gap_index: Tensor | None = None
-        self._spread_cuts: dict[tuple[int, ...], Cut] = {}
         self._local_nbytes = 0  # world 1, where gradients stay the tensors autograd made
         self._ledger, self._tier = unit.setting.ledger, unit.setting.store.name
         self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` we gave each face
@@ -128,6 +128,7 @@ class UnitGradient:
                 parameter.whole.grad = None
                 del self._resting[parameter]
             self._count_reduced(cleared)
+            self.reduction.drop(cleared)
 
     def _take_back_partials(self) -> None:
         """Partials are about to be reduced: faces show only what is reduced already."""
@@ -144,6 +145,7 @@ class UnitGradient:
             for parameter in self.partial:
                 parameter.whole.grad = None
         self._count_reduced(list(self.partial))
+        self.reduction.drop(self.unit.parameters)
 
     # between micro-batches, for checkpoints
 
@@ -186,7 +188,7 @@ class UnitGradient:
     def start_reduce(self) -> Ticket:
         """Begin averaging over the ranks; the ticket's `wait` shows the result on the faces.
 
-        At stage 0 it begins to gather the mean, and `end_spreading` shows that.
+        Where a second hop follows it begins that, and `end_following` shows the result.
         """
         parameters = self.trainable()
         self.unit.await_step()  # it may still read what is written now
@@ -237,64 +239,73 @@ class UnitGradient:
         self.drop_cleared()
         self._take_back_partials()
         used = [p.whole.grad is not None for p in parameters]
-        fresh = self.prepare_reduced(parameters)
-        cut = self._cut_for(parameters)
         flags = torch.tensor(
             [*used, unit.tag], dtype=unit.compute_dtype, device=unit.setting.store.device
         )
-        used_counts = torch.empty(len(flags), dtype=unit.dtype, device=flags.device)
-        partials = [*(self._flat_partial(p) for p in parameters), flags]
-        ticket = unit.setting.transport.reduce_scatter(
-            partials,
-            cut,
-            [*(self._own_piece(p) for p in parameters), used_counts],
-            [*fresh, True],
-            f"reduce_scatter of unit {unit.name!r} on rank {unit.setting.rank}",
-        )
+        partials = [self._flat_partial(p) for p in parameters]
+        ticket = self.reduction.start(parameters, partials, flags)
         for parameter in parameters:
             parameter.whole.grad = None
         self.fired.clear()
 
         def finish() -> None:
             partials.clear()
-            self._finish_reduce(parameters, used, used_counts)
+            self._finish_reduce(parameters, used)
 
         return ticket.then(finish)
 
-    def _cut_for(self, parameters: list[UnitParameter]) -> Cut:
-        """How these parameters' gradients, and one flag for each, are cut over the ranks."""
-        key = tuple(map(id, parameters))
-        if key not in self._cuts:
-            unit = self.unit
-            slots = [unit.wire.slots[unit.parameters.index(p)] for p in parameters]
-            everywhere = ((0, len(parameters) + 1),) * unit.setting.world_size
-            flags = Slot("", (), 0, everywhere, (0,) * unit.setting.world_size)
-            group, itemsize = unit.setting.transport.group, unit.compute_dtype.itemsize
-            self._cuts[key] = Cut([*slots, flags], None, group, itemsize, unit.name)
-        return self._cuts[key]
-
-    def _finish_reduce(
-        self, parameters: list[UnitParameter], used: list[bool], used_counts: Tensor
-    ) -> None:
-        if self.is_discarding:
-            self._count_reduced(parameters)
-            return
-        if used_counts.device.type == "cpu":
-            self._check_tag(used_counts[-1].item())
-        if not all(used):  # only then is it worth asking the device what the others did
-            used = [count != 0 for count in used_counts[:-1].tolist()]
-        self.is_unused = not any(used)
+    def _finish_reduce(self, parameters: list[UnitParameter], used: list[bool]) -> None:
+        """The first hop is over: show the mean, or begin what follows."""
         self._count_reduced(parameters)
-        shown = [p for p, is_used in zip(parameters, used, strict=True) if is_used]
-        if self.unit.setting.is_sharded:
-            self.show_all(shown)
+        if self.is_discarding:
+            return
+        users = self._users(parameters, used)
+        if self.reduction.rests_between and not self.is_last:
+            self._show_resting(users)
+            return
+        following = self.reduction.go_on(parameters)
+        if following is None or not self.unit.setting.is_sharded:
+            self.is_unused = not users
+            self._following = (following or DONE).then(lambda: self.show_all(users))
         else:
-            self._spreading = self._spread(parameters).then(lambda: self.show_all(shown))
 
-    def end_spreading(self) -> None:
-        """Stage 0: wait for the gather of the last reduction's mean, if it is not over."""
-        spreading, self._spreading = self._spreading, DONE
-        spreading.wait()
+            def show() -> None:
+                found = self._users(parameters, [False])  # other nodes may have used more
+                self.is_unused = not found
+                self.show_all(found)
+
+            self._following = following.then(show)
+        if self.reduction.finishes_alone:
+            self.end_following()
+
+    def _users(self, parameters: list[UnitParameter], used: list[bool]) -> list[UnitParameter]:
+        """Which parameters some rank has used, from the counts that came with the gradients."""
+        counts = self.reduction.counts
+        if counts.device.type == "cpu":
+            self._check_tag(counts[-1].item())
+        if self.unit.setting.routes.rounds_gradients:
+            self.tags.append(counts[-1])
+        if not all(used):  # only then is it worth asking the device what the others did
+            used = [count != 0 for count in counts[:-1].tolist()]
+        return [p for p, is_used in zip(parameters, used, strict=True) if is_used]
+
+    def _show_resting(self, used: list[UnitParameter]) -> None:
+        """Nodes talk after later micro-batches: until then faces show the node's own mean, so that
+        clearing it is seen.
+        """
+        resting = self.reduction.rest(used)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter, rows in resting.items():
+                if parameter.face.grad is None:
+                    shown = parameter.wrap_grad(rows.view(parameter.local.shape))
+                    parameter.face.grad = self._resting[parameter] = shown
+        if not resting:
+            self.show_all(used)
+
+    def end_following(self) -> None:
+        """Wait for what comes after the first hop of the last reduction, if it is not over."""
+        following, self._following = self._following, DONE
+        following.wait()
 
     def show_all(self, parameters: Iterable[UnitParameter]) -> None:
         if self.is_discarding:
@@ -316,21 +327,6 @@ class UnitGradient:
                     "that only some ranks take has to be inside one unit (`units=`)",
                 )
             )
-
-    def _spread(self, parameters: list[UnitParameter]) -> Ticket:
-        """Where gradients rest replicated (stage 0), begin to gather the reduced rows."""
-        unit = self.unit
-        assert self.reduced is not None, "reduced rows are gathered before there are any"
-        key = tuple(map(id, parameters))
-        if key not in self._spread_cuts:
-            slots = [unit.wire.slots[unit.parameters.index(p)] for p in parameters]
-            slots = [slot for slot in slots if not slot.replicated]
-            offsets = [slot.full_offset for slot in slots]
-            group, itemsize = unit.setting.transport.group, self.reduced.tensor.itemsize
-            self._spread_cuts[key] = Cut(slots, offsets, group, itemsize, unit.name)
-        where = f"gather of gradients of unit {unit.name!r} on rank {unit.setting.rank}"
-        with torch.no_grad():
-            return unit.setting.transport.gather(self.reduced.tensor, self._spread_cuts[key], where)
 
     def _show(self, parameter: UnitParameter) -> None:
         view = self._rest_view(parameter)
@@ -381,6 +377,8 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in [p for p, shown in self.shown.items() if p.face.grad is not shown]:
                 del self.shown[parameter]
+        if not (self.shown or self.reduction.waits):
+            self.tags.clear()
         if not self.shown and not (self._keeps_bytes and self.reduced.num_users == 1):
             self.reduced = None
 
@@ -399,7 +397,7 @@ class UnitGradient:
             grad = grad.to_dense()
         return grad.contiguous().view(-1)
 
-    def _own_piece(self, parameter: UnitParameter) -> Tensor:
+    def own_piece(self, parameter: UnitParameter) -> Tensor:
         """Where this rank's part of the mean goes."""
         if self.unit.setting.is_sharded:
             return self.rest_rows(parameter)

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from onefold.layout.axes import Axes
 from onefold.ledger import Ledger
 from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import Store
 from onefold.tier.workers import Workers
+from onefold.wire.collectives import Group
 from onefold.wire.transport import Transport
 
 
@@ -28,10 +30,52 @@ class Tiers:
 
 
 @dataclass(frozen=True, slots=True)
+class Hops:
+    """Two hops in place of one: inside the node and between nodes (layout/axes.py)."""
+
+    axes: Axes
+    gather_between: Transport
+    gather_inside: Transport
+    reduce_inside: Transport
+    reduce_between: Transport
+    keeps_weights: bool  # a second shard of weights rests inside the node
+    keeps_gradients: bool  # and sums of micro-batches
+    codes_gradients: bool  # between nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The ways that state travels.
+
+    `transport` is exact, over the ranks among which resting state is cut; `group` is everyone who
+    trains, replicas too. Weights go by `gather` and gradients by `reduce`, or both by `hops`;
+    `replicas` joins ranks of other nodes that hold the same state.
+    """
+
+    group: Group
+    transport: Transport
+    gather: Transport
+    reduce: Transport
+    hops: Hops | None = None
+    replicas: Transport | None = None
+    codes_weights: bool = False  # messages are coded: from masters, where they are near
+    sends_differences: bool = False  # to what every rank has read before
+    rounds_gradients: bool = False  # coded: what is not finite is told to all ranks
+
+    @property
+    def reducers(self) -> list[Transport]:
+        """All transports that reduce gradients."""
+        hops = self.hops
+        found = [self.transport, self.reduce, self.replicas]
+        found += [hops.reduce_inside, hops.reduce_between] if hops else []
+        return [transport for transport in dict.fromkeys(found) if transport is not None]
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """What all units of one sharded module share: where state rests and how it travels."""
 
-    transport: Transport
+    routes: Routes
     store: Store  # whole weights, gradients, and what is not offloaded: the device that computes
     ledger: Ledger
     mesh: DeviceMesh | None  # None: faces are plain tensors
@@ -39,6 +83,11 @@ class Setting:
     compute: torch.dtype | None
     master: torch.dtype
     tiers: Tiers
+
+    @property
+    def transport(self) -> Transport:
+        """Exact messages over the ranks among which resting state is cut."""
+        return self.routes.transport
 
     @property
     def rank(self) -> int:

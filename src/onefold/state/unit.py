@@ -35,6 +35,7 @@ from onefold.state.parameter import UnitParameter
 from onefold.state.rows import OwnRows
 from onefold.state.setting import Setting
 from onefold.state.tiles import TiledWeight
+from onefold.state.two_hops import gather_of
 from onefold.ticket import DONE, Ticket, Work
 from onefold.tier.store import Store
 
@@ -99,7 +100,9 @@ class Unit:
         self._touched_by_data = 0
         self._kept_edits = 0
         self._num_steps = 0
-        self.gather = UnitGather(self)
+        self.gather = gather_of(self)
+        is_exact = self.gather.is_exact
+        self.exact_gather = self.gather if is_exact else UnitGather(self, setting.transport)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -231,7 +234,7 @@ class Unit:
     def start_fetch(self) -> None:
         """Begin to bring own rows near, if they rest far: `start_unshard` will want them."""
         if not self._is_current():
-            self.rows.start(self.edits(), self.pending)
+            self.gather.prefetch()
 
     def _is_current(self) -> bool:
         """True if the full buffer holds, or is about to hold, the weights as they rest now."""

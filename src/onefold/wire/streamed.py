@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onefold.ticket import Ticket
-from onefold.wire.transport import Cut, Transport
+from onefold.wire.transport import Cut, Own, Transport
 
 
 class Streamed:
@@ -26,9 +26,9 @@ class Streamed:
         self._gather_stream = torch.cuda.Stream(device)
         self._reduce_stream = torch.cuda.Stream(device)
 
-    def gather(self, full: Tensor, cut: Cut, label: str) -> Ticket:
+    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
         """See `Transport.gather`."""
-        return _beside(self._gather_stream, lambda: self.inner.gather(full, cut, label))
+        return _beside(self._gather_stream, lambda: self.inner.gather(full, cut, label, own))
 
     def reduce_scatter(
         self,

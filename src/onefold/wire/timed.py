@@ -13,7 +13,7 @@ from onefold.ledger import Ledger
 from onefold.observer import Observer, Span, Stream, watched
 from onefold.ticket import Ticket
 from onefold.wire.collectives import Group
-from onefold.wire.transport import Cut, Transport
+from onefold.wire.transport import Cut, Own, Transport
 
 
 class Timed:
@@ -35,13 +35,13 @@ class Timed:
     def group(self) -> Group:
         return self.inner.group
 
-    def gather(self, full: Tensor, cut: Cut, label: str) -> Ticket:
+    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
         """See `Transport.gather`."""
         observer = self._ledger.observer
         if observer is None:
-            return self.inner.gather(full, cut, label)
+            return self.inner.gather(full, cut, label, own)
         span, sent = observer.begin(Stream.GATHER, "gather", cut.name), self._sent()
-        ticket = self.inner.gather(full, cut, label)
+        ticket = self.inner.gather(full, cut, label, own)
         return self._watch(observer, ticket, _Transfer(span, self._sent() - sent), cut, "unpack")
 
     def reduce_scatter(

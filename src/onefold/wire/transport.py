@@ -12,6 +12,7 @@ a buffer gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -72,6 +73,8 @@ class Cut:
         ]
         own = group.rank
         self.own_packed_numels = [self.numels[index][own] for index in self.small]
+        self.has_name = [bool(slot.fqn) for slot in slots]
+        self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
         counted = [
             numels
             for numels, slot, replicated in zip(self.numels, slots, self.is_replicated, strict=True)
@@ -95,16 +98,31 @@ class Cut:
         return self._index
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a rank sends of its own rows where messages are coded, instead of what lies in place.
+
+    `rows`: per region a flat tensor of any floating dtype, so that values are rounded once; None
+    takes what lies in place. `has_replica`: the full buffer holds what every rank read last, and
+    differences to that are sent; `starts_replica`: it will from now on, so this one is exact.
+    """
+
+    rows: Sequence[Tensor | None]
+    has_replica: bool = False
+    starts_replica: bool = False
+
+
 class Transport(Protocol):
     """How regions cross between ranks. Every rank calls with the same cut, in the same order."""
 
     @property
     def group(self) -> Group: ...
 
-    def gather(self, full: Tensor, cut: Cut, label: str) -> Ticket:
+    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
         """Fill every region of the flat `full` from its owners; own pieces are in place already.
 
-        `full` may not be read or freed before the ticket is waited for.
+        `full` may not be read or freed before the ticket is waited for. `own` is for transports
+        that code their messages; the others send what is in place.
         """
         ...
 
@@ -134,7 +152,7 @@ class LocalTransport:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def gather(self, full: Tensor, cut: Cut, label: str) -> Ticket:
+    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
         """Nothing to do."""
         return DONE
 
@@ -196,6 +214,7 @@ class Composed:
     Right on every backend and for pieces of any length, and on gloo 2-4 times as fast as its own
     tensor collectives, which stage every gather in a hidden copy and reduce everything everywhere.
     With `native`, large regions of equal pieces are gathered by the backend's own all-gather.
+    `where` says which links it uses, if there are several: "inside" a node, or "between" nodes.
     """
 
     def __init__(
@@ -205,16 +224,22 @@ class Composed:
         *,
         reduce: torch.dtype = torch.float32,
         native: bool = False,
+        where: str = "",
     ) -> None:
         self.group = group
         self.ledger = ledger
         self.reduce = reduce
         self.native = native
+        self._where = f" {where}" if where else ""  # behind names of traffic: "gather between"
         self._receivers = Receivers(ledger)
+
+    def count(self, collective: str, nbytes: int) -> None:
+        """Note what one collective sends, under the name of the links it uses."""
+        self.ledger.sent(collective + self._where, nbytes)
 
     # gather
 
-    def gather(self, full: Tensor, cut: Cut, label: str) -> Ticket:
+    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
         """See `Transport.gather`."""
         rank, others = self.group.rank, self.group.world_size - 1
         works = [work for index in cut.large for work in self._gather_large(full, cut, index)]
@@ -230,14 +255,15 @@ class Composed:
                 full.index_copy_(0, index, staged)
 
             finish = unpack
-        self.ledger.sent("gather", cut.own_numel * full.element_size() * others)
+        self.count("gather", cut.own_numel * full.element_size() * others)
         self.ledger.sent("control", cut.control_numel * full.element_size() * others, 0)
         return Ticket(works, finish, label)
 
     def _gather_large(self, full: Tensor, cut: Cut, index: int) -> list[Work]:
         spans = cut.spans[index]
         pieces = [full[start:stop] for start, stop in spans]
-        if self.native and len(set(cut.numels[index])) == 1:
+        is_one = spans[-1][1] - spans[0][0] == sum(cut.numels[index])  # no gaps between pieces
+        if self.native and is_one and len(set(cut.numels[index])) == 1:
             return [
                 self.group.all_gather(full[spans[0][0] : spans[-1][1]], pieces[self.group.rank])
             ]
@@ -326,7 +352,7 @@ class Composed:
 
     def _count(self, cut: Cut, itemsize: int) -> None:
         """Sharded gradients are the law's bytes; what every rank must know whole is `control`."""
-        self.ledger.sent("reduce_scatter", (cut.sharded_numel - cut.own_numel) * itemsize)
+        self.count("reduce_scatter", (cut.sharded_numel - cut.own_numel) * itemsize)
         others = self.group.world_size - 1
         self.ledger.sent("control", others * cut.control_numel * itemsize, 0)
 

@@ -1,0 +1,365 @@
+"""From partial gradients on every rank to where their mean rests: in one hop, or in two.
+
+    OneHop       sharded over one axis    partial -> own rows
+    Spread       stage 0                  partial -> a rank's rows -> all rows everywhere
+    Replicated   nodes are replicas       partial -> own rows, of the node's mean -> of all nodes'
+    TwoHop       sharded over two axes    partial -> a piece of every node's rows -> own rows
+
+The first hop begins when backward is through with a unit; what follows begins when that has landed,
+at the same place in the order on every rank. Between micro-batches `Replicated` and `TwoHop` can
+stop after the first hop: nodes then talk once a step. Beside gradients travels one number for each
+parameter and one for the unit (flags, `counts`): the share of ranks that used it.
+
+Sources: ZeRO++, arXiv 2306.10209, section 3.3 (two hops); MiCS, arXiv 2205.00119, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from onefold.layout.axes import NodeLayout
+from onefold.layout.rows import Slot
+from onefold.ledger import Kind
+from onefold.state.buffer import Buffer
+from onefold.state.parameter import UnitParameter
+from onefold.state.setting import Hops
+from onefold.ticket import Ticket
+from onefold.wire.transport import Cut, Transport
+
+if TYPE_CHECKING:
+    from onefold.state.gradient import UnitGradient
+    from onefold.state.unit import Unit
+
+Key = tuple[int, ...]
+
+
+def flags_of(numel: int, world_size: int) -> Slot:
+    """The region of a message that goes whole to every rank; it carries no state."""
+    return Slot("", (), 0, ((0, numel),) * world_size, (0,) * world_size)
+
+
+class OneHop:
+    """Own rows of the mean, or at stage 0 this rank's part of them; also the base of the others."""
+
+    rests_between = False  # can stop after the first hop, until nodes talk
+    finishes_alone = True  # what follows the first hop is no collective
+
+    def __init__(self, gradient: UnitGradient) -> None:
+        self._gradient = ref(gradient)
+        self._cuts: dict[Key, Cut] = {}
+        self.counts: Tensor  # of the hop that has landed last: [parameters + 1]
+
+    @property
+    def gradient(self) -> UnitGradient:
+        gradient = self._gradient()
+        assert gradient is not None, "a reduction outlived its gradient"
+        return gradient
+
+    @property
+    def unit(self) -> Unit:
+        return self.gradient.unit
+
+    def start(
+        self, parameters: list[UnitParameter], partials: list[Tensor], flags: Tensor
+    ) -> Ticket:
+        """Begin the first hop with flat `partials` [all rows] and `flags` [parameters + 1]."""
+        gradient, transport = self.gradient, self._first
+        fresh = gradient.prepare_reduced(parameters)
+        self.counts = torch.empty(len(flags), dtype=self.unit.dtype, device=flags.device)
+        out = [*(gradient.own_piece(p) for p in parameters), self.counts]
+        cut = self._cut(parameters, transport)
+        where = self._where("reduce_scatter")
+        return transport.reduce_scatter([*partials, flags], cut, out, [*fresh, True], where)
+
+    def go_on(self, parameters: list[UnitParameter]) -> Ticket | None:
+        """Begin what follows the first hop; None where the mean is in its place already."""
+        return None
+
+    @property
+    def waits(self) -> bool:
+        """True if it has stopped after the first hop, and nodes have yet to talk."""
+        return False
+
+    def rest(self, used: list[UnitParameter]) -> dict[UnitParameter, Tensor]:
+        """Stop after the first hop; what rests of `used`, flat, if that is not the mean's rows."""
+        raise NotImplementedError("only reductions with `rests_between` are asked to rest")
+
+    def drop(self, parameters: Sequence[UnitParameter]) -> None:
+        """Their gradients were cleared: forget what rests of them."""
+
+    @property
+    def _first(self) -> Transport:
+        return self.unit.setting.routes.reduce
+
+    def _where(self, collective: str) -> str:
+        return f"{collective} of unit {self.unit.name!r} on rank {self.unit.setting.rank}"
+
+    def _slots(self, parameters: Sequence[UnitParameter]) -> list[Slot]:
+        unit = self.unit
+        return [unit.wire.slots[unit.parameters.index(p)] for p in parameters]
+
+    def _cut(self, parameters: list[UnitParameter], transport: Transport) -> Cut:
+        """How these parameters' gradients, and one flag for each, are cut over the ranks."""
+        key = tuple(map(id, parameters))
+        if key not in self._cuts:
+            flags = flags_of(len(parameters) + 1, transport.group.world_size)
+            self._cuts[key] = self._made([*self._slots(parameters), flags], None, transport)
+        return self._cuts[key]
+
+    def _made(self, slots: list[Slot], offsets: list[int] | None, transport: Transport) -> Cut:
+        return Cut(
+            slots, offsets, transport.group, self.unit.compute_dtype.itemsize, self.unit.name
+        )
+
+
+class Spread(OneHop):
+    """Stage 0: every rank reduces its rows, then all gather them."""
+
+    finishes_alone = False
+
+    def __init__(self, gradient: UnitGradient) -> None:
+        super().__init__(gradient)
+        self._spread_cuts: dict[Key, Cut] = {}
+
+    def go_on(self, parameters: list[UnitParameter]) -> Ticket:
+        """See `OneHop.go_on`."""
+        setting, reduced = self.unit.setting, self.gradient.reduced
+        assert reduced is not None, "reduced rows are gathered before there are any"
+        key = tuple(map(id, parameters))
+        if key not in self._spread_cuts:
+            slots = [slot for slot in self._slots(parameters) if not slot.replicated]
+            offsets = [slot.full_offset for slot in slots]
+            group, itemsize = setting.transport.group, reduced.tensor.itemsize
+            self._spread_cuts[key] = Cut(slots, offsets, group, itemsize, self.unit.name)
+        with torch.no_grad():
+            return setting.transport.gather(
+                reduced.tensor, self._spread_cuts[key], self._where("gather of gradients")
+            )
+
+
+class Replicated(OneHop):
+    """Nodes that are replicas average own rows once a step: each its part, then all gather them."""
+
+    rests_between = True
+    finishes_alone = False
+
+    def __init__(self, gradient: UnitGradient, replicas: Transport) -> None:
+        super().__init__(gradient)
+        self._replicas = replicas
+        self._waits = False
+        self._between: dict[Key, tuple[Cut, Cut, list[tuple[int, int]]]] = {}
+
+    def go_on(self, parameters: list[UnitParameter]) -> Ticket:
+        """See `OneHop.go_on`. Means travel in the compute dtype, as partials do."""
+        gradient, replicas = self.gradient, self._replicas
+        self._waits = False
+        reduce, gather, spans = self._cuts_between(parameters)
+        dtype, rank = self.unit.compute_dtype, replicas.group.rank
+        rows = [gradient.rest_rows(p).to(dtype) for p in parameters]
+        for index, parameter in enumerate(parameters):
+            if parameter in gradient.shown:  # by an earlier micro-batch
+                self.counts[index] += 1
+        flags = self.counts.to(dtype)
+        means = [
+            row.new_empty(stop - start) for row, (start, stop) in zip(rows, spans, strict=True)
+        ]
+        self.counts = torch.empty_like(self.counts)
+        first = replicas.reduce_scatter(
+            [*rows, flags], reduce, [*means, self.counts], [True] * (len(rows) + 1),
+            self._where("reduce_scatter between nodes"),
+        )  # fmt: skip
+
+        def go_on() -> None:
+            first.wait()
+            flat = torch.cat(rows)
+            starts = [0]
+            for row in rows:
+                starts.append(starts[-1] + len(row))
+            for mean, begin, (start, stop), p in zip(
+                means, starts, spans, parameters, strict=False
+            ):
+                if p.slot.replicated and rank > 0:
+                    start, stop = 0, 1
+                flat[begin + start : begin + stop] = mean
+            replicas.gather(flat, gather, self._where("gather between nodes")).wait()
+            for p, row in zip(parameters, flat.split([len(row) for row in rows]), strict=True):
+                gradient.rest_rows(p).copy_(row)
+
+        return Ticket(first.works, go_on, self._where("reduction between nodes"))
+
+    @property
+    def waits(self) -> bool:
+        """See `OneHop.waits`."""
+        return self._waits
+
+    def rest(self, used: list[UnitParameter]) -> dict[UnitParameter, Tensor]:
+        """See `OneHop.rest`: the node's mean rests, and shows, where that of all will be."""
+        self._waits = True
+        return {}
+
+    def _cuts_between(
+        self, parameters: list[UnitParameter]
+    ) -> tuple[Cut, Cut, list[tuple[int, int]]]:
+        """Own rows of each parameter, cut by elements over the nodes; and this node's span."""
+        key = tuple(map(id, parameters))
+        if key not in self._between:
+            group = self._replicas.group
+            slots = [_in_parts(p, group.world_size) for p in parameters]
+            flags = flags_of(len(parameters) + 1, group.world_size)
+            reduce = self._made([*slots, flags], None, self._replicas)
+            starts = [0]
+            for p in parameters:
+                starts.append(starts[-1] + p.local.numel())
+            sharded = [(s, at) for s, at in zip(slots, starts, strict=False) if not s.replicated]
+            gather = self._made(
+                [s for s, _ in sharded], [at for _, at in sharded], self._replicas
+            )  # fmt: skip
+            self._between[key] = (reduce, gather, [slot.pieces[group.rank] for slot in slots])
+        return self._between[key]
+
+
+def _in_parts(parameter: UnitParameter, parts: int) -> Slot:
+    numel = parameter.local.numel()
+    if parameter.slot.replicated:
+        return Slot(parameter.fqn, (), 0, ((0, 1),) * parts, ())
+    bounds = [numel * part // parts for part in range(parts + 1)]
+    pieces = tuple(pairwise(bounds))
+    return Slot(parameter.fqn, parameter.slot.shape, 0, pieces, ())
+
+
+class TwoHop(OneHop):
+    """Inside the node first, into sums that may rest there; then between nodes."""
+
+    finishes_alone = False
+
+    def __init__(self, gradient: UnitGradient, hops: Hops) -> None:
+        super().__init__(gradient)
+        self._hops = hops
+        self.rests_between = hops.keeps_gradients
+        self._layout = NodeLayout.build(self.unit.wire.slots, hops.axes)
+        self._sums: Buffer | None = None
+        self._entered: list[UnitParameter] = []  # of the first hop that is under way
+        self._used: dict[UnitParameter, Tensor] = {}  # counts of those that the sums hold
+        self._cuts_between: dict[Key, Cut] = {}
+
+    def start(
+        self, parameters: list[UnitParameter], partials: list[Tensor], flags: Tensor
+    ) -> Ticket:
+        """See `OneHop.start`: a piece of every node's rows is added to the node's sums."""
+        setting, inside = self.unit.setting, self._hops.reduce_inside
+        self._entered = parameters
+        if self._sums is None:
+            self._sums = Buffer(
+                self._layout.numel, self.unit.dtype, Kind.PARTIAL_GRAD, setting.store,
+                setting.ledger, is_brief=True,
+            )  # fmt: skip
+        sent: list[Tensor] = []
+        out: list[Tensor] = []
+        fresh: list[bool] = []
+        for parameter, partial in zip(parameters, partials, strict=True):
+            index = self.unit.parameters.index(parameter)
+            slot = self._layout.slots[index]
+            stretches = [(0, 1)] if slot.replicated else self._hops.axes.stretches(slot)
+            sent += [partial[start:stop] for start, stop in stretches]
+            out += [self._sums.tensor[a:b] for a, b in self._layout.spans[index]]
+            fresh += [parameter not in self._used] * len(stretches)
+        self.counts = torch.empty(len(flags), dtype=self.unit.dtype, device=flags.device)
+        return inside.reduce_scatter(
+            [*sent, flags], self._cut(parameters, inside), [*out, self.counts], [*fresh, True],
+            self._where("reduce_scatter inside the node"),
+        )  # fmt: skip
+
+    @property
+    def waits(self) -> bool:
+        """See `OneHop.waits`."""
+        return bool(self._used)
+
+    def rest(self, used: list[UnitParameter]) -> dict[UnitParameter, Tensor]:
+        """See `OneHop.rest`: this rank's own rows of the node's mean."""
+        assert self._sums is not None, "sums rest once there are any"
+        self._note_counts()
+        found: dict[UnitParameter, Tensor] = {}
+        for parameter in used:
+            spans = self._layout.spans[self.unit.parameters.index(parameter)]
+            span = spans[0 if len(spans) == 1 else self._hops.axes.node]
+            found[parameter] = self._sums.tensor[slice(*span)]
+        return found
+
+    def _note_counts(self) -> None:
+        """The first hop is over: count who used what, over micro-batches."""
+        for parameter, count in zip(self._entered, self.counts[:-1], strict=True):
+            known = self._used.get(parameter)
+            self._used[parameter] = count if known is None else known + count
+
+    def go_on(self, parameters: list[UnitParameter]) -> Ticket:
+        """See `OneHop.go_on`. Exact messages travel in the compute dtype, as partials do;
+        coded ones are made of the sums as they are.
+        """
+        gradient, between = self.gradient, self._hops.reduce_between
+        assert self._sums is not None, "sums are reduced before there are any"
+        self._note_counts()
+        sums, self._sums = self._sums, None
+        dtype = self.unit.compute_dtype
+        wide = sums.tensor.dtype if self._hops.codes_gradients else dtype  # rounded once
+        indices = [self.unit.parameters.index(p) for p in parameters]
+        partials = [sums.tensor[slice(*self._layout.region(i))].to(wide) for i in indices]
+        flags = torch.stack([*(self._used[p] for p in parameters), self.counts[-1]]).to(dtype)
+        self._used.clear()
+        fresh = gradient.prepare_reduced(parameters)
+        self.counts = torch.empty_like(self.counts)
+        ticket = between.reduce_scatter(
+            [*partials, flags], self._cut_between(parameters),
+            [*(gradient.own_piece(p) for p in parameters), self.counts], [*fresh, True],
+            self._where("reduce_scatter between nodes"),
+        )  # fmt: skip
+
+        def finish() -> None:
+            partials.clear()
+            sums.release()
+
+        return ticket.then(finish)
+
+    def drop(self, parameters: Sequence[UnitParameter]) -> None:
+        """See `OneHop.drop`: sums begin anew."""
+        for parameter in parameters:
+            self._used.pop(parameter, None)
+        if not self._used:
+            self._sums = None
+
+    def _cut(self, parameters: list[UnitParameter], transport: Transport) -> Cut:
+        key = tuple(map(id, parameters))
+        if key not in self._cuts:
+            indices = [self.unit.parameters.index(p) for p in parameters]
+            slots = [part for index in indices for part in self._layout.inside(index)]
+            flags = flags_of(len(parameters) + 1, transport.group.world_size)
+            self._cuts[key] = self._made([*slots, flags], None, transport)
+        return self._cuts[key]
+
+    def _cut_between(self, parameters: list[UnitParameter]) -> Cut:
+        key = tuple(map(id, parameters))
+        if key not in self._cuts_between:
+            between = self._hops.reduce_between
+            indices = [self.unit.parameters.index(p) for p in parameters]
+            slots = [self._layout.between(index) for index in indices]
+            flags = flags_of(len(parameters) + 1, between.group.world_size)
+            self._cuts_between[key] = self._made([*slots, flags], None, between)
+        return self._cuts_between[key]
+
+
+def reduction_of(gradient: UnitGradient) -> OneHop:
+    """The way in which a unit's gradients are reduced."""
+    setting = gradient.unit.setting
+    routes = setting.routes
+    if not setting.is_sharded:
+        return Spread(gradient)
+    if routes.hops is not None:
+        return TwoHop(gradient, routes.hops)
+    if routes.replicas is not None:
+        return Replicated(gradient, routes.replicas)
+    return OneHop(gradient)

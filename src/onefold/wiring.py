@@ -1,0 +1,224 @@
+"""How state travels, as frozen values: `Wire`, its words and presets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from onefold.config import Offload, Placement, Placements, nearest_word
+from onefold.errors import ConfigError, expected
+
+EXACT = "exact"
+CODECS = (
+    EXACT, "bf16", "fp16", "fp8", "int8", "int4", "int8+h", "int4+h",
+)  # fmt: skip
+"""Words for how numbers are written into a message (wire/codec.py)."""
+
+DIFFERENCE = "-diff"
+"""Behind a codec of weights: what is sent is the change since the last gather."""
+
+WEIGHT_CODECS = (*CODECS, *(word + DIFFERENCE for word in ("fp8", "int8", "int4")))
+
+SECONDARY = ("weights", "gradients", "optimizer")
+"""What rests inside the node, on a mesh of two axes: each word includes those before it."""
+
+Hops = str | tuple[str, str]
+"""One word for all links; or two: inside the node, between nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How weights and gradients travel between ranks, and what a node keeps for itself.
+
+    `weights`, `gradients`: a codec: "exact" (the compute dtype; sums in fp32), "bf16", "fp16",
+    "fp8", "int8" (qwZ, qgZ), "int4", the last two with "+h" for a rotation that spreads outliers
+    (32-wide Hadamard); weights also "int8-diff" and "int4-diff": the change since the last gather,
+    into a replica that every rank keeps, so that what one message rounds off comes with the next.
+    One word, or two for a mesh of two axes: (inside the node, between nodes); one word there means
+    ("exact", word): the slow link decides.
+
+    `secondary`: on a mesh of two axes, what rests inside the node at stage 3. "weights": a second
+    shard of the weights, from which forward and backward gather (hpZ). "gradients": also sums of
+    micro-batches, so that nodes talk once a step (fully hybrid; what None means there).
+    "optimizer": everything; nodes are replicas of one another (HSDP, MiCS), at stages 1 to 3.
+    False: nothing. True is "weights".
+
+    Sources: ZeRO++, arXiv 2306.10209, sections 3.1-3.3; SDP4Bit, arXiv 2410.15526, section 3 (the
+    differences); MiCS, arXiv 2205.00119, section 3.
+    """
+
+    weights: Hops = EXACT
+    gradients: Hops = EXACT
+    secondary: str | bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("weights", WEIGHT_CODECS), ("gradients", CODECS)):
+            given = getattr(self, name)
+            words = given if isinstance(given, tuple) else (given,)
+            if len(words) > 2 or not words:
+                raise ConfigError(
+                    expected(
+                        f"Wire.{name} to be one codec, or two: (inside the node, between nodes)",
+                        repr(given),
+                        hint=f'Wire({name}=("exact", "int8"))',
+                    )
+                )
+            for word in words:
+                if word not in known:
+                    raise ConfigError(
+                        expected(
+                            f"Wire.{name} to be one of {', '.join(map(repr, known))}",
+                            repr(word),
+                            hint=nearest_word(word, known) or f'Wire({name}="int8")',
+                        )
+                    )
+        if self.weights_inside.endswith(DIFFERENCE):
+            raise ConfigError(
+                expected(
+                    "differences of weights between nodes, where each step sends one",
+                    f"Wire.weights={self.weights!r}",
+                    hint='Wire(weights=("exact", "int4-diff"))',
+                )
+            )
+        if self.secondary not in (None, False, True, *SECONDARY):
+            raise ConfigError(
+                expected(
+                    f"Wire.secondary to be None, False, True or one of "
+                    f"{', '.join(map(repr, SECONDARY))}",
+                    repr(self.secondary),
+                    hint=nearest_word(self.secondary, SECONDARY) or "None: as the mesh suggests",
+                )
+            )
+
+    @property
+    def weights_inside(self) -> str:
+        """The codec of weights inside the node."""
+        return self.weights[0] if isinstance(self.weights, tuple) else EXACT
+
+    @property
+    def weights_between(self) -> str:
+        """The codec of weights between nodes, or between all ranks where there is one axis."""
+        return self.weights[-1] if isinstance(self.weights, tuple) else self.weights
+
+    @property
+    def gradients_inside(self) -> str:
+        """The codec of gradients inside the node."""
+        return self.gradients[0] if isinstance(self.gradients, tuple) else EXACT
+
+    @property
+    def gradients_between(self) -> str:
+        """The codec of gradients between nodes, or between all ranks where there is one axis."""
+        return self.gradients[-1] if isinstance(self.gradients, tuple) else self.gradients
+
+    @property
+    def rounds_gradients(self) -> bool:
+        """True if gradients are coded on some link."""
+        return (self.gradients_inside, self.gradients_between) != (EXACT, EXACT)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing is asked for that one axis and exact messages do not do."""
+        return self in (Wire(), Wire(secondary=False))
+
+    def facts(self) -> list[str]:
+        """A line for each field: ranks compare them, and name the one that differs."""
+        return [f"Wire.{field.name}={getattr(self, field.name)!r}" for field in fields(self)]
+
+
+PRESETS = {
+    "exact": Wire(),
+    "zero++": Wire(weights="int8", gradients=("int8+h", "int4+h")),
+    "zero++diff": Wire(weights="int4-diff", gradients=("int8+h", "int4+h")),
+    "recommended": Wire(weights="int8-diff", gradients=("exact", "int8")),
+}
+"""Named wires. "zero++" is int8 weights (qwZ), a second shard inside the node (hpZ) and two-hop
+int8/int4 gradients (qgZ); what each costs in loss is in docs/wire.md."""
+
+
+def wire_of(choice: object) -> Wire:
+    """A `Wire` from None, a preset's name or a `Wire`."""
+    if choice is None:
+        return Wire()
+    if isinstance(choice, Wire):
+        return choice
+    if isinstance(choice, str) and choice in PRESETS:
+        return PRESETS[choice]
+    raise ConfigError(
+        expected(
+            f"wire to be None, {', '.join(map(repr, PRESETS))} or a Wire",
+            repr(choice),
+            hint=nearest_word(choice, PRESETS) or 'wire="zero++", or Wire(gradients="int8")',
+        )
+    )
+
+
+def check_wire(wire: Wire, placements: Placements, offload: Offload, *, has_axes: bool) -> None:
+    """Refuse what would mean nothing at a stage or on a mesh, rather than ignore it."""
+    if wire.rounds_gradients and offload.step_in_backward:
+        raise ConfigError(
+            expected(
+                "exact gradients where units step inside backward: a step by others may have to "
+                "be skipped, once all are known",
+                f"Wire.gradients={wire.gradients!r} with Offload.step_in_backward",
+                hint="one of the two",
+            )
+        )
+    if wire.secondary == "optimizer" and offload.tile is not None:
+        raise ConfigError(
+            expected(
+                "no tiled weights where nodes are replicas",
+                f"Offload.tile={offload.tile} with secondary='optimizer'",
+                hint='secondary="gradients" has the same traffic between nodes',
+            )
+        )
+    if placements.optimizer is not Placement.SHARD and not wire.is_plain:
+        raise ConfigError(
+            expected(
+                "an exact wire at stage 0, which averages gradients whole on every rank",
+                f"{wire}",
+                hint="stage=1 sends no more bytes, and takes any wire",
+            )
+        )
+    is_whole = placements.parameter is not Placement.SHARD
+    if not has_axes:
+        if wire.secondary:
+            raise ConfigError(
+                expected(
+                    "a mesh of two axes (nodes, ranks of a node) for Wire.secondary",
+                    f"secondary={wire.secondary!r} on one axis",
+                    hint="mesh=init_device_mesh(device, (nodes, ranks)), or start one process a "
+                    "GPU by torchrun on several machines",
+                )
+            )
+        if wire.weights_between.endswith(DIFFERENCE) and not is_whole:
+            raise ConfigError(
+                expected(
+                    "weights that some rank keeps, to send differences to",
+                    f"Wire.weights={wire.weights_between!r} at stage 3 on one axis",
+                    hint="stage=2, or a mesh of two axes, where each node keeps a second shard",
+                )
+            )
+        return
+    if is_whole and wire.secondary in (True, "weights", "gradients"):
+        raise ConfigError(
+            expected(
+                "stage 3 for a second shard of weights or gradients",
+                f"secondary={wire.secondary!r} at a stage that keeps them whole on every rank",
+                hint='secondary=None, or "optimizer" to keep all states inside the node',
+            )
+        )
+    if wire.secondary is False and wire.weights_between.endswith(DIFFERENCE) and not is_whole:
+        raise ConfigError(
+            expected(
+                "a second shard inside the node, to send differences to",
+                f"Wire.weights={wire.weights_between!r} with secondary=False",
+                hint='secondary="weights" or "gradients"',
+            )
+        )
+    if wire.secondary == "optimizer" and wire.weights_between != EXACT:
+        raise ConfigError(
+            expected(
+                "exact weights where nodes are replicas: none travel between them",
+                f"Wire.weights={wire.weights!r} with secondary='optimizer'",
+                hint='Wire(weights=("int8", "exact"), secondary="optimizer") codes them inside',
+            )
+        )

@@ -1,0 +1,122 @@
+"""Two axes: nodes, and the ranks of each. Where state rests and how it travels changes nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+import onefold
+from onefold import Wire
+from onefold.layout.axes import Axes, NodeLayout
+from onefold.layout.rows import Layout
+from tests.models import Model, next_token_loss, token_batches
+from tests.ranks import run_ranks, seeded
+from tests.training import Job, Result, _step, assert_close, assert_same_bits, train_plain
+
+shape_lists = st.lists(
+    st.sampled_from([(), (1,), (0,), (3, 0), (5,), (7, 3), (2, 2, 2), (16, 4)]),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shape_lists, st.integers(2, 3), st.integers(2, 3))
+def test_what_places_hold_for_their_node_is_every_element_once(shapes, nodes, neighbours):
+    layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], nodes * neighbours)
+    for node in range(nodes):
+        for slot in layout.slots:
+            if slot.replicated:
+                continue
+            held = []
+            for place in range(neighbours):
+                axes = Axes(nodes, neighbours, node * neighbours + place)
+                held += [tuple(piece) for piece in axes.between(slot).pieces]
+            elements = sorted(e for start, stop in held for e in range(start, stop))
+            assert elements == list(range(slot.numel))
+
+
+@settings(max_examples=50, deadline=None)
+@given(shape_lists, st.integers(2, 3), st.integers(2, 3), st.data())
+def test_two_hops_lead_to_own_rows(shapes, nodes, neighbours, data):
+    """Inside: each node's rows, cut over places. Between: this place's piece of every node's."""
+    layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], nodes * neighbours)
+    rank = data.draw(st.integers(0, nodes * neighbours - 1))
+    axes = Axes(nodes, neighbours, rank)
+    kept = NodeLayout.build(layout.slots, axes)
+    for index, slot in enumerate(layout.slots):
+        if slot.replicated:
+            continue
+        whole = torch.arange(slot.numel)
+        buffer = torch.full((kept.numel,), -1)
+        stretches = axes.stretches(slot)
+        for part, (first, last), (start, stop) in zip(
+            kept.inside(index), stretches, kept.spans[index], strict=True
+        ):
+            buffer[start:stop] = whole[first:last][slice(*part.pieces[axes.place])]
+        region = buffer[slice(*kept.region(index))]
+        own = region[slice(*kept.between(index).pieces[axes.node])]
+        assert torch.equal(own, whole[slice(*slot.pieces[rank])])
+
+
+def train(rank, job, shape, stage):
+    """The job on one rank of a mesh of two axes."""
+    module = seeded(job.build)
+    optimizer = job.optimizer(module.parameters())
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "rank"))
+    onefold.shard(module, optimizer, stage=stage, mesh=mesh, **job.options)
+    world_size = shape[0] * shape[1]
+    losses = []
+    for batch in job.batches:
+        loss = _step(module, optimizer, job, batch, rank, world_size, True)
+        dist.all_reduce(loss)
+        losses.append(loss / world_size)
+    with onefold.unsharded(module):
+        weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return Result(torch.stack(losses), weights)
+
+
+def run_axes(job: Job, shape: tuple[int, int], stage: int) -> Result:
+    results = run_ranks(shape[0] * shape[1], train, job, shape, stage)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+    return results[0]
+
+
+def job_of(secondary=None, **changes: object) -> Job:
+    rows = 24 if changes.get("accumulate", 1) > 1 else 12
+    if changes.pop("tied", False):
+        build = partial(Model, tied=True)
+    else:
+        build = Model
+    options = {"wire": Wire(secondary=secondary), **changes.pop("options", {})}
+    return Job(build, token_batches(rows=rows), next_token_loss, options=options, **changes)
+
+
+PLACES = [(3, False), (3, "weights"), (3, "gradients"), (3, "optimizer"), (3, None), (2, None),
+          (1, None), (2, "optimizer"), (1, "optimizer")]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("stage", "secondary"), PLACES)
+def test_every_placement_agrees_with_one_process(shape, stage, secondary):
+    work = job_of(secondary, tied=True, clip=0.1)
+    assert_close(run_axes(work, shape, stage), train_plain(work))
+
+
+@pytest.mark.parametrize(("stage", "secondary"), PLACES)
+def test_accumulation_agrees_with_one_process(stage, secondary):
+    work = job_of(secondary, accumulate=2)
+    assert_close(run_axes(work, (2, 2), stage), train_plain(work))
+
+
+def test_placements_whose_sums_have_one_order_give_the_same_bits():
+    runs = [run_axes(job_of(secondary), (2, 2), stage) for stage, secondary in PLACES]
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
