@@ -10,7 +10,6 @@ ranks leave each other notes in the draft's folder: collectives belong to the tr
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import threading
@@ -36,6 +35,7 @@ from onefold.checkpoint.directory import Draft, prune
 from onefold.checkpoint.manifest import Manifest
 from onefold.checkpoint.storage import WritePlanner, Writer
 from onefold.checkpoint.together import as_checkpoint_error, check_same, together
+from onefold.collecting import no_garbage
 from onefold.errors import CheckpointError, OnefoldError, expected
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
@@ -387,15 +387,9 @@ def planning() -> Iterator[None]:
     Without the collector, which they would set going over everything the process holds (0.25 of
     0.6 s for 300 parameters), and without torch's remark that there is no process group.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-            yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    with no_garbage(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+        yield
 
 
 def first_failure(error: CheckpointException) -> BaseException:

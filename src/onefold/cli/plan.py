@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from onefold.cli.arguments import SubParsers, add_json, whole, word_or_number
+from onefold.collecting import no_garbage
 from onefold.errors import ConfigError, expected
 from onefold.planner.sizes import parse_nbytes
 
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             expected("no --wire in this version", repr(arguments.wire),
                      hint="every state travels in its own dtype for now")
         )  # fmt: skip
-    from onefold.training.planning import plan
+    with no_garbage():  # importing torch makes half a million objects
+        from onefold.training.planning import plan
 
     batch: int | str = arguments.batch
     if batch != "auto":

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onefold.collecting import no_garbage
 from onefold.errors import ConfigError, expected
 from onefold.training.model import GPT, PRESETS, VOCAB
 
@@ -54,7 +55,9 @@ def build_model(model: str, seq: int) -> nn.Module:
 
 def recompute(model: nn.Module, name: str) -> None:
     """Have the model keep its blocks' inputs alone, and run them again in backward."""
-    switch = getattr(model, "gradient_checkpointing_enable", None)
+    # transformers has renamed it
+    switch = getattr(model, "activation_checkpointing_enable", None)
+    switch = switch or getattr(model, "gradient_checkpointing_enable", None)
     if isinstance(model, GPT):
         model.recomputes = True
     elif callable(switch):  # of Hugging Face
@@ -206,12 +209,13 @@ def _check_numbers(path: Path, config: dict[str, Any], seq: int) -> None:
 
 def _from_config(model: str, seq: int) -> nn.Module:
     _check_config(model, seq)
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     try:
-        config = AutoConfig.from_pretrained(_config_path(model), local_files_only=True)
-        config.use_cache = False
-        return AutoModelForCausalLM.from_config(config)
+        with no_garbage():  # the library imports itself bit by bit: a quarter of that is collecting
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            config = AutoConfig.from_pretrained(_config_path(model), local_files_only=True)
+            config.use_cache = False
+            return AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ConfigError(
             expected(
