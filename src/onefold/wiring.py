@@ -179,25 +179,33 @@ def check_wire(wire: Wire, placements: Placements, offload: Offload, *, has_axes
             )
         )
     is_whole = placements.parameter is not Placement.SHARD
-    if not has_axes:
-        if wire.secondary:
-            raise ConfigError(
-                expected(
-                    "a mesh of two axes (nodes, ranks of a node) for Wire.secondary",
-                    f"secondary={wire.secondary!r} on one axis",
-                    hint="mesh=init_device_mesh(device, (nodes, ranks)), or start one process a "
-                    "GPU by torchrun on several machines",
-                )
+    if has_axes:
+        _check_two_axes(wire, is_whole=is_whole)
+    else:
+        _check_one_axis(wire, is_whole=is_whole)
+
+
+def _check_one_axis(wire: Wire, *, is_whole: bool) -> None:
+    if wire.secondary:
+        raise ConfigError(
+            expected(
+                "a mesh of two axes (nodes, ranks of a node) for Wire.secondary",
+                f"secondary={wire.secondary!r} on one axis",
+                hint="mesh=init_device_mesh(device, (nodes, ranks)), or start one process a "
+                "GPU by torchrun on several machines",
             )
-        if wire.weights_between.endswith(DIFFERENCE) and not is_whole:
-            raise ConfigError(
-                expected(
-                    "weights that some rank keeps, to send differences to",
-                    f"Wire.weights={wire.weights_between!r} at stage 3 on one axis",
-                    hint="stage=2, or a mesh of two axes, where each node keeps a second shard",
-                )
+        )
+    if wire.weights_between.endswith(DIFFERENCE) and not is_whole:
+        raise ConfigError(
+            expected(
+                "weights that some rank keeps, to send differences to",
+                f"Wire.weights={wire.weights_between!r} at stage 3 on one axis",
+                hint="stage=2, or a mesh of two axes, where each node keeps a second shard",
             )
-        return
+        )
+
+
+def _check_two_axes(wire: Wire, *, is_whole: bool) -> None:
     if is_whole and wire.secondary in (True, "weights", "gradients"):
         raise ConfigError(
             expected(

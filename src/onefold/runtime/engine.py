@@ -148,13 +148,12 @@ class Engine:
             for unit, gradient in self.gradients.items():
                 gradient.drop_cleared()
                 unit.forget()
+                unit.gather.begin_early()
             self.schedule.begin(self._phase())
             self.marks.begin("forward")
             self._users.clear()
             for seen in self._seen.values():
                 seen.clear()
-            for unit in self.units:
-                unit.gather.begin_early()
         self.forward_depth += 1
 
     def end_forward(self) -> None:
