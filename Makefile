@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 DISK ?= /var/tmp
 
 # compiled while the package is installed, where there is a C compiler
-KERNEL := src/onefold/runtime/adam.c src/onefold/runtime/compiling.py
+KERNELS := $(wildcard src/onefold/native/*.[ch]) src/onefold/native/compiling.py
 
 .PHONY: train big test check format bench clean
 
@@ -45,10 +45,10 @@ bench: $(VENV)/peers.done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f src/onefold/runtime/*.so
+	rm -f src/onefold/native/*.so
 
 # torch first and pinned: on Linux an unpinned one pulls gigabytes that a CPU does not need
-$(VENV)/train.done: pyproject.toml constraints.txt hatch_build.py $(KERNEL)
+$(VENV)/train.done: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --editable .

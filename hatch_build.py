@@ -1,4 +1,4 @@
-"""Compiles the C kernel into the package where there is a C compiler, and leaves it out elsewhere.
+"""Compiles the C kernels into the package where there is a C compiler, and leaves it out elsewhere.
 
 `CC` names the compiler (default `cc`), as for other builds. HATCH_BUILD_NO_HOOKS=true is hatch's
 own switch for a pure Python wheel.
@@ -16,17 +16,17 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-COMPILING = Path("src", "onefold", "runtime", "compiling.py")
+COMPILING = Path("src", "onefold", "native", "compiling.py")
 
 
-class KernelHook(BuildHookInterface):
+class KernelsHook(BuildHookInterface):
     """Before a wheel is packed, editable or not."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile; the wheel is then one for this platform, else one for any."""
         compiling = runpy.run_path(str(Path(self.root, COMPILING)))
         path = compiling["library_path"]()
-        for old in path.parent.glob("libonefold_adam-*.so"):
+        for old in path.parent.glob("libonefold-*.so"):
             old.unlink()
         compiler = shlex.split(os.environ.get("CC", "cc"))
         is_posix = sys.platform in ("linux", "darwin")
@@ -34,7 +34,7 @@ class KernelHook(BuildHookInterface):
             compiling["compile_library"](compiler, path) if is_posix else "it needs POSIX threads"
         )
         if problem:
-            self.app.display_warning(f"without the C kernel, steps are torch's: {problem}")
+            self.app.display_warning(f"without the C kernels, torch does their work: {problem}")
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False

@@ -59,6 +59,7 @@ def test_the_house_rules_hold(path):
             "wire",
             "tier",
             "layout",
+            "native",
         ):
             assert node.attr != "environ"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 from shutil import which
 from typing import Any
 
@@ -16,7 +15,9 @@ from torch import Tensor
 
 import onefold
 from onefold import Offload
-from onefold.runtime import adam, compiling, native
+from onefold.native import compiling
+from onefold.native.library import opened
+from onefold.runtime import adam, native
 from onefold.runtime.native import Flats, Kernel, kernels
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
@@ -41,7 +42,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
         pytest.skip("needs a C compiler")
     path = tmp_path_factory.mktemp("native") / "kernel.so"
     assert compiling.compile_library(["cc"], path) == ""
-    found = kernels(path)
+    found = kernels(opened(path))
     if not found:
         pytest.skip("this CPU has no fma")
     return found
@@ -223,31 +224,6 @@ def test_a_gradient_may_be_an_expanded_one(compiled):
     for one in (got, wanted):
         compiled[0].step(one, OPTIONS, 1)
     assert_same(got, wanted)
-
-
-# the library
-
-
-def test_a_library_that_is_not_there_or_none_is_no_kernel(tmp_path):
-    assert kernels(tmp_path / "nothing.so") == []
-    text = tmp_path / "text.so"
-    text.write_text("not a library")
-    assert kernels(text) == []
-
-
-@pytest.mark.parametrize("compiler", [["no-such-compiler"], ["false"]])
-def test_a_compiler_that_fails_leaves_no_library_and_says_why(compiler, tmp_path):
-    assert compiling.compile_library(compiler, tmp_path / "kernel.so")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_library_of_other_source_is_not_found(monkeypatch, tmp_path):
-    now = compiling.library_path()
-    edited = tmp_path / "adam.c"
-    edited.write_bytes(compiling.SOURCE.read_bytes() + b"\n")
-    monkeypatch.setattr(compiling, "SOURCE", edited)
-    assert compiling.library_path().name != now.name
-    assert compiling.library_path().parent == Path(tmp_path)
 
 
 # the engine

@@ -4,7 +4,7 @@ The optimizer's own step would want all gradients in fp32 first, a pass of its o
 element, and the masters rounded afterwards, another pass. Here an element moves 28 bytes (bf16
 gradient in, master and two moments in and out, bf16 weight out), in one of two ways:
 
-    native     bf16 in CPU memory, where the C kernel was compiled: one loop (runtime/adam.c). It
+    native     bf16 in CPU memory, where the C kernel was compiled: one loop (native/adam.c). It
                has the bits of torch's kernel on x86 but need not elsewhere, so dtypes and device
                decide, never a tier or a stage: those agree whichever way it is.
     in blocks  otherwise: each block is widened, stepped by torch's fused kernel and rounded before

@@ -1,4 +1,4 @@
-"""The C kernel of adam.c, where it was compiled and this CPU runs it: found, loaded and called."""
+"""How the C kernel of native/adam.c is called, where it was compiled and this CPU runs it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import ctypes
 import math
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from onefold.runtime.compiling import library_path
+from onefold.native.library import library, names
 
 SHARE_NUMEL = 128 * 1024
 """Elements that are worth a thread: stepping them takes several times as long as starting it."""
@@ -105,21 +104,14 @@ def _numbers(options: Mapping[str, Any], steps: float) -> _Step:
     )
 
 
-def kernels(path: Path) -> list[Kernel]:
-    """Those in a library that this CPU runs, the fastest first; none if it cannot be loaded."""
-    try:
-        library = ctypes.CDLL(str(path))
-        name = library.onefold_adam_kernel
-    except (OSError, AttributeError):
+def kernels(found: ctypes.CDLL | None) -> list[Kernel]:
+    """Those of a library that this CPU runs, the fastest first."""
+    if found is None:
         return []
-    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
-    found: list[Kernel] = []
-    while told := name(len(found)):
-        found.append(Kernel(library, len(found), told.decode()))
-    return found
+    return [Kernel(found, index, name) for index, name in enumerate(names(found, "adam"))]
 
 
 @cache
 def kernel() -> Kernel | None:
-    """The one to use: compiled from the source that lies here, and loaded at the first call."""
-    return next(iter(kernels(library_path())), None)
+    """The one to use, if there is one."""
+    return next(iter(kernels(library())), None)

@@ -1,4 +1,4 @@
-"""How adam.c becomes a shared library: run while a wheel or an editable install is built.
+"""How the C files become a shared library: run while a wheel or an editable install is built.
 
 Only the standard library is imported, as nothing else is there yet (hatch_build.py runs this file).
 """
@@ -12,29 +12,32 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("adam.c")
+FOLDER = Path(__file__).parent
 
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno")
-"""adam.c says why; nothing for the CPU at hand, as the library itself looks which one it is on."""
+"""The sources say why; nothing for the CPU at hand: the library itself looks which one it is on."""
 
 TIMEOUT_S = 120
 
 
 def library_path() -> Path:
-    """Where the library is that was compiled from the source as it is now, if it was.
+    """Where the library is that was compiled from the sources as they are now, if it was.
 
-    Its name carries a checksum of source and flags: one from before an edit or an update is not
+    Its name carries a checksum of sources and flags: one from before an edit or an update is not
     found.
     """
-    checksum = zlib.crc32(" ".join(FLAGS).encode(), zlib.crc32(SOURCE.read_bytes()))
-    return SOURCE.with_name(f"libonefold_adam-{checksum:08x}.so")
+    checksum = zlib.crc32(" ".join(FLAGS).encode())
+    for source in sorted(FOLDER.glob("*.[ch]")):
+        checksum = zlib.crc32(source.read_bytes(), checksum)
+    return FOLDER / f"libonefold-{checksum:08x}.so"
 
 
 def compile_library(compiler: Sequence[str], path: Path) -> str:
-    """Compile adam.c to `path`, whole or not at all. Returns why that failed, or nothing."""
+    """Compile the sources to `path`, whole or not at all. Returns why that failed, or nothing."""
+    sources = [str(source) for source in sorted(FOLDER.glob("*.c"))]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling_") as folder:
         made = Path(folder, path.name)
-        command = [*compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
+        command = [*compiler, *FLAGS, *sources, "-o", str(made), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:

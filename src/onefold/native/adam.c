@@ -17,6 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "common.h"
+
 /* What a step has for all elements alike; every number was rounded from double once. */
 struct adam_step {
     float shrink;     /* 1 - lr * weight_decay (AdamW), else 1 */
@@ -38,27 +40,8 @@ struct adam_flats {
     int32_t grad_is_bf16;
 };
 
-union bits {
-    uint32_t whole;
-    float value;
-};
-
-static inline __attribute__((always_inline)) float widened(uint16_t narrow)
-{
-    union bits wide = {.whole = (uint32_t)narrow << 16};
-    return wide.value;
-}
-
-/* To the nearest bf16, ties to even; NaN stays NaN, where rounding might carry it to infinity. */
-static inline __attribute__((always_inline)) uint16_t rounded(float value)
-{
-    union bits wide = {.value = value};
-    uint32_t nearest = (wide.whole + 0x7fff + ((wide.whole >> 16) & 1)) >> 16;
-    return value == value ? (uint16_t)nearest : 0x7fc0;
-}
-
 /* The loop that the compiler vectorises; the flags are constants where it is inlined. */
-static inline __attribute__((always_inline)) void step_elements(
+INLINED void step_elements(
     const struct adam_step s, const struct adam_flats *flats,
     bool grad_is_bf16, bool is_coupled)
 {
@@ -83,7 +66,7 @@ static inline __attribute__((always_inline)) void step_elements(
 }
 
 /* One loop for each kind of tensors. Coupled decay of 0 is none: 0 * inf would be NaN. */
-static inline __attribute__((always_inline)) void step_flats(
+INLINED void step_flats(
     const struct adam_step *s, const struct adam_flats *flats)
 {
     bool is_coupled = s->decay != 0;
@@ -107,13 +90,8 @@ typedef void kernel(const struct adam_step *, const struct adam_flats *);
     }
 
 #if defined(__x86_64__)
-#if defined(__clang__)
-#define WIDE "avx512f,avx512bw,avx512dq,avx512vl,fma"
-#else
-#define WIDE "avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"
-#endif
-DEFINE_KERNEL(step_avx512, __attribute__((target(WIDE))))
-DEFINE_KERNEL(step_avx2, __attribute__((target("avx2,fma"))))
+DEFINE_KERNEL(step_avx512, AVX512)
+DEFINE_KERNEL(step_avx2, AVX2)
 #elif defined(__aarch64__) || defined(__FP_FAST_FMAF)
 DEFINE_KERNEL(step_baseline, )
 #endif
@@ -123,10 +101,9 @@ static int find_kernels(const char **names, kernel **kernels)
 {
     int count = 0;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-        && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    if (HAS_AVX512)
         names[count] = "AVX-512", kernels[count++] = step_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (HAS_AVX2)
         names[count] = "AVX2", kernels[count++] = step_avx2;
 #elif defined(__aarch64__) || defined(__FP_FAST_FMAF)
     names[count] = "baseline", kernels[count++] = step_baseline;
@@ -135,7 +112,7 @@ static int find_kernels(const char **names, kernel **kernels)
 }
 
 /* The name of a kernel that this CPU runs, counted from the fastest; NULL after the last. */
-const char *onefold_adam_kernel(int index)
+const char *onefold_adam_name(int index)
 {
     const char *names[2];
     kernel *kernels[2];
