@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import onefold
+from onefold.wire.codec import codec_of
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import seeded
 
@@ -32,6 +33,23 @@ def losses(device: str, stage: int, precision: str | None) -> torch.Tensor:
 def test_a_gpu_computes_the_losses_of_the_cpu(stage, precision, relative):
     wanted = losses("cpu", stage, None)
     torch.testing.assert_close(losses("cuda", stage, precision), wanted, rtol=relative, atol=0)
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp16", "fp8", "int8", "int4", "int8+h", "int4+h"])
+def test_messages_of_a_gpu_have_the_bits_of_the_cpu(word):
+    codec, numel = codec_of(word), 100_003
+    values = torch.randn(numel) * 10.0 ** torch.randint(-30, 30, (numel,))
+    values[7::5001] = torch.tensor(float("inf"))
+    found = []
+    for device in ("cpu", "cuda"):
+        message = torch.empty(codec.nbytes(numel), dtype=torch.uint8, device=device)
+        out, total = torch.empty(numel, device=device), torch.ones(numel, device=device)
+        codec.encode(values.to(device), message)
+        codec.decode(message, out)
+        codec.add(message, total)
+        found.append((message.cpu(), out.cpu(), total.cpu()))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_deleted_model_leaves_no_memory_on_the_device():

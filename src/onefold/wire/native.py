@@ -1,0 +1,92 @@
+"""How the C kernel of native/codec.c is called, where it was compiled and this CPU runs it."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from onefold.native.library import library, names
+
+
+class Parts(NamedTuple):
+    """A message in CPU memory: how it is laid out, and its two parts."""
+
+    word: str  # "int8" or "int4"
+    group: int
+    is_rotated: bool
+    scales: Tensor  # bf16 [groups]
+    payload: Tensor  # uint8
+
+
+class _Message(ctypes.Structure):
+    """`struct message`."""
+
+    _fields_ = [
+        ("numel", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("payload", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("is_int4", ctypes.c_int32),
+        ("is_rotated", ctypes.c_int32),
+        ("is_bf16", ctypes.c_int32),
+        ("adds", ctypes.c_int32),
+    ]
+
+
+class Kernel:
+    """Quantised messages, int8 and int4, in one pass, on this thread: the bits of the torch way."""
+
+    def __init__(self, library: ctypes.CDLL, index: int, name: str) -> None:
+        self.name = name  # of the instruction set
+        self._index = index
+        self._encode, self._decode = library.onefold_codec_encode, library.onefold_codec_decode
+        for call in (self._encode, self._decode):
+            call.restype, call.argtypes = None, [ctypes.c_int, ctypes.c_void_p]
+
+    @staticmethod
+    def takes(word: str, values: Tensor) -> bool:
+        """True if it has a loop for such values."""
+        is_known = values.dtype in (torch.float32, torch.bfloat16) and word in ("int8", "int4")
+        return is_known and values.device.type == "cpu"
+
+    def encode(self, values: Tensor, parts: Parts) -> None:
+        """Write scales and payload of `values` [n], contiguous."""
+        self._call(self._encode, parts, values, adds=False)
+
+    def decode(self, parts: Parts, out: Tensor, *, adds: bool) -> None:
+        """Overwrite `out` [n], contiguous, or add to it if it is fp32."""
+        self._call(self._decode, parts, out, adds=adds)
+        if not out.is_inference():  # those have no version to count
+            increment_version(out)
+
+    def _call(self, call: Any, parts: Parts, values: Tensor, *, adds: bool) -> None:
+        tensors = (parts.scales, parts.payload, values)
+        message = _Message(
+            len(values),
+            parts.group,
+            *(tensor.data_ptr() for tensor in tensors),
+            parts.word == "int4",
+            parts.is_rotated,
+            values.dtype == torch.bfloat16,
+            adds,
+        )
+        call(self._index, ctypes.addressof(message))
+
+
+def kernels(found: ctypes.CDLL | None) -> list[Kernel]:
+    """Those of a library that this CPU runs, the fastest first."""
+    if found is None:
+        return []
+    return [Kernel(found, index, name) for index, name in enumerate(names(found, "codec"))]
+
+
+@cache
+def kernel() -> Kernel | None:
+    """The one to use, if there is one."""
+    return next(iter(kernels(library())), None)
