@@ -37,6 +37,7 @@ format: $(VENV)/dev.done
 bench: $(VENV)/peers.done
 	$(BIN)/python benchmarks/host_overhead.py
 	$(BIN)/python benchmarks/optimizer_step.py
+	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/peers.py
