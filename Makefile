@@ -20,8 +20,9 @@ big: $(VENV)/train.done
 	$(BIN)/onefold train --model large --offload disk:$(DISK) --clip 0 --recompute \
 		--steps 5 --batch 8 --seq 64 --sample 0 --lr 3e-6
 
+# a process a core: ranks are threads, and threads of one process share one interpreter
 test: $(VENV)/dev.done
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .

@@ -124,16 +124,19 @@ def wait_for_torch(running: subprocess.Popen) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("command", [[], ["train"], ["check"], ["doctor"]])
 def test_help_takes_under_three_tenths_of_a_second_and_imports_no_torch(command):
+    """Of a core: how long others keep it waiting for one is not its doing."""
     program = (
         "import sys\nfrom onefold.cli.main import main\n"
         f"try:\n    main({[*command, '--help']!r})\nexcept SystemExit:\n    pass\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
     )
     fastest = float("inf")
-    for _ in range(5):  # the fastest: other work on the machine is not ours
-        begun = time.perf_counter()
+    for _ in range(5):  # the fastest: others use the caches too
+        begun = os.times()
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        fastest = min(fastest, time.perf_counter() - begun)
+        ended = os.times()
+        taken = ended.children_user + ended.children_system
+        fastest = min(fastest, taken - begun.children_user - begun.children_system)
         assert done.returncode == 0, done.stderr
         assert "--json" in done.stdout or not command
         if fastest < 0.3:
