@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import onefold
 from tests.models import Model, next_token_loss, token_batches
@@ -372,3 +374,29 @@ def test_loaded_state_replaces_that_of_parameters_the_last_step_left_alone(stage
     for got in run_ranks(2, body, stage):
         for a, b in zip(wanted, got, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_module_that_is_collected_while_another_steps_disturbs_no_step():
+    """The collector may run anywhere, also in the loop over the hooks of all optimizers."""
+
+    def lost() -> None:
+        module = nn.Linear(2, 2)
+        onefold.shard(module, stage=3)
+        module.__dict__["itself"] = module  # in a cycle: it waits for the collector
+
+    def collect(*_: object) -> None:
+        gc.collect()
+
+    module = nn.Linear(2, 2)
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        for _ in range(2):
+            lost()
+            num_hooks = len(_global_optimizer_pre_hooks)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            module(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    finally:
+        handle.remove()
+    lost()
+    assert len(_global_optimizer_pre_hooks) < num_hooks, "hooks of what is gone go with the next"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from weakref import finalize, ref
+from dataclasses import dataclass
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from onefold.runtime.engine import Engine
 from onefold.runtime.optimizer import ELEMENTWISE, OptimizerBinding
@@ -42,28 +43,37 @@ def check_state(fqn: str, parameter: nn.Parameter, optimizer: Optimizer) -> None
                 raise cannot_cut(fqn, name, parameter.shape, value.shape)
 
 
-def adopt_later(engine: Engine) -> None:
-    """Bind optimizers that are built on the module's parameters after `shard`, at their first step.
+@dataclass(frozen=True)
+class _Adoption:
+    """A step hook for all optimizers that binds those that hold faces of one engine."""
 
-    torch's own step hook for all optimizers is used, and removed with the module.
-    """
-    alive = ref(engine)
+    engine: ref[Engine]
 
-    def before_any_step(optimizer: Optimizer, *_: object) -> None:
-        current = alive()
-        if current is None:
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        engine = self.engine()
+        if engine is None:
             return
         binding = binding_of(optimizer)
         if binding is not None:
             binding.stand_innermost(optimizer)
-            if current in binding.engines:
+            if engine in binding.engines:
                 return
         faces = (tensor for group in optimizer.param_groups for tensor in group["params"])
-        if any(id(tensor) in current.by_face for tensor in faces):
-            bind(optimizer, current)
+        if any(id(tensor) in engine.by_face for tensor in faces):
+            bind(optimizer, engine)
 
-    handle = register_optimizer_step_pre_hook(before_any_step)
-    finalize(engine, handle.remove)
+
+def adopt_later(engine: Engine) -> None:
+    """Bind optimizers that are built on the module's parameters after `shard`, at their first step.
+
+    torch's own step hook for all optimizers is used. The hooks of modules that are gone are removed
+    here and not with them: the collector may run while torch goes over its hooks, and then they
+    must not change.
+    """
+    for key, hook in list(_global_optimizer_pre_hooks.items()):
+        if isinstance(hook, _Adoption) and hook.engine() is None:
+            _global_optimizer_pre_hooks.pop(key, None)
+    register_optimizer_step_pre_hook(_Adoption(ref(engine)))
 
 
 def replace_parameters(
