@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onefold.errors import ConfigError, expected
+from onefold.interfaces import use_link_to_hosts
 from onefold.layout.axes import Axes
 from onefold.layout.units import Owned
 from onefold.wire.collectives import Group
@@ -163,6 +164,8 @@ def join_launcher() -> None:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    else:
+        use_link_to_hosts()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     atexit.register(_leave)
 

@@ -12,7 +12,8 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError, WireError, expected
+from onefold.interfaces import GLOO, use_link_to_hosts
 from onefold.wire.collectives import Group
 
 T = TypeVar("T")
@@ -50,18 +51,27 @@ class World:
 
 @contextmanager
 def joined(*, use_gpus: bool = True) -> Iterator[World]:
-    """The default process group as the launcher describes it: NCCL on GPUs, otherwise gloo."""
+    """The default process group as the launcher describes it: NCCL on GPUs, otherwise gloo.
+
+    Raises `ConfigError` for an environment that describes none, `WireError` if the ranks do not
+    find each other.
+    """
     _check_launcher()
     device = torch.device("cpu")
     is_cuda = use_gpus and torch.cuda.is_available()
     if is_cuda:
         device = torch.device("cuda", _own_gpu())
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if is_cuda else "gloo",
-        timeout=timedelta(seconds=TIMEOUT_S),
-        device_id=device if is_cuda else None,
-    )
+    else:
+        use_link_to_hosts()
+    try:
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            timeout=timedelta(seconds=TIMEOUT_S),
+            device_id=device if is_cuda else None,
+        )
+    except RuntimeError as error:  # of the store, of gloo, of NCCL
+        raise WireError(_not_met(error, "NCCL_SOCKET_IFNAME" if is_cuda else GLOO)) from error
     try:
         yield World(Group.of(dist.group.WORLD), device)
     finally:
@@ -79,6 +89,17 @@ def _check_launcher() -> None:
                 hint="launch ranks with torchrun, or unset RANK to have them launched",
             )
         )
+
+
+def _not_met(error: RuntimeError, variable: str) -> str:
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    interface = os.environ.get(variable) or "not set"
+    return expected(
+        f"rank {rank} to meet the other ranks, {world_size} in all, within {TIMEOUT_S} s",
+        f"{str(error).splitlines()[0]} ({variable} is {interface})",
+        hint=f"start every host; {variable} names the interface that leads to the others "
+        "(docs/cluster.md)",
+    )
 
 
 def _own_gpu() -> int:

@@ -1,0 +1,111 @@
+"""Which network interface leads to the other hosts.
+
+gloo listens on the address that the host's own name resolves to. Many systems resolve it to a
+loopback address: ranks then wait for peers that dial themselves. The launcher has told every rank
+an address that all hosts reach, MASTER_ADDR; the interface towards it is the one to listen on.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from onefold.errors import ConfigError, expected
+
+GLOO = "GLOO_SOCKET_IFNAME"
+"""Environment variable that names the interface on which gloo listens."""
+
+_SIOCGIFADDR = 0x8915  # "the address of an interface", in Linux's <linux/sockios.h>
+
+
+def use_link_to_hosts() -> None:
+    """Have gloo listen where other hosts reach this one, unless GLOO_SOCKET_IFNAME says where.
+
+    Sets that variable in this process. Does nothing where all ranks are of one host. Raises
+    `ConfigError` if MASTER_ADDR is a loopback address here and no single interface is left.
+    """
+    if os.environ.get(GLOO) or not _spans_hosts():
+        return
+    master = os.environ.get("MASTER_ADDR", "")
+    own = own_address_towards(master)
+    chosen = None if own is None else choose(own, addresses(), master)
+    if chosen is not None:
+        os.environ[GLOO] = chosen
+
+
+def _spans_hosts() -> bool:
+    """True if the launcher said that some ranks are elsewhere."""
+    counts = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    return all(count.isdecimal() for count in counts) and int(counts[0]) > int(counts[1])
+
+
+def own_address_towards(host: str) -> str | None:
+    """The address of this host from which it would speak to another; None if there is no way."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, 9, type=socket.SOCK_DGRAM
+        ):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # nothing is sent: the kernel looks the route up
+                return probe.getsockname()[0]
+    return None
+
+
+def choose(own: str, by_address: Mapping[str, str], master: str = "") -> str | None:
+    """The interface that has the address `own`, or the only one that is no loopback.
+
+    `by_address` maps each address of this host to its interface. None: gloo is to choose.
+    """
+    if not ipaddress.ip_address(own).is_loopback:
+        return by_address.get(own)
+    others = sorted({name for address, name in by_address.items() if _leads_away(address)})
+    if len(others) == 1:
+        return others[0]
+    found = ", ".join(others) or "with no address"
+    raise ConfigError(
+        expected(
+            "a master address by which other hosts reach this one",
+            f"{master!r}, which is {own} here, and interfaces {found}",
+            hint=f"give torchrun the address itself as --master-addr, or set {GLOO} on this host",
+        )
+    )
+
+
+def addresses() -> dict[str, str]:
+    """The interface of each address of this host; empty where the system cannot be asked."""
+    if not sys.platform.startswith("linux"):
+        return {}
+    return _ipv4_addresses() | _ipv6_addresses()
+
+
+def _ipv4_addresses() -> dict[str, str]:
+    from fcntl import ioctl
+
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[socket.inet_ntoa(answer[20:24])] = name
+    return found
+
+
+def _ipv6_addresses() -> dict[str, str]:
+    found: dict[str, str] = {}
+    with suppress(OSError):  # a kernel without IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            found[str(ipaddress.IPv6Address(int(digits, 16)))] = name
+    return found
+
+
+def _leads_away(address: str) -> bool:
+    """False for loopback, and for what each interface of an IPv6 host has, wherever it leads."""
+    told = ipaddress.ip_address(address)
+    return not (told.is_loopback or told.is_link_local)
