@@ -9,7 +9,7 @@ DISK ?= /var/tmp
 # compiled while the package is installed, where there is a C compiler
 KERNELS := $(wildcard src/onefold/native/*.[ch]) src/onefold/native/compiling.py
 
-.PHONY: train big test check format bench clean
+.PHONY: train big cluster test check format bench clean
 
 train: $(VENV)/train.done
 	$(BIN)/onefold train
@@ -19,6 +19,10 @@ train: $(VENV)/train.done
 big: $(VENV)/train.done
 	$(BIN)/onefold train --model large --offload disk:$(DISK) --clip 0 --recompute \
 		--steps 5 --batch 8 --seq 64 --sample 0 --lr 3e-6
+
+# two hosts of two ranks each, as network namespaces of this machine: needs root and iproute2
+cluster: $(VENV)/train.done
+	$(BIN)/python benchmarks/cluster.py
 
 # a process a core: ranks are threads, and threads of one process share one interpreter
 test: $(VENV)/dev.done
