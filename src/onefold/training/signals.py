@@ -1,4 +1,4 @@
-"""Requests to stop: the first is kept until the step is done, the second ends the process at once.
+"""Requests to stop: the first is kept until the step is done, the next ends the process at once.
 
 A thread receives them. Python runs signal handlers on the main thread between two instructions,
 and that thread may be inside a collective whose peers are gone.
@@ -10,9 +10,14 @@ import os
 import signal
 import socket
 import threading
+import time
 from typing import Any
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
+
+ECHO_S = 1.0
+"""One request may arrive twice: SLURM signals every process of a job, and torchrun passes on to its
+ranks what it has received. So soon after the first it is the same one."""
 
 
 class StopRequests:
@@ -45,9 +50,11 @@ class StopRequests:
             self._sender.close()
 
     def _receive(self) -> None:
+        at = 0.0  # when the request came
         while number := self._receiver.recv(1):
             if number[0] in STOPS:
-                if self.received:
+                if not self.received:
+                    self.received, at = number[0], time.monotonic()
+                elif time.monotonic() - at > ECHO_S:
                     os._exit(128 + number[0])
-                self.received = number[0]
         self._receiver.close()
