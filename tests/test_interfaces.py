@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -67,3 +68,13 @@ def test_nothing_is_chosen_on_one_host_or_over_a_users_choice(launched, variable
     launched(**variables)
     use_link_to_hosts()
     assert os.environ.get(GLOO) == variables.get(GLOO)
+
+
+def test_ranks_that_wait_for_ever_to_meet_are_ended_with_a_message():
+    code = (
+        "import time; from onefold.training.world import ending_process\n"
+        "with ending_process(60, str): pass\n"
+        "with ending_process(0.1, lambda: 'expected peers'): time.sleep(1000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "onefold: expected peers\n")

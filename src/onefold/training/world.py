@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,9 @@ T = TypeVar("T")
 
 TIMEOUT_S = 120
 """After this long without its peers, a rank gives up."""
+
+SPARE_S = 10
+"""More than that is waited for the message of whoever keeps the timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +68,16 @@ def joined(*, use_gpus: bool = True) -> Iterator[World]:
         torch.cuda.set_device(device)
     else:
         use_link_to_hosts()
+    variable = "NCCL_SOCKET_IFNAME" if is_cuda else GLOO
     try:
-        dist.init_process_group(
-            "nccl" if is_cuda else "gloo",
-            timeout=timedelta(seconds=TIMEOUT_S),
-            device_id=device if is_cuda else None,
-        )
+        with ending_process(TIMEOUT_S + SPARE_S, lambda: _not_met("no answer", variable)):
+            dist.init_process_group(
+                "nccl" if is_cuda else "gloo",
+                timeout=timedelta(seconds=TIMEOUT_S),
+                device_id=device if is_cuda else None,
+            )
     except RuntimeError as error:  # of the store, of gloo, of NCCL
-        raise WireError(_not_met(error, "NCCL_SOCKET_IFNAME" if is_cuda else GLOO)) from error
+        raise WireError(_not_met(str(error).splitlines()[0], variable)) from error
     try:
         yield World(Group.of(dist.group.WORLD), device)
     finally:
@@ -91,12 +97,32 @@ def _check_launcher() -> None:
         )
 
 
-def _not_met(error: RuntimeError, variable: str) -> str:
+@contextmanager
+def ending_process(seconds: float, why: Callable[[], str]) -> Iterator[None]:
+    """End this process, with a message and exit code 1, if the block takes longer.
+
+    gloo's listening side outlasts its timeout: 230 s on, it waited for a peer that had given up.
+    """
+
+    def end() -> None:
+        os.write(2, f"onefold: {why()}\n".encode())
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _not_met(got: str, variable: str) -> str:
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     interface = os.environ.get(variable) or "not set"
     return expected(
         f"rank {rank} to meet the other ranks, {world_size} in all, within {TIMEOUT_S} s",
-        f"{str(error).splitlines()[0]} ({variable} is {interface})",
+        f"{got} ({variable} is {interface})",
         hint=f"start every host; {variable} names the interface that leads to the others "
         "(docs/cluster.md)",
     )
