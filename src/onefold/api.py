@@ -188,6 +188,7 @@ def report(module: nn.Module) -> Report:
         rank=engine.group.rank,
         world_size=engine.group.world_size,
         steps=engine.ledger.steps,
+        skipped=engine.ledger.skipped,
         offload=engine.told,
         memory=snapshot(engine.ledger),
         total=type(engine.ledger.total)(engine.ledger.total.now, engine.ledger.total.peak),

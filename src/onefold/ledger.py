@@ -56,6 +56,7 @@ class Ledger:
     traffic: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     last_step: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     steps: int = 0
+    skipped: int = 0  # of them, as coded gradients were not finite
     total: Usage = field(default_factory=Usage)
     advise: Callable[[int], str] | None = None  # what would hold so many bytes less
     mapped: int = 0  # of the bytes held now: those that malloc, or a device's allocator, has not

@@ -34,6 +34,7 @@ class Report:
 
     `memory[kind][tier]` is bytes now and at the peak; kinds are those of `onefold.ledger.Kind`.
     `traffic[collective]` and `last_step[collective]` count calls and bytes sent from this rank:
+    `skipped` of the `steps` were not taken, as gradients were not finite before they were coded.
     `offload` says what was planned for the tiers, and why; empty where all is on the device.
     `predicted[kind]` is the peak that a plan of the module tells, over CPU and device memory
     ("all": of all kinds at a time), once steps are taken.
@@ -45,6 +46,7 @@ class Report:
     rank: int
     world_size: int
     steps: int
+    skipped: int
     offload: str
     memory: dict[str, dict[str, Usage]]
     total: Usage
@@ -98,6 +100,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.steps} steps"]
+        lines += [f"{self.skipped} steps skipped: gradients not finite"] * bool(self.skipped)
         lines += [f"planned: {self.offload}"] * bool(self.offload)
         lines += ["kind           tier          now bytes         peak bytes"]
         for kind, tiers in self.memory.items():

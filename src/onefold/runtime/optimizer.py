@@ -227,6 +227,7 @@ class OptimizerBinding:
         """
         unsound = [engine for engine in self.engines if not engine.reducer.is_sound()]
         for engine in unsound:
+            engine.ledger.skipped += 1
             if engine.group.rank == 0:
                 message = (
                     f"step {engine.ledger.steps + 1} is skipped on every rank: gradients were not "
