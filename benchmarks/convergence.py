@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from contest.results import RESULTS, provenance, rounded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import onefold
-from contest.results import RESULTS, provenance, rounded
 from onefold.training.corpus import Windows, open_corpus, own_rows
 from onefold.training.model import GPT, PRESETS
 from onefold.wiring import PRESETS as WIRES
