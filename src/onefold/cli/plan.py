@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Every way to train a model on the devices there are: bytes per device, host and disk, whether they
 fit, bytes sent, the time of a step, and the command for the way to take. Nothing is run: one
-micro-batch is traced without values. Without arguments: the tiny preset on this machine.
+micro-batch is traced without values. With --calibrate this machine's CPU ranks are measured first
+and step times are theirs. Without arguments: the tiny preset on this machine.
 
   onefold plan --model config.json --gpus 8 --nodes 8 --mem 80GiB --seq 4096 --precision bf16"""
 
@@ -37,7 +38,7 @@ def add_to(commands: SubParsers) -> None:
         "plan", help="will it fit, which stage, how fast", description=DESCRIPTION
     )
     words = ("gpus", "ranks", "mem", "host_mem", "disk", "precision", "cluster", "wire")
-    parser.set_defaults(run=run, recompute=False, **dict.fromkeys(words))
+    parser.set_defaults(run=run, recompute=False, calibrate=False, **dict.fromkeys(words))
     add = parser.add_argument
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS}
     add("--model", default="tiny", metavar="NAME|config.json|module:function",
@@ -58,6 +59,15 @@ def add_to(commands: SubParsers) -> None:
     add("--recompute", action="store_true", help="run blocks again in backward", **hidden)
     add("--cluster", metavar="MACHINE", help="tell step times on such machines, and how they "
         "scale: a100-40, a100-80, h100-80, h200, b200 ...", **hidden)  # fmt: skip
+    add(
+        "--calibrate",
+        nargs="?",
+        const=True,
+        metavar="MODEL",
+        help="measure CPU ranks here, and "
+        "tell step times for them; with another model than the plan's, as a smaller one",
+        **hidden,
+    )
     add("--wire", help="None in this version", **hidden)
     add_json(parser)
 
@@ -69,6 +79,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             expected("no --wire in this version", repr(arguments.wire),
                      hint="every state travels in its own dtype for now")
         )  # fmt: skip
+    _check_calibrate(arguments)
     with no_garbage():  # importing torch makes half a million objects
         from onefold.training.planning import plan
 
@@ -85,6 +96,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         stage=word_or_number(arguments.stage),
         offload=None if arguments.offload == "none" else arguments.offload,
         recompute=arguments.recompute,
+        calibrate=arguments.calibrate,
     )
     curve = _curve(made) if arguments.cluster else []
     if arguments.json:
@@ -98,6 +110,19 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         return 2
     print("onefold plan: nothing fits", file=sys.stderr)
     return 2
+
+
+def _check_calibrate(arguments: argparse.Namespace) -> None:
+    """What is measured here holds for CPU ranks of this machine, and for nothing else."""
+    if arguments.calibrate is False:
+        return
+    others = {"--gpus": arguments.gpus, "--cluster": arguments.cluster}
+    given = [flag for flag, value in others.items() if value is not None]
+    if given:
+        raise ConfigError(
+            expected("--calibrate for the CPU ranks of this machine", f"it beside {given[0]}",
+                     hint="leave one of the two out; --ranks N says how many ranks")
+        )  # fmt: skip
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:

@@ -39,14 +39,14 @@ def replica_group(world_size: int, shard_ranks: int, ranks_per_node: int) -> Gro
     return Group(world_size // shard_ranks, max(1, ranks_per_node // shard_ranks))
 
 
-def gather_cost(nbytes: float, group: Group, machine: Machine) -> Cost:
+def gather_cost(nbytes: float, group: Group, machine: Machine, *, speed: float = 1.0) -> Cost:
     """An all-gather to `nbytes` on every rank, or a reduce-scatter from them, by rings.
 
     Every rank sends (n-1)/n of the bytes inside its node. (k-1)/k of them enter each of the k
     nodes, over as many network cards as the group has ranks there. The slower of the two counts.
-    A ring has n-1 hops, k of them between nodes.
+    A ring has n-1 hops, k of them between nodes. `speed` multiplies that of both links.
     """
-    ranks, nodes, link = group.ranks, group.nodes, machine.efficiency.link
+    ranks, nodes, link = group.ranks, group.nodes, machine.efficiency.link * speed
     if ranks == 1 or nbytes == 0:
         return Cost(0.0, 0.0, ())
     sent = nbytes * (ranks - 1) / ranks
@@ -65,7 +65,12 @@ def gather_cost(nbytes: float, group: Group, machine: Machine) -> Cost:
     return Cost(hops + max(inside, outside), sent, links)
 
 
+def reduce_cost(nbytes: float, group: Group, machine: Machine) -> Cost:
+    """A reduce-scatter from `nbytes` on every rank, at its own speed."""
+    return gather_cost(nbytes, group, machine, speed=machine.efficiency.reduce)
+
+
 def all_reduce_cost(nbytes: float, group: Group, machine: Machine) -> Cost:
     """A reduce-scatter and an all-gather."""
-    half = gather_cost(nbytes, group, machine)
-    return Cost(2 * half.seconds, 2 * half.nbytes, half.links)
+    first, second = reduce_cost(nbytes, group, machine), gather_cost(nbytes, group, machine)
+    return Cost(first.seconds + second.seconds, first.nbytes + second.nbytes, first.links)

@@ -103,7 +103,7 @@ class Live(TorchDispatchMode):
                 continue
             if not may_alias or tensor.untyped_storage()._cdata not in given:
                 self._count(tensor, func)
-        done = work_done(func, args, kwargs, out)
+        done = work_of_call(func, args, kwargs, out)
         if key is not None:
             self._remembered.note(key, given, out, done)
         return out, done
@@ -140,8 +140,8 @@ class Live(TorchDispatchMode):
         raise Untraceable(f"the forward looks at the value of {asked}")
 
 
-def work_done(func: Any, args: Any, kwargs: Any, out: Any) -> WorkDone:
-    """The work of one operation."""
+def work_of_call(func: Any, args: Any, kwargs: Any, out: Any) -> WorkDone:
+    """What one call of an operation has done, which gave `out`."""
     attention = _ATTENTION_FLOPS.get(func)
     products = flop_registry.get(func._overloadpacket)
     if attention is not None:

@@ -26,7 +26,8 @@ class Efficiency:
 
     `matmul` and `attention` (a fused kernel) are shares of the peak FLOP/s, `memory` of the memory
     bandwidth, `link` of both links'. `contention` is the share of its speed that compute loses
-    while a collective runs beside it.
+    while a collective runs beside it. `reduce` is the speed of a reduction against a gather,
+    `optimizer` the share of the memory bandwidth of one kernel over long tensors.
     """
 
     matmul: float
@@ -34,6 +35,8 @@ class Efficiency:
     contention: float = 0.0
     memory: float = 0.85
     link: float = 1.0
+    reduce: float = 1.0
+    optimizer: float = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,9 @@ class Machine:
     `flops` is the dense peak per dtype, FLOP/s. `inside` is the bus bandwidth of a collective in
     the node, `outside` one rank's share of the node's network cards. `host_rate` is one direction
     between device and host, `cpu_rate` a rank's share of host memory traffic, `disk_rate` of the
-    disks. `kernel_seconds` is the host time of one kernel launch. `spread` is the standard
-    deviation of a rank's compute time relative to its mean, for stragglers.
+    disks. `kernel_seconds` is the host time of one kernel launch, which hides behind the kernel
+    before it on a device of its own (`launches_hide`) and adds up where the host computes. `spread`
+    is the standard deviation of a rank's compute time relative to its mean, for stragglers.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Machine:
     cpu_rate: float = 20e9
     disk_rate: float = 2e9
     kernel_seconds: float = 5e-6
+    launches_hide: bool = True
     spread: float = 0.0
 
     def peak(self, dtype: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from onefold.planner.calibration import Calibration
 from onefold.planner.search import GROUPS, Row, Search
 from onefold.planner.sizes import told
 
@@ -36,7 +37,8 @@ class Request:
 class Plan:
     """Rows are ways to train; `best` is the one to take, None where none fits.
 
-    `estimates` names what is not exact; `search` finds further rows.
+    `estimates` names what is not exact; `search` finds further rows; `calibration` is what step
+    times rest on, where they are this machine's.
     """
 
     request: Request
@@ -45,6 +47,7 @@ class Plan:
     best: Row | None
     closest: Row
     estimates: tuple[str, ...]
+    calibration: Calibration | None = None
 
     @property
     def numel(self) -> int:
@@ -130,6 +133,7 @@ class Plan:
             "explanation": self.explain(),
             "estimates": list(self.estimates),
             "machine": self.machine,
+            "calibration": self.calibration.as_dict() if self.calibration else None,
             "command": self.command,
             "line": self.line,
         }
@@ -144,7 +148,8 @@ class Plan:
         )
         if request.accumulate > 1:
             head += f" x {request.accumulate} micro-batches"
-        lines = [head, "", *_table(self), "", *self.explain(), ""]
+        measured = self.calibration.lines() if self.calibration else []
+        lines = [head, "", *_table(self), "", *self.explain(), *measured, ""]
         return "\n".join([*lines, f"  {self.command}", f"  {self.line}"])
 
 

@@ -20,13 +20,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from onefold.planner.links import all_reduce_cost, gather_cost, replica_group, sharding_group
+from onefold.planner.links import (
+    all_reduce_cost,
+    gather_cost,
+    reduce_cost,
+    replica_group,
+    sharding_group,
+)
 from onefold.planner.machines import Machine
 from onefold.planner.run import Run
 from onefold.planner.streams import Span, Streams
 from onefold.planner.work import UnitWork, Work
 
-STREAMED = 0.85  # of the memory bandwidth, for one kernel over long tensors
 CAUSES = {"device": "host", "cpu": "host", "disk": "disk"}  # what a wait for a tier is called
 
 
@@ -148,11 +153,12 @@ class _Rank:
         self.tiers = Tiers.of(run, machine)
         shard = sharding_group(run.copy_ranks, run.ranks_per_node)
         copies = replica_group(run.world_size, run.copy_ranks, run.ranks_per_node)
-        self.gathers, self.reduces, self.replicas = [], [], []
+        self.gathers, self.reduces, self.spreads, self.replicas = [], [], [], []
         for unit in work.units:
             grads = unit.numel * run.grad_itemsize
             self.gathers.append(gather_cost(unit.numel * run.weight_itemsize, shard, machine))
-            self.reduces.append(gather_cost(grads, shard, machine))
+            self.reduces.append(reduce_cost(grads, shard, machine))
+            self.spreads.append(gather_cost(grads, shard, machine))
             self.replicas.append(all_reduce_cost(grads / shard.ranks, copies, machine))
         self.durations = [durations(unit, run, machine) for unit in work.units]
         self.far = far_units(work, run)
@@ -164,7 +170,7 @@ class _Rank:
         begin = self.streams.begin_step()
         for microbatch in range(self.run.accumulate):
             self.forward(is_first=microbatch == 0)
-            self.backward(is_last=microbatch == self.run.accumulate - 1)
+            self.backward(is_first=microbatch == 0, is_last=microbatch == self.run.accumulate - 1)
         self.step()
         return begin
 
@@ -174,10 +180,17 @@ class _Rank:
         for unit in self.enter(range(len(self.work.units)), gathers=gathers):
             self.streams.compute(self.work.units[unit].name, "forward", self.durations[unit][0])
 
-    def backward(self, *, is_last: bool) -> None:
-        """One micro-batch's backward, with the reductions that do not wait for a later one."""
+    def backward(self, *, is_first: bool, is_last: bool) -> None:
+        """One micro-batch's backward, with the reductions that do not wait for a later one.
+
+        At stages 0-2 all but the first add whole gradients to those that rest: two reads, a write.
+        """
+        adds = 3.0 * self.run.grad_itemsize * (not is_first and self.run.stage < 3)
+        rate = self.machine.memory_rate * self.machine.efficiency.memory
         for unit in self.enter(range(len(self.work.units))[::-1], gathers=self.run.stage == 3):
-            self.streams.compute(self.work.units[unit].name, "backward", self.durations[unit][1])
+            name, parts = self.work.units[unit].name, self.durations[unit][1]
+            added = adds * self.work.units[unit].numel / rate
+            self.streams.compute(name, "backward", parts | {"memory": parts["memory"] + added})
             if is_last or self.run.stage == 3:
                 self.reduce(unit, is_last=is_last)
 
@@ -214,7 +227,7 @@ class _Rank:
         self.landed = streams.collective("reduce", name, "reduce", self.reduces[unit], streams.now)
         end = self.landed
         if self.run.stage == 0:
-            end = streams.collective("gather", name, "spread", self.reduces[unit], end)
+            end = streams.collective("gather", name, "spread", self.spreads[unit], end)
         if is_last:
             end = streams.collective("replica", name, "replica", self.replicas[unit], end)
         self.last = max(self.last, end)
@@ -226,8 +239,8 @@ class _Rank:
         streams, run, machine = self.streams, self.run, self.machine
         streams.wait(self.last, "reduce")
         numel = sum(unit.numel for at, unit in enumerate(self.work.units) if at not in self.far)
-        seconds = numel / run.shards * run.state_nbytes / (machine.memory_rate * STREAMED)
-        streams.compute("", "step", {"optimizer": seconds})
+        rate = machine.memory_rate * machine.efficiency.optimizer
+        streams.compute("", "step", {"optimizer": numel / run.shards * run.state_nbytes / rate})
         if not run.steps_in_backward:
             for unit in sorted(self.far):
                 self.step_far(unit, streams.now)
@@ -248,7 +261,8 @@ def durations(
     """Seconds of one unit's forward, and of its backward with what that recomputes, by part.
 
     Products, attention and the rest follow one another, as kernels of one stream do. Where the
-    host needs longer for its launches than the device for the kernels, the difference is `memory`.
+    host needs longer for its launches than the device for the kernels, the difference is `memory`;
+    so are all launches where the host itself computes.
     """
     efficiency = machine.efficiency
     wide = "bf16" if run.dtype == "fp8" else run.dtype  # what is never in fp8, as attention
@@ -258,7 +272,10 @@ def durations(
 
     def parts(flops: float, attended: float, nbytes: float, kernels: float) -> dict[str, float]:
         compute, rest = flops / matmul + attended / attention, nbytes / memory
-        return {"compute": compute, "memory": max(rest, kernels * machine.kernel_seconds - compute)}
+        launches = kernels * machine.kernel_seconds
+        if machine.launches_hide:
+            return {"compute": compute, "memory": max(rest, launches - compute)}
+        return {"compute": compute, "memory": rest + launches}
 
     forward = parts(
         unit.forward_flops, unit.forward_attention_flops, unit.forward_nbytes, unit.num_kernels / 3

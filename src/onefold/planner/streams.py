@@ -85,9 +85,11 @@ class Streams:
             if alone >= left:
                 break
             now, left = now + alone, left - alone
-            beside = min(left, max(0.0, end - now) * self._rate)
-            lost += beside / self._rate - beside
-            now, left = now + beside / self._rate, left - beside
+            window = max(0.0, end - now)
+            beside = min(left, window * self._rate)  # of `left`, done while the collective runs
+            took = window if beside < left else beside / self._rate
+            lost += took - beside
+            now, left = now + took, left - beside
         return lost
 
     def _spend(self, part: str, seconds: float) -> None:

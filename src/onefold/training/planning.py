@@ -13,6 +13,7 @@ from onefold.config import PRECISIONS, Precision, precision_of
 from onefold.environment import free_host_nbytes
 from onefold.errors import ConfigError, expected
 from onefold.layout.units import plan_units
+from onefold.planner.calibration import Calibration
 from onefold.planner.estimate import estimated
 from onefold.planner.live import Untraceable
 from onefold.planner.machines import Machine, machine_of
@@ -21,7 +22,10 @@ from onefold.planner.search import Room, Row, Search, best_of, nearest
 from onefold.planner.setup import Setup
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.planner.ways import OFFLOADS, WAYS
+from onefold.training.calibrating import Sample
+from onefold.training.calibrating import calibrate as measured_here
 from onefold.training.loader import build_model, recompute, refuse
+from onefold.training.machine import usable_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +57,11 @@ def plan(  # noqa: PLR0913 - the contract
     stage: int | str = "auto",
     offload: str | None = "auto",
     recompute: bool = False,
+    calibrate: bool | nn.Module | str = False,
 ) -> Plan:
-    """Which ways to train a model fit, how fast each is, and which to take. Runs nothing.
+    """Which ways to train a model fit, how fast each is, and which to take.
+
+    Runs nothing, unless it is to calibrate.
 
     Args:
         module_or_config: a module that takes tokens [batch, seq] (its values are not read), a
@@ -65,9 +72,12 @@ def plan(  # noqa: PLR0913 - the contract
         batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
         recompute: blocks run again in backward (a module has to have been told so itself).
+        calibrate: measure CPU ranks of this machine first, some 15 s, and tell step times for
+            them: with the model itself (True), or with another one, by name or as a module.
 
     Raises:
-        ConfigError: a model that cannot be built, counts below 1, words that are not known.
+        ConfigError: a model that cannot be built, counts below 1, words that are not known; a
+            calibration for other devices than this machine's CPU, or of a model that does not run.
     """
     where = cluster or _this_machine(world_size)
     _check(where, seq=seq, batch=batch, accumulate=accumulate)
@@ -82,6 +92,15 @@ def plan(  # noqa: PLR0913 - the contract
     one, two, estimates = _traces(module, seq, chosen, device_type, batch)
     rows = 1 if batch == "auto" else int(batch)
     machine = machine_of(where.machine) if isinstance(where.machine, str) else where.machine
+    calibration = None
+    if calibrate is not False:
+        runs = module_or_config if calibrate is True else calibrate
+        sample = Sample(
+            model=runs if isinstance(runs, nn.Module) else os.fspath(runs), seq=seq, rows=rows,
+            precision=chosen, recompute=recompute,
+        )  # fmt: skip
+        calibration = _calibration(where, sample)
+        machine = calibration.machine(where.ranks)
     search = Search(
         one=one,
         two=two,
@@ -101,7 +120,7 @@ def plan(  # noqa: PLR0913 - the contract
         found = _confirmed(
             found, search, lambda rows: _trace(module, rows, seq, chosen, device_type)
         )
-    return Plan(request, search, found, best_of(found), nearest(found), estimates)
+    return Plan(request, search, found, best_of(found), nearest(found), estimates, calibration)
 
 
 def _check(where: Cluster, **counts: int | str) -> None:
@@ -121,6 +140,19 @@ def _this_machine(world_size: int) -> Cluster:
         return Cluster(ranks=world_size, memory=memory, host_memory=free_host_nbytes())
     share = free_host_nbytes() // max(1, world_size)
     return Cluster(ranks=world_size, device_type="cpu", memory=share)
+
+
+def _calibration(where: Cluster, sample: Sample) -> Calibration:
+    """What so many CPU ranks reach here; of more than there are cores, what one a core does."""
+    wanted = "a calibration for ranks on the CPU of this machine"
+    if where.machine is not None:
+        name = where.machine if isinstance(where.machine, str) else where.machine.name
+        raise ConfigError(expected(wanted, f"one beside {name!r}", hint="leave one of the two out"))
+    if where.device_type != "cpu" or where.nodes > 1:
+        got = f"{where.nodes} nodes" if where.nodes > 1 else "one for GPUs"
+        hint = "step times on those come from their data: --cluster h100-80"
+        raise ConfigError(expected(wanted, got, hint=hint))
+    return measured_here(sample, [min(where.ranks, max(2, usable_cores()))])
 
 
 def _room(where: Cluster) -> Room:

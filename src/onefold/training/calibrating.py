@@ -1,0 +1,100 @@
+"""A calibration: a model of one size runs on the CPU ranks of this machine, and rates are taken."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from onefold.config import PRECISIONS, Precision
+from onefold.environment import free_host_nbytes
+from onefold.errors import ConfigError, expected
+from onefold.planner.calibration import Calibration, Speeds, speeds_of
+from onefold.planner.sizes import told
+from onefold.training.loader import build_model, described, refuse
+from onefold.training.local_ranks import run_local
+from onefold.training.machine import measure_disk, usable_cores
+
+ENTRY = "onefold.training.calibration_rank:main"
+HELD_NBYTES = 2
+"""Copies of the weights that a rank of a calibration holds: they and their gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What is run: a model by name or as a module, and a micro-batch of rows of `seq` tokens."""
+
+    model: nn.Module | str
+    seq: int = 128
+    rows: int = 4
+    precision: Precision | None = None
+    recompute: bool = False
+
+
+def calibrate(sample: Sample, worlds: Sequence[int] = (1, 2)) -> Calibration:
+    """Measure what CPU ranks reach on this machine, in each world of `worlds`; some 15 s each.
+
+    Every rank gets its share of the cores as threads, as `onefold train` gives it.
+
+    Raises:
+        ConfigError: a model that cannot be built, does not fit, or does not run.
+    """
+    name, numel = _look_at(sample, max(worlds))
+    word = next((word for word, each in PRECISIONS.items() if each == sample.precision), None)
+    itemsize = 4
+    if sample.precision is not None and sample.precision.compute is not None:
+        itemsize = sample.precision.compute.itemsize
+    asked = {
+        "name": name, "pickled": None, "seq": sample.seq, "rows": sample.rows, "precision": word,
+        "recompute": sample.recompute, "dtype": "bf16" if itemsize == 2 else "fp32",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
+        if isinstance(sample.model, nn.Module):
+            asked["pickled"] = _pickled(sample.model, Path(folder, "module.pt"))
+        speeds = tuple(_measured(asked, ranks) for ranks in worlds)
+        disk_rate = measure_disk(folder)
+    return Calibration(name, numel, sample.rows * sample.seq, speeds, disk_rate)
+
+
+def _measured(asked: dict[str, object], ranks: int) -> Speeds:
+    threads = max(1, usable_cores() // ranks)
+    return speeds_of(run_local(ENTRY, asked, ranks=ranks, threads=threads))
+
+
+def _look_at(sample: Sample, ranks: int) -> tuple[str, int]:
+    """Name and parameters of a model that fits."""
+    module = sample.model
+    if isinstance(module, str):
+        refuse(module, sample.seq)
+        with torch.device("meta"):
+            module = build_model(module, sample.seq)
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    name = sample.model if isinstance(sample.model, str) else type(module).__name__
+    if (needed := HELD_NBYTES * weights * ranks) > (free := free_host_nbytes()):
+        raise ConfigError(
+            expected(
+                f"{name} to fit into memory once for each of {ranks} ranks, with gradients",
+                f"{told(needed)} where {told(free)} are free",
+                hint="calibrate at a smaller model: rates carry over to other sizes",
+            )
+        )
+    return name, numel
+
+
+def _pickled(module: nn.Module, path: Path) -> str:
+    try:
+        torch.save(module, path)
+    except Exception as error:
+        raise ConfigError(
+            expected(
+                f"{type(module).__name__} to be pickled, so that other processes can run it",
+                described(error),
+                hint="name the model instead: module:function, a config.json or a preset",
+            )
+        ) from error
+    return str(path)

@@ -1,0 +1,202 @@
+"""A calibration measures real ranks, and a machine is nothing but quotients of what it measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from onefold.errors import ConfigError
+from onefold.planner.calibration import Calibration, Collective, MicroBatch, Speeds, Transfer
+from onefold.planner.run import Run
+from onefold.planner.simulate import simulate
+from onefold.planner.trace import tokens_of, trace
+from onefold.planner.work import UnitWork, Work
+from onefold.training.calibrating import Sample, calibrate
+from onefold.training.planning import Cluster, plan
+from tests.commands import onefold
+
+MIB = 2**20
+MICRO = MicroBatch(
+    seconds=0.5, flops=20e9, product_seconds=0.2, attention_flops=4e9, attention_seconds=0.1,
+    nbytes=1e9, memory_seconds=0.1, num_kernels=1000, host_seconds=0.1,
+)  # fmt: skip
+ALONE = Speeds(1, 2, 2, "fp32", MICRO, step_nbytes=28e6, step_seconds=2.8e-3, spread=0.0)
+GATHER = Collective(Transfer(2e6, 3e-3, 2e-3), Transfer(10e6, 7e-3, 5e-3))
+REDUCE = Collective(Transfer(2e6, 4e-3, 2e-3), Transfer(10e6, 12e-3, 9e-3))
+TOGETHER = replace(ALONE, ranks=2, threads=1, gather=GATHER, reduce=REDUCE)
+MADE = Calibration("made", 7_000, 512, (ALONE, TOGETHER), disk_rate=1e9)
+
+UNIT = UnitWork("unit", 2_000_000, 1e9, 1e7, 2e9, 2e7, 30, 1e8, 2e8)
+WORK = Work((UNIT, UNIT), 512)
+"""Two units: in forward and backward 3 GFLOP, 30 MB, 30 kernels and 0.3 GFLOP of attention each."""
+
+
+def fp32(stage: int, ranks: int, **options: int) -> Run:
+    return Run(stage, ranks, ranks_per_node=ranks, dtype="fp32", weight_itemsize=4,
+               grad_itemsize=4, **options)  # fmt: skip
+
+
+def test_every_constant_is_a_quotient_of_two_measured_numbers():
+    machine = MADE.machine(2)
+    assert machine.peak("fp32") == pytest.approx(100e9)
+    assert machine.efficiency.attention == pytest.approx(0.4)  # 40 GFLOP/s of 100
+    assert machine.memory_rate == pytest.approx(10e9)
+    assert machine.kernel_seconds == pytest.approx(100e-6)  # 0.1 s outside of 1000 kernels
+    assert machine.memory_rate * machine.efficiency.optimizer == pytest.approx(10e9)
+    assert machine.inside.nbytes_per_second == pytest.approx(1e9)  # 4 MB more in 4 ms
+    assert machine.efficiency.reduce == pytest.approx(0.5)  # and in 8 ms
+    assert machine.inside.latency == pytest.approx(2e-3)  # 3 ms less 1; 4 ms less 2
+    assert machine.efficiency.contention == pytest.approx(14 / 19)  # of a core, none is left over
+
+
+def test_a_step_takes_the_sum_of_its_work_where_nothing_is_hidden():
+    compute = 2 * (3e9 / 100e9 + 0.3e9 / 40e9)
+    memory = 2 * (30e6 / 10e9 + 30 * 100e-6)
+    optimizer = 2 * 2_000_000 * 28 / 10e9
+    step = simulate(WORK, fp32(0, 1), MADE.machine(1))
+    assert step.compute == pytest.approx(compute)
+    assert step.memory == pytest.approx(memory)
+    assert step.optimizer == pytest.approx(optimizer)
+    assert step.seconds == pytest.approx(compute + memory + optimizer)
+
+
+def test_later_micro_batches_add_whole_gradients_to_those_that_rest():
+    once, twice = (simulate(WORK, fp32(2, 1, accumulate=n), MADE.machine(1)) for n in (1, 2))
+    added = WORK.numel * 12 / 10e9  # two reads and a write
+    assert twice.memory == pytest.approx(2 * once.memory + added)
+    assert simulate(WORK, fp32(3, 1, accumulate=2), MADE.machine(1)).memory == pytest.approx(
+        2 * once.memory
+    )
+
+
+def test_twice_as_many_ranks_on_the_same_cores_are_half_as_fast_each():
+    two, four = MADE.machine(2), MADE.machine(4)
+    assert four.peak("fp32") == two.peak("fp32") / 2
+    assert four.memory_rate == two.memory_rate / 2
+    assert four.cpu_rate == two.cpu_rate / 2
+    assert four.inside.nbytes_per_second == two.inside.nbytes_per_second / 2
+    assert four.inside.latency == 2 * two.inside.latency
+    assert four.kernel_seconds == 2 * two.kernel_seconds
+    assert four.efficiency == two.efficiency
+    assert four.disk_rate == 1e9 / 4
+
+
+def test_where_collectives_need_whole_cores_compute_stands_still_beside_them():
+    busy = replace(GATHER.large, cpu_seconds=GATHER.large.seconds)
+    blocked = replace(TOGETHER, gather=replace(GATHER, large=busy),
+                      reduce=replace(GATHER, large=busy))  # fmt: skip
+    assert blocked.contention == 1.0
+    step = simulate(WORK, fp32(2, 2), blocked.machine(2, 1e9))
+    sent = sum(span.end - span.start for span in step.spans if span.stream != "compute")
+    assert step.seconds == pytest.approx(step.compute + step.memory + step.optimizer + sent)
+
+
+def test_cores_to_spare_take_the_collectives():
+    assert replace(TOGETHER, cores=16).contention == 0.0
+
+
+def test_json_holds_what_was_measured_and_makes_the_same_calibration():
+    told = json.loads(json.dumps(MADE.as_dict()))
+    assert Calibration.of(told) == MADE
+    constants = told["speeds"][1]["constants"]
+    assert constants["products_flops_per_s"] == pytest.approx(100e9)
+    assert constants["gather_bytes_per_s"] == pytest.approx(1e9)
+    assert "gather_bytes_per_s" not in told["speeds"][0]["constants"]
+
+
+# real ranks
+
+
+@pytest.fixture(scope="module")
+def measured() -> Calibration:
+    return calibrate(Sample(model="tiny", seq=64, rows=2), (1, 2))
+
+
+@pytest.mark.process
+def test_real_ranks_reach_plausible_rates_alone_and_together(measured):
+    assert [each.ranks for each in measured.speeds] == [1, 2]
+    for speeds in measured.speeds:
+        machine = measured.machine(speeds.ranks)
+        assert 1e6 < machine.peak("fp32") < 1e14
+        assert 1e6 < machine.memory_rate < 1e13
+        assert 0 <= machine.kernel_seconds < 1
+        assert 1e6 < machine.cpu_rate < 1e13
+        assert speeds.micro_batch.seconds > 0
+    machine = measured.machine(2)
+    assert 1e5 < machine.inside.nbytes_per_second < 1e12
+    assert machine.efficiency.reduce > 0
+    assert 0 <= machine.efficiency.contention <= 1
+
+
+@pytest.mark.process
+def test_what_runs_is_what_a_trace_without_values_counts(measured):
+    from onefold.training.loader import build_model
+
+    seen = trace(build_model("tiny", 64), tokens_of(2, 64))
+    flops = sum(unit.forward.flops + unit.backward.flops for unit in seen.units)
+    attended = sum(u.forward.attention_flops + u.backward.attention_flops for u in seen.units)
+    for speeds in measured.speeds:
+        assert speeds.micro_batch.flops == flops
+        assert speeds.micro_batch.attention_flops == attended
+
+
+@pytest.mark.process
+def test_a_plan_that_calibrates_tells_step_times_of_this_machine():
+    done = onefold("plan", "--seq", "64", "--calibrate", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["machine"] == "this machine"
+    assert told["calibration"]["model"] == "tiny"
+    assert all(row["seconds"] > 0 for row in told["rows"])
+
+
+@pytest.mark.process
+def test_a_module_that_cannot_run_is_one_clear_error():
+    with pytest.raises(ConfigError, match=r"Sequential to run a micro-batch, got"):
+        calibrate(Sample(model=nn.Sequential(nn.Linear(3, 4)), seq=8, rows=1), (1,))
+
+
+def test_a_module_that_no_other_process_can_have_is_an_error():
+    module = nn.Linear(3, 4)
+    module.secret = lambda: None
+    with pytest.raises(ConfigError, match="Linear to be pickled"):
+        calibrate(Sample(model=module), (1,))
+
+
+def test_a_module_that_does_not_fit_is_an_error():
+    with pytest.raises(ConfigError, match="to fit into memory once for each of 4096 ranks"):
+        calibrate(Sample(model="large"), (4096,))
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [Cluster(machine="h100-80"), Cluster(memory=MIB), Cluster(device_type="cpu", nodes=2)],
+)
+def test_other_machines_cannot_be_calibrated_here(cluster):
+    with pytest.raises(ConfigError, match="calibration for ranks on the CPU of this machine"):
+        plan("tiny", cluster=cluster, seq=64, calibrate=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--gpus", "4", "--mem", "1GiB"), "--calibrate for the CPU ranks"),
+        (("--cluster", "h100-80"), "--calibrate for the CPU ranks"),
+        (("--nodes", "2", "--ranks", "2"), "got 2 nodes"),
+    ],
+)
+def test_the_command_refuses_them_in_one_line(flags, said):
+    done = onefold("plan", "--seq", "64", *flags, "--calibrate")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "hint:" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_command_refuses_a_model_to_calibrate_at_that_there_is_not():
+    done = onefold("plan", "--seq", "64", "--ranks", "2", "--calibrate", "tinny")
+    assert done.returncode == 2
+    assert "did you mean 'tiny'?" in done.stderr
