@@ -1,0 +1,133 @@
+"""What is run to hold predicted step times against measured ones, and the run itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onefold
+from onefold.planner.trace import default_loss
+from onefold.training.model import GPT, GPTConfig
+
+ROWS, SEQ, VOCAB = 4, 128, 256
+STAGES = (0, 1, 2, 3)
+WARMUP = 1
+
+
+def _gpt(layers: int, width: int, heads: int) -> Callable[[bool], nn.Module]:
+    def build(recomputes: bool) -> nn.Module:
+        module = GPT(GPTConfig(layers, width, heads, lr=3e-4), SEQ)
+        module.recomputes = recomputes
+        return module
+
+    return build
+
+
+def _config(kind: str, name: str, **options: Any) -> Callable[[bool], nn.Module]:
+    """A Hugging Face model of random weights."""
+
+    def build(recomputes: bool) -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(vocab_size=1000, **options)
+        config.use_cache = False
+        module = getattr(transformers, name)(config)
+        if recomputes:
+            module.gradient_checkpointing_enable()
+        return module
+
+    return build
+
+
+_WIDTH = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6}
+MODELS: dict[str, Callable[[bool], nn.Module]] = {
+    "gpt 3M": _gpt(4, 256, 8),
+    "gpt 14M": _gpt(8, 384, 6),
+    "gpt 57M": _gpt(8, 768, 12),
+    "llama 11M": _config("Llama", "LlamaForCausalLM", intermediate_size=1024, **_WIDTH),
+    "bert 11M": _config("Bert", "BertForMaskedLM", intermediate_size=1536, **_WIDTH),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one setting, at which the four stages are ranked."""
+
+    model: str
+    ranks: int
+    accumulate: int = 1
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        words = [self.model, f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
+        words += [f"{self.accumulate} micro-batches"] * (self.accumulate > 1)
+        return ", ".join(words + ["recompute"] * self.recompute)
+
+    def build(self) -> nn.Module:
+        """The module, on the CPU, ready to train."""
+        torch.manual_seed(0)
+        return MODELS[self.model](self.recompute).train()
+
+
+CASES = [
+    *(Case(model, ranks) for model in MODELS for ranks in (1, 2, 4)),
+    *(Case(model, 2, accumulate=4) for model in ("gpt 3M", "gpt 14M", "llama 11M")),
+    *(Case(model, 2, recompute=True) for model in ("gpt 14M", "llama 11M", "bert 11M")),
+]
+"""Every model on one rank, on as many as cores, and on more; and what else a step depends on."""
+
+
+def train(rank: int, case: Case, rounds: int) -> dict[str, Any]:
+    """Steps of all four stages in turn on this rank, round after round; seconds from barrier to
+    barrier, and what this rank's threads computed meanwhile.
+    """
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // case.ranks))
+    if case.ranks > 1:
+        dist.init_process_group("gloo")
+    steps = {stage: _step_of(case, stage, rank) for stage in STAGES}
+    for _ in range(WARMUP):
+        for step in steps.values():
+            step()
+    walls: dict[int, list[float]] = {stage: [] for stage in STAGES}
+    cpus: dict[int, list[float]] = {stage: [] for stage in STAGES}
+    for number in range(rounds):
+        for turn in range(len(STAGES)):
+            stage = STAGES[(number + turn) % len(STAGES)]  # nobody is always first
+            _barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            steps[stage]()
+            cpus[stage].append(time.process_time() - cpu)
+            _barrier()
+            walls[stage].append(time.perf_counter() - wall)
+    return {"seconds": walls, "cpu_seconds": cpus}
+
+
+def _step_of(case: Case, stage: int, rank: int) -> Callable[[], None]:
+    module = case.build()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    onefold.shard(module, optimizer, stage=stage)
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(VOCAB, (ROWS, SEQ), generator=generator)
+
+    def step() -> None:
+        for number in range(case.accumulate):
+            is_last = number == case.accumulate - 1
+            with nullcontext() if is_last else onefold.accumulate(module):
+                default_loss(module(tokens)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
