@@ -116,6 +116,7 @@ def measured() -> Calibration:
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_real_ranks_reach_plausible_rates_alone_and_together(measured):
     assert [each.ranks for each in measured.speeds] == [1, 2]
     for speeds in measured.speeds:
@@ -132,6 +133,7 @@ def test_real_ranks_reach_plausible_rates_alone_and_together(measured):
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_what_runs_is_what_a_trace_without_values_counts(measured):
     from onefold.training.loader import build_model
 
@@ -144,6 +146,7 @@ def test_what_runs_is_what_a_trace_without_values_counts(measured):
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_a_plan_that_calibrates_tells_step_times_of_this_machine():
     done = onefold("plan", "--seq", "64", "--calibrate", "--json")
     assert done.returncode == 0, done.stderr
@@ -154,6 +157,7 @@ def test_a_plan_that_calibrates_tells_step_times_of_this_machine():
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_a_module_that_cannot_run_is_one_clear_error():
     with pytest.raises(ConfigError, match=r"Sequential to run a micro-batch, got"):
         calibrate(Sample(model=nn.Sequential(nn.Linear(3, 4)), seq=8, rows=1), (1,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,11 +36,12 @@ MICRO_SECONDS = 6.0
 SHORT, SHORT_SECONDS = 8, 2.0
 """Tokens of a row at which kernels take next to no time; how long those are measured."""
 MOST, LEAST = 15, 3
-REPEATS = 9
+REPEATS, REPEAT_SECONDS = 9, 2.0
 ROW = 1024
 LARGE_ROWS, LARGE_UNITS = 2048, 3  # 8 MiB of fp32 a unit: about a block of a small model
 SMALL_ROWS, SMALL_UNITS = 16, 12  # 64 KiB: a message whose latency counts
 STD = 0.02
+DEVIATION = 1.4826  # standard deviations of a normal value in its median absolute deviation
 
 
 def main(folder: str) -> int:
@@ -187,21 +188,13 @@ def _passes(
 ) -> tuple[_Passes, float]:
     """Plain passes and watched ones in turn, for about so long; and how much plain ones vary."""
     train()
-    begun = time.perf_counter()
-    train()
-    each = time.perf_counter() - begun
-    count = min(MOST, max(LEAST, int(seconds / 2 / each)))
-    count = min(world.gather(count))
     plain: list[float] = []
-    walls: list[float] = []
     watched: list[tuple[float, float, float]] = []
     calls: list[tuple[WorkDone, float]] = []
-    for _ in range(count):
-        world.gather(0)  # all begin together
-        wall, begun = time.perf_counter(), clock()
+    for _ in _rounds(world, MOST, seconds):
+        begun = clock()
         train()
         plain.append(clock() - begun)
-        walls.append(time.perf_counter() - wall)
         with Clocked(clock) as mode:
             train()
         calls = mode.calls
@@ -212,7 +205,18 @@ def _passes(
         sum(each.attention_flops for each in done), sum(each.nbytes for each in done),
         *(median(column) for column in zip(*watched, strict=True)),
     )  # fmt: skip
-    return found, 1.4826 * median(abs(wall - median(walls)) for wall in walls) / median(walls)
+    deviation = median(abs(each - median(plain)) for each in plain)
+    return found, DEVIATION * deviation / median(plain)
+
+
+def _rounds(world: World, most: int, seconds: float) -> Iterator[int]:
+    """Rounds that all ranks begin together: at most so many, fewer where time runs out."""
+    begun = time.perf_counter()
+    for number in range(most):
+        elapsed = max(world.gather(time.perf_counter() - begun))
+        if number >= LEAST and elapsed > seconds:
+            return
+        yield number
 
 
 def _inside(calls: Sequence[tuple[WorkDone, float]]) -> tuple[float, float, float]:
@@ -250,7 +254,7 @@ class _Taken:
 def _fastest(world: World, ready: Callable[[], Callable[[], object]]) -> _Taken:
     """Of some calls of what `ready` gives, begun together by all ranks."""
     found: list[_Taken] = []
-    for _ in range(REPEATS):
+    for _ in _rounds(world, REPEATS, REPEAT_SECONDS):
         action = ready()
         world.gather(0)
         wall, cpu = time.perf_counter(), time.process_time()
@@ -328,7 +332,7 @@ def _step(world: World, dtype: torch.dtype, clock: Callable[[], float]) -> tuple
         precision=words[precision],
     )  # fmt: skip
     found: list[float] = []
-    for _ in range(LEAST + 2):
+    for _ in _rounds(world, REPEATS, REPEAT_SECONDS):
         module(torch.zeros(ROW)).float().sum().backward()
         world.gather(0)
         begun = clock()
