@@ -93,6 +93,18 @@ def ranking(entries: Sequence[dict[str, Any]]) -> tuple[int, int]:
     return told, right
 
 
+def had(result: dict[str, Any]) -> float:
+    """The share of the cores' time that the ranks had: below 0.9 somebody else was at work too."""
+    cores = result["machine"]["cores"]
+    shares = [
+        entry["cpu_seconds"] * case["ranks"] / median(entry["seconds"]) / cores
+        for case in result["cases"]
+        if case["ranks"] >= cores
+        for entry in case["stages"]
+    ]
+    return median(shares) if shares else 1.0
+
+
 def error_of(entry: dict[str, Any]) -> float:
     """Predicted against the median of the rounds."""
     return entry["predicted"] / median(entry["seconds"]) - 1
@@ -112,7 +124,8 @@ def page(result: dict[str, Any]) -> list[str]:
     machine = result["machine"]
     return [
         f"{result['date']}, {machine['model name']}, {machine['cores']} cores, torch "
-        f"{result['versions']['torch']}; {result['rounds']} rounds, by `{result['command']}`.", "",
+        f"{result['versions']['torch']}; {result['rounds']} rounds, by `{result['command']}`. With "
+        f"as many ranks as cores or more, they had {had(result):.0%} of the cores' time.", "",
         *[f"> {line.strip()}" for line in Calibration.of(result["calibration"]).lines()], "",
         f"**{within} of {len(entries)} step times within {GOAL:.0%}**, the median error is "
         f"{median(errors):.1%}, the largest {max(errors):.0%}. **Stages ranked right in {right} of "

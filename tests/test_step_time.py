@@ -48,6 +48,7 @@ def test_the_page_shows_every_case_and_the_worst_first():
     text = "\n".join(step_time.page(result))
     assert "**1 of 4 step times within 15%**" in text
     assert "Stages ranked right in 0 of 1 cases" in text
+    assert "they had 7% of the cores' time" in text
     assert "| one | 1.000 (+5%) | 2.000 (-25%) |" in text
     worst = text.partition("furthest off")[2].splitlines()
     assert worst[4].startswith("| one | 3 | 2.900 - 3.100 |")

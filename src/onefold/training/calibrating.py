@@ -10,16 +10,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from onefold.config import PRECISIONS, Precision
+from onefold.config import Precision
 from onefold.environment import free_host_nbytes
 from onefold.errors import ConfigError, expected
 from onefold.planner.calibration import Calibration, Speeds, speeds_of
+from onefold.planner.search import DTYPES
 from onefold.planner.sizes import told
 from onefold.training.loader import build_model, described, refuse
 from onefold.training.local_ranks import run_local
 from onefold.training.machine import measure_disk, usable_cores
 
 ENTRY = "onefold.training.calibration_rank:main"
+WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
 HELD_NBYTES = 2
 """Copies of the weights that a rank of a calibration holds: they and their gradients."""
 
@@ -43,14 +45,13 @@ def calibrate(sample: Sample, worlds: Sequence[int] = (1, 2)) -> Calibration:
     Raises:
         ConfigError: a model that cannot be built, does not fit, or does not run.
     """
-    name, numel = _look_at(sample, max(worlds))
-    word = next((word for word, each in PRECISIONS.items() if each == sample.precision), None)
-    itemsize = 4
+    name, numel, itemsize = _look_at(sample, max(worlds))
+    word = None
     if sample.precision is not None and sample.precision.compute is not None:
-        itemsize = sample.precision.compute.itemsize
+        word, itemsize = WORDS[sample.precision.compute], sample.precision.compute.itemsize
     asked = {
         "name": name, "pickled": None, "seq": sample.seq, "rows": sample.rows, "precision": word,
-        "recompute": sample.recompute, "dtype": "bf16" if itemsize == 2 else "fp32",
+        "recompute": sample.recompute, "dtype": DTYPES.get(itemsize, "fp32"),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
         if isinstance(sample.model, nn.Module):
@@ -65,8 +66,8 @@ def _measured(asked: dict[str, object], ranks: int) -> Speeds:
     return speeds_of(run_local(ENTRY, asked, ranks=ranks, threads=threads))
 
 
-def _look_at(sample: Sample, ranks: int) -> tuple[str, int]:
-    """Name and parameters of a model that fits."""
+def _look_at(sample: Sample, ranks: int) -> tuple[str, int, int]:
+    """Name, parameters and bytes of an element of a model that fits."""
     module = sample.model
     if isinstance(module, str):
         refuse(module, sample.seq)
@@ -83,7 +84,7 @@ def _look_at(sample: Sample, ranks: int) -> tuple[str, int]:
                 hint="calibrate at a smaller model: rates carry over to other sizes",
             )
         )
-    return name, numel
+    return name, numel, next((parameter.itemsize for parameter in module.parameters()), 4)
 
 
 def _pickled(module: nn.Module, path: Path) -> str:

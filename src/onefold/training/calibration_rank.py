@@ -67,10 +67,13 @@ def measure(world: World, asked: dict[str, Any]) -> Speeds:
     threads = torch.get_num_threads()
     compute = precision_of(asked["precision"]).compute
     tokens = torch.randint(VOCAB, (asked["rows"], asked["seq"]))
-    micro, spread = _micro_batch(world, _module(asked, compute), tokens, threads)
+    module = _module(asked, compute)
+    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+    micro, spread = _micro_batch(world, module, tokens, threads)
+    del module
     gather = reduce = None
     if world.world_size > 1:
-        gather, reduce = _collectives(world, compute or torch.float32)
+        gather, reduce = _collectives(world, dtype)
     nbytes, seconds = _step(world, compute or torch.float32, _clock(threads))
     own = Speeds(
         world.world_size, threads, usable_cores(), asked["dtype"], micro, nbytes, seconds,
