@@ -126,12 +126,19 @@ class Wire:
 
 PRESETS = {
     "exact": Wire(),
+    "hybrid": Wire(secondary="gradients"),
+    "replicas": Wire(secondary="optimizer"),
+    "recommended": Wire(weights="int8-diff", gradients=("exact", "int8")),
     "zero++": Wire(weights="int8", gradients=("int8+h", "int4+h")),
     "zero++diff": Wire(weights="int4-diff", gradients=("int8+h", "int4+h")),
-    "recommended": Wire(weights="int8-diff", gradients=("exact", "int8")),
 }
-"""Named wires. "zero++" is int8 weights (qwZ), a second shard inside the node (hpZ) and two-hop
-int8/int4 gradients (qgZ); what each costs in loss is in docs/wire.md."""
+"""Named wires, from exact to lossy; what each sends and costs in loss is in docs/wire.md.
+
+"hybrid" is HFSDP and "replicas" HSDP, exact. "recommended" sends a third of their bytes between
+nodes: int8 differences of weights, int8 gradients. "zero++" is ZeRO++ as published but for the
+second shard, which holds sums of micro-batches as well: int8 weights (qwZ, hpZ), int8/int4 gradients
+in two hops (qgZ), here with a rotation.
+"""
 
 
 def wire_of(choice: object) -> Wire:

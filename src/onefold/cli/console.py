@@ -111,6 +111,7 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     precision = f", {job.precision} compute" if job.precision else ""
     precision += f", offload {job.offload}" if job.offload else ""
+    precision += f", wire {job.wire}" if job.wire else ""
     cut = f" in {job.accumulate} micro-batches" if job.accumulate > 1 else ""
     return (
         f"{job.model}: {num_parameters:,d} parameters, stage {job.stage} over {ranks}{precision}\n"

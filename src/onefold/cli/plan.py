@@ -68,7 +68,7 @@ def add_to(commands: SubParsers) -> None:
         "tell step times for them; with another model than the plan's, as a smaller one",
         **hidden,
     )
-    add("--wire", help="None in this version", **hidden)
+    add("--wire", help="not planned yet: docs/wire.md has the formulas", **hidden)
     add_json(parser)
 
 
@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Plan, and print. Exit code 2 where nothing fits."""
     if arguments.wire is not None:
         raise ConfigError(
-            expected("no --wire in this version", repr(arguments.wire),
-                     hint="every state travels in its own dtype for now")
+            expected("no --wire: plans are of exact messages on one axis", repr(arguments.wire),
+                     hint="docs/wire.md tells what each wire sends and what it adds to memory")
         )  # fmt: skip
     _check_calibrate(arguments)
     with no_garbage():  # importing torch makes half a million objects

@@ -28,6 +28,7 @@ def add_to(commands: SubParsers) -> None:
     # defaults that are set here, and SUPPRESSed below, are not mentioned by help
     words = (
         "ranks", "data", "precision", "lr", "checkpoint", "every", "offload", "fraction", "report",
+        "wire",
     )  # fmt: skip
     parser.set_defaults(run=run, resume=False, recompute=False, **dict.fromkeys(words))
     add = parser.add_argument
@@ -57,6 +58,9 @@ def add_to(commands: SubParsers) -> None:
     )
     add("--precision", help="fp32, bf16 or fp16 compute; masters and sums stay fp32 "
         "(default: the parameters' own)", default=argparse.SUPPRESS)  # fmt: skip
+    add("--wire", metavar="NAME", default=argparse.SUPPRESS,
+        help="how state travels between hosts: hybrid, replicas (exact); recommended, zero++, "
+        "zero++diff (fewer bytes)")  # fmt: skip
     add("--lr", help="peak learning rate (default: what suits the model)",
         default=argparse.SUPPRESS)  # fmt: skip
     add("--clip", default=str(DEFAULTS.clip), help="largest gradient norm, 0 for any")
@@ -100,6 +104,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         fraction=fraction_of(arguments.fraction),
         recompute=arguments.recompute,
         precision=arguments.precision,
+        wire=arguments.wire,
         steps=whole("--steps", arguments.steps, least=1),
         batch=whole("--batch", arguments.batch, least=1),
         seq=whole("--seq", arguments.seq, least=1),

@@ -19,6 +19,7 @@ class Job:
     fraction: float | str = 1.0  # of the optimizer state that leaves the device, or "auto"
     recompute: bool = False  # blocks' activations in backward, rather than keeping them
     precision: str | None = None  # None computes in the parameters' own dtype
+    wire: str | None = None  # a named wire; None sends exact messages on one axis
     steps: int = 160
     batch: int = 16
     seq: int = 64

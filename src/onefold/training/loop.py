@@ -27,6 +27,7 @@ from onefold.training.recording import Course, Recorded, write_report
 from onefold.training.sample import generate
 from onefold.training.signals import StopRequests
 from onefold.training.world import World
+from onefold.wiring import wire_of
 
 WARMUP_STEPS = 20
 FINAL_LR = 0.05
@@ -83,6 +84,7 @@ def preflight(job: Job, world_size: int) -> Corpus:
     """Refuse what cannot work, before any rank is started; the text to train on."""
     precision_of(job.precision)
     offload_for(job)
+    wire_of(job.wire)
     if job.batch < world_size * job.accumulate:
         rows = f"{world_size} ranks"
         if job.accumulate > 1:
@@ -183,7 +185,7 @@ class Trainer:
         )
         onefold.shard(
             self.module, self.optimizer, stage=job.stage, precision=job.precision,
-            offload=offload_for(job),
+            offload=offload_for(job), wire=job.wire,
         )  # fmt: skip
         self.scaler = onefold.GradScaler(world.device.type, enabled=job.precision == "fp16")
         own = own_rows(job.batch, world.rank, world.world_size)
