@@ -50,7 +50,7 @@ from onefold.state.unit import Unit
 from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory
 from onefold.wire.collectives import Group
-from onefold.wiring import Wire, check_wire, wire_of
+from onefold.wiring import Wire, check_wire, fitted, wire_of
 
 Source = tuple[Initialisers, Values | None]
 """Where a module on `meta` gets its values: what initialises its parts, and what was promised."""
@@ -107,7 +107,7 @@ def shard(  # noqa: PLR0913 - the contract
     )  # fmt: skip
     number, why = _stage_of(stage, wish, offload, group)
     job = replace(job, placements=placements_of(number))
-    check_wire(job.wire, job.placements, job.offload, has_axes=job.ranks.axes is not None)
+    job = replace(job, wire=_wire_for(job, is_named=isinstance(wire, str)))
     ledger = Ledger()
     expectation = Expectation.of(replace(wish, stage=number).subject, job.shards.world_size)
     ledger.advise = expectation.smallest_change
@@ -280,6 +280,16 @@ def _examine_together(ranks: Ranks, examine: Callable[[], _Job]) -> _Job:
                 )
             )
     return job
+
+
+def _wire_for(job: _Job, *, is_named: bool) -> Wire:
+    """The wire as this mesh and stage have it; `ConfigError` for one that would mean nothing."""
+    if job.ranks.everyone.world_size == 1:
+        return Wire()  # nothing travels
+    has_axes = job.ranks.axes is not None
+    wire = fitted(job.wire, job.placements, has_axes=has_axes) if is_named else job.wire
+    check_wire(wire, job.placements, job.offload, has_axes=has_axes)
+    return wire
 
 
 def _setting(job: _Job, store: DeviceStore, ledger: Ledger, tiers: Tiers) -> Setting:

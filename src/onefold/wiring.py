@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from onefold.config import Offload, Placement, Placements, nearest_word
 from onefold.errors import ConfigError, expected
@@ -135,9 +135,9 @@ PRESETS = {
 """Named wires, from exact to lossy; what each sends and costs in loss is in docs/wire.md.
 
 "hybrid" is HFSDP and "replicas" HSDP, exact. "recommended" sends a third of their bytes between
-nodes: int8 differences of weights, int8 gradients. "zero++" is ZeRO++ as published but for the
-second shard, which holds sums of micro-batches as well: int8 weights (qwZ, hpZ), int8/int4 gradients
-in two hops (qgZ), here with a rotation.
+nodes: int8 differences of weights, int8 gradients. "zero++" is ZeRO++ as published, but that nodes
+keep sums of micro-batches as well: int8 weights (qwZ, hpZ), int8/int4 gradients in two hops (qgZ),
+here with a rotation. A name means what a mesh has: on one axis nothing is kept for a node.
 """
 
 
@@ -156,6 +156,20 @@ def wire_of(choice: object) -> Wire:
             hint=nearest_word(choice, PRESETS) or 'wire="zero++", or Wire(gradients="int8")',
         )
     )
+
+
+def fitted(wire: Wire, placements: Placements, *, has_axes: bool) -> Wire:
+    """A named wire as far as it applies at a stage and on a mesh: without a second shard where
+    there is none, and then with whole weights instead of differences to it.
+    """
+    is_whole = placements.parameter is not Placement.SHARD
+    if has_axes:
+        is_moot = is_whole and wire.secondary == "gradients"
+        return replace(wire, secondary=None) if is_moot else wire
+    weights = wire.weights_between
+    if not is_whole:
+        weights = weights.removesuffix(DIFFERENCE)
+    return replace(wire, weights=weights, secondary=None)
 
 
 def check_wire(wire: Wire, placements: Placements, offload: Offload, *, has_axes: bool) -> None:

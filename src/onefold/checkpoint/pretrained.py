@@ -165,7 +165,7 @@ def _fill(subject: Subject, values: Pretrained) -> None:
         rank = subject.engine.setting.rest_rank
         values.fill(parameter.fqn, parameter.slot.rows(rank), parameter.stepped)
     for unit in subject.engine.units:
-        unit.publish(is_rounded=False)
+        unit.replaced()
     for name, buffer in subject.buffers().items():
         values.fill(name, None, buffer)
 

@@ -285,8 +285,7 @@ class Targets:
         """Everything has been read: let the engine and the optimizers know."""
         engine = self.subject.engine
         for unit in engine.units:
-            unit.publish(is_rounded=False)
-            unit.gather.forget_replica()
+            unit.replaced()
             unit.forget()
         engine.early.mend()
         extra_states = _nested(objects, self._extra_paths)

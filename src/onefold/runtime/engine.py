@@ -148,7 +148,7 @@ class Engine:
             for unit, gradient in self.gradients.items():
                 gradient.drop_cleared()
                 unit.forget()
-                unit.gather.begin_early()
+                unit.gather.begin_early(is_summoned=self.is_summoned)
             self.schedule.begin(self._phase())
             self.marks.begin("forward")
             self._users.clear()

@@ -224,8 +224,10 @@ class OptimizerBinding:
         """False if coded gradients were not finite somewhere: then no rank steps, and all say so.
 
         What was rounded cannot be told from what it was, so a loss scale might not see it either.
+        Where messages are exact nobody asks, and gradients are as in plain PyTorch. A collective.
         """
-        unsound = [engine for engine in self.engines if not engine.reducer.is_sound()]
+        coded = [e for e in self.engines if e.setting.routes.rounds_gradients]
+        unsound = [engine for engine in coded if not engine.reducer.is_sound()]
         for engine in unsound:
             engine.ledger.skipped += 1
             if engine.group.rank == 0:

@@ -31,8 +31,9 @@ class Reducer:
         self._in_flight: deque[tuple[UnitGradient, Ticket]] = deque()
         self._landed: UnitGradient | None = None  # the last; a second hop may follow
         self._finishes_alone = all(each.reduction.finishes_alone for each in gradients.values())
-        routes = [unit.setting.routes for unit in gradients]
-        self._transports = {transport for each in routes for transport in each.reducers}
+        settings = [unit.setting for unit in gradients]
+        self._setting = settings[0] if settings else None
+        self._transports = {each for setting in settings for each in setting.routes.reducers}
         self._ready: set[UnitGradient] = set()
         self._started: set[UnitGradient] = set()
 
@@ -108,12 +109,21 @@ class Reducer:
             self.finish()
 
     def is_sound(self) -> bool:
-        """False if coded gradients that are there were not finite on some rank: then on all.
+        """False if coded gradients were not finite on some rank: then on all. A collective.
 
-        A GPU's host waits for the tags that tell it.
+        A rank sees that in the tags of its own sums only, so ranks have to ask each other. A GPU's
+        host waits for the answer.
         """
+        if self._setting is None:
+            return True
         tags = [tag for gradient in self._order for tag in gradient.tags]
-        return not tags or bool(torch.stack(tags).isfinite().all())
+        is_bad = torch.zeros(1, device=self._setting.store.device)
+        if tags:
+            is_bad += torch.stack(tags).isfinite().logical_not().any()
+        self._setting.routes.group.all_reduce_max(is_bad)
+        for gradient in self._order:
+            gradient.tags.clear()
+        return not is_bad.item()
 
     def abort(self) -> None:
         """Drop gradients that were not shown yet; wait for what is under way on all ranks."""

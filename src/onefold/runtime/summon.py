@@ -96,4 +96,4 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter, own in rows:
             parameter.local.copy_(own.view(parameter.local.shape))
-            parameter.unit.gather.forget_replica()
+            parameter.unit.gather.forget_base()

@@ -38,11 +38,12 @@ def tags_of(world_size: int) -> Slot:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A buffer that one hop fills: how it is cut, where its tags begin, what carries it."""
+    """A buffer that one hop fills: how it is cut, its tags and which is ours, what carries it."""
 
     flat: Tensor
     cut: Cut | None
     tags_at: int
+    own_tag: int
     transport: Transport
 
 
@@ -57,7 +58,7 @@ class UnitGather:
         self._copies: list[tuple[Span, Span]] = []  # in the buffer to fill, in the shard
         self._always: list[tuple[Span, Span]] = []  # those of them that no transport codes
         self._coded: list[Span] = []  # own rows of the others in the shard
-        self._has_replica = False  # the buffer still holds what every rank has read last
+        self._has_base = False  # the buffer holds what every rank has read last
 
     @property
     def unit(self) -> Unit:
@@ -80,12 +81,15 @@ class UnitGather:
         """`start` comes soon: begin what has to be done before."""
         self.unit.rows.start(self.unit.edits(), self.unit.pending)
 
-    def begin_early(self) -> None:
-        """A forward begins that may use the unit: begin what every rank will want of it."""
+    def begin_early(self, *, is_summoned: bool) -> None:
+        """A forward begins that may use the unit: begin what every rank will want of it.
 
-    def forget_replica(self) -> None:
+        Nothing where modules show whole weights already, of which each rank does what it likes.
+        """
+
+    def forget_base(self) -> None:
         """Weights were replaced on every rank: the next message is no difference."""
-        self._has_replica = False
+        self._has_base = False
 
     def start(self, full: Buffer) -> Ticket:
         """Begin to fill `full`; once the ticket is waited for, `check` tells if it went well.
@@ -96,47 +100,60 @@ class UnitGather:
         if not self._copies:
             self._plan(full)
         where = f"gather of unit {unit.name!r} on rank {unit.setting.rank}"
-        message = Message(full.tensor, self._cut, unit.rest.full_numel, self._transport)
+        rank = unit.setting.rest_rank
+        message = Message(full.tensor, self._cut, unit.rest.full_numel, rank, self._transport)
         return self._send(message, where)
 
     def _send(self, message: Message, where: str) -> Ticket:
         """Put own rows and the tag into a message, and begin to exchange it."""
         unit, flat = self.unit, message.flat
-        own: list[Own] = []
+        own = self._own(message)
 
         def bring() -> None:
             near = unit.rows.take(unit.edits())
-            own.extend(self._taken(near, message))
-            # what a transport codes it takes itself, and a replica has other things in its place
-            copies = self._always if own and not own[0].starts_replica else self._copies
+            if own is not None:
+                self._take_rows(near, own)
+            # what a transport codes it takes itself, and a base has other things in its place
+            copies = self._copies if own is None or own.starts_base else self._always
             places = [flat[start:stop] for (start, stop), _ in copies]
             if places:
                 torch._foreach_copy_(places, [near[start:stop] for _, (start, stop) in copies])
 
         try:
-            self.bring_and_tag(bring, flat[message.tags_at :])
+            self.bring_and_tag(bring, flat[message.tags_at :], message.own_tag)
             if message.cut is None:
                 return DONE
-            return message.transport.gather(flat, message.cut, where, own[0] if own else None)
+            self._has_base = False  # until this message has arrived
+            ticket = message.transport.gather(flat, message.cut, where, own)
         finally:
             unit.rows.give_back()
+        return ticket if own is None or not own.is_base_kept else ticket.then(self._note_base)
 
-    def _taken(self, near: Tensor, message: Message) -> list[Own]:
-        """What a coding transport takes: rows of the master, so that they are rounded once."""
-        unit, routes = self.unit, self.unit.setting.routes
+    def _note_base(self) -> None:
+        self._has_base = True
+
+    def _own(self, message: Message) -> Own | None:
+        """For a coding transport: whether it sends differences. The same on every rank."""
         if not self._is_coded or message.cut is None:
-            return []
-        is_near = not unit.steps_in_blocks and unit.stepped.device == near.device
-        source = unit.stepped if is_near else near
-        rows: list[Tensor | None] = [source[start:stop] for start, stop in self._coded]
-        rows += [None] * (len(message.cut.numels) - len(rows))  # tags
-        had, self._has_replica = self._has_replica, routes.sends_differences
-        starts = routes.sends_differences and not had
-        return [Own(rows, has_replica=had, starts_replica=starts)]
+            return None
+        keeps = self.unit.setting.routes.sends_differences
+        rows: list[Tensor | None] = [None] * len(message.cut.numels)
+        return Own(rows, has_base=keeps and self._has_base, is_base_kept=keeps)
 
-    def bring_and_tag(self, bring: Callable[[], None], tags: Tensor) -> None:
-        """Have `bring` put own rows into a message; then fill its `tags` [N, or none in a world of
-        one]. If the rows cannot be had they say so; where nobody looks at them, that is raised.
+    def _take_rows(self, near: Tensor, own: Own) -> None:
+        """Let a coding transport send rows of the master, so that they are rounded once."""
+        unit = self.unit
+        is_near = not unit.steps_in_blocks and unit.stepped.device == near.device
+        if is_near:
+            unit.refresh_master()
+        source = (unit.stepped if is_near else near).to(unit.setting.store.device)
+        for index, (start, stop) in enumerate(self._coded):
+            own.rows[index] = source[start:stop]
+
+    def bring_and_tag(self, bring: Callable[[], None], tags: Tensor, own: int) -> None:
+        """Have `bring` put own rows into a message; then set the `own` one of its `tags` [N, or
+        none in a world of one]. If the rows cannot be had it says so; where nobody looks at it,
+        that is raised. The others say so until their ranks' have come.
         """
         unit = self.unit
         with torch.no_grad():
@@ -147,7 +164,9 @@ class UnitGather:
                 unit.failure = error
                 if not self._tells(tags):
                     raise
-            tags.fill_(unit.tag if unit.failure is None else FAILED_TAG)
+            tags.fill_(FAILED_TAG)
+            if unit.failure is None:
+                tags[own : own + 1] = unit.tag
 
     def _plan(self, full: Buffer) -> None:
         """What is sent and copied, found once."""
@@ -213,7 +232,7 @@ class UnitGather:
         """The error of this rank, or that of the first rank that has one. A collective."""
         unit = self.unit
         mine = None if unit.failure is None else str(unit.failure)
-        texts = unit.setting.routes.group.all_gather_object(mine)
+        texts = unit.setting.transport.group.all_gather_object(mine)
         if unit.failure is None:
             unit.failure = TierError(str(next(text for text in texts if text is not None)))
         return unit.failure

@@ -157,7 +157,7 @@ class TiledWeight:
         before = sum(stop - start for start, stop in tile.rows[:rank]) * self.num_columns
         own = room.tensor[before : before + tile.own[1] - tile.own[0]]
         tags = room.tensor[numel : numel + world_size]
-        unit.gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags)
+        unit.gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags, rank)
         if world_size == 1:
             return DONE
         where = f"gather of a tile of {self.parameter.fqn!r} on rank {rank}"

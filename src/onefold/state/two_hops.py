@@ -61,10 +61,10 @@ class TwoHopGather(UnitGather):
         if self._second is None or self._filled != self.unit.edits():
             super().prefetch()
 
-    def begin_early(self) -> None:
+    def begin_early(self, *, is_summoned: bool) -> None:
         """Begin the hop between nodes; not where that would wait for a step, or for a disk."""
-        unit = self.unit
-        if self._second is not None and not unit.steps_in_blocks and unit.weight.far is None:
+        unit, is_late = self.unit, is_summoned or self._second is None
+        if not is_late and not unit.steps_in_blocks and unit.weight.far is None:
             self._fill()
 
     def start(self, full: Buffer) -> Ticket:
@@ -74,15 +74,10 @@ class TwoHopGather(UnitGather):
         where = f"gather of unit {self.unit.name!r} on rank {self.unit.setting.rank}"
         inside = self._hops.gather_inside
         if self._second is None:
-            between = self._cross(flat, self.unit.rest.full_numel)
-
-            def go_on() -> None:
-                between.wait()
-                inside.gather(flat, self._cut_inside, where).wait()
-
-            return Ticket(between.works, go_on, where)
+            between = self._cross(flat, self.unit.rest.full_numel, self._hops.axes.rank)
+            return between.then(lambda: inside.gather(flat, self._cut_inside, where).wait())
         self._fill()
-        self._between.wait()
+        self._await_second()
         second = self._second.tensor
         pairs = [(flat[a:b], second[c:d]) for (a, b), (c, d) in self._from_second]
         with torch.no_grad():
@@ -98,13 +93,22 @@ class TwoHopGather(UnitGather):
         if self._filled == unit.edits():
             return
         self._plan_once(unit.full)
-        self._between.wait()  # of a forward that did not use the unit
-        self._filled = unit.edits()
-        self._between = self._cross(second.tensor, self._second_numel)
+        self._await_second()  # of a forward that did not use the unit
+        edits = unit.edits()
+        self._filled = -1
+        self._between = self._cross(second.tensor, self._second_numel, self._hops.axes.node)
+        self._filled = edits
 
-    def _cross(self, flat: Tensor, tags_at: int) -> Ticket:
+    def _await_second(self) -> None:
+        try:
+            self._between.wait()
+        except BaseException:
+            self._filled = -1
+            raise
+
+    def _cross(self, flat: Tensor, tags_at: int, own_tag: int) -> Ticket:
         where = f"gather between nodes of unit {self.unit.name!r} on rank {self.unit.setting.rank}"
-        message = Message(flat, self._cut_between, tags_at, self._transport)
+        message = Message(flat, self._cut_between, tags_at, own_tag, self._transport)
         return self._send(message, where)
 
     def _plan_once(self, full: Buffer) -> None:
@@ -145,7 +149,7 @@ def _unzipped(regions: list[tuple[Slot, int]]) -> tuple[list[Slot], list[int]]:
 def gather_of(unit: Unit) -> UnitGather:
     """The way in which a unit's weights are gathered to compute with."""
     routes = unit.setting.routes
-    if unit.is_tiled:
+    if unit.is_tiled or not unit.dtype.is_floating_point:  # neither is coded, nor kept twice
         return UnitGather(unit, routes.transport)
     if routes.hops is not None:
         return TwoHopGather(unit, routes.hops)

@@ -5,6 +5,7 @@ What lives in a unit, for a parameter of n elements over N ranks:
     weight   [n/N] (or [n] if replicated)  in the parameter's own dtype; what the faces show
     master   like weight, wider            only where the own dtype is narrower than the master
     full     [n]                           in the compute dtype; whole weights, gathered on demand
+    second   [n/neighbours]                likewise, at rest for the node (state/two_hops.py)
     moments  like master                   where the unit is offloaded; else the optimizer's own
     grad     like weight                   see state/gradient.py
 
@@ -120,8 +121,7 @@ class Unit:
             dtype = setting.master if is_narrow else self.dtype
             self.master = Buffer(numel, dtype, Kind.MASTER, self.state_store, ledger)
             self.master.tensor.zero_()
-        self._shown: WeakSet[Tensor] = WeakSet()
-        self._published = -1  # `edits` when the master agreed with the weight
+        self._shown, self._published = WeakSet[Tensor](), -1  # `edits` when the master agreed
         self.full = self.weight
         if not self.is_resident:
             numel, kind = self.gather.full_numel, Kind.UNSHARDED
@@ -226,10 +226,11 @@ class Unit:
             return
         if self._is_current():
             return
+        self._await_gather()  # of weights that have changed since, and nobody used
         self.full.reallocate()
-        self._gathered = self.edits()
-        self._fresh = True
+        edits = self.edits()
         self._ticket = self.gather.start(self.full)
+        self._gathered, self._fresh = edits, True
 
     def start_fetch(self) -> None:
         """Begin to bring own rows near, if they rest far: `start_unshard` will want them."""
@@ -264,8 +265,7 @@ class Unit:
             return
         self.check_untouched()
         self.start_unshard()
-        self._ticket.wait()
-        self._ticket = DONE
+        self._await_gather()
         self.gather.check(self.full)
         for parameter in self.parameters:
             if parameter.whole is not parameter.face:
@@ -277,6 +277,15 @@ class Unit:
                 parameter.follow_requires_grad()
         self.state = UnitState.WHOLE
 
+    def _await_gather(self) -> None:
+        """Wait for the gather that is under way; one that fails leaves nothing to compute with."""
+        ticket, self._ticket = self._ticket, DONE
+        try:
+            ticket.wait()
+        except BaseException:
+            self._fresh = False
+            raise
+
     def reshard(self, *, release: bool) -> None:
         """Show faces again; with `release` also give up the whole weights, unless they are held."""
         if self.state is UnitState.WHOLE:
@@ -285,8 +294,7 @@ class Unit:
                 parameter.show(parameter.face)
             self.state = UnitState.RESTING
         if release and self.state is UnitState.RESTING and not (self.is_resident or self.is_held):
-            self._ticket.wait()
-            self._ticket = DONE
+            self._await_gather()
             self._fresh = False
             if self.full.is_held:
                 for parameter in self.parameters:
@@ -295,9 +303,7 @@ class Unit:
                     self.full.release()
 
     def hold(self) -> None:
-        """Keep the whole weights until `let_go`: a graph or an output refers to them in ways that
-        no hook of a module foresees, such as a view.
-        """
+        """Keep the whole weights until `let_go`: a graph or an output refers to a view of them."""
         self.is_held = True
 
     def let_go(self) -> None:
@@ -344,6 +350,7 @@ class Unit:
         with torch.no_grad():
             untouched = weight == master.to(weight.dtype)
             master.copy_(torch.where(untouched, master, weight.to(master.dtype)))
+        self._published = self.edits()
 
     def publish(self, *, is_rounded: bool) -> None:
         """Round the stepped master into the weight that faces show and gathers send."""
@@ -353,6 +360,11 @@ class Unit:
                 with torch.no_grad():
                     self.weight.tensor.copy_(self.master.tensor)
             self._published = self.edits()
+
+    def replaced(self) -> None:
+        """Weights were read anew on every rank, into the master where there is one."""
+        self.publish(is_rounded=False)
+        self.gather.forget_base()
 
     @property
     def stepped(self) -> Tensor:

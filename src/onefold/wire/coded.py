@@ -78,34 +78,34 @@ class _Plan:
 
 
 class Coded:
-    """See the module. `Own.has_replica` makes a gather send differences to what `full` holds."""
+    """See the module. `Own.has_base` makes a gather send differences to what `full` holds."""
 
     def __init__(self, inner: Composed, codec: Codec) -> None:
         self.inner = inner
         self.group = inner.group
         self.ledger: Ledger = inner.ledger
         self.codec = codec
-        self._plans: dict[tuple[Cut, torch.dtype, bool], _Plan] = {}
+        self._plans: dict[tuple[Cut, torch.dtype], _Plan] = {}
 
-    def _plan(self, cut: Cut, dtype: torch.dtype, codec: Codec, *, is_plain: bool = False) -> _Plan:
-        key = (cut, dtype, is_plain)
+    def _plan(self, cut: Cut, dtype: torch.dtype) -> _Plan:
+        key = (cut, dtype)
         if key not in self._plans:
-            self._plans[key] = _Plan(cut, codec, dtype, self.group)
+            self._plans[key] = _Plan(cut, self.codec, dtype, self.group)
         return self._plans[key]
 
     # gather
 
     def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
         """See `Transport.gather`; own pieces become what every other rank reads, too."""
-        if own is not None and own.starts_replica:
+        if own is not None and own.starts_base:
             return self.inner.gather(full, cut, label)
-        plan = self._plan(cut, full.dtype, self.codec)
+        plan = self._plan(cut, full.dtype)
         staged = full.new_empty(plan.nbytes, dtype=torch.uint8)
         self.ledger.add(Kind.WIRE, "device", staged.nbytes)
         rank = self.group.rank
         mine = plan.parcels[rank]
         message = staged[slice(*plan.spans[rank])]
-        is_difference = own is not None and own.has_replica
+        is_difference = own is not None and own.has_base
         for index, coded, part in mine.parts(message):
             target = full[slice(*cut.spans[index][rank])]
             values = target if own is None or own.rows[index] is None else own.rows[index]
@@ -146,7 +146,7 @@ class Coded:
         finds what travels without a name (flags) to be NaN.
         """
         dtype = partials[-1].dtype
-        plan, group = self._plan(cut, dtype, self.codec), self.group
+        plan, group = self._plan(cut, dtype), self.group
         sent = partials[-1].new_empty(plan.nbytes, dtype=torch.uint8)
         self.ledger.add(Kind.WIRE, "device", sent.nbytes)
         self._pack(partials, cut, plan, sent)

@@ -103,13 +103,19 @@ class Own:
     """What a rank sends of its own rows where messages are coded, instead of what lies in place.
 
     `rows`: per region a flat tensor of any floating dtype, so that values are rounded once; None
-    takes what lies in place. `has_replica`: the full buffer holds what every rank read last, and
-    differences to that are sent; `starts_replica`: it will from now on, so this one is exact.
+    takes what lies in place. `has_base`: the full buffer holds what every rank has read last, and
+    differences to that are sent. `is_base_kept`: it will from now on: without a base this message
+    is an exact one, to begin with.
     """
 
-    rows: Sequence[Tensor | None]
-    has_replica: bool = False
-    starts_replica: bool = False
+    rows: list[Tensor | None]
+    has_base: bool = False
+    is_base_kept: bool = False
+
+    @property
+    def starts_base(self) -> bool:
+        """True for the exact message that differences will refer to."""
+        return self.is_base_kept and not self.has_base
 
 
 class Transport(Protocol):
