@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest.results import RESULTS, provenance, rounded
+from contest.results import RESULTS, provenance, rounded, write_block
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -44,6 +44,7 @@ SCHEMES = {
 }
 SHAPE = (2, 2)
 HELD_OUT_ROWS = 256
+PAGE = Path(__file__).parent.parent / "docs" / "wire.md"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def main() -> None:
             print(f"{scheme:55s} seed {seed}  held-out {run['held_out']:.4f}  {seconds:.0f} s",
                   flush=True)  # fmt: skip
     print(table(found["runs"]))
+    told = f"{about['date']}, {job.steps} steps of {job.rows * job.seq} bytes."
+    write_block(PAGE, "convergence", [told, "", *table(found["runs"]).splitlines()])
 
 
 def trained(job: Job, wire: Wire, seed: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest.results import RESULTS, provenance, rounded
+from contest.results import RESULTS, provenance, rounded, write_block
 from hosts import Hosts, HostsError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,6 +40,7 @@ MODEL = GPTConfig(num_layers=6, width=320, num_heads=8, lr=3e-4)
 ROWS, SEQ = 2, 64
 NODES, RANKS = 2, 2
 STEPS = 3
+PAGE = Path(__file__).parent.parent / "docs" / "wire.md"
 FULL_HOP = Wire(secondary=False)
 
 
@@ -201,14 +202,14 @@ def main() -> int:
     parser.add_argument("--rates", nargs="*", default=["100mbit", "1gbit"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="print the newest result's tables")
+    parser.add_argument("--table", action="store_true", help="write the newest result's table")
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments.rounds)
         return 0
     if arguments.table:
         newest = sorted(arguments.results.glob("*-wire.json"))[-1]
-        print("\n".join(tables(json.loads(newest.read_text()))))
+        show(tables(json.loads(newest.read_text())))
         return 0
     about = provenance()
     found: dict[str, Any] = {**about, "rates": {}}
@@ -238,8 +239,14 @@ def main() -> int:
         found["rates"][rate] = rows
         arguments.results.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
-    print("\n".join(tables(found)))
+    show(tables(found))
     return 0
+
+
+def show(lines: list[str]) -> None:
+    """Print the tables, and put them into the page."""
+    print("\n".join(lines))
+    write_block(PAGE, "wire", lines)
 
 
 def tables(found: dict[str, Any]) -> list[str]:
@@ -247,7 +254,10 @@ def tables(found: dict[str, Any]) -> list[str]:
     rates = found["rates"]
     some = next(iter(rates.values()))
     unit = _of(some, "stage 3, two hops", "between")
+    about = f"{found['date']}, commit {found['commit']}, {_rounds(some)} rounds."
     lines = [
+        about,
+        "",
         "| scheme | between nodes, B/param | formula | off | of stage 3 | inside, B/param |"
         + "".join(f" step at {rate}, s | faster |" for rate in rates),
         "|---|---|---|---|---|---|" + "---|---|" * len(rates),
@@ -267,6 +277,10 @@ def tables(found: dict[str, Any]) -> list[str]:
             cells += [f"{seconds:.2f}", _faster(rows, scheme)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _rounds(rows: list[dict[str, Any]]) -> int:
+    return 1 + max(row["round"] for row in rows)
 
 
 def _of(rows: list[dict[str, Any]], scheme: str, what: str) -> float:

@@ -56,6 +56,16 @@ def read_newest(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return found
 
 
+def write_block(page: Path, name: str, lines: list[str]) -> None:
+    """Replace what a page has between the marks of a block."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = page.read_text().partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise SystemExit(f"{page.name} has no {begin} ... {end} to write between")
+    page.write_text("\n".join([before + begin, *lines, end + after]))
+
+
 def rounded(value: Any) -> Any:
     """Numbers with six digits: more would be noise."""
     if isinstance(value, float):
