@@ -93,18 +93,20 @@ def _entries(subject: Subject) -> list[Entry]:
 
 
 def _write_own(subject: Subject, folder: Path, outputs: list[Output]) -> None:
-    """This rank's rows of every parameter; of those that all ranks hold, its share."""
+    """This rank's rows of every parameter; of what other ranks hold as well, its share."""
     writer = OffsetWriter(folder, outputs)
-    setting = subject.engine.setting
+    group, setting = subject.engine.group, subject.engine.setting
+    nodes, node = group.world_size // setting.world_size, group.rank // setting.world_size
     try:
         for index, parameter in enumerate(subject.parameters()):
             is_whole = setting.rest_world == 1 or parameter.slot.replicated
-            if is_whole and index % setting.world_size != setting.rank:
+            copies, mine = (group.world_size, group.rank) if is_whole else (nodes, node)
+            if index % copies != mine:
                 continue
             start, _ = parameter.slot.pieces[setting.rest_rank]
             rows = parameter.local.detach().cpu().contiguous()
             writer.write(parameter.fqn, start * rows.itemsize, bytes_of(rows))
-        if setting.rank == 0:
+        if group.rank == 0:
             for name, buffer in subject.buffers().items():
                 writer.write(name, 0, bytes_of(buffer.detach().cpu().contiguous()))
         writer.finish()

@@ -185,7 +185,7 @@ def _agree(engine: Engine, asked: _Asked) -> _Job:
 
 def _copies(engine: Engine) -> int:
     """How many ranks hold, and count, the same bytes."""
-    return engine.group.world_size if engine.setting.rest_world == 1 else 1
+    return engine.group.world_size // engine.setting.rest_world
 
 
 def _check_room(draft: Draft, nbytes: int) -> None:

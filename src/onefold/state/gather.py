@@ -229,7 +229,10 @@ class UnitGather:
                 )
 
     def _failed_somewhere(self) -> TierError:
-        """The error of this rank, or that of the first rank that has one. A collective."""
+        """The error of this rank, or that of the first rank that has one.
+
+        A collective of those who have seen each other's tags: not of nodes that are replicas.
+        """
         unit = self.unit
         mine = None if unit.failure is None else str(unit.failure)
         texts = unit.setting.transport.group.all_gather_object(mine)
