@@ -39,6 +39,7 @@ class UnitGradient:
         self._num_awaited = 0
         self._spans: dict[UnitParameter, tuple[int, int]] = {}
         self._resting: dict[UnitParameter, Tensor] = {}  # `.grad` of faces with a resting partial
+        self._due: set[UnitParameter] = set()  # trained by a micro-batch that rests; on every rank
         self.is_unused = False  # by every rank, in the last backward
         self.is_spent = False  # stepped in backward, and freed: until the optimizer's step
         self.is_discarding = False  # an aborted backward: results that still arrive are dropped
@@ -87,9 +88,9 @@ class UnitGradient:
     # partial
 
     def trainable(self) -> list[UnitParameter]:
-        """The parameters that take part in reductions: those that require a gradient now."""
+        """Those that are reduced: they require a gradient now, or did in one that rests."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [p for p in self.unit.parameters if p.face.requires_grad]
+            return [p for p in self.unit.parameters if p.face.requires_grad or p in self._due]
 
     def note_fired(self, parameter: UnitParameter) -> bool:
         """Count a gradient that autograd has just accumulated; True if the unit is now complete."""
@@ -111,6 +112,7 @@ class UnitGradient:
     def rest_partial(self) -> None:
         """Micro-batches go on: show resting partials on faces, so that clearing them is seen."""
         self.fired.clear()
+        self._due.update(self.trainable())
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self.partial:
                 grad = parameter.whole.grad
@@ -141,7 +143,9 @@ class UnitGradient:
     def drop_partial(self) -> None:
         """Forget gradients that were not reduced, as after an exception in backward."""
         self.fired.clear()
+        self._due.clear()
         with torch._C.DisableTorchFunctionSubclass():
+            self._take_back_partials()
             for parameter in self.partial:
                 parameter.whole.grad = None
         self._count_reduced(list(self.partial))
@@ -196,6 +200,7 @@ class UnitGradient:
             self.check_there(parameter)
         if self.unit.setting.world_size == 1:
             self.fired.clear()
+            self._due.clear()
             return Ticket(finish=lambda: self._keep_local(parameters))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             return self._start_reduce(parameters)
@@ -216,8 +221,7 @@ class UnitGradient:
                 if existing is not None:
                     parameter.unwrap(existing).add_(mean)
                 else:
-                    face.grad = parameter.wrap_grad(mean)
-                    self.shown[parameter] = face.grad
+                    self.shown[parameter] = face.grad = parameter.wrap_grad(mean)
                 parameter.whole.grad = None
                 parameter.call_hooks()
         self._count_reduced(parameters)
@@ -261,8 +265,10 @@ class UnitGradient:
             return
         users = self._users(parameters, used)
         if self.reduction.rests_between and not self.is_last:
+            self._due.update(parameters)
             self._show_resting(users)
             return
+        self._due.clear()
         following = self.reduction.go_on(parameters)
         if following is None or not self.unit.setting.is_sharded:
             self.is_unused = not users
@@ -290,15 +296,13 @@ class UnitGradient:
         return [p for p, is_used in zip(parameters, used, strict=True) if is_used]
 
     def _show_resting(self, used: list[UnitParameter]) -> None:
-        """Nodes talk after later micro-batches: until then faces show the node's own mean, so that
-        clearing it is seen.
-        """
+        """Until nodes talk faces show the node's own mean, so that clearing it is seen."""
         resting = self.reduction.rest(used)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter, rows in resting.items():
                 if parameter.face.grad is None:
-                    shown = parameter.wrap_grad(rows.view(parameter.local.shape))
-                    parameter.face.grad = self._resting[parameter] = shown
+                    parameter.face.grad = parameter.wrap_grad(rows.view(parameter.local.shape))
+                self._resting[parameter] = parameter.face.grad  # type: ignore[assignment]
         if not resting:
             self.show_all(used)
 
@@ -331,8 +335,7 @@ class UnitGradient:
     def _show(self, parameter: UnitParameter) -> None:
         view = self._rest_view(parameter)
         if parameter.face.grad is None or parameter.face is parameter.whole:
-            shown = self.shown[parameter] = parameter.wrap_grad(view)
-            parameter.face.grad = shown
+            self.shown[parameter] = parameter.face.grad = parameter.wrap_grad(view)
         parameter.call_hooks()
 
     def prepare_reduced(self, parameters: list[UnitParameter]) -> list[bool]:
@@ -352,8 +355,8 @@ class UnitGradient:
             fresh.append(not adds)
             if adds and grad is not None and grad is not self.shown.get(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
-                shown = self.shown[parameter] = parameter.wrap_grad(self._rest_view(parameter))
-                parameter.face.grad = shown
+                shown = parameter.wrap_grad(self._rest_view(parameter))
+                self.shown[parameter] = parameter.face.grad = shown
         return fresh
 
     def _gaps(self) -> Tensor:
@@ -393,9 +396,8 @@ class UnitGradient:
         if grad is None:
             whole = parameter.whole
             return torch.zeros(whole.numel(), dtype=self.unit.compute_dtype, device=whole.device)
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        return grad.contiguous().view(-1)
+        dense = grad if grad.layout is torch.strided else grad.to_dense()
+        return dense.contiguous().view(-1)
 
     def own_piece(self, parameter: UnitParameter) -> Tensor:
         """Where this rank's part of the mean goes."""

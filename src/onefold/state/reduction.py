@@ -87,7 +87,9 @@ class OneHop:
         return False
 
     def rest(self, used: list[UnitParameter]) -> dict[UnitParameter, Tensor]:
-        """Stop after the first hop; what rests of `used`, flat, if that is not the mean's rows."""
+        """Stop after the first hop; what rests, flat, if that is not the mean's rows: of `used` and
+        of what earlier micro-batches used.
+        """
         raise NotImplementedError("only reductions with `rests_between` are asked to rest")
 
     def drop(self, parameters: Sequence[UnitParameter]) -> None:
@@ -155,6 +157,13 @@ class Replicated(OneHop):
         self._waits = False
         self._between: dict[Key, tuple[Cut, Cut, list[tuple[int, int]]]] = {}
 
+    def start(
+        self, parameters: list[UnitParameter], partials: list[Tensor], flags: Tensor
+    ) -> Ticket:
+        """See `OneHop.start`: rows hold the node's mean until nodes have talked."""
+        self._waits = True
+        return super().start(parameters, partials, flags)
+
     def go_on(self, parameters: list[UnitParameter]) -> Ticket:
         """See `OneHop.go_on`. Means travel in the compute dtype, as partials do."""
         gradient, replicas = self.gradient, self._replicas
@@ -200,7 +209,6 @@ class Replicated(OneHop):
 
     def rest(self, used: list[UnitParameter]) -> dict[UnitParameter, Tensor]:
         """See `OneHop.rest`: the node's mean rests, and shows, where that of all will be."""
-        self._waits = True
         return {}
 
     def _cuts_between(
@@ -246,6 +254,7 @@ class TwoHop(OneHop):
         self._sums: Buffer | None = None
         self._entered: list[UnitParameter] = []  # of the first hop that is under way
         self._used: dict[UnitParameter, Tensor] = {}  # counts of those that the sums hold
+        self._users: dict[UnitParameter, None] = {}  # those of them that a rank of the node used
         self._cuts_between: dict[Key, Cut] = {}
 
     def start(
@@ -284,8 +293,9 @@ class TwoHop(OneHop):
         """See `OneHop.rest`: this rank's own rows of the node's mean."""
         assert self._sums is not None, "sums rest once there are any"
         self._note_counts()
+        self._users |= dict.fromkeys(used)
         found: dict[UnitParameter, Tensor] = {}
-        for parameter in used:
+        for parameter in self._users:
             spans = self._layout.spans[self.unit.parameters.index(parameter)]
             span = spans[0 if len(spans) == 1 else self._hops.axes.node]
             found[parameter] = self._sums.tensor[slice(*span)]
@@ -311,6 +321,7 @@ class TwoHop(OneHop):
         partials = [sums.tensor[slice(*self._layout.region(i))].to(wide) for i in indices]
         flags = torch.stack([*(self._used[p] for p in parameters), self.counts[-1]]).to(dtype)
         self._used.clear()
+        self._users.clear()
         fresh = gradient.prepare_reduced(parameters)
         self.counts = torch.empty_like(self.counts)
         ticket = between.reduce_scatter(
@@ -329,6 +340,7 @@ class TwoHop(OneHop):
         """See `OneHop.drop`: sums begin anew."""
         for parameter in parameters:
             self._used.pop(parameter, None)
+            self._users.pop(parameter, None)
         if not self._used:
             self._sums = None
 
