@@ -28,6 +28,7 @@ from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, 
 from onefold.ledger import Ledger
 from onefold.offloading import Wish, offload_together
 from onefold.planner.auto import Expectation, lowest_stage
+from onefold.planner.node import NodeBytes
 from onefold.reporting import Report, copied, snapshot, unit_lines
 from onefold.routing import Links, routes_of
 from onefold.runtime import summon
@@ -126,7 +127,7 @@ def shard(  # noqa: PLR0913 - the contract
     engine = Engine(
         module, built, setting, stage=number, steps_in_backward=job.offload.step_in_backward
     )
-    engine.expected_peaks = expectation.peaks
+    engine.expected_peaks = replace(expectation, node=NodeBytes.of(built)).peaks
     engine.told = "; ".join(line for line in (why, offloading.told) if line)
     if setting.tiers.scratch is not None:
         weights = [buffer.tensor for unit in built for buffer in (unit.weight, unit.full)]

@@ -18,6 +18,7 @@ from onefold.errors import ConfigError
 from onefold.layout.units import UnitPlan
 from onefold.planner.estimate import estimated
 from onefold.planner.memory import Forecast, forecast
+from onefold.planner.node import NodeBytes
 from onefold.planner.setup import Setup
 from onefold.planner.sizes import told
 from onefold.planner.trace import Trace
@@ -70,6 +71,7 @@ class Expectation:
 
     bare: Trace
     setup: Setup
+    node: NodeBytes = NodeBytes()  # noqa: RUF009 - a frozen value
 
     @staticmethod
     def of(subject: Subject, world_size: int) -> Expectation:
@@ -80,13 +82,19 @@ class Expectation:
 
     def peaks(self, *, accumulates: bool) -> dict[str, int]:
         """The most bytes of each kind in CPU and device memory, and of all at a time ("all")."""
-        setup = replace(self.setup, accumulate=2 if accumulates else 1)
+        # where a node's sums rest instead, no means do until the last micro-batch
+        has_means = accumulates and not self.node.rests
+        setup = replace(self.setup, accumulate=2 if has_means else 1)
         found = forecast(self.bare, setup)
         kinds: dict[str, int] = {}
         for (kind, tier), nbytes in found.most.items():
             if tier != "disk":
                 kinds[kind] = kinds.get(kind, 0) + nbytes
-        return kinds | {"all": found.peaks["device"] + found.peaks.get("cpu", 0)}
+        for_node = self.node.kinds(accumulates=accumulates)
+        for kind, nbytes in for_node.items():
+            kinds[kind] = kinds.get(kind, 0) + nbytes
+        most = found.peaks["device"] + found.peaks.get("cpu", 0) + sum(for_node.values())
+        return kinds | {"all": most}
 
     def smallest_change(self, shortage: int) -> str:
         """Of all ways to train, the one nearest to this that holds `shortage` bytes less."""
