@@ -155,6 +155,9 @@ def accumulate(module: nn.Module) -> Iterator[None]:
     At stages 0-2 gradients stay Partial, whole on each rank, and are reduced once, by the first
     backward outside. At stage 3 each micro-batch is reduced at once: a rank never holds more than
     a unit's whole gradients.
+
+    On a mesh of two axes nodes talk at the last micro-batch (`Wire.secondary`): until then `.grad`
+    is the node's mean. It may be set to None, which is followed; it is not to be read or changed.
     """
     engine = engine_of(module)
     before, engine.is_accumulating = engine.is_accumulating, True
