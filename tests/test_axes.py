@@ -15,6 +15,7 @@ import onefold
 from onefold import Wire
 from onefold.layout.axes import Axes, NodeLayout
 from onefold.layout.rows import Layout
+from onefold.runtime.registry import engine_of
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.training import Job, Result, _step, assert_close, assert_same_bits, train_plain
@@ -120,3 +121,21 @@ def test_placements_whose_sums_have_one_order_give_the_same_bits():
     runs = [run_axes(job_of(secondary), (2, 2), stage) for stage, secondary in PLACES]
     for run in runs[1:]:
         assert_same_bits(run, runs[0])
+
+
+@pytest.mark.parametrize(("local", "axes"), [("1", None), ("2", (2, 2)), ("4", None), ("3", "")])
+def test_a_preset_takes_the_hosts_of_the_launcher_for_nodes(local, axes, monkeypatch):
+    """A number of processes a host that the world is no multiple of is refused on every rank."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+
+    def body(rank):
+        if axes == "":
+            with pytest.raises(onefold.ConfigError, match="as many ranks on every host"):
+                onefold.shard(seeded(Model), wire="zero++")
+            return None
+        module = onefold.shard(seeded(Model), wire="zero++")
+        hops = engine_of(module).setting.routes.hops
+        return None if hops is None else (hops.axes.nodes, hops.axes.neighbours)
+
+    assert run_ranks(4, body) == [axes or None] * 4

@@ -91,7 +91,8 @@ def _two_axes(mesh: DeviceMesh) -> Ranks:
 def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
     """Axes as torchrun started the world: hosts, and the processes of each; as it was if one host.
 
-    A collective. Raises `ConfigError` on every rank if hosts have different numbers of processes.
+    A collective. Raises `ConfigError` on every rank if hosts have different numbers of processes,
+    or a number that the world is no multiple of.
     """
     if ranks.everyone.world_size == 1 or ranks.axes is not None or not dist.is_initialized():
         return ranks
@@ -99,7 +100,7 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
         return ranks
     local = local_place(ranks.everyone)[1]
     everyone = ranks.everyone.all_gather_object(local)
-    if len(set(map(str, everyone))) > 1:
+    if len(set(map(str, everyone))) > 1 or ranks.everyone.world_size % local:
         raise ConfigError(
             expected(
                 "as many ranks on every host, for a wire that knows hosts",
