@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from onefold.cli.main import main
+from onefold.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()
