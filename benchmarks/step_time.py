@@ -5,8 +5,8 @@
     python benchmarks/step_time.py --page               only write docs/time.md again
 
 The machine is calibrated once, at a model that is not among those that are then measured. Every
-case starts fresh ranks that hold the module at all four stages; these take turns, one step each,
-round after round. What is compared is the median of the rounds.
+case starts fresh ranks that hold the module at all four stages; these take turns, round after
+round. What is compared is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from datetime import date
 from itertools import combinations
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from contest.results import RESULTS, provenance, rounded
@@ -38,6 +38,8 @@ BEGIN, END = "<!-- steps: begin -->", "<!-- steps: end -->"
 SAMPLE = Sample(model="mini", seq=SEQ, rows=ROWS)
 WORLDS = (1, 2)
 GOAL = 0.15
+TIE = 0.03
+"""Stages whose steps differ by less are as good as each other."""
 NUM_WORST = 8
 
 
@@ -73,23 +75,21 @@ def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def spread(seconds: Sequence[float]) -> float:
-    """Between the first and the third quartile of the rounds."""
-    first, _, third = quantiles(seconds, n=4, method="inclusive")
-    return third - first
-
-
 def ranking(entries: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """Pairs of stages that differ by more than the spread of their rounds, and how many of them
-    are predicted in the same order.
+    """Pairs of stages that differ, and how many of them are predicted in the same order.
+
+    They differ if the same one is faster in every round, and by more than `TIE`.
     """
     told = right = 0
     for a, b in combinations(entries, 2):
-        measured = median(a["seconds"]) - median(b["seconds"])
-        if abs(measured) <= max(spread(a["seconds"]), spread(b["seconds"])):
-            continue
-        told += 1
-        right += (a["predicted"] - b["predicted"]) * measured > 0
+        ratios = [mine / its for mine, its in zip(a["seconds"], b["seconds"], strict=True)]
+        is_slower = median(ratios) > 1
+        is_clear = abs(median(ratios) - 1) > TIE
+        if is_clear and all((ratio > 1) == is_slower for ratio in ratios):
+            told += 1
+            right += a["predicted"] != b["predicted"] and (
+                (a["predicted"] > b["predicted"]) == is_slower
+            )
     return told, right
 
 

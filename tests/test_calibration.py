@@ -9,10 +9,18 @@ import pytest
 from torch import nn
 
 from onefold.errors import ConfigError
-from onefold.planner.calibration import Calibration, Collective, MicroBatch, Speeds, Transfer
+from onefold.planner.calibration import (
+    Calibration,
+    Collective,
+    MicroBatch,
+    Speeds,
+    Transfer,
+    Whole,
+)
 from onefold.planner.run import Run
 from onefold.planner.simulate import simulate
 from onefold.planner.trace import tokens_of, trace
+from onefold.planner.whole_steps import told, with_whole_steps
 from onefold.planner.work import UnitWork, Work
 from onefold.training.calibrating import Sample, calibrate
 from onefold.training.planning import Cluster, plan
@@ -107,6 +115,44 @@ def test_json_holds_what_was_measured_and_makes_the_same_calibration():
     assert "gather_bytes_per_s" not in told["speeds"][0]["constants"]
 
 
+# whole steps
+
+
+def as_measured(speeds: Speeds, *ways: tuple[int, int]) -> Speeds:
+    """`speeds` with whole steps that take what these very speeds say."""
+    steps = (Whole(stage, accumulate, 0.0) for stage, accumulate in ways)
+    wholes = tuple(replace(step, seconds=told(speeds, WORK, step)) for step in steps)
+    return replace(speeds, wholes=wholes, crowding=1.0, around=0.0)
+
+
+@pytest.mark.parametrize("crowding", [1.0, 1.7, 6.0])
+@pytest.mark.parametrize("around", [0.0, 0.03])
+def test_whole_steps_tell_what_a_collective_takes_in_a_step_and_what_is_around_it(crowding, around):
+    true = replace(TOGETHER, crowding=crowding, around=around)
+    found = with_whole_steps(as_measured(true, (2, 1), (3, 4)), WORK)
+    assert found.crowding == pytest.approx(crowding)
+    assert found.around == pytest.approx(around, abs=1e-9)
+
+
+def test_a_lone_rank_has_only_what_is_around_its_steps():
+    found = with_whole_steps(as_measured(replace(ALONE, around=0.02), (2, 1)), WORK)
+    assert found.around == pytest.approx(0.02)
+    step, without = (simulate(WORK, fp32(2, 1), s.machine(1, 1e9)) for s in (found, ALONE))
+    assert step.seconds == pytest.approx(without.seconds + 0.02)
+
+
+def test_steps_that_are_faster_than_their_parts_leave_the_constants_as_they_were():
+    fast = tuple(Whole(*way, seconds=1e-6) for way in ((2, 1), (3, 4)))
+    found = with_whole_steps(replace(TOGETHER, wholes=fast), WORK)
+    assert (found.crowding, found.around) == (1.0, 0.0)
+
+
+def test_twice_as_many_ranks_on_the_same_cores_wait_twice_as_long_around_a_step():
+    found = replace(TOGETHER, crowding=2.0, around=0.01)
+    assert found.machine(4, 1e9).step_seconds == 0.02
+    assert found.machine(2, 1e9).inside.nbytes_per_second == pytest.approx(0.5e9)
+
+
 # real ranks
 
 
@@ -126,6 +172,11 @@ def test_real_ranks_reach_plausible_rates_alone_and_together(measured):
         assert 0 <= machine.kernel_seconds < 1
         assert 1e6 < machine.cpu_rate < 1e13
         assert speeds.micro_batch.seconds > 0
+        assert speeds.crowding >= 1
+        assert speeds.around >= 0
+    assert [(w.stage, w.accumulate) for w in measured.speeds[0].wholes] == [(2, 1)]
+    assert [(w.stage, w.accumulate) for w in measured.speeds[1].wholes] == [(2, 1), (3, 4)]
+    assert all(w.seconds > 0 for speeds in measured.speeds for w in speeds.wholes)
     machine = measured.machine(2)
     assert 1e5 < machine.inside.nbytes_per_second < 1e12
     assert machine.efficiency.reduce > 0

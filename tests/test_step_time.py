@@ -24,8 +24,13 @@ def test_an_error_is_against_the_median_of_the_rounds():
     assert step_time.error_of(SLOW) == pytest.approx(-0.25)
 
 
-def test_stages_that_differ_by_less_than_their_rounds_do_are_no_pair():
+def test_stages_of_which_neither_is_faster_in_every_round_are_no_pair():
     assert step_time.ranking([FAST, NEAR]) == (0, 0)
+
+
+def test_stages_that_are_nearly_as_fast_are_no_pair():
+    near = {**FAST, "seconds": [1.02 * each for each in FAST["seconds"]]}
+    assert step_time.ranking([FAST, near]) == (0, 0)
 
 
 def test_a_pair_is_right_where_the_prediction_has_its_order():

@@ -73,10 +73,21 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole step of the model through the engine: micro-batches, AdamW, gradients cleared."""
+
+    stage: int
+    accumulate: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Speeds:
     """What one rank reached while `ranks` of them worked side by side on `cores`, the mean of all.
 
-    `step_nbytes` is what AdamW moved in `step_seconds`. A lone rank has no collectives.
+    `step_nbytes` is what AdamW moved in `step_seconds`. A lone rank has no collectives. What the
+    parts do not add up to, `wholes` tell (planner/whole_steps.py): how many times as long a
+    collective takes in a step as alone (`crowding`), and the seconds `around` every step.
     """
 
     ranks: int
@@ -89,6 +100,9 @@ class Speeds:
     spread: float
     gather: Collective | None = None
     reduce: Collective | None = None
+    wholes: tuple[Whole, ...] = ()
+    crowding: float = 1.0
+    around: float = 0.0
 
     @property
     def contention(self) -> float:
@@ -110,8 +124,8 @@ class Speeds:
         link, reduce = Link(FASTEST, 0.0), 1.0
         if self.gather is not None and self.reduce is not None:
             n = self.ranks
-            latency = (self.gather.latency(n) + self.reduce.latency(n)) / 2
-            link = Link(self.gather.rate(n) * share, latency / share)
+            latency = (self.gather.latency(n) + self.reduce.latency(n)) / 2 * self.crowding
+            link = Link(self.gather.rate(n) / self.crowding * share, latency / share)
             reduce = self.reduce.rate(n) / self.gather.rate(n)
         micro = self.micro_batch
         products = _rate(micro.flops, micro.product_seconds)
@@ -138,6 +152,7 @@ class Speeds:
             disk_rate=disk_rate / ranks,
             kernel_seconds=micro.kernel_seconds / share,
             launches_hide=False,
+            step_seconds=self.around / share,
             spread=self.spread,
         )
 
@@ -191,6 +206,7 @@ def speeds_of(told_by: Mapping[str, Any]) -> Speeds:
     """`Speeds` from plain dicts, as they come out of JSON."""
     plain = {key: value for key, value in told_by.items() if key != "constants"}
     plain["micro_batch"] = MicroBatch(**plain["micro_batch"])
+    plain["wholes"] = tuple(Whole(**each) for each in plain["wholes"])
     for name in ("gather", "reduce"):
         if plain[name] is not None:
             plain[name] = Collective(
@@ -209,6 +225,7 @@ def _constants(speeds: Speeds) -> dict[str, float]:
         "memory_bytes_per_s": machine.memory_rate,
         "kernel_seconds": machine.kernel_seconds,
         "optimizer_bytes_per_s": machine.cpu_rate,
+        "seconds_around_a_step": machine.step_seconds,
         "spread": machine.spread,
     }
     if speeds.micro_batch.attention_flops:
@@ -234,6 +251,7 @@ def _lines(made: Calibration, speeds: Speeds) -> list[str]:
         f"the rest {found['memory_bytes_per_s'] / 1e9:.1f} GB/s",
         f"{found['kernel_seconds'] * 1e6:.0f} us around a kernel",
         f"AdamW {found['optimizer_bytes_per_s'] / 1e9:.1f} GB/s",
+        f"{found['seconds_around_a_step'] * 1e3:.0f} ms around a step",
     ]
     if "contention" in found:
         parts += [

@@ -47,8 +47,9 @@ class Machine:
     the node, `outside` one rank's share of the node's network cards. `host_rate` is one direction
     between device and host, `cpu_rate` a rank's share of host memory traffic, `disk_rate` of the
     disks. `kernel_seconds` is the host time of one kernel launch, which hides behind the kernel
-    before it on a device of its own (`launches_hide`) and adds up where the host computes. `spread`
-    is the standard deviation of a rank's compute time relative to its mean, for stragglers.
+    before it on a device of its own (`launches_hide`) and adds up where the host computes, as do
+    `step_seconds` of every step, whatever the model. `spread` is the standard deviation of a rank's
+    compute time relative to its mean, for stragglers.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Machine:
     disk_rate: float = 2e9
     kernel_seconds: float = 5e-6
     launches_hide: bool = True
+    step_seconds: float = 0.0
     spread: float = 0.0
 
     def peak(self, dtype: str) -> float:

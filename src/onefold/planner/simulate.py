@@ -240,7 +240,8 @@ class _Rank:
         streams.wait(self.last, "reduce")
         numel = sum(unit.numel for at, unit in enumerate(self.work.units) if at not in self.far)
         rate = machine.memory_rate * machine.efficiency.optimizer
-        streams.compute("", "step", {"optimizer": numel / run.shards * run.state_nbytes / rate})
+        seconds = numel / run.shards * run.state_nbytes / rate
+        streams.compute("", "step", {"optimizer": seconds, "memory": machine.step_seconds})
         if not run.steps_in_backward:
             for unit in sorted(self.far):
                 self.step_far(unit, streams.now)

@@ -14,16 +14,20 @@ from onefold.config import Precision
 from onefold.environment import free_host_nbytes
 from onefold.errors import ConfigError, expected
 from onefold.planner.calibration import Calibration, Speeds, speeds_of
-from onefold.planner.search import DTYPES
+from onefold.planner.search import DTYPES, work_of
 from onefold.planner.sizes import told
-from onefold.training.loader import build_model, described, refuse
+from onefold.planner.trace import Untraceable, tokens_of, trace
+from onefold.planner.whole_steps import with_whole_steps
+from onefold.planner.work import Work
+from onefold.training.loader import build_model, described, recompute, refuse
 from onefold.training.local_ranks import run_local
 from onefold.training.machine import measure_disk, usable_cores
 
 ENTRY = "onefold.training.calibration_rank:main"
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
-HELD_NBYTES = 2
-"""Copies of the weights that a rank of a calibration holds: they and their gradients."""
+HELD_NBYTES = 6
+"""Copies of the weights that a rank of a calibration holds: they, their gradients, and once more,
+with two moments, for the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,9 @@ def calibrate(sample: Sample, worlds: Sequence[int] = (1, 2)) -> Calibration:
     Raises:
         ConfigError: a model that cannot be built, does not fit, or does not run.
     """
-    name, numel, itemsize = _look_at(sample, max(worlds))
+    name, module = _look_at(sample, max(worlds))
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    itemsize = next((parameter.itemsize for parameter in module.parameters()), 4)
     word = None
     if sample.precision is not None and sample.precision.compute is not None:
         word, itemsize = WORDS[sample.precision.compute], sample.precision.compute.itemsize
@@ -56,7 +62,10 @@ def calibrate(sample: Sample, worlds: Sequence[int] = (1, 2)) -> Calibration:
     with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
         if isinstance(sample.model, nn.Module):
             asked["pickled"] = _pickled(sample.model, Path(folder, "module.pt"))
+        work = _work(sample, module)
         speeds = tuple(_measured(asked, ranks) for ranks in worlds)
+        if work is not None:
+            speeds = tuple(with_whole_steps(each, work) for each in speeds)
         disk_rate = measure_disk(folder)
     return Calibration(name, numel, sample.rows * sample.seq, speeds, disk_rate)
 
@@ -66,25 +75,35 @@ def _measured(asked: dict[str, object], ranks: int) -> Speeds:
     return speeds_of(run_local(ENTRY, asked, ranks=ranks, threads=threads))
 
 
-def _look_at(sample: Sample, ranks: int) -> tuple[str, int, int]:
-    """Name, parameters and bytes of an element of a model that fits."""
+def _work(sample: Sample, module: nn.Module) -> Work | None:
+    """What the sample does, as plans count it; None where a plan would only estimate it."""
+    try:
+        seen = trace(module, tokens_of(sample.rows, sample.seq), precision=sample.precision)
+    except Untraceable:
+        return None
+    return work_of(seen, sample.rows * sample.seq)
+
+
+def _look_at(sample: Sample, ranks: int) -> tuple[str, nn.Module]:
+    """The name of a model that fits, and the model, without values if it was named."""
     module = sample.model
     if isinstance(module, str):
         refuse(module, sample.seq)
         with torch.device("meta"):
             module = build_model(module, sample.seq)
-    numel = sum(parameter.numel() for parameter in module.parameters())
+        if sample.recompute:
+            recompute(module, str(sample.model))
     weights = sum(parameter.nbytes for parameter in module.parameters())
     name = sample.model if isinstance(sample.model, str) else type(module).__name__
     if (needed := HELD_NBYTES * weights * ranks) > (free := free_host_nbytes()):
         raise ConfigError(
             expected(
-                f"{name} to fit into memory once for each of {ranks} ranks, with gradients",
+                f"{name} to fit into memory once for each of {ranks} ranks, with Adam's states",
                 f"{told(needed)} where {told(free)} are free",
                 hint="calibrate at a smaller model: rates carry over to other sizes",
             )
         )
-    return name, numel, next((parameter.itemsize for parameter in module.parameters()), 4)
+    return name, module
 
 
 def _pickled(module: nn.Module, path: Path) -> str:

@@ -1,4 +1,5 @@
-"""What one rank of a calibration measures, beside its peers: a micro-batch, collectives, a step.
+"""What one rank of a calibration measures, beside its peers: a micro-batch, collectives, AdamW, and
+whole steps of the model.
 
 The clock of a rank with one thread is its processor time, which goes on while it computes and
 stands still while others have the core; with several threads it is the wall's.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import onefold
 from onefold.config import precision_of
 from onefold.errors import OnefoldError, expected
-from onefold.planner.calibration import Collective, MicroBatch, Speeds, Transfer
+from onefold.planner.calibration import Collective, MicroBatch, Speeds, Transfer, Whole
 from onefold.planner.live import WorkDone, work_of_call
 from onefold.planner.trace import default_loss
 from onefold.training.loader import build_model, described, recompute
@@ -40,6 +42,9 @@ REPEATS, REPEAT_SECONDS = 9, 2.0
 ROW = 1024
 LARGE_ROWS, LARGE_UNITS = 2048, 3  # 8 MiB of fp32 a unit: about a block of a small model
 SMALL_ROWS, SMALL_UNITS = 16, 12  # 64 KiB: a message whose latency counts
+WHOLE_SECONDS = 4.0
+FEW, MANY = (2, 1), (3, 4)
+"""Stage and micro-batches of whole steps: of as few collectives as can be, and of many."""
 STD = 0.02
 DEVIATION = 1.4826  # standard deviations of a normal value in its median absolute deviation
 
@@ -75,9 +80,11 @@ def measure(world: World, asked: dict[str, Any]) -> Speeds:
     if world.world_size > 1:
         gather, reduce = _collectives(world, dtype)
     nbytes, seconds = _step(world, compute or torch.float32, _clock(threads))
+    steps = (FEW, MANY) if world.world_size > 1 else (FEW,)
+    wholes = tuple(_whole(world, asked, tokens, *each) for each in steps)
     own = Speeds(
         world.world_size, threads, usable_cores(), asked["dtype"], micro, nbytes, seconds,
-        spread, gather, reduce,
+        spread, gather, reduce, wholes,
     )  # fmt: skip
     return _mean(world, own)
 
@@ -94,6 +101,8 @@ def _mean(world: World, own: Speeds) -> Speeds:
         first = values[0]
         if isinstance(first, dict):
             return {key: mean([value[key] for value in values]) for key in first}
+        if isinstance(first, tuple):
+            return [mean(each) for each in zip(*values, strict=True)]
         return sum(values) / len(values) if isinstance(first, float) else first
 
     return speeds_of(mean(world.gather(asdict(own))))
@@ -344,3 +353,30 @@ def _step(world: World, dtype: torch.dtype, clock: Callable[[], float]) -> tuple
         optimizer.zero_grad()
     moved = 28 if dtype is torch.float32 else 30  # bytes per own element: planner/run.py
     return float(LARGE_ROWS * LARGE_UNITS * ROW * moved), median(found[1:])
+
+
+def _whole(
+    world: World, asked: dict[str, Any], tokens: Tensor, stage: int, accumulate: int
+) -> Whole:
+    """The median step of the model itself, sharded.
+
+    Where every core has a rank of one thread, its processor time is the step's: nobody waits.
+    """
+    module = _module(asked, None)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
+    onefold.shard(
+        module, optimizer, stage=stage, mesh=world.group.handle, precision=asked["precision"]
+    )
+    threads = torch.get_num_threads()
+    is_full = world.world_size >= usable_cores()
+    clock = _clock(threads) if is_full else time.perf_counter
+    found: list[float] = []
+    for _ in _rounds(world, MOST, WHOLE_SECONDS):
+        begun = clock()
+        for number in range(accumulate):
+            with nullcontext() if number == accumulate - 1 else onefold.accumulate(module):
+                default_loss(module(tokens)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(clock() - begun)
+    return Whole(stage, accumulate, median(found[1:]))

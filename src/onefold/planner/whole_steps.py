@@ -1,0 +1,60 @@
+"""What the parts of a step do not add up to: two constants from whole steps of the measured model.
+
+Collectives were measured alone, with memory that is in the cache and cores that wait for them. In a
+step they share both with what is computed: they take `crowding` times as long, and as much more of
+the cores. And every step has something `around` it that is no kernel and no message, as memory that
+is given back and fetched anew. Steps of few and of many collectives tell one from the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from onefold.planner.calibration import Speeds, Whole
+from onefold.planner.run import Run
+from onefold.planner.simulate import simulate
+from onefold.planner.work import Work
+
+MOST_CROWDING = 16.0
+HALVINGS = 40
+
+
+def with_whole_steps(speeds: Speeds, work: Work) -> Speeds:
+    """`speeds` whose constants give its measured whole steps of `work`, as far as they can.
+
+    Without collectives `around` is what is left of the step. With them it is what is left of the
+    step with the fewest, and `crowding`, at least 1, is that at which the step with the most fits.
+    """
+    if not speeds.wholes:
+        return speeds
+    few, many = speeds.wholes[0], speeds.wholes[-1]
+
+    def at(crowding: float) -> Speeds:
+        crowded = replace(speeds, crowding=crowding, around=0.0)
+        return replace(crowded, around=max(0.0, few.seconds - told(crowded, work, few)))
+
+    if few is many:
+        return at(1.0)
+    return at(_root(lambda crowding: told(at(crowding), work, many) - many.seconds))
+
+
+def told(speeds: Speeds, work: Work, whole: Whole) -> float:
+    """Seconds that the simulator gives one of the measured steps."""
+    itemsize = 2 if speeds.dtype == "bf16" else 4
+    run = Run(
+        whole.stage, speeds.ranks, ranks_per_node=speeds.ranks, dtype=speeds.dtype,
+        weight_itemsize=itemsize, grad_itemsize=itemsize, accumulate=whole.accumulate,
+    )  # fmt: skip
+    return simulate(work, run, speeds.machine(speeds.ranks, 1.0)).seconds
+
+
+def _root(rising: Callable[[float], float]) -> float:
+    """Where a rising function is 0, between 1 and `MOST_CROWDING`; the end that is nearer."""
+    low, high = 1.0, MOST_CROWDING
+    if rising(low) >= 0:
+        return low
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return high
