@@ -8,10 +8,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.layout.rows import Layout
-from onefold.ledger import Ledger
+from onefold.layout.rows import Layout, round_up
+from onefold.ledger import Kind, Ledger
+from onefold.wire.codec import codec_of
+from onefold.wire.coded import Coded
 from onefold.wire.collectives import Group
-from onefold.wire.transport import PACK_NBYTES, Composed, Cut
+from onefold.wire.exchange import PACK_NBYTES, Exchange
+from onefold.wire.transport import Composed, Cut
 from tests.ranks import run_processes, run_ranks
 
 LARGE = (PACK_NBYTES // 4 + 3, 2)
@@ -31,7 +34,7 @@ def gather(rank, world_size, shapes, native):
     for slot in layout.slots:
         start, stop = (slot.full_offset + bound for bound in slot.pieces[rank])
         full[start:stop] = truth[start:stop]
-    Composed(group, Ledger(), native=native).gather(full, cut, "gather").wait()
+    Composed(Exchange(group, Ledger(), native=native)).gather(full, cut, "gather").wait()
     for slot in layout.slots:
         region = slice(slot.full_offset, slot.full_offset + slot.numel)
         assert torch.equal(full[region], truth[region])
@@ -47,7 +50,7 @@ def reduce(rank, world_size, shapes, dtype, fresh):
     out = [torch.full((slot.piece_numel(rank),), 0.5) for slot in layout.slots]
     group = Group.of(dist.group.WORLD)
     cut = Cut(layout.slots, None, group, dtype.itemsize)
-    transport = Composed(group, Ledger())
+    transport = Composed(Exchange(group, Ledger()))
     transport.reduce_scatter(all_ranks[rank], cut, out, [fresh] * len(out), "reduce").wait()
     for index, slot in enumerate(layout.slots):
         start, stop = slot.pieces[rank]
@@ -83,3 +86,34 @@ def _over_gloo(rank):
 @pytest.mark.process
 def test_gloo_processes_move_the_same_bits_as_threads():
     run_processes(3, _over_gloo)
+
+
+def coded(rank, world_size):
+    """One reduction of a matrix and a vector; what it sent, held, and what came of it."""
+    layout = Layout.build([("matrix", (48, 64)), ("vector", (33,))], world_size)
+    group, ledger = Group.of(dist.group.WORLD), Ledger()
+    transport = Coded(Composed(Exchange(group, ledger)), codec_of("int8"))
+    partials = [torch.full((slot.numel,), float(rank)) for slot in layout.slots]
+    out = [torch.empty(slot.piece_numel(rank)) for slot in layout.slots]
+    cut = Cut(layout.slots, None, group, 4)
+    transport.reduce_scatter(partials, cut, out, [True, True], "reduce").wait()
+    parcels = [
+        round_up(codec_of("int8").nbytes(matrix), 16) + round_up(4 * vector, 16)
+        for matrix, vector in zip(*([s.piece_numel(r) for r in range(world_size)]
+                                    for s in layout.slots), strict=True)
+    ]  # fmt: skip
+    sent = sum(parcels) - parcels[rank]
+    assert ledger.traffic["reduce_scatter"].sent_nbytes == sent
+    wire = ledger.usage[Kind.WIRE, "device"]
+    assert wire.peak == sent + (world_size - 1) * parcels[rank]
+    transport.end_backward()
+    assert wire.now == 0
+    for each in out:
+        torch.testing.assert_close(
+            each, torch.full_like(each, (world_size - 1) / 2), rtol=4e-3, atol=0
+        )
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_coded_reduction_holds_what_it_sends_and_what_it_receives_and_no_copy(world_size):
+    run_ranks(world_size, coded, world_size)

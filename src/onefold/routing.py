@@ -16,6 +16,7 @@ from onefold.state.setting import Hops, Routes
 from onefold.wire.codec import codec_of
 from onefold.wire.coded import Coded
 from onefold.wire.collectives import Group
+from onefold.wire.exchange import Exchange
 from onefold.wire.streamed import Streamed
 from onefold.wire.timed import Timed
 from onefold.wire.transport import Composed, LocalTransport, Transport
@@ -35,9 +36,9 @@ class Links:
         if group.world_size == 1:
             return LocalTransport(group)
         is_cuda = self.device.type == "cuda"
-        composed = Composed(
-            group, self.ledger, reduce=self.reduce, native=is_cuda and group.is_nccl, where=where
-        )
+        native = is_cuda and group.is_nccl
+        exchange = Exchange(group, self.ledger, native=native, where=where)
+        composed = Composed(exchange, reduce=self.reduce)
         word = codec.removesuffix(DIFFERENCE)
         inner = composed if word == EXACT else Coded(composed, codec_of(word))
         timed = Timed(inner, self.ledger, is_queued=is_cuda)

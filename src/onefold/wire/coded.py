@@ -10,127 +10,126 @@ in the same message. This rank's own part of a sum need not travel, and is not r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onefold.layout.rows import Slot, round_up
-from onefold.ledger import Kind, Ledger
+from onefold.layout.rows import round_up
+from onefold.ledger import Kind
 from onefold.ticket import Ticket
 from onefold.wire.codec import Codec
-from onefold.wire.collectives import Group
+from onefold.wire.exchange import Span
 from onefold.wire.transport import Composed, Cut, Own
 
 ALIGN_NBYTES = 16
 """Parts of a message start at multiples of this, so that they can be read as wider numbers."""
 
 
-@dataclass(frozen=True, slots=True)
+class Part(NamedTuple):
+    """A region's part of a message: how it is written, and from where."""
+
+    region: int
+    is_coded: bool
+    place: slice  # in bytes of the message
+    rows: slice  # in elements of the full buffer, or of the region's flat partial
+
+
 class Parcel:
-    """The parts of one rank's message: for each region its numel, and [start, stop) in bytes."""
+    """One rank's message: a part for each region of which it has elements."""
 
-    numels: tuple[int, ...]
-    is_coded: tuple[bool, ...]
-    spans: tuple[tuple[int, int], ...]
-    nbytes: int
-
-    @staticmethod
-    def build(
-        numels: Sequence[int], is_coded: Sequence[bool], codec: Codec, itemsize: int
-    ) -> Parcel:
-        """Lay out parts of `numels` elements: coded ones by `codec`, others of `itemsize` bytes."""
-        spans: list[tuple[int, int]] = []
+    def __init__(
+        self, cut: Cut, rank: int, rows: Sequence[Sequence[Span]], codec: Codec, itemsize: int
+    ) -> None:
+        """`rows`: by region and rank, where they lie; coded, or elements of `itemsize` bytes."""
+        self.parts: list[Part] = []
         end = 0
-        for numel, coded in zip(numels, is_coded, strict=True):
-            nbytes = codec.nbytes(numel) if coded else numel * itemsize
-            spans.append((end, end + nbytes))
+        for index, numels in enumerate(cut.numels):
+            is_coded = cut.is_matrix[index] and not cut.is_replicated[index]
+            nbytes = codec.nbytes(numels[rank]) if is_coded else numels[rank] * itemsize
+            if nbytes:
+                place = slice(end, end + nbytes)
+                self.parts.append(Part(index, is_coded, place, slice(*rows[index][rank])))
             end = round_up(end + nbytes, ALIGN_NBYTES)
-        return Parcel(tuple(numels), tuple(is_coded), tuple(spans), end)
-
-    def parts(self, message: Tensor) -> Iterator[tuple[int, bool, Tensor]]:
-        """Region, whether it is coded, and its bytes in `message`; empty ones are left out."""
-        for index, (start, stop) in enumerate(self.spans):
-            if self.numels[index]:
-                yield index, self.is_coded[index], message[start:stop]
+        self.nbytes = end
 
 
-class _Plan:
-    """The parcels of one cut, and how they lie in a buffer of all of them."""
+class _Messages:
+    """The parcels of one cut, and how those of all ranks lie in one buffer."""
 
-    def __init__(self, cut: Cut, codec: Codec, dtype: torch.dtype, group: Group) -> None:
-        ranks = range(group.world_size)
-        is_coded = [
-            is_matrix and not replicated
-            for is_matrix, replicated in zip(cut.is_matrix, cut.is_replicated, strict=True)
-        ]
-        self.parcels = [
-            Parcel.build([numels[rank] for numels in cut.numels], is_coded, codec, dtype.itemsize)
-            for rank in ranks
-        ]
-        ends = [0, *accumulate(parcel.nbytes for parcel in self.parcels)]
-        self.spans = list(pairwise(ends))
-        self.nbytes = ends[-1]
-        messages = Slot("messages", (self.nbytes,), 0, tuple(self.spans), ())
-        self.gather = Cut([messages], [0], group, 1, cut.name)
+    def __init__(self, parcels: list[Parcel], left_out: int | None = None) -> None:
+        self.parcels = parcels
+        self.numels = [parcel.nbytes for parcel in parcels]
+        if left_out is not None:
+            self.numels[left_out] = 0
+        self.spans = list(pairwise(accumulate(self.numels, initial=0)))
+        self.nbytes = self.spans[-1][1]
 
 
 class Coded:
     """See the module. `Own.has_base` makes a gather send differences to what `full` holds."""
 
-    def __init__(self, inner: Composed, codec: Codec) -> None:
-        self.inner = inner
-        self.group = inner.group
-        self.ledger: Ledger = inner.ledger
+    def __init__(self, exact: Composed, codec: Codec) -> None:
+        self.group = exact.group
         self.codec = codec
-        self._plans: dict[tuple[Cut, torch.dtype], _Plan] = {}
+        self._exact = exact
+        self._exchange = exact.exchange
+        self._gathered: dict[tuple[Cut, torch.dtype], _Messages] = {}
+        self._reduced: dict[tuple[Cut, torch.dtype], _Messages] = {}
 
-    def _plan(self, cut: Cut, dtype: torch.dtype) -> _Plan:
-        key = (cut, dtype)
-        if key not in self._plans:
-            self._plans[key] = _Plan(cut, self.codec, dtype, self.group)
-        return self._plans[key]
+    def _parcels(
+        self, cut: Cut, dtype: torch.dtype, rows: Sequence[Sequence[Span]]
+    ) -> list[Parcel]:
+        ranks = range(self.group.world_size)
+        return [Parcel(cut, rank, rows, self.codec, dtype.itemsize) for rank in ranks]
 
     # gather
 
     def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
         """See `Transport.gather`; own pieces become what every other rank reads, too."""
         if own is not None and own.starts_base:
-            return self.inner.gather(full, cut, label)
-        plan = self._plan(cut, full.dtype)
-        staged = full.new_empty(plan.nbytes, dtype=torch.uint8)
-        self.ledger.add(Kind.WIRE, "device", staged.nbytes)
-        rank = self.group.rank
-        mine = plan.parcels[rank]
-        message = staged[slice(*plan.spans[rank])]
+            return self._exact.gather(full, cut, label)
+        key, exchange, rank = (cut, full.dtype), self._exchange, self.group.rank
+        if key not in self._gathered:
+            self._gathered[key] = _Messages(self._parcels(*key, cut.spans))
+        messages = self._gathered[key]
+        staged = full.new_empty(messages.nbytes, dtype=torch.uint8)
+        exchange.ledger.add(Kind.WIRE, "device", staged.nbytes)
         is_difference = own is not None and own.has_base
-        for index, coded, part in mine.parts(message):
-            target = full[slice(*cut.spans[index][rank])]
-            values = target if own is None or own.rows[index] is None else own.rows[index]
-            assert values is not None, "a region without rows of its own is sent from its place"
-            if not coded:
-                part.view(full.dtype).copy_(values)
-            elif is_difference:
-                self.codec.encode(values.to(torch.float32, copy=True).sub_(target), part)
-            else:
-                self.codec.encode(values, part)
-        ticket = self.inner.gather(staged, plan.gather, label)
+        self._write(full, staged[slice(*messages.spans[rank])], messages.parcels[rank], own)
+        works = exchange.all_gather(staged, messages.spans)
+        exchange.count("gather", messages.numels[rank] * (self.group.world_size - 1))
 
         def read() -> None:
-            for sender, (span, parcel) in enumerate(zip(plan.spans, plan.parcels, strict=True)):
-                for index, coded, part in parcel.parts(staged[slice(*span)]):
-                    target = full[slice(*cut.spans[index][sender])]
-                    if not coded:
+            for parcel, message in zip(
+                messages.parcels, staged.split(messages.numels), strict=True
+            ):
+                for _, is_coded, place, rows in parcel.parts:
+                    part, target = message[place], full[rows]
+                    if not is_coded:
                         target.copy_(part.view(full.dtype))
                     elif is_difference:
                         _add(self.codec, part, target)
                     else:
                         self.codec.decode(part, target)
-            self.ledger.add(Kind.WIRE, "device", -staged.nbytes)
+            exchange.ledger.add(Kind.WIRE, "device", -staged.nbytes)
 
-        return ticket.then(read)
+        return Ticket(works, read, label)
+
+    def _write(self, full: Tensor, message: Tensor, parcel: Parcel, own: Own | None) -> None:
+        """Code own rows; where there is a base, how they differ from what `full` holds."""
+        for index, is_coded, place, rows in parcel.parts:
+            part, target = message[place], full[rows]
+            given = None if own is None else own.rows[index]
+            values = target if given is None else given
+            if not is_coded:
+                part.view(full.dtype).copy_(values)
+            elif own is not None and own.has_base:
+                self.codec.encode(values.to(torch.float32, copy=True).sub_(target), part)
+            else:
+                self.codec.encode(values, part)
 
     # reduce
 
@@ -145,89 +144,88 @@ class Coded:
         """See `Transport.reduce_scatter`. If a rank has values that are not finite, every rank
         finds what travels without a name (flags) to be NaN.
         """
-        dtype = partials[-1].dtype
-        plan, group = self._plan(cut, dtype), self.group
-        sent = partials[-1].new_empty(plan.nbytes, dtype=torch.uint8)
-        self.ledger.add(Kind.WIRE, "device", sent.nbytes)
-        self._pack(partials, cut, plan, sent)
-        own = plan.parcels[group.rank]
-        numels_sent = [parcel.nbytes for parcel in plan.parcels]
-        numels_sent[group.rank] = 0  # the next line sends what lies around it
-        start, stop = plan.spans[group.rank]
-        others = torch.cat([sent[:start], sent[stop:]])
-        numels_in = [0 if rank == group.rank else own.nbytes for rank in range(group.world_size)]
-        received = sent.new_empty(sum(numels_in))
-        self.ledger.add(Kind.WIRE, "device", received.nbytes + others.nbytes)
-        works = [group.all_to_all(received, others, numels_in, numels_sent)]
-        self.inner.count("reduce_scatter", others.nbytes)
+        flags, exchange, rank = partials[-1], self._exchange, self.group.rank
+        key = (cut, flags.dtype)
+        if key not in self._reduced:
+            rows = [_rows(cut, index) for index in range(len(partials))]
+            self._reduced[key] = _Messages(self._parcels(*key, rows), left_out=rank)
+        messages = self._reduced[key]
+        mine = messages.parcels[rank]
+        sent = exchange.buffers.take(messages.nbytes, torch.uint8, flags.device)
+        told = self._pack(partials, cut, messages, sent)
+        work, received, found = exchange.all_to_all(sent, messages.numels, mine.nbytes)
+        exchange.count("reduce_scatter", sent.nbytes)
 
         def average() -> None:
-            messages = list(received.split(own.nbytes)) if own.nbytes else []
-            messages.insert(group.rank, sent[start:stop])
-            self._average(messages, own, (partials, cut), out, fresh)
-            self.ledger.add(Kind.WIRE, "device", -sent.nbytes - received.nbytes - others.nbytes)
+            for part in mine.parts:
+                values = told[part.region][part.rows]
+                own = values if part.is_coded else values.to(flags.dtype)
+                self._average(part, found, own, out[part.region], fresh[part.region])
+            exchange.buffers.give([sent, received])
 
-        return Ticket(works, average, label)
+        return Ticket([work], average, label)
 
     def end_backward(self) -> None:
         """See `Transport.end_backward`."""
-        self.inner.end_backward()
+        self._exchange.buffers.clear()
 
-    def _pack(self, partials: Sequence[Tensor], cut: Cut, plan: _Plan, sent: Tensor) -> None:
-        """Code each rank's pieces into its message, this rank's own parts as far as they travel
-        raw; then flags, which turn NaN if anything was not finite.
+    def _pack(
+        self, partials: Sequence[Tensor], cut: Cut, messages: _Messages, sent: Tensor
+    ) -> list[Tensor]:
+        """Write each other rank's message; then flags, NaN if anything was not finite.
+
+        What was told: the partials, with such flags.
         """
+        rank, dtype = self.group.rank, partials[-1].dtype
         is_finite = torch.ones((), dtype=torch.bool, device=sent.device)
-        flags: list[tuple[int, Tensor]] = []
-        for rank, (span, parcel) in enumerate(zip(plan.spans, plan.parcels, strict=True)):
-            for index, coded, part in parcel.parts(sent[slice(*span)]):
-                values = _piece(partials[index], cut, index, rank)
-                if not cut.has_name[index]:
-                    flags.append((index, part))
-                elif coded and rank != self.group.rank:
-                    self.codec.encode(values, part)
-                    is_finite &= self.codec.is_finite(part)
-                else:
-                    if not coded:
-                        part.view(partials[-1].dtype).copy_(values)
+        flags: list[tuple[Part, Tensor]] = []
+        for receiver, (parcel, message) in enumerate(
+            zip(messages.parcels, sent.split(messages.numels), strict=True)
+        ):
+            for part in parcel.parts:
+                values = partials[part.region][part.rows]
+                place = message[part.place]
+                if not cut.has_name[part.region]:
+                    flags.append((part, place))
+                elif receiver == rank:
                     is_finite &= torch.isfinite(values).all()
-        for index, part in flags:
-            told = partials[index].to(partials[-1].dtype)
-            part.view(told.dtype).copy_(torch.where(is_finite, told, torch.nan))
+                elif part.is_coded:
+                    self.codec.encode(values, place)
+                    is_finite &= self.codec.is_finite(place)
+                else:
+                    place.view(dtype).copy_(values)
+                    is_finite &= torch.isfinite(values).all()
+        told = list(partials)
+        for index in {part.region for part, _ in flags}:
+            told[index] = torch.where(is_finite, partials[index].to(dtype), torch.nan)
+        for part, place in flags:
+            if len(place):
+                place.view(dtype).copy_(told[part.region])
+        return told
 
     def _average(
-        self, messages: list[Tensor], own: Parcel, sent: tuple[Sequence[Tensor], Cut],
-        out: Sequence[Tensor], fresh: Sequence[bool],
-    ) -> None:  # fmt: skip
-        """The mean of what the ranks sent, summed in fp32 from rank 0 up."""
-        partials, cut = sent
-        dtype, rank = partials[-1].dtype, self.group.rank
-        parts = [dict((i, part) for i, _, part in own.parts(message)) for message in messages]
-        for index, numel in enumerate(own.numels):
-            if not numel:
-                continue
-            target, is_fresh = out[index], fresh[index]
-            is_direct = is_fresh and target.dtype == torch.float32
-            total = target.zero_() if is_direct else target.new_zeros(numel, dtype=torch.float32)
-            for sender, part in enumerate(part[index] for part in parts):
-                if own.is_coded[index] and sender != rank:
-                    self.codec.add(part, total)
-                elif own.is_coded[index]:
-                    total.add_(_piece(partials[index], cut, index, rank))
-                else:
-                    total.add_(part.view(dtype))
-            total.mul_(1.0 / self.group.world_size)
-            if not is_direct:
-                target.copy_(total) if is_fresh else target.add_(total)
+        self, part: Part, found: list[Tensor], own: Tensor, target: Tensor, is_fresh: bool
+    ) -> None:
+        """The mean of what the ranks sent of a region, summed in fp32 from rank 0 up."""
+        is_direct = is_fresh and target.dtype == torch.float32
+        total = target.zero_() if is_direct else target.new_zeros(len(own), dtype=torch.float32)
+        for sender, message in enumerate(found):
+            if sender == self.group.rank:
+                total.add_(own)
+            elif part.is_coded:
+                self.codec.add(message[part.place], total)
+            else:
+                total.add_(message[part.place].view(own.dtype))
+        total.mul_(1.0 / self.group.world_size)
+        if not is_direct:
+            target.copy_(total) if is_fresh else target.add_(total)
 
 
-def _piece(partial: Tensor, cut: Cut, index: int, rank: int) -> Tensor:
-    """What of a flat partial goes to a rank: the partial holds all pieces, one behind the other."""
+def _rows(cut: Cut, index: int) -> list[Span]:
+    """Where each rank's piece is in a flat partial of a region: one behind the other."""
     if cut.is_replicated[index]:
-        return partial
-    numels = cut.numels[index]
-    start = sum(numels[:rank])
-    return partial[start : start + numels[rank]]
+        return [(0, numel) for numel in cut.numels[index]]
+    return list(pairwise(accumulate(cut.numels[index], initial=0)))
 
 
 def _add(codec: Codec, message: Tensor, target: Tensor) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from onefold.ticket import Ticket
-from onefold.wire.transport import Cut, Own, Transport
+from onefold.wire.transport import Transport, Wrapped
 
 
-class Streamed:
+class Streamed(Wrapped):
     """Runs another transport on one stream for gathers and one for reductions.
 
     The side stream first waits for what compute has queued (the buffers' last uses), and the
@@ -21,32 +20,12 @@ class Streamed:
     """
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
-        self.inner = inner
-        self.group = inner.group
-        self._gather_stream = torch.cuda.Stream(device)
-        self._reduce_stream = torch.cuda.Stream(device)
+        super().__init__(inner)
+        self._streams = {name: torch.cuda.Stream(device) for name in ("gather", "reduce_scatter")}
 
-    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
-        """See `Transport.gather`."""
-        return _beside(self._gather_stream, lambda: self.inner.gather(full, cut, label, own))
-
-    def reduce_scatter(
-        self,
-        partials: Sequence[Tensor],
-        cut: Cut,
-        out: Sequence[Tensor],
-        fresh: Sequence[bool],
-        label: str,
-    ) -> Ticket:
-        """See `Transport.reduce_scatter`."""
-        return _beside(
-            self._reduce_stream,
-            lambda: self.inner.reduce_scatter(partials, cut, out, fresh, label),
-        )
-
-    def end_backward(self) -> None:
-        """See `Transport.end_backward`."""
-        self.inner.end_backward()
+    def around(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
+        """See `Wrapped.around`."""
+        return _beside(self._streams[collective], start)
 
 
 def _beside(stream: torch.cuda.Stream, start: Callable[[], Ticket]) -> Ticket:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock
 
 import torch.distributed as dist
-from torch import Tensor
 
 from onefold.ledger import Ledger
 from onefold.observer import Observer, Span, Stream, watched
 from onefold.ticket import Ticket
-from onefold.wire.collectives import Group
-from onefold.wire.transport import Cut, Own, Transport
+from onefold.wire.transport import Transport, Wrapped
+
+_SHOWN = {"gather": (Stream.GATHER, "unpack"), "reduce_scatter": (Stream.REDUCE, "average")}
+"""Where a collective is drawn, and what is done with what came."""
 
 
-class Timed:
+class Timed(Wrapped):
     """Another transport, watched.
 
     A transfer's span begins where it is asked for and ends when its last collective is complete:
@@ -27,53 +28,26 @@ class Timed:
     """
 
     def __init__(self, inner: Transport, ledger: Ledger, *, is_queued: bool = False) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._ledger = ledger
         self._is_queued = is_queued
 
-    @property
-    def group(self) -> Group:
-        return self.inner.group
-
-    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
-        """See `Transport.gather`."""
+    def around(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
+        """See `Wrapped.around`."""
         observer = self._ledger.observer
         if observer is None:
-            return self.inner.gather(full, cut, label, own)
-        span, sent = observer.begin(Stream.GATHER, "gather", cut.name), self._sent()
-        ticket = self.inner.gather(full, cut, label, own)
-        return self._watch(observer, ticket, _Transfer(span, self._sent() - sent), cut, "unpack")
-
-    def reduce_scatter(
-        self,
-        partials: Sequence[Tensor],
-        cut: Cut,
-        out: Sequence[Tensor],
-        fresh: Sequence[bool],
-        label: str,
-    ) -> Ticket:
-        """See `Transport.reduce_scatter`."""
-        observer = self._ledger.observer
-        if observer is None:
-            return self.inner.reduce_scatter(partials, cut, out, fresh, label)
-        span, sent = observer.begin(Stream.REDUCE, "reduce_scatter", cut.name), self._sent()
-        ticket = self.inner.reduce_scatter(partials, cut, out, fresh, label)
-        return self._watch(observer, ticket, _Transfer(span, self._sent() - sent), cut, "average")
-
-    def end_backward(self) -> None:
-        """See `Transport.end_backward`."""
-        self.inner.end_backward()
-
-    def _sent(self) -> int:
-        return sum(traffic.sent_nbytes for traffic in self._ledger.traffic.values())
-
-    def _watch(
-        self, observer: Observer, ticket: Ticket, transfer: _Transfer, cut: Cut, verb: str
-    ) -> Ticket:
+            return start()
+        stream, verb = _SHOWN[collective]
+        span, sent = observer.begin(stream, collective, unit), self._sent()
+        ticket = start()
+        transfer = _Transfer(span, self._sent() - sent)
         if self._is_queued:
             return ticket.then(transfer.end)
         transfer.follow([work for work in ticket.works if isinstance(work, dist.Work)])
-        return Ticket([_Awaited(ticket, transfer, observer, cut.name, verb)])
+        return Ticket([_Awaited(ticket, transfer, observer, unit, verb)])
+
+    def _sent(self) -> int:
+        return sum(traffic.sent_nbytes for traffic in self._ledger.traffic.values())
 
 
 class _Transfer:

@@ -11,25 +11,19 @@ a buffer gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from onefold.layout.rows import Slot
-from onefold.ledger import Kind, Ledger
 from onefold.ticket import DONE, Ticket, Work
 from onefold.wire.collectives import Group
-
-PACK_NBYTES = 64 * 1024
-"""Regions whose pieces are smaller share one message: its copy costs less than its latency.
-
-Measured on 2 cores, gloo: a transformer block as 4 large regions and one packed message gathers in
-9.0 ms (2 ranks), as one contiguous message in 9.5 ms, packed and copied out whole in 10.4 ms.
-"""
+from onefold.wire.exchange import PACK_NBYTES, Exchange
 
 MEAN_NUMEL = 64 * 1024
 """Elements of one block when a mean is taken: sum and scaling stay in the cache."""
@@ -71,6 +65,7 @@ class Cut:
         self.packed_numels = [
             sum(self.numels[index][rank] for index in self.small) for rank in ranks
         ]
+        self.packed_spans = list(pairwise(accumulate(self.packed_numels, initial=0)))
         own = group.rank
         self.own_packed_numels = [self.numels[index][own] for index in self.small]
         self.has_name = [bool(slot.fqn) for slot in slots]
@@ -152,6 +147,41 @@ class Transport(Protocol):
         ...
 
 
+class Wrapped(ABC):
+    """Another transport with something `around` each transfer."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.group = inner.group
+
+    @abstractmethod
+    def around(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
+        """Have `start` begin a "gather" or "reduce_scatter" of a unit."""
+
+    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
+        """See `Transport.gather`."""
+        return self.around("gather", cut.name, lambda: self.inner.gather(full, cut, label, own))
+
+    def reduce_scatter(
+        self,
+        partials: Sequence[Tensor],
+        cut: Cut,
+        out: Sequence[Tensor],
+        fresh: Sequence[bool],
+        label: str,
+    ) -> Ticket:
+        """See `Transport.reduce_scatter`."""
+
+        def start() -> Ticket:
+            return self.inner.reduce_scatter(partials, cut, out, fresh, label)
+
+        return self.around("reduce_scatter", cut.name, start)
+
+    def end_backward(self) -> None:
+        """See `Transport.end_backward`."""
+        self.inner.end_backward()
+
+
 class LocalTransport:
     """A world of one: everything is already where it belongs."""
 
@@ -179,114 +209,38 @@ class LocalTransport:
         """Nothing is kept."""
 
 
-class Receivers:
-    """Receive buffers on the host, kept from one reduction to the next of a backward.
-
-    Units are often alike, and memory that goes and comes again is cleared and found anew, page by
-    page. A device's allocator keeps its blocks itself.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._spare: list[Tensor] = []
-
-    def take(self, like: Tensor, numel: int) -> Tensor:
-        """Uninitialised [numel] of the dtype and device of `like`."""
-        for index, spare in enumerate(self._spare):
-            if len(spare) == numel and spare.dtype == like.dtype:
-                return self._spare.pop(index)
-        buffer = like.new_empty(numel)
-        self._ledger.add(Kind.WIRE, "device", buffer.nbytes)
-        return buffer
-
-    def give(self, buffers: list[Tensor]) -> None:
-        """A reduction is over: its buffers are kept instead of those of the one before."""
-        self.clear()
-        for buffer in buffers:
-            if buffer.device.type == "cpu":
-                self._spare.append(buffer)
-            else:
-                self._ledger.add(Kind.WIRE, "device", -buffer.nbytes)
-
-    def clear(self) -> None:
-        """Free what is kept."""
-        while self._spare:
-            self._ledger.add(Kind.WIRE, "device", -self._spare.pop().nbytes)
-
-
 class Composed:
-    """Gathers by broadcasts into place, reduces by all-to-all and a local sum.
+    """Gathers into place, and sums what all-to-all brings; nothing is rounded on the way."""
 
-    Right on every backend and for pieces of any length, and on gloo 2-4 times as fast as its own
-    tensor collectives, which stage every gather in a hidden copy and reduce everything everywhere.
-    With `native`, large regions of equal pieces are gathered by the backend's own all-gather.
-    `where` says which links it uses, if there are several: "inside" a node, or "between" nodes.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        ledger: Ledger,
-        *,
-        reduce: torch.dtype = torch.float32,
-        native: bool = False,
-        where: str = "",
-    ) -> None:
-        self.group = group
-        self.ledger = ledger
+    def __init__(self, exchange: Exchange, *, reduce: torch.dtype = torch.float32) -> None:
+        self.exchange = exchange
+        self.group = exchange.group
         self.reduce = reduce
-        self.native = native
-        self._where = f" {where}" if where else ""  # behind names of traffic: "gather between"
-        self._receivers = Receivers(ledger)
-
-    def count(self, collective: str, nbytes: int) -> None:
-        """Note what one collective sends, under the name of the links it uses."""
-        self.ledger.sent(collective + self._where, nbytes)
 
     # gather
 
     def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
         """See `Transport.gather`."""
-        rank, others = self.group.rank, self.group.world_size - 1
-        works = [work for index in cut.large for work in self._gather_large(full, cut, index)]
+        exchange, others = self.exchange, self.group.world_size - 1
+        works = [
+            work for index in cut.large for work in exchange.all_gather(full, cut.spans[index])
+        ]
         finish = None
-        if sum(cut.packed_numels):
+        if cut.packed_spans[-1][1]:
             index = cut.packed_index(full.device)
             staged = full.new_empty(len(index))
-            parts = staged.split(cut.packed_numels)
-            torch.index_select(full, 0, index.split(cut.packed_numels)[rank], out=parts[rank])
-            works += self._gather_pieces(staged, parts)
+            mine = slice(*cut.packed_spans[self.group.rank])
+            torch.index_select(full, 0, index[mine], out=staged[mine])
+            works += exchange.all_gather(staged, cut.packed_spans)
 
             def unpack() -> None:
                 full.index_copy_(0, index, staged)
 
             finish = unpack
-        self.count("gather", cut.own_numel * full.element_size() * others)
-        self.ledger.sent("control", cut.control_numel * full.element_size() * others, 0)
+        exchange.count("gather", cut.own_numel * full.element_size() * others)
+        control = cut.control_numel * full.element_size() * others
+        exchange.ledger.sent("control", control, 0)
         return Ticket(works, finish, label)
-
-    def _gather_large(self, full: Tensor, cut: Cut, index: int) -> list[Work]:
-        spans = cut.spans[index]
-        pieces = [full[start:stop] for start, stop in spans]
-        is_one = spans[-1][1] - spans[0][0] == sum(cut.numels[index])  # no gaps between pieces
-        if self.native and is_one and len(set(cut.numels[index])) == 1:
-            return [
-                self.group.all_gather(full[spans[0][0] : spans[-1][1]], pieces[self.group.rank])
-            ]
-        return self._broadcast_each(pieces)
-
-    def _gather_pieces(self, staged: Tensor, parts: Sequence[Tensor]) -> list[Work]:
-        """The packed message: latency counts, so one collective where pieces are equal."""
-        if len({part.numel() for part in parts}) == 1:
-            return [self.group.all_gather(staged, parts[self.group.rank])]
-        return self._broadcast_each(parts)
-
-    def _broadcast_each(self, pieces: Sequence[Tensor]) -> list[Work]:
-        return [
-            self.group.broadcast(piece, source)
-            for source, piece in enumerate(pieces)
-            if piece.numel()
-        ]
 
     # reduce
 
@@ -317,13 +271,13 @@ class Composed:
                 self._spread_packed(small, cut, out, fresh)
             parts.clear()
             small.clear()
-            self._receivers.give(received)
+            self.exchange.buffers.give(received)
 
         return Ticket(works, average, label)
 
     def end_backward(self) -> None:
         """See `Transport.end_backward`."""
-        self._receivers.clear()
+        self.exchange.buffers.clear()
 
     def _exchange(
         self, sent: Tensor, numels: Sequence[int], works: list[Work], buffers: list[Tensor]
@@ -333,21 +287,17 @@ class Composed:
         Between two ranks our own part need not travel, as what is left to send lies together; with
         more it would be two collectives instead of one.
         """
-        world_size, rank = self.group.world_size, self.group.rank
+        rank, ours = self.group.rank, None
         own = numels[rank]
-        if world_size > 2:
-            received = self._receivers.take(sent, own * world_size)
-            buffers.append(received)
-            works.append(self.group.all_to_all(received, sent, [own] * world_size, list(numels)))
-            return list(received.split(own)) if own else [received] * world_size
-        other = 1 - rank
-        ours, theirs = (sent.split(list(numels))[each] for each in (rank, other))
-        received = self._receivers.take(sent, own)
+        if self.group.world_size == 2:
+            ours, sent = (sent.split(list(numels))[each] for each in (rank, 1 - rank))
+            numels = [0 if each == rank else numel for each, numel in enumerate(numels)]
+        work, received, pieces = self.exchange.all_to_all(sent, numels, own)
+        works.append(work)
         buffers.append(received)
-        counts_in, counts_out = [0, 0], [0, 0]
-        counts_in[other], counts_out[other] = own, numels[other]
-        works.append(self.group.all_to_all(received, theirs, counts_in, counts_out))
-        return [ours, received] if rank == 0 else [received, ours]
+        if ours is not None:
+            pieces[rank] = ours
+        return pieces
 
     def _packed(self, partials: Sequence[Tensor], cut: Cut) -> Tensor:
         """All pieces for rank 0, then for rank 1, ...: what the small regions send."""
@@ -358,9 +308,9 @@ class Composed:
 
     def _count(self, cut: Cut, itemsize: int) -> None:
         """Sharded gradients are the law's bytes; what every rank must know whole is `control`."""
-        self.count("reduce_scatter", (cut.sharded_numel - cut.own_numel) * itemsize)
-        others = self.group.world_size - 1
-        self.ledger.sent("control", others * cut.control_numel * itemsize, 0)
+        exchange, others = self.exchange, self.group.world_size - 1
+        exchange.count("reduce_scatter", (cut.sharded_numel - cut.own_numel) * itemsize)
+        exchange.ledger.sent("control", others * cut.control_numel * itemsize, 0)
 
     def _spread_packed(
         self, found: list[Tensor], cut: Cut, out: Sequence[Tensor], fresh: Sequence[bool]

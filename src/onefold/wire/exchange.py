@@ -1,0 +1,117 @@
+"""The two moves of which transports are made: pieces of one buffer to everyone, or one to each.
+
+    all_gather   flat | 0 | 1 | 2 |   each rank's piece reaches all others, in place
+    all_to_all   sent | 0 | 1 | 2 |   each rank gets the piece for it from all others
+
+Pieces may have any length. Both are right on every backend; on gloo broadcasts and `all_to_all` are
+2-4 times as fast as its own gathers and reductions, which stage everything in hidden copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onefold.ledger import Kind, Ledger
+from onefold.ticket import Work
+from onefold.wire.collectives import Group
+
+PACK_NBYTES = 64 * 1024
+"""Regions whose pieces are smaller share one message: its copy costs less than its latency.
+
+Measured on 2 cores, gloo: a transformer block as 4 large regions and one packed message gathers in
+9.0 ms (2 ranks), as one contiguous message in 9.5 ms, packed and copied out whole in 10.4 ms.
+"""
+
+Span = tuple[int, int]
+"""[start, stop) in elements of a flat buffer."""
+
+
+class Exchange:
+    """Moves pieces of flat buffers between the ranks of a group, and counts what it sends.
+
+    With `native`, large equal pieces are gathered by the backend's own all-gather. `where` says
+    which links are used, if there are several: "inside" a node, or "between" nodes.
+    """
+
+    def __init__(
+        self, group: Group, ledger: Ledger, *, native: bool = False, where: str = ""
+    ) -> None:
+        self.group = group
+        self.ledger = ledger
+        self.buffers = Buffers(ledger)
+        self._native = native
+        self._where = f" {where}" if where else ""  # behind names of traffic: "gather between"
+
+    def count(self, collective: str, nbytes: int) -> None:
+        """Note what one collective sends, under the name of the links it uses."""
+        self.ledger.sent(collective + self._where, nbytes)
+
+    def all_gather(self, flat: Tensor, spans: Sequence[Span]) -> list[Work]:
+        """Begin to send each rank's span of `flat` to all others.
+
+        One collective where pieces are equal, lie together and are small: latency counts then.
+        """
+        first, last = spans[0][0], spans[-1][1]
+        numels = [stop - start for start, stop in spans]
+        is_even = len(set(numels)) == 1 and 0 < sum(numels) == last - first
+        if is_even and (self._native or numels[0] * flat.element_size() < PACK_NBYTES):
+            own = flat[slice(*spans[self.group.rank])]
+            return [self.group.all_gather(flat[first:last], own)]
+        return [
+            self.group.broadcast(flat[start:stop], source)
+            for source, (start, stop) in enumerate(spans)
+            if stop > start
+        ]
+
+    def all_to_all(
+        self, sent: Tensor, numels: Sequence[int], own: int
+    ) -> tuple[Work, Tensor, list[Tensor]]:
+        """Begin to send consecutive pieces of `sent`, of `numels` elements, to ranks 0, 1, ...
+
+        Each other rank has a piece of `own` elements for us. They fill the second of what is
+        returned, which `buffers` gets back; the third are its pieces in rank order. What a rank
+        has for itself, often nothing, is moved too.
+        """
+        counts = [own] * self.group.world_size
+        counts[self.group.rank] = numels[self.group.rank]
+        received = self.buffers.take(sum(counts), sent.dtype, sent.device)
+        work = self.group.all_to_all(received, sent, counts, list(numels))
+        return work, received, list(received.split(counts))
+
+
+class Buffers:
+    """Buffers of messages on the host, kept from one reduction to the next of a backward.
+
+    Units are often alike, and memory that goes and comes again is cleared and found anew, page by
+    page. A device's allocator keeps its blocks itself.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._spare: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised [numel]."""
+        for index, spare in enumerate(self._spare):
+            if len(spare) == numel and spare.dtype == dtype:
+                return self._spare.pop(index)
+        buffer = torch.empty(numel, dtype=dtype, device=device)
+        self._ledger.add(Kind.WIRE, "device", buffer.nbytes)
+        return buffer
+
+    def give(self, buffers: list[Tensor]) -> None:
+        """A reduction is over: its buffers are kept instead of those of the one before."""
+        self.clear()
+        for buffer in buffers:
+            if buffer.device.type == "cpu":
+                self._spare.append(buffer)
+            else:
+                self._ledger.add(Kind.WIRE, "device", -buffer.nbytes)
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        while self._spare:
+            self._ledger.add(Kind.WIRE, "device", -self._spare.pop().nbytes)
