@@ -152,7 +152,7 @@ def predict(case: Case, folder: str) -> dict[str, Any]:
             for kind in ("weight", "master", "optimizer")}  # fmt: skip
     return {"predicted": found.memory_nbytes, "phase": f"{found.peak.phase} {found.peak.unit}",
             "at_peak": held, "rest": rest,
-            "sent": {"gather": found.gather_sent, "reduce_scatter": found.reduce_sent}}  # fmt: skip
+            "sent": found.sent}  # fmt: skip
 
 
 def _rank(rank: int, case: Case, port: int, folder: str, file: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -28,7 +29,6 @@ from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, 
 from onefold.ledger import Ledger
 from onefold.offloading import Wish, offload_together
 from onefold.planner.auto import Expectation, lowest_stage
-from onefold.planner.node import NodeBytes
 from onefold.reporting import Report, copied, snapshot, unit_lines
 from onefold.routing import Links, routes_of
 from onefold.runtime import summon
@@ -103,17 +103,16 @@ def shard(  # noqa: PLR0913 - the contract
     )
     group, device = ranks.everyone, environment.device_of(job.parameters, ranks.everyone)
     job = replace(job, ranks=ranks if job.wire.is_plain else two_axes_of_launcher(ranks, device))
-    wish = Wish(
-        job.offload, job.precision, job.plans, job.optimizers, device, shards=job.shards
-    )  # fmt: skip
-    number, why = _stage_of(stage, wish, offload, group)
-    job = replace(job, placements=placements_of(number))
-    job = replace(job, wire=_wire_for(job, is_named=isinstance(wire, str)))
+    wire_at = partial(_wire_at, job, is_named=isinstance(wire, str))
+    wish = Wish(job.offload, job.precision, job.plans, job.optimizers, device, ranks=job.ranks)
+    number, why = _stage_of(stage, wish, offload, wire_at)
+    job = replace(job, placements=placements_of(number), wire=wire_at(number))
+    wish = replace(wish, stage=number, wire=job.wire)
     ledger = Ledger()
-    expectation = Expectation.of(replace(wish, stage=number).subject, job.shards.world_size)
+    expectation = Expectation.of(wish.subject)
     ledger.advise = expectation.smallest_change
     store = DeviceStore(device)
-    offloading = offload_together(replace(wish, stage=number), store, ledger, group)
+    offloading = offload_together(wish, store, ledger, group)
     setting = _setting(job, store, ledger, offloading.tiers)
     originals = [owned.parameter for owned in job.parameters]
     values: Values | None = module.__dict__.pop(PROMISED, None)
@@ -127,7 +126,7 @@ def shard(  # noqa: PLR0913 - the contract
     engine = Engine(
         module, built, setting, stage=number, steps_in_backward=job.offload.step_in_backward
     )
-    engine.expected_peaks = replace(expectation, node=NodeBytes.of(built)).peaks
+    engine.expected_peaks = expectation.peaks
     engine.told = "; ".join(line for line in (why, offloading.told) if line)
     if setting.tiers.scratch is not None:
         weights = [buffer.tensor for unit in built for buffer in (unit.weight, unit.full)]
@@ -218,9 +217,8 @@ class _Job:
 
     @property
     def shards(self) -> Group:
-        """The ranks over which resting state is cut: all, or those of a node that is a replica."""
-        inside = self.ranks.inside
-        return inside if inside and self.wire.secondary == "optimizer" else self.ranks.everyone
+        """The ranks over which resting state is cut."""
+        return self.ranks.shards(are_replicas=self.wire.secondary == "optimizer")
 
     def facts(self) -> list[str]:
         """What must be the same on every rank, a line each."""
@@ -234,12 +232,15 @@ class _Job:
         ]
 
 
-def _stage_of(stage: int | str, wish: Wish, offload: object, group: Group) -> tuple[int, str]:
+def _stage_of(
+    stage: int | str, wish: Wish, offload: object, wire_at: Callable[[int], Wire]
+) -> tuple[int, str]:
     """The stage, and why it is that one, if it was left open. A collective, then."""
     if isinstance(stage, int):
         return stage, ""
+    group = wish.ranks.everyone
     local_world_size = environment.local_place(group)[1]
-    return lowest_stage(wish.subject, offload, group, local_world_size)
+    return lowest_stage(wish.subject, offload, wire_at, group, local_world_size)
 
 
 def _examine(
@@ -286,13 +287,13 @@ def _examine_together(ranks: Ranks, examine: Callable[[], _Job]) -> _Job:
     return job
 
 
-def _wire_for(job: _Job, *, is_named: bool) -> Wire:
-    """The wire as this mesh and stage have it; `ConfigError` for one that would mean nothing."""
+def _wire_at(job: _Job, stage: int, *, is_named: bool) -> Wire:
+    """The wire as this mesh and a stage have it; `ConfigError` for one that would mean nothing."""
     if job.ranks.everyone.world_size == 1:
         return Wire()  # nothing travels
-    has_axes = job.ranks.axes is not None
-    wire = fitted(job.wire, job.placements, has_axes=has_axes) if is_named else job.wire
-    check_wire(wire, job.placements, job.offload, has_axes=has_axes)
+    has_axes, placements = job.ranks.axes is not None, placements_of(stage)
+    wire = fitted(job.wire, placements, has_axes=has_axes) if is_named else job.wire
+    check_wire(wire, placements, job.offload, has_axes=has_axes)
     return wire
 
 

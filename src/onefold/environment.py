@@ -43,6 +43,10 @@ class Ranks:
             return None
         return Axes(self.between.world_size, self.inside.world_size, self.everyone.rank)
 
+    def shards(self, *, are_replicas: bool) -> Group:
+        """The ranks over which resting state is cut: all, or those of a node that is a replica."""
+        return self.inside if self.inside and are_replicas else self.everyone
+
     def facts(self) -> list[str]:
         """What must be the same on every rank."""
         axes = self.axes

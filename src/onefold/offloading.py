@@ -10,7 +10,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from onefold.config import Offload, Precision
-from onefold.environment import free_host_nbytes, local_place
+from onefold.environment import Ranks, free_host_nbytes, local_place
 from onefold.errors import TierError, expected
 from onefold.layout.rows import Layout
 from onefold.layout.units import UnitPlan
@@ -36,6 +36,7 @@ from onefold.tier.slots import SlotPool
 from onefold.tier.store import Store, whole_pages
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS, Workers, cores_of
 from onefold.wire.collectives import Group
+from onefold.wiring import Wire
 
 T = TypeVar("T")
 
@@ -55,16 +56,24 @@ class Wish:
     optimizers: Sequence[Optimizer]
     device: torch.device  # that computes
     stage: int = 3
-    shards: Group | None = None  # the ranks over which states are cut, if not everyone's
+    ranks: Ranks = field(default_factory=lambda: Ranks(Group.of(None)))
+    wire: Wire = field(default_factory=Wire)
+
+    @property
+    def shards(self) -> Group:
+        """The ranks over which resting state is cut."""
+        return self.ranks.shards(are_replicas=self.wire.secondary == "optimizer")
 
     @property
     def subject(self) -> Subject:
         """What of it a forecast needs."""
         largest = sorted(self.plans, key=lambda plan: plan.numel)[-1:]  # none without parameters
         num_moments = sum(len(moments_of(p, p.dtype, self.optimizers)) for p in largest)
+        axes = self.ranks.axes
         return Subject(
-            self.plans, self.precision, self.offload, num_moments, self.device, self.stage
-        )
+            self.plans, self.precision, self.offload, num_moments, self.device, self.stage,
+            self.ranks.everyone.world_size, axes.neighbours if axes else 0, self.wire,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +102,10 @@ def offloaded_units(wish: Wish, fraction: float) -> list[bool]:
     return last_share([plan.numel for plan in wish.plans], fraction)
 
 
-def budget_of(wish: Wish, chosen: Sequence[bool], group: Group) -> Budget:
+def budget_of(wish: Wish, chosen: Sequence[bool]) -> Budget:
     """What resting state will need on this rank, whole pages for each buffer."""
     offload, precision = wish.offload, wish.precision
-    group = wish.shards or group
+    group = wish.shards
     needs, all_states = {"device": 0, "cpu": 0, "disk": 0}, 0
     for plan, is_chosen in zip(wish.plans, chosen, strict=True):
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
@@ -199,7 +208,7 @@ def offload_together(wish: Wish, store: DeviceStore, ledger: Ledger, group: Grou
         return Offloading(tiers, chosen, "")
     fraction, why = _agreed_fraction(wish, group, local[1])
     chosen = offloaded_units(wish, fraction)
-    budget = budget_of(wish, chosen, group)
+    budget = budget_of(wish, chosen)
     # all look at what is free before any takes of it
     _together(group, lambda: check_budget(budget, offload, group, local[1]))
     told = _told(wish, budget, chosen, why)
@@ -230,8 +239,8 @@ def _agreed_fraction(wish: Wish, group: Group, local_world_size: int) -> tuple[f
     fraction = wish.offload.fraction
     if fraction != "auto":
         return float(fraction), ""
-    states = budget_of(wish, [False] * len(wish.plans), group).states
-    mine = least_fraction(wish.subject, states, group, local_world_size)
+    states = budget_of(wish, [False] * len(wish.plans)).states
+    mine = least_fraction(wish.subject, states, local_world_size)
     everyone: list[Any] = group.all_gather_object(mine) if group.world_size > 1 else [mine]
     return max(everyone)
 

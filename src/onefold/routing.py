@@ -80,10 +80,7 @@ def _two_hops(wire: Wire, ranks: Ranks, placements: Placements, links: Links) ->
     assert inside is not None, "checked by the caller"
     assert between is not None, "checked by the caller"
     assert axes is not None, "there are two axes where there are two groups"
-    is_whole = placements.parameter is not Placement.SHARD
-    keeps = "" if is_whole else {None: "gradients", True: "weights"}.get(wire.secondary, "")
-    if isinstance(wire.secondary, str):
-        keeps = wire.secondary
+    keeps = wire.kept(is_whole=placements.parameter is not Placement.SHARD)
     exact = links.transport(ranks.everyone)
     hops = Hops(
         axes=axes,

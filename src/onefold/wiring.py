@@ -114,6 +114,15 @@ class Wire:
         """True if gradients are coded on some link."""
         return (self.gradients_inside, self.gradients_between) != (EXACT, EXACT)
 
+    def kept(self, *, is_whole: bool) -> str:
+        """What rests inside the node, on a mesh of two axes: one of `SECONDARY`, or "" for nothing.
+
+        `is_whole`: weights are whole on every rank (stages 0 to 2).
+        """
+        if isinstance(self.secondary, str):
+            return self.secondary
+        return "" if is_whole else {None: "gradients", True: "weights"}.get(self.secondary, "")
+
     @property
     def is_plain(self) -> bool:
         """True if nothing is asked for that one axis and exact messages do not do."""

@@ -6,8 +6,8 @@ is the forecast of an engine without any.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from onefold.errors import ConfigError
 from onefold.layout.units import UnitPlan
 from onefold.planner.estimate import estimated
 from onefold.planner.memory import Forecast, forecast
-from onefold.planner.node import NodeBytes
 from onefold.planner.setup import Setup
 from onefold.planner.sizes import told
 from onefold.planner.trace import Trace
 from onefold.planner.ways import OFFLOADS, WAYS
 from onefold.wire.collectives import Group
+from onefold.wiring import Wire
 
 ACTIVATIONS_SHARE = 0.25
 """Of the device's free memory, left for activations and messages where nobody has seen a batch."""
@@ -31,7 +31,9 @@ ACTIVATIONS_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is to be sharded. `num_moments`: states per element that its optimizers keep."""
+    """What is to be sharded, over which ranks. `num_moments`: states per element that its
+    optimizers keep. `neighbours`: ranks of a node, where there are two axes.
+    """
 
     plans: Sequence[UnitPlan]
     precision: Precision
@@ -39,12 +41,18 @@ class Subject:
     num_moments: int
     device: torch.device  # that computes
     stage: int = 3
+    world_size: int = 1
+    neighbours: int = 0
+    wire: Wire = field(default_factory=Wire)
 
-    def setup(self, world_size: int) -> Setup:
-        """The same over so many ranks."""
+    @property
+    def setup(self) -> Setup:
+        """The same as a forecast wants it."""
         return Setup(
             stage=self.stage,
-            world_size=world_size,
+            world_size=self.world_size,
+            neighbours=self.neighbours,
+            wire=self.wire,
             precision=self.precision,
             offload=self.offload,
             device_type=self.device.type,
@@ -59,10 +67,9 @@ def free_nbytes(device: torch.device, local_world_size: int) -> int:
     return free_host_nbytes() // local_world_size
 
 
-def without_activations(subject: Subject, world_size: int) -> Forecast:
+def without_activations(subject: Subject) -> Forecast:
     """What an engine holds of itself."""
-    bare = estimated(subject.plans, 0, subject.precision)
-    return forecast(bare, subject.setup(world_size))
+    return forecast(estimated(subject.plans, 0, subject.precision), subject.setup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +78,20 @@ class Expectation:
 
     bare: Trace
     setup: Setup
-    node: NodeBytes = NodeBytes()  # noqa: RUF009 - a frozen value
 
     @staticmethod
-    def of(subject: Subject, world_size: int) -> Expectation:
+    def of(subject: Subject) -> Expectation:
         """Of a module that is about to be sharded."""
-        return Expectation(
-            estimated(subject.plans, 0, subject.precision), subject.setup(world_size)
-        )
+        return Expectation(estimated(subject.plans, 0, subject.precision), subject.setup)
 
     def peaks(self, *, accumulates: bool) -> dict[str, int]:
         """The most bytes of each kind in CPU and device memory, and of all at a time ("all")."""
-        # where a node's sums rest instead, no means do until the last micro-batch
-        has_means = accumulates and not self.node.rests
-        setup = replace(self.setup, accumulate=2 if has_means else 1)
-        found = forecast(self.bare, setup)
+        found = forecast(self.bare, replace(self.setup, accumulate=2 if accumulates else 1))
         kinds: dict[str, int] = {}
         for (kind, tier), nbytes in found.most.items():
             if tier != "disk":
                 kinds[kind] = kinds.get(kind, 0) + nbytes
-        for_node = self.node.kinds(accumulates=accumulates)
-        for kind, nbytes in for_node.items():
-            kinds[kind] = kinds.get(kind, 0) + nbytes
-        most = found.peaks["device"] + found.peaks.get("cpu", 0) + sum(for_node.values())
-        return kinds | {"all": most}
+        return kinds | {"all": found.peaks["device"] + found.peaks.get("cpu", 0)}
 
     def smallest_change(self, shortage: int) -> str:
         """Of all ways to train, the one nearest to this that holds `shortage` bytes less."""
@@ -115,11 +112,13 @@ class Expectation:
 
 
 def lowest_stage(
-    subject: Subject, offload: object, group: Group, local_world_size: int
-) -> tuple[int, str]:
-    """The lowest stage whose states fit on every rank, and why. A collective.
+    subject: Subject, offload: object, wire_at: Callable[[int], Wire], group: Group,
+    local_world_size: int,
+) -> tuple[int, str]:  # fmt: skip
+    """The lowest stage whose states fit on every rank of `group`, and why. A collective.
 
-    `offload`: what was asked for; stages that do not have such tiers are passed over.
+    `offload`: what was asked for; `wire_at`: the wire as a stage has it. Stages that do not have
+    such tiers, or no such wire, are passed over.
     """
     free = free_nbytes(subject.device, local_world_size)
     if group.world_size > 1:
@@ -129,10 +128,11 @@ def lowest_stage(
     for stage in range(4):
         try:
             chosen = offload_of(offload, placements_of(stage))
-        except ConfigError:  # tiers that this stage does not have
+            wire = wire_at(stage)
+        except ConfigError:  # tiers, or a wire, that this stage does not have
             continue
-        asked = replace(subject, offload=chosen, stage=stage)
-        need = without_activations(asked, group.world_size).memory_nbytes
+        asked = replace(subject, offload=chosen, stage=stage, wire=wire)
+        need = without_activations(asked).memory_nbytes
         if need <= room:
             return stage, f"{told_before}stage {stage} holds {told(need)} of {told(free)} free"
         told_before = f"stage {stage} would hold {told(need)}, "
@@ -140,9 +140,7 @@ def lowest_stage(
     return 3, f"{told_before}of {told(free)} free, and no stage holds less: {hint}"
 
 
-def least_fraction(
-    subject: Subject, states: int, group: Group, local_world_size: int
-) -> tuple[float, str]:
+def least_fraction(subject: Subject, states: int, local_world_size: int) -> tuple[float, str]:
     """The smallest share of `states`, bytes, that must leave the device, and why.
 
     What may stay is stepped at the device's own bandwidth and waits for nothing, so no more leaves
@@ -150,7 +148,7 @@ def least_fraction(
     """
     free = free_nbytes(subject.device, local_world_size)
     bare = replace(subject, offload=Offload(), num_moments=0)
-    others = without_activations(bare, group.world_size).memory_nbytes
+    others = without_activations(bare).memory_nbytes
     room = (1 - ACTIVATIONS_SHARE) * free - others
     share = 1 - max(0.0, min(1.0, room / max(1, states)))
     why = (

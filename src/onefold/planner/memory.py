@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onefold.config import Offload
+from onefold.planner.held import Held, Holding, Moment
+from onefold.planner.messages import Message
+from onefold.planner.reductions import Reductions
 from onefold.planner.setup import Setup, UnitBytes, unit_bytes
 from onefold.planner.trace import Event, Trace, What
 from onefold.runtime.blocks import BLOCK_NUMEL
 from onefold.runtime.schedule import Phase, Schedule
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
 
-Holding = dict[tuple[str, str], int]
-"""Bytes by (kind, tier); kinds are those of `onefold.ledger.Kind`, and `logits`."""
-
-ACTIVATION, LOGITS = "activation", "logits"
 STEP_BLOCK_NBYTES = {"cpu": 512 * 1024 * 4, "cuda": 64 * 1024 * 1024 * 4}
 """Of one block of fp32 gradients, where narrow ones are widened on the way (runtime/adam.py)."""
 
@@ -32,29 +31,13 @@ _PHASES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """What is held in one moment of a step."""
-
-    phase: str  # forward, loss, backward or step
-    unit: str
-    held: Holding
-
-    def nbytes(self, tier: str) -> int:
-        """Bytes in one tier."""
-        return sum(n for (_, place), n in self.held.items() if place == tier)
-
-    def memory_nbytes(self, device_type: str) -> int:
-        """Bytes in the memory that computes: the CPU's holds its own tier too."""
-        return self.nbytes("device") + (self.nbytes("cpu") if device_type == "cpu" else 0)
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """What rank 0 will hold and send. Tiers are `device`, `cpu` and `disk`.
 
     `peak` is the moment at which the device (where it is the CPU: device and CPU memory, which are
     one) holds most; `peaks` the most by tier, `most` the most by kind and tier. `timeline` has
-    every moment, if it was asked for.
+    every moment, if it was asked for. `sent`: bytes of a step by collective, named as a report
+    names them: "gather", "reduce_scatter", and on two axes each "inside" and "between".
     """
 
     setup: Setup
@@ -63,8 +46,12 @@ class Forecast:
     most: Holding
     resting: Holding
     timeline: tuple[Moment, ...]
-    gather_sent: int  # bytes per optimizer step
-    reduce_sent: int
+    sent: dict[str, int]
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank sends in a step."""
+        return sum(self.sent.values())
 
     @property
     def memory_nbytes(self) -> int:
@@ -84,12 +71,13 @@ def forecast(
     if chosen is None:
         chosen = offloaded(units, setup.offload)
     replay = _Replay(trace, setup, units, list(chosen))
-    replay.keeps_all = has_timeline
+    held = replay.held
+    held.keeps_all = has_timeline
     replay.step()
-    assert replay.peak is not None, "a step without a moment"
+    assert held.peak is not None, "a step without a moment"
     return Forecast(
-        setup, replay.peak, replay.peaks, replay.most, replay.resting, tuple(replay.timeline),
-        replay.gather_sent, replay.reduce_sent,
+        setup, held.peak, held.peaks, held.most, replay.resting, tuple(held.timeline),
+        {name: nbytes for name, nbytes in replay.sent.items() if nbytes},
     )  # fmt: skip
 
 
@@ -119,7 +107,7 @@ def last_share(numels: Sequence[int], fraction: float) -> list[bool]:
 
 
 class _Replay:
-    """The engine's bookkeeping without the engine."""
+    """The engine's bookkeeping of whole weights without the engine."""
 
     def __init__(
         self, trace: Trace, setup: Setup, units: list[UnitBytes], chosen: list[bool]
@@ -128,31 +116,17 @@ class _Replay:
         self._setup = setup
         self._units = units
         self._chosen = chosen
-        self._steps_early = setup.offload.step_in_backward and any(chosen)
-        self.keeps_all = False
-        self.timeline: list[Moment] = []
-        self.peak: Moment | None = None
-        self.peaks: dict[str, int] = {}
-        self.most: Holding = {}
-        self._highest = -1
-        self._totals: Counter[str] = Counter()  # by tier
-        self._held: Counter[tuple[str, str]] = Counter()
+        self.held = Held(setup.device_type)
+        self.sent: Counter[str] = Counter()
+        early = setup.offload.step_in_backward
+        self._reductions = Reductions(
+            setup, units, self.held, self.sent, [early and each for each in chosen]
+        )
         self._whole: set[int] = set()
-        self._partial: dict[int, dict[int, int]] = {}
-        self._fired: dict[int, set[int]] = {}
-        self._reduced: set[int] = set()
-        self._reduced_alone: set[int] = set()  # in a world of one
-        self._in_flight: int | None = None
-        self._spare: Counter[int] = Counter()  # receive buffers by length, of the reduction before
-        self._filling: Counter[int] = Counter()  # and of the one under way
-        self._ready: set[int] = set()
-        self._started: set[int] = set()
-        self._order = [i for i in reversed(range(len(units))) if any(units[i].partials)]
-        self._awaited = [sum(map(bool, unit.partials)) for unit in units]
+        self._unread: set[int] = set()  # whole, of weights that have been stepped since
+        self._uncrossed: set[int] = set()  # the second shard is of weights from before the step
+        self._staged: Counter[int] = Counter()  # coded messages by unit, on their way
         self._next: int | None = None
-        self._phase = "forward"
-        self._defers = False
-        self.gather_sent = self.reduce_sent = 0
         self.resting: Holding = {}
         self._schedule = Schedule(list(range(len(units))))
         self._learn()
@@ -169,30 +143,24 @@ class _Replay:
 
     # what is held
 
-    def _add(self, kind: str, nbytes: int, tier: str = "device") -> None:
-        place = (kind, tier)
-        now = self._held[place] = self._held[place] + nbytes
-        self._totals[tier] += nbytes
-        if now > self.most.get(place, 0):
-            self.most[place] = now
-
     def _rest(self) -> None:
         """What is there all the time, in the steady state."""
-        offload = self._setup.offload
-        self._add("batch", self._trace.batch_nbytes)
-        self._add("buffer", self._trace.buffers_nbytes)
+        offload, add = self._setup.offload, self.held.add
+        add("batch", self._trace.batch_nbytes)
+        add("buffer", self._trace.buffers_nbytes)
         for index, (unit, is_away) in enumerate(zip(self._units, self._chosen, strict=True)):
-            self._add("weight", unit.weight, offload.parameters)
+            add("weight", unit.weight, offload.parameters)
             tier = offload.optimizer if is_away else "device"
-            self._add("master", unit.master, tier)
-            self._add("optimizer", unit.moments, tier)
+            add("master", unit.master, tier)
+            add("optimizer", unit.moments, tier)
+            add("secondary", unit.second)
             if self._keeps_whole:
-                self._gather(index)
+                self._whole.add(index)
+                add("unsharded", unit.whole)
             if self._keeps_grads and not is_away:
-                self._reduced.add(index)
-                self._add("grad", unit.grad)
+                self._reductions.keep(index)
         if "disk" in (offload.parameters, offload.optimizer):
-            self._add("staging", self._staging(), "cpu")
+            add("staging", self._staging(), "cpu")
 
     @property
     def _keeps_whole(self) -> bool:
@@ -213,68 +181,86 @@ class _Replay:
         return threads * slot + sum(max(0, nbytes - slot) for nbytes in rows)
 
     def _gather(self, index: int) -> None:
+        if index in self._whole and index not in self._unread:
+            return
         if index not in self._whole:
             self._whole.add(index)
-            self._add("unsharded", self._units[index].whole)
-            if self._setup.rest_world > 1:
-                self.gather_sent += self._units[index].gather_sent
+            self.held.add("unsharded", self._units[index].whole)
+        self._unread.discard(index)
+        if self._setup.rest_world == 1:
+            return
+        unit = self._units[index]
+        if not unit.second or index in self._uncrossed:
+            self._cross(index)
+        if unit.second:  # it is read before the hop inside begins
+            self._read(index)
+        self.sent["gather" + self._setup.where] += unit.messages.gather.sent
+        self._stage(index, unit.messages.gather)
+
+    def _cross(self, index: int) -> None:
+        """The hop of weights between nodes, where there is one."""
+        message = self._units[index].messages.cross
+        self._uncrossed.discard(index)
+        self.sent["gather between"] += message.sent
+        self._stage(index, message)
+
+    def _cross_early(self) -> None:
+        """As forward begins, for all units that nobody steps in the background."""
+        near = ("device", "cpu") if self._setup.device_type == "cpu" else ("device",)
+        for index in sorted(self._uncrossed):
+            if not self._chosen[index] and self._setup.offload.parameters in near:
+                self._cross(index)
+
+    def _stage(self, index: int, message: Message) -> None:
+        self._staged[index] += message.staged
+        self.held.add("wire", message.staged)
+
+    def _read(self, index: int) -> None:
+        """What was on its way to a unit is there, and decoded."""
+        nbytes = self._staged.pop(index, 0)
+        if nbytes:
+            self.held.see()
+            self.held.add("wire", -nbytes)
 
     def _release(self, index: int) -> None:
+        self._read(index)
         if index in self._whole and not self._keeps_whole:
             self._whole.remove(index)
-            self._add("unsharded", -self._units[index].whole)
+            self.held.add("unsharded", -self._units[index].whole)
 
     # one step
 
     def step(self) -> None:
         """All micro-batches and the optimizer's step."""
-        self.resting = dict(self._held)
-        self.gather_sent = sum(u.gather_sent for u in self._units) if self._keeps_whole else 0
-        for micro in range(self._setup.accumulate):
-            is_last = micro + 1 == self._setup.accumulate
-            self._defers = not is_last and self._setup.stage < 3
+        held, setup = self.held, self._setup
+        self.resting = held.now
+        self._unread = set(self._whole)
+        self._uncrossed = {index for index, unit in enumerate(self._units) if unit.second}
+        for micro in range(setup.accumulate):
+            self._reductions.is_last = micro + 1 == setup.accumulate
             self._micro_batch()
-        self._phase = "step"
-        block = STEP_BLOCK_NBYTES.get(self._setup.device_type, 0)
+        held.phase, held.unit, held.torch = "step", "", (0, 0)
+        block = STEP_BLOCK_NBYTES.get(setup.device_type, 0)
         widened = min(block, 4 * max(unit.rest_numel for unit in self._units))
         is_narrow = any(unit.master for unit in self._units)
-        self._add("staging", widened if is_narrow else 0)
-        self._see(-1, 0, 0)
+        held.add("staging", widened if is_narrow else 0)
+        held.see()
 
     def _micro_batch(self) -> None:
-        self._phase = "forward"
-        self._fired = {}
+        held = self.held
+        held.phase, held.unit, held.torch = "forward", "", (0, 0)
+        self._reductions.begin()
+        self._cross_early()
         self._schedule.begin(Phase.FORWARD)
-        unit = -1
         for event in self._trace.events:
-            self._see(unit, event.peak, event.logits)
-            before = self._totals["device"]
+            held.torch = (event.peak, event.logits)
+            held.see()
+            before = held.on_device
+            held.torch = (event.now, min(event.logits, event.now))
             self._apply(event)
-            unit = event.unit if event.unit >= 0 else unit
-            if self._totals["device"] > before:
-                self._see(unit, event.now, min(event.logits, event.now))
-
-    def _see(self, unit: int, torch_nbytes: int, logits: int) -> None:
-        """What is held in one moment, with what torch holds."""
-        for kind, nbytes in ((ACTIVATION, torch_nbytes - logits), (LOGITS, logits)):
-            if nbytes > self.most.get((kind, "device"), 0):
-                self.most[kind, "device"] = nbytes
-        for tier, nbytes in self._totals.items():
-            total = nbytes + (torch_nbytes if tier == "device" else 0)
-            self.peaks[tier] = max(total, self.peaks.get(tier, 0))
-        shared = self._totals["cpu"] if self._setup.device_type == "cpu" else 0
-        highest = self._totals["device"] + torch_nbytes + shared
-        if not self.keeps_all and highest <= self._highest:
-            return
-        held = {place: nbytes for place, nbytes in self._held.items() if nbytes}
-        held |= {(ACTIVATION, "device"): torch_nbytes - logits} if torch_nbytes > logits else {}
-        held |= {(LOGITS, "device"): logits} if logits else {}
-        name = self._trace.units[unit].name if unit >= 0 else ""
-        moment = Moment(self._phase, name, held)
-        if self.keeps_all:
-            self.timeline.append(moment)
-        if highest > self._highest:
-            self._highest, self.peak = highest, moment
+            held.unit = self._trace.units[event.unit].name if event.unit >= 0 else held.unit
+            if held.on_device > before:
+                held.see()
 
     def _apply(self, event: Event) -> None:
         unit = event.unit
@@ -282,20 +268,25 @@ class _Replay:
             case What.ENTER:
                 self._gather(unit)
                 self._gather_ahead(self._schedule.enter(unit, Phase.FORWARD))
+                self._read(unit)
             case What.LEAVE:
                 self._rest_after_forward([unit])
             case What.END_FORWARD:
-                self._phase = "loss"
+                self.held.phase = "loss"
                 self._rest_after_forward(list(self._whole))
             case What.BACKWARD | What.AGAIN:
                 self._enter_backward(unit)
             case What.GRAD:
-                self._on_grad(unit, event.member)
+                following, self._next = self._next, None
+                self._gather_ahead(following)
+                self._reductions.on_grad(unit, event.member)
             case What.THROUGH:
-                self._note_ready(unit)
+                self._reductions.note_ready(unit)
                 self._release(unit)
             case What.END:
-                self._end_backward()
+                for index in list(self._whole):
+                    self._release(index)
+                self._reductions.end_backward()
 
     def _rest_after_forward(self, units: list[int]) -> None:
         if self._setup.rests_after_forward:
@@ -307,8 +298,8 @@ class _Replay:
             self._gather(following)
 
     def _enter_backward(self, unit: int) -> None:
-        if self._phase != "backward":
-            self._phase = "backward"
+        if self.held.phase != "backward":
+            self.held.phase = "backward"
             self._schedule.begin(Phase.BACKWARD)
         self._gather(unit)
         following = self._schedule.enter(unit, Phase.BACKWARD)
@@ -316,80 +307,4 @@ class _Replay:
             self._next = following
         else:
             self._gather_ahead(following)
-
-    def _on_grad(self, unit: int, member: int) -> None:
-        following, self._next = self._next, None
-        self._gather_ahead(following)
-        held = self._partial.setdefault(unit, {})
-        if member not in held:
-            held[member] = self._units[unit].partials[member]
-            self._add("partial_grad", held[member])
-        fired = self._fired.setdefault(unit, set())
-        fired.add(member)
-        if len(fired) == self._awaited[unit]:
-            self._note_ready(unit)
-
-    # reductions
-
-    def _note_ready(self, unit: int) -> None:
-        if self._defers:
-            return
-        self._ready.add(unit)
-        for due in self._order:
-            if due in self._started:
-                continue
-            if due not in self._ready:
-                return
-            self._start(due)
-
-    def _start(self, unit: int) -> None:
-        self._land()  # on a fast link it is over earlier: this is the most there can be
-        self._started.add(unit)
-        sizes = self._units[unit]
-        if unit not in self._reduced:
-            self._reduced.add(unit)
-            self._add("grad", sizes.grad if self._setup.world_size > 1 else 0)
-        self._filling = Counter(sizes.received)
-        self._add("wire", _sum(self._filling - self._spare))
-        self._spare -= self._filling
-        self._in_flight = unit
-        self.reduce_sent += sizes.reduce_sent
-
-    def _land(self) -> None:
-        unit, self._in_flight = self._in_flight, None
-        if unit is None:
-            return
-        self._add("partial_grad", -sum(self._partial.pop(unit, {}).values()))
-        if self._setup.world_size == 1 and unit not in self._reduced_alone:
-            self._reduced_alone.add(unit)
-            self._add("grad", self._units[unit].grad)
-        elif self._setup.stage == 0:
-            self.gather_sent += self._units[unit].gather_sent
-        self._add("wire", -_sum(self._spare))
-        self._spare, self._filling = self._filling, Counter()
-        if self._setup.device_type != "cpu":
-            self._free_spare()
-        if self._steps_early and self._chosen[unit]:
-            self._add("grad", -self._units[unit].grad)
-            self._reduced.discard(unit)
-
-    def _end_backward(self) -> None:
-        for index in list(self._whole):
-            self._release(index)
-        if not self._defers:
-            for due in self._order:
-                if due not in self._started:
-                    self._start(due)
-            self._land()
-        self._free_spare()
-        self._ready.clear()
-        self._started.clear()
-
-    def _free_spare(self) -> None:
-        self._add("wire", -_sum(self._spare))
-        self._spare = Counter()
-
-
-def _sum(buffers: Counter[int]) -> int:
-    """Bytes of all buffers, counted by length."""
-    return sum(nbytes * count for nbytes, count in buffers.items())
+        self._read(unit)

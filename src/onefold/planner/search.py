@@ -87,7 +87,7 @@ class Row:
     @property
     def sent_nbytes(self) -> int:
         """Bytes that one rank sends in a step."""
-        return self.forecast.gather_sent + self.forecast.reduce_sent
+        return self.forecast.sent_nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,20 @@ from math import prod
 
 from onefold.config import Offload, Precision
 from onefold.layout.rows import ALIGN_NUMEL, PIECE_NUMEL, round_up
+from onefold.planner.messages import UnitMessages, messages_of, pieces_of, spread_of
 from onefold.planner.trace import Member, UnitTrace
+from onefold.wiring import Wire
 
 ADAM_MOMENTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One way to train. `num_moments` are optimizer states per element, in the stepped dtype."""
+    """One way to train. `num_moments` are optimizer states per element, in the stepped dtype.
+
+    `neighbours`: the ranks of a node on a mesh of two axes; 0 where there is one axis. `wire` is
+    one that `onefold.shard` takes at this stage (wiring.py).
+    """
 
     stage: int
     world_size: int
@@ -25,6 +31,8 @@ class Setup:
     device_type: str = "cpu"
     num_moments: int = ADAM_MOMENTS
     itemsize: int = 4  # of the parameters' own dtype, where nothing is said of compute
+    neighbours: int = 0
+    wire: Wire = field(default_factory=Wire)
 
     @property
     def is_sharded(self) -> bool:
@@ -32,9 +40,40 @@ class Setup:
         return self.stage > 0 and self.world_size > 1
 
     @property
+    def are_replicas(self) -> bool:
+        """True where each node holds all states among its ranks (HSDP)."""
+        return self.stage > 0 and self.neighbours > 0 and self.wire.secondary == "optimizer"
+
+    @property
+    def has_hops(self) -> bool:
+        """True where weights and gradients cross between nodes in a hop of its own."""
+        return self.stage > 0 and self.neighbours > 0 and not self.are_replicas
+
+    @property
+    def keeps_weights(self) -> bool:
+        """True where a second shard of weights rests inside the node."""
+        return self.has_hops and bool(self.wire.kept(is_whole=self.stage < 3))
+
+    @property
+    def keeps_sums(self) -> bool:
+        """True where nodes talk about gradients once a step, not once a micro-batch."""
+        kept = self.has_hops and self.wire.kept(is_whole=self.stage < 3) == "gradients"
+        return kept or self.are_replicas
+
+    @property
+    def where(self) -> str:
+        """What a report adds to the names of collectives that do not leave the node."""
+        return " inside" if self.stage > 0 and self.neighbours else ""
+
+    @property
+    def shard_world(self) -> int:
+        """Over how many ranks one copy of the states is cut: all, or those of a node."""
+        return self.neighbours if self.are_replicas else self.world_size
+
+    @property
     def rest_world(self) -> int:
         """Over how many ranks weights are cut where they rest."""
-        return self.world_size if self.stage > 0 else 1
+        return self.shard_world if self.stage > 0 else 1
 
     @property
     def rests_after_forward(self) -> bool:
@@ -54,9 +93,9 @@ class UnitBytes:
     whole: int  # gathered, or cast; 0 where weights compute from where they rest
     grad: int  # reduced
     partials: tuple[int, ...]  # per member; 0 where it needs no gradient
-    received: tuple[int, ...]  # each buffer of one reduction
-    gather_sent: int  # bytes this rank sends in one gather; at stage 0 of mean gradients
-    reduce_sent: int  # and in one reduction
+    second: int  # weights at rest for the node
+    sums: int  # gradients that are summed inside the node
+    messages: UnitMessages
 
     @property
     def states(self) -> int:
@@ -64,16 +103,12 @@ class UnitBytes:
         return self.master + self.moments
 
 
-SMALL_NBYTES = 64 * 1024
-"""Pieces below it share one message (wire/transport.py)."""
-
-
 def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
     """The closed forms of docs/memory.md for one unit."""
     members = unit.members
     first = members[0]
-    world, rest_world = setup.world_size, setup.rest_world
-    own = [piece_numel(member.shape, world) for member in members]
+    world, rest_world = setup.shard_world, setup.rest_world
+    own = [pieces_of(member.shape, world)[0] for member in members]
     numels = [prod(member.shape) for member in members]
     full_numel = sum(round_up(numel, ALIGN_NUMEL) for numel in numels)
     rest = full_numel if rest_world == 1 else sum(round_up(n, PIECE_NUMEL) for n in own)
@@ -87,6 +122,7 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
     is_resident = rest_world == 1 and not casts and rests_near
     tiers = (setup.offload.parameters, setup.offload.optimizer)
     is_elsewhere = setup.device_type != "cpu" and tiers[0] != tiers[1]
+    messages = _messages(members, setup)
     trained = [member.requires_grad for member in members]
     of_trained = [n for n, is_trained in zip(numels, trained, strict=True) if is_trained]
     grad_numel = rest if world > 1 else sum(of_trained)
@@ -109,49 +145,13 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
             numel * computes if is_trained else 0
             for numel, is_trained in zip(numels, trained, strict=True)
         ),
-        received=_received(members, own, setup),
-        gather_sent=_sent(members, own, world) * (computes if setup.stage else first.itemsize),
-        reduce_sent=_sent_by_reduction(members, numels, own, world) * computes,
+        second=messages.second * computes if setup.keeps_weights else 0,
+        sums=messages.sums * first.itemsize if any(trained) else 0,
+        messages=messages,
     )
 
 
-def piece_numel(shape: tuple[int, ...], world_size: int) -> int:
-    """Elements of the rows that `torch.chunk` gives the first rank; one of a 0-dim parameter."""
-    if not shape:
-        return 1
-    return min(-(-shape[0] // world_size), shape[0]) * prod(shape[1:])
-
-
-def _received(members: tuple[Member, ...], own: list[int], setup: Setup) -> tuple[int, ...]:
-    """Bytes of each buffer that one reduction fills: one a large region, one for all small ones.
-
-    Between two ranks the own part does not travel.
-    """
-    world = setup.world_size
-    large: list[int] = []
-    small = 1  # a tag, beside a flag for each parameter
-    for n, member in zip(own, members, strict=True):
-        if not member.requires_grad:
-            continue
-        if member.shape and n * member.compute_itemsize >= SMALL_NBYTES:
-            large.append(n)
-            small += 1
-        else:
-            small += n + 1
-    if world == 1 or small == 1:
-        return ()
-    each = members[0].compute_itemsize * (world if world > 2 else 1)
-    return tuple(n * each for n in (*large, small))
-
-
-def _sent(members: tuple[Member, ...], own: list[int], world: int) -> int:
-    return sum(n for n, member in zip(own, members, strict=True) if member.shape) * (world - 1)
-
-
-def _sent_by_reduction(
-    members: tuple[Member, ...], numels: list[int], own: list[int], world: int
-) -> int:
-    if world == 1:
-        return 0
-    trained = zip(members, numels, own, strict=True)
-    return sum(n - piece for member, n, piece in trained if member.shape and member.requires_grad)
+def _messages(members: tuple[Member, ...], setup: Setup) -> UnitMessages:
+    if setup.stage == 0:
+        return spread_of(members, setup.world_size)
+    return messages_of(members, setup.world_size, setup.neighbours, setup.wire)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onefold.config import Offload, precision_of
+from onefold.planner.held import ACTIVATION, LOGITS, Moment
 from onefold.planner.live import Untraceable
-from onefold.planner.memory import ACTIVATION, LOGITS, Forecast, Moment, forecast
+from onefold.planner.memory import Forecast, forecast
 from onefold.planner.setup import Setup
 from onefold.planner.sizes import told
 from onefold.planner.trace import Trace, tokens_of, trace

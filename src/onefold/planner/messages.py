@@ -1,0 +1,210 @@
+"""What one unit sends: the messages of one gather and one reduction, to the byte.
+
+    one axis    gather                                      reduce
+    two hops    cross (between nodes) -> gather (inside)    reduce (inside) -> settle (between)
+    replicas    gather (inside)                             reduce (inside) -> settle, share
+
+All figures are those of rank 0, whose pieces are the longest, by the rules of layout/axes.py (who
+sends which rows), wire/transport.py (what shares a message) and wire/coded.py (how long one is).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+
+from onefold.layout.rows import PIECE_NUMEL, round_up, row_bounds
+from onefold.planner.trace import Member
+from onefold.wire.codec import Codec, codec_of
+from onefold.wire.coded import ALIGN_NBYTES
+from onefold.wire.transport import PACK_NBYTES
+from onefold.wiring import DIFFERENCE, EXACT, Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One collective: bytes that this rank sends, and what it holds for it in the meantime.
+
+    `received`: each buffer that a reduction fills, kept for the next one; `staged`: coded messages,
+    until they have been read.
+    """
+
+    sent: int = 0
+    received: tuple[int, ...] = ()
+    staged: int = 0
+
+
+NOTHING = Message()
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMessages:
+    """See the module. `second`, `sums`: elements that a rank keeps of its node's buffer, for
+    weights (with a tag of every node) and for gradients.
+    """
+
+    gather: Message = NOTHING
+    cross: Message = NOTHING
+    reduce: Message = NOTHING
+    settle: Message = NOTHING
+    share: Message = NOTHING
+    second: int = 0
+    sums: int = 0
+
+
+def messages_of(members: Sequence[Member], ranks: int, neighbours: int, wire: Wire) -> UnitMessages:
+    """Of a unit with these members over `ranks`, `neighbours` of which are a node; 0: one axis.
+
+    With `secondary="optimizer"` nodes are replicas.
+    """
+    alike = tuple(replace(member, fqn="") for member in members)
+    return _messages_of(alike, ranks, neighbours, wire)
+
+
+def spread_of(members: Sequence[Member], ranks: int) -> UnitMessages:
+    """At stage 0: gradients are reduced, and their means gathered in the parameters' own dtype."""
+    regions = [_Region.of(m, pieces_of(m.shape, ranks)) for m in members if m.requires_grad]
+    reduce = messages_of(members, ranks, 0, Wire()).reduce
+    return UnitMessages(reduce=reduce, share=_gather(regions, 0, EXACT, members[0].itemsize))
+
+
+@lru_cache(maxsize=256)  # blocks are alike, and ways to train are many
+def _messages_of(
+    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire
+) -> UnitMessages:
+    if not neighbours:
+        return _one_axis(members, ranks, wire.weights_between, wire.gradients_between)
+    if wire.secondary == "optimizer":
+        inside = _one_axis(members, neighbours, wire.weights_inside, wire.gradients_inside)
+        return _with_replicas(inside, members, neighbours, ranks // neighbours, wire)
+    return _two_hops(members, ranks, neighbours, wire)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """One parameter, or a part of it, as the ranks of a group have it."""
+
+    numels: tuple[int, ...]  # by rank of the group
+    is_replicated: bool
+    is_matrix: bool
+    is_trained: bool
+
+    @staticmethod
+    def of(member: Member, numels: Sequence[int]) -> _Region:
+        return _Region(tuple(numels), not member.shape, len(member.shape) > 1, member.requires_grad)
+
+
+def pieces_of(shape: tuple[int, ...], world_size: int) -> list[int]:
+    """Elements of the rows that `torch.chunk` gives each rank; one of a 0-dim parameter."""
+    if not shape:
+        return [1] * world_size
+    numel = prod(shape[1:])
+    return [(stop - start) * numel for start, stop in pairwise(row_bounds(shape[0], world_size))]
+
+
+def _one_axis(
+    members: tuple[Member, ...], ranks: int, weights: str, gradients: str
+) -> UnitMessages:
+    if ranks == 1:
+        return UnitMessages()
+    first = members[0]
+    regions = [_Region.of(member, pieces_of(member.shape, ranks)) for member in members]
+    flags = 1 + sum(region.is_trained for region in regions)
+    return UnitMessages(
+        gather=_gather(regions, 1, weights if first.is_floating else EXACT, first.compute_itemsize),
+        reduce=_reduce(regions, flags, gradients, first.compute_itemsize),
+    )
+
+
+def _with_replicas(
+    inside: UnitMessages, members: tuple[Member, ...], neighbours: int, nodes: int, wire: Wire
+) -> UnitMessages:
+    """Own rows of a node's mean: each node's part of them is averaged, then all gather them."""
+    regions = []
+    for member in members:
+        own = pieces_of(member.shape, neighbours)[0]
+        bounds = [own * part // nodes for part in range(nodes + 1)]
+        parts = [stop - start for start, stop in pairwise(bounds)] if member.shape else [1] * nodes
+        regions.append(_Region.of(member, parts))
+    trained = [region for region in regions if region.is_trained]
+    itemsize, word = members[0].compute_itemsize, wire.gradients_between
+    return replace(
+        inside,
+        settle=_reduce(regions, 1 + len(trained), word, itemsize),
+        share=_gather(trained, 0, word, itemsize),
+    )
+
+
+def _two_hops(members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire) -> UnitMessages:
+    if not members[0].is_floating:
+        return _one_axis(members, ranks, EXACT, EXACT)
+    nodes, itemsize = ranks // neighbours, members[0].compute_itemsize
+    near: list[_Region] = []  # every node's stretch of rows, cut over its ranks
+    far: list[_Region] = []  # this place's piece of every node's rows
+    kept = 0
+    for member in members:
+        pieces = pieces_of(member.shape, ranks)
+        own = pieces[::neighbours]
+        far.append(_Region.of(member, own))
+        starts = range(0, ranks, neighbours) if member.shape else (0,)
+        near += [_Region.of(member, pieces[at : at + neighbours]) for at in starts]
+        kept += round_up(sum(own) if member.shape else 1, PIECE_NUMEL)
+    flags = 1 + sum(region.is_trained for region in far)
+    return UnitMessages(
+        gather=_gather(near, nodes, wire.weights_inside, itemsize),
+        cross=_gather(far, 1, wire.weights_between, itemsize),
+        reduce=_reduce(near, flags, wire.gradients_inside, itemsize),
+        settle=_reduce(far, flags, wire.gradients_between, itemsize),
+        second=kept + nodes,
+        sums=kept,
+    )
+
+
+def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> Message:
+    """Own rows to all others; `tags` elements of each rank ride along."""
+    sharded = [region for region in regions if not region.is_replicated]
+    ranks = len(sharded[0].numels) if sharded else 1
+    if word == EXACT:
+        return Message(sum(region.numels[0] for region in sharded) * itemsize * (ranks - 1))
+    codec = codec_of(word.removesuffix(DIFFERENCE))
+    rest = tags * round_up(itemsize, ALIGN_NBYTES)
+    parcels = [each + rest for each in _parcels(sharded, codec, itemsize)]
+    return Message(parcels[0] * (ranks - 1), staged=sum(parcels)) if sharded else NOTHING
+
+
+def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> Message:
+    """To each rank its rows of everyone's gradients; flags go whole to every rank."""
+    trained = [region for region in regions if region.is_trained]
+    if not trained:
+        return NOTHING
+    ranks = len(trained[0].numels)
+    if word != EXACT:
+        rest = round_up(flags * itemsize, ALIGN_NBYTES)
+        parcels = [each + rest for each in _parcels(trained, codec_of(word), itemsize)]
+        sent = sum(parcels[1:])
+        return Message(sent, staged=sum(parcels) + (ranks - 1) * parcels[0] + sent)
+    sharded = [region for region in trained if not region.is_replicated]
+    sent = sum(sum(region.numels[1:]) for region in sharded) * itemsize
+    own = [region.numels[0] for region in sharded]
+    large = [numel for numel in own if numel * itemsize >= PACK_NBYTES]
+    small = sum(own) - sum(large) + len(trained) - len(sharded) + flags
+    each = itemsize * (ranks if ranks > 2 else 1)  # of two, the own part does not travel
+    return Message(sent, tuple(numel * each for numel in (*large, small)))
+
+
+def _parcels(regions: Sequence[_Region], codec: Codec, itemsize: int) -> list[int]:
+    """Bytes of the coded message of each rank: matrices are coded, all else is as it is."""
+    lengths: list[int] = []
+    for rank in range(len(regions[0].numels) if regions else 0):
+        parts = Counter((region.numels[rank], region.is_matrix) for region in regions)
+        lengths.append(
+            sum(
+                count * round_up(codec.nbytes(n) if coded else n * itemsize, ALIGN_NBYTES)
+                for (n, coded), count in parts.items()
+            )
+        )
+    return lengths

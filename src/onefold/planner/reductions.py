@@ -1,0 +1,180 @@
+"""Gradients while a step is played back: partial, summed for the node, reduced, and what receives.
+
+The rules are those of runtime/reducer.py and state/reduction.py: units are reduced in one order,
+one at a time; where nodes have a hop of their own, a unit's begins when its first hop has landed,
+and is over before the next unit's first hop lands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from onefold.planner.held import Held
+from onefold.planner.messages import Message
+from onefold.planner.setup import Setup, UnitBytes
+
+
+class Receivers:
+    """The buffers of one link: on the CPU kept until the next reduction took what it can use."""
+
+    def __init__(self, held: Held, *, keeps: bool) -> None:
+        self._held = held
+        self._keeps = keeps
+        self._spare: Counter[int] = Counter()  # by length, of the reduction before
+        self._filling: Counter[int] = Counter()  # and of the one under way
+        self._staged = 0
+
+    def start(self, message: Message) -> None:
+        """A reduction begins."""
+        self._filling, self._staged = Counter(message.received), message.staged
+        self._held.add("wire", _sum(self._filling - self._spare) + self._staged)
+        self._spare -= self._filling
+
+    def land(self) -> None:
+        """And is over."""
+        self._held.add("wire", -_sum(self._spare) - self._staged)
+        self._spare, self._filling, self._staged = self._filling, Counter(), 0
+        if not self._keeps:
+            self.clear()
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        self._held.add("wire", -_sum(self._spare))
+        self._spare = Counter()
+
+
+def _sum(buffers: Counter[int]) -> int:
+    """Bytes of all buffers, counted by length."""
+    return sum(nbytes * count for nbytes, count in buffers.items())
+
+
+class Reductions:
+    """Which gradients are where. `steps_early`: units that are stepped as they are reduced."""
+
+    def __init__(
+        self, setup: Setup, units: list[UnitBytes], held: Held, sent: Counter[str],
+        steps_early: list[bool],
+    ) -> None:  # fmt: skip
+        self._setup = setup
+        self._units = units
+        self._held = held
+        self._sent = sent
+        self._steps_early = steps_early
+        self.is_last = True  # of the micro-batches
+        on_cpu = setup.device_type == "cpu"
+        self._first = Receivers(held, keeps=on_cpu)
+        self._second = Receivers(held, keeps=on_cpu)
+        self._partial: dict[int, dict[int, int]] = {}
+        self._fired: dict[int, set[int]] = {}
+        self._sums: set[int] = set()
+        self._reduced: set[int] = set()
+        self._in_flight: int | None = None
+        self._following: int | None = None
+        self._ready: set[int] = set()
+        self._started: set[int] = set()
+        self._order = [i for i in reversed(range(len(units))) if any(units[i].partials)]
+        self._awaited = [sum(map(bool, unit.partials)) for unit in units]
+
+    def keep(self, unit: int) -> None:
+        """The unit's reduced gradient is there from the step before."""
+        self._reduced.add(unit)
+        self._held.add("grad", self._units[unit].grad)
+
+    def begin(self) -> None:
+        """A micro-batch begins."""
+        self._fired = {}
+
+    def on_grad(self, unit: int, member: int) -> None:
+        """A gradient of the unit is there."""
+        held = self._partial.setdefault(unit, {})
+        if member not in held:
+            held[member] = self._units[unit].partials[member]
+            self._held.add("partial_grad", held[member])
+        fired = self._fired.setdefault(unit, set())
+        fired.add(member)
+        if len(fired) == self._awaited[unit]:
+            self.note_ready(unit)
+
+    @property
+    def _defers(self) -> bool:
+        return not self.is_last and self._setup.stage < 3
+
+    def note_ready(self, unit: int) -> None:
+        """Backward is through with a unit: reduce it once all before it in the order are."""
+        if self._defers:
+            return
+        self._ready.add(unit)
+        for due in self._order:
+            if due in self._started:
+                continue
+            if due not in self._ready:
+                return
+            self._start(due)
+
+    def end_backward(self) -> None:
+        """Reduce what is left, and wait for everything."""
+        if not self._defers:
+            for due in self._order:
+                if due not in self._started:
+                    self._start(due)
+            self._land()
+            self._end_following()
+        self._first.clear()
+        self._second.clear()
+        self._ready.clear()
+        self._started.clear()
+
+    def _start(self, unit: int) -> None:
+        self._land()  # on a fast link it is over earlier: this is the most there can be
+        self._started.add(unit)
+        messages = self._units[unit].messages
+        if self._setup.has_hops and unit not in self._sums:
+            self._sums.add(unit)
+            self._held.add("partial_grad", self._units[unit].sums)
+        elif not self._setup.has_hops and self._setup.world_size > 1:
+            self._make_grad(unit)
+        self._first.start(messages.reduce)
+        self._in_flight = unit
+        self._sent["reduce_scatter" + self._setup.where] += messages.reduce.sent
+
+    def _make_grad(self, unit: int) -> None:
+        if unit not in self._reduced:
+            self.keep(unit)
+
+    def _land(self) -> None:
+        self._end_following()
+        unit, self._in_flight = self._in_flight, None
+        if unit is None:
+            return
+        setup = self._setup
+        self._held.add("partial_grad", -sum(self._partial.pop(unit, {}).values()))
+        self._first.land()
+        if setup.world_size == 1:
+            self._make_grad(unit)
+        rests = setup.keeps_sums and not self.is_last
+        if rests:
+            return
+        if setup.has_hops:
+            self._make_grad(unit)
+        self._following = unit
+        settle = self._units[unit].messages.settle
+        self._second.start(settle)
+        self._sent["reduce_scatter between"] += settle.sent
+        self._held.see()
+        if not (setup.has_hops or setup.are_replicas):
+            self._end_following()
+
+    def _end_following(self) -> None:
+        unit, self._following = self._following, None
+        if unit is None:
+            return
+        share = self._units[unit].messages.share
+        self._second.land()
+        self._sent["gather" if self._setup.stage == 0 else "gather between"] += share.sent
+        self._held.pass_through(share.staged)
+        if unit in self._sums:
+            self._sums.remove(unit)
+            self._held.add("partial_grad", -self._units[unit].sums)
+        if self._steps_early[unit]:
+            self._held.add("grad", -self._units[unit].grad)
+            self._reduced.discard(unit)
