@@ -56,7 +56,7 @@ def test_where_nothing_fits_it_says_what_the_nearest_needs_and_ends_with_2():
         (("--nodes", "-1"), "--nodes"),
         (("--batch", "0"), "--batch"),
         (("--cluster", "abacus"), "abacus"),
-        (("--wire", "int8"), "--wire"),
+        (("--wire", "int8"), "wire to be auto, exact, hybrid"),
         (("--stage", "7"), "stage to be"),
         (("--model", "nope"), "'nope'"),
     ],

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import onefold
 from onefold import Wire
 from onefold.config import Offload, Precision, placements_of, precision_of
+from onefold.errors import ConfigError
 from onefold.layout.units import plan_units
 from onefold.planner.auto import ACTIVATIONS_SHARE
 from onefold.planner.estimate import estimated
@@ -22,6 +23,7 @@ from onefold.planner.memory import Forecast, forecast
 from onefold.planner.setup import Setup
 from onefold.planner.sizes import told
 from onefold.planner.trace import Trace, trace, without_values
+from onefold.training.planning import Cluster, plan
 from onefold.wiring import PRESETS, check_wire, fitted
 from tests.ranks import run_ranks, seeded
 
@@ -160,3 +162,90 @@ def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(m
             assert got == stage, name
             assert f"stage {stage} holds {told(needs(stage, name))} of" in why
     assert needs(3, "replicas") > needs_flat
+
+
+# the plan
+
+
+def two_nodes(**options: Any) -> Cluster:
+    return Cluster(ranks=2, nodes=2, memory=2**30, **options)
+
+
+def test_on_several_nodes_a_plan_takes_an_exact_wire_and_tells_of_the_others():
+    made = plan("tiny", cluster=two_nodes(machine="a100-40"), seq=32, stage=3, offload=None)
+    assert made.best is not None
+    assert not made.best.wire.is_lossy
+    assert [row.wire.name for row in made.wires] == list(PRESETS)
+    fastest = min(row.step.seconds for row in made.wires if row.step and not row.wire.is_lossy)
+    assert made.best.step is not None
+    assert made.best.step.seconds <= 1.01 * fastest
+    told_of = {row["wire"]: row for row in made.as_dict()["wires"]}
+    assert [name for name, row in told_of.items() if row["lossy"]] == [
+        "recommended", "zero++", "zero++diff"]  # fmt: skip
+    between = {name: row["sent_between_nodes_nbytes"] for name, row in told_of.items()}
+    assert between["zero++diff"] < between["zero++"] < between["recommended"] < between["hybrid"]
+    assert between["hybrid"] < between["exact"]
+    for row in made.wires:
+        assert f"{row.wire.name}  " in str(made)
+    assert ", wire" in made.line
+
+
+def test_without_a_machine_a_plan_takes_the_wire_that_sends_least_between_nodes():
+    made = plan("tiny", cluster=two_nodes(), seq=32, stage=3, offload=None)
+    assert made.best is not None
+    exact = [row for row in made.wires if not row.wire.is_lossy]
+    assert made.best.between_nbytes == min(row.between_nbytes for row in exact)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_command_and_the_line_of_a_plan_carry_its_wire(name):
+    from onefold.cli.main import _parser
+    from onefold.cli.train import job_of
+
+    made = plan("tiny", cluster=two_nodes(), seq=32, wire=name, stage=3, offload=None)
+    words = made.command.split()
+    job = job_of(_parser().parse_args(words[words.index("onefold") + 1 :]))
+    assert job.wire == (None if name == "exact" else name)
+    assert (f'wire="{name}"' in made.line) == (name != "exact")
+    assert any("rounds" in line for line in made.explain()) == made.rows[0].wire.is_lossy
+
+
+def test_a_wire_without_a_name_is_in_the_line_alone():
+    wire = Wire(weights="int8", secondary="weights")
+    made = plan("tiny", cluster=two_nodes(), seq=32, wire=wire, stage=3, offload=None)
+    assert eval(made.line.split("wire=")[1][:-1], {"onefold": onefold}) == wire
+    assert "--wire" not in made.command
+    assert any("no name for this wire" in line for line in made.explain())
+
+
+@pytest.mark.parametrize(
+    ("wire", "options", "match"),
+    [
+        (Wire(secondary="weights"), {"nodes": 1}, "a mesh of two axes"),
+        (Wire(secondary="optimizer"), {"nodes": 2, "ranks": 1}, "a mesh of two axes"),
+        (Wire(weights="int4-diff"), {"nodes": 1}, "weights that some rank keeps"),
+        ("zero++", {"nodes": 2, "stage": 0}, "stage 0"),
+        ("zero+", {"nodes": 2}, "wire to be auto"),
+    ],
+)
+def test_a_plan_refuses_the_wires_that_shard_refuses(wire, options, match):
+    where = {"stage": 3, "ranks": 2, **options}
+    cluster = Cluster(ranks=where["ranks"], nodes=where["nodes"], memory=2**30)
+    with pytest.raises(ConfigError, match=match):
+        plan("tiny", cluster=cluster, seq=32, wire=wire, stage=where["stage"], offload=None)
+
+
+def test_stages_that_have_no_such_wire_are_left_out_of_an_open_plan():
+    made = plan("tiny", cluster=two_nodes(), seq=32, wire="recommended", offload=None)
+    assert [row.stage for row in made.rows] == [1, 2, 3]
+
+
+def test_a_name_on_one_node_is_what_shard_makes_of_it():
+    """Nothing is kept for a node: "hybrid" is then exact, and "zero++" a code on one axis."""
+    exact, hybrid, coded = (
+        plan("tiny", cluster=Cluster(ranks=2, memory=2**30), seq=32, wire=wire, stage=3).rows[0]
+        for wire in (None, "hybrid", "zero++")
+    )
+    assert hybrid.forecast.sent == exact.forecast.sent
+    assert coded.sent_nbytes < exact.sent_nbytes / 2
+    assert hybrid.forecast.most_of("secondary") == 0

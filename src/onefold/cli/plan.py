@@ -37,7 +37,7 @@ def add_to(commands: SubParsers) -> None:
     parser = commands.add_parser(
         "plan", help="will it fit, which stage, how fast", description=DESCRIPTION
     )
-    words = ("gpus", "ranks", "mem", "host_mem", "disk", "precision", "cluster", "wire")
+    words = ("gpus", "ranks", "mem", "host_mem", "disk", "precision", "cluster")
     parser.set_defaults(run=run, recompute=False, calibrate=False, **dict.fromkeys(words))
     add = parser.add_argument
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS}
@@ -56,6 +56,9 @@ def add_to(commands: SubParsers) -> None:
     add("--precision", help="fp32, bf16 or fp16 (default: the parameters' own)", **hidden)
     add("--stage", default="auto", help="0 to 3, or all of them")
     add("--offload", default="auto", metavar="none|optimizer|cpu|disk", help="or all of them")
+    add("--wire", metavar="NAME", default="auto", help="how state travels between nodes: exact, "
+        "hybrid, replicas; recommended, zero++, zero++diff (lossy). auto: the best of the exact "
+        "ones, and what the others would give")  # fmt: skip
     add("--recompute", action="store_true", help="run blocks again in backward", **hidden)
     add("--cluster", metavar="MACHINE", help="tell step times on such machines, and how they "
         "scale: a100-40, a100-80, h100-80, h200, b200 ...", **hidden)  # fmt: skip
@@ -68,17 +71,11 @@ def add_to(commands: SubParsers) -> None:
         "tell step times for them; with another model than the plan's, as a smaller one",
         **hidden,
     )
-    add("--wire", help="not planned yet: docs/wire.md has the formulas", **hidden)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Plan, and print. Exit code 2 where nothing fits."""
-    if arguments.wire is not None:
-        raise ConfigError(
-            expected("no --wire: plans are of exact messages on one axis", repr(arguments.wire),
-                     hint="docs/wire.md tells what each wire sends and what it adds to memory")
-        )  # fmt: skip
     _check_calibrate(arguments)
     with no_garbage():  # importing torch makes half a million objects
         from onefold.training.planning import plan
@@ -95,6 +92,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         precision=arguments.precision,
         stage=word_or_number(arguments.stage),
         offload=None if arguments.offload == "none" else arguments.offload,
+        wire=arguments.wire,
         recompute=arguments.recompute,
         calibrate=arguments.calibrate,
     )

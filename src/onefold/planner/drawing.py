@@ -6,7 +6,8 @@ from onefold.planner.simulate import StepTime
 from onefold.planner.streams import Span
 
 ORDER = (
-    "fetch", "gather", "compute", "reduce", "replica", "flush", "disk", "cpu", "publish",
+    "fetch", "cross", "gather", "compute", "reduce", "settle", "replica", "flush", "disk", "cpu",
+    "publish",
 )  # fmt: skip
 MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 

@@ -22,6 +22,7 @@ from onefold.runtime.blocks import BLOCK_NUMEL
 from onefold.runtime.schedule import Phase, Schedule
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
 
+LINKS = ("inside", "between")
 STEP_BLOCK_NBYTES = {"cpu": 512 * 1024 * 4, "cuda": 64 * 1024 * 1024 * 4}
 """Of one block of fp32 gradients, where narrow ones are widened on the way (runtime/adam.py)."""
 
@@ -52,6 +53,33 @@ class Forecast:
     def sent_nbytes(self) -> int:
         """Bytes that this rank sends in a step."""
         return sum(self.sent.values())
+
+    @property
+    def sent_by_link(self) -> dict[tuple[str, str], float]:
+        """Bytes of a step ("inside" the node or "between" nodes, of "weights" or "gradients").
+
+        On two axes these are counted by themselves; what replicas gather are means of gradients.
+        On one axis every rank sends its pieces straight to all others, in whatever node; an
+        all-gather of GPUs goes round in a ring instead.
+        """
+        setup, sent = self.setup, self.sent
+        ranks, near = setup.world_size, min(setup.ranks_per_host, setup.world_size)
+        far = (ranks - near) / max(1, ranks - 1) if not setup.where else 0.0
+        found = {(link, what): 0.0 for link in LINKS for what in ("weights", "gradients")}
+        for name, nbytes in sent.items():
+            is_gather = name.startswith("gather")
+            means = setup.stage == 0 or (setup.are_replicas and name.endswith("between"))
+            what = "weights" if is_gather and not means else "gradients"
+            is_ring = is_gather and setup.device_type != "cpu"
+            share = float(name.endswith("between")) or far / (near if is_ring else 1)
+            found["between", what] += share * nbytes
+            found["inside", what] += (1 - share) * nbytes
+        return found
+
+    @property
+    def between_nbytes(self) -> float:
+        """Bytes of a step that leave the node."""
+        return sum(n for (link, _), n in self.sent_by_link.items() if link == "between")
 
     @property
     def memory_nbytes(self) -> int:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from onefold.planner.calibration import Calibration
-from onefold.planner.search import GROUPS, Row, Search
+from onefold.planner.search import Row, Search
 from onefold.planner.sizes import told
+from onefold.planner.tables import table, wire_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class Plan:
     """Rows are ways to train; `best` is the one to take, None where none fits.
 
     `estimates` names what is not exact; `search` finds further rows; `calibration` is what step
-    times rest on, where they are this machine's.
+    times rest on, where they are this machine's; `wires` is the way to take on every wire, exact
+    and lossy, where that was left open.
     """
 
     request: Request
@@ -48,6 +50,7 @@ class Plan:
     closest: Row
     estimates: tuple[str, ...]
     calibration: Calibration | None = None
+    wires: tuple[Row, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -92,6 +95,7 @@ class Plan:
             lines.append(_advice(self))
         if self.best is not None:
             lines.append(f"take {_named(self.best)}: {_reason(self)}")
+            lines += _wire_notes(self)
         lines += [f"estimated, not exact: {part}" for part in self.estimates]
         return lines
 
@@ -108,6 +112,7 @@ class Plan:
         words += [f"--seq {request.seq}"]
         words += [f"--precision {request.precision}"] * bool(request.precision)
         words += [f"--offload {self.offload}"] * bool(self.offload)
+        words += [f"--wire {row.wire.name}"] * (row.wire.is_preset and not row.wire.wire.is_plain)
         words += [f"--accumulate {request.accumulate}"] * (request.accumulate > 1)
         words += ["--recompute"] * request.recompute
         words += [f"--ranks {request.ranks}"] * (request.nodes == 1)
@@ -119,6 +124,9 @@ class Plan:
         row, options = self.best or self.closest, ""
         options += f', precision="{self.request.precision}"' if self.request.precision else ""
         options += f', offload="{self.offload}"' if self.offload else ""
+        if not row.wire.wire.is_plain:
+            name = row.wire.name
+            options += f', wire="{name}"' if row.wire.is_preset else f", wire=onefold.{name}"
         return f"onefold.shard(model, optimizer, stage={row.stage}{options})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,6 +138,7 @@ class Plan:
             "fits": self.fits,
             "best": None if self.best is None else _plain(self.best),
             "rows": [_plain(row) for row in self.rows],
+            "wires": [_plain(row) for row in self.wires],
             "explanation": self.explain(),
             "estimates": list(self.estimates),
             "machine": self.machine,
@@ -149,7 +158,9 @@ class Plan:
         if request.accumulate > 1:
             head += f" x {request.accumulate} micro-batches"
         measured = self.calibration.lines() if self.calibration else []
-        lines = [head, "", *_table(self), "", *self.explain(), *measured, ""]
+        if request.nodes > 1:
+            head += f", {request.nodes} nodes"
+        lines = [head, "", *table(self), "", *self.explain(), *measured, *wire_lines(self), ""]
         return "\n".join([*lines, f"  {self.command}", f"  {self.line}"])
 
 
@@ -181,6 +192,22 @@ def _reason(plan: Plan) -> str:
     )
 
 
+def _wire_notes(plan: Plan) -> list[str]:
+    """What a wire asks of whoever carries the plan out, and what it does not do here."""
+    row, nodes = plan.best, plan.request.nodes
+    assert row is not None, "notes on nothing"
+    if row.wire.wire.is_plain:
+        return []
+    if nodes == 1 and row.forecast.setup.wire.is_plain:
+        return [
+            f"wire {row.wire.name} is an exact one on a single node, which keeps all for itself"
+        ]
+    lines = [f"wire {row.wire.name} rounds what it sends: compare losses"] * row.wire.is_lossy
+    if not row.wire.is_preset:
+        lines.append("onefold train has no name for this wire; the line below does it in a script")
+    return lines
+
+
 def _advice(plan: Plan) -> str:
     row, request = plan.closest, plan.request
     ways = ["more devices"]
@@ -204,45 +231,11 @@ def _plain(row: Row) -> dict[str, Any]:
         "missing_nbytes": row.missing,
         "device_nbytes": row.groups,
         "at_peak": {"phase": row.forecast.peak.phase, "unit": row.forecast.peak.unit},
+        "wire": row.wire.name,
+        "lossy": row.wire.is_lossy,
         "sent_nbytes": row.sent_nbytes,
+        "sent_between_nodes_nbytes": row.between_nbytes,
         "seconds": None if step is None else step.seconds,
         "tokens_per_s": None if step is None else step.tokens_per_s,
         "bound": None if step is None else step.bound,
     }
-
-
-HEADS = {
-    "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
-    "logits": "logits", "gather window": "window", "buffers": "buffers",
-}  # fmt: skip
-
-
-def _table(plan: Plan) -> list[str]:
-    """One line a row, columns as wide as they must be."""
-    heads = ["stage", "offload", "rows", *HEADS.values(), "device", "host", "disk", "fits"]
-    heads += ["sent/step", "step", "tokens/s", "bound"] if plan.machine else ["sent/step"]
-    cells = [heads, *(_cells(row, plan) for row in plan.rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
-    return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
-
-
-def _cells(row: Row, plan: Plan) -> list[str]:
-    needs = row.needs
-    worst = max(row.missing.values())
-    fits = f"+{told(-row.missing['device'])}" if row.fits else f"no, -{told(worst)}"
-    mark = "*" if row is plan.best else ""
-    cells = [f"{mark}{row.stage}", row.offload, str(row.rows)]
-    cells += [_short(row.groups[group]) for group in GROUPS]
-    cells += [_short(needs[place]) for place in ("device", "host", "disk")]
-    cells += [fits, _short(row.sent_nbytes)]
-    if plan.machine and row.step is not None:
-        cells += [_seconds(row.step.seconds), f"{row.step.tokens_per_s:,.0f}", row.step.bound]
-    return cells
-
-
-def _short(nbytes: int) -> str:
-    return told(nbytes) if nbytes else "-"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

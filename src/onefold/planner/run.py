@@ -10,12 +10,41 @@ TIERS = ("device", "cpu", "disk")
 
 
 @dataclass(frozen=True, slots=True)
+class Element:
+    """How one element travels: bytes, and the codec, if it has one."""
+
+    itemsize: float
+    codec: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Travel:
+    """How Onefold sends, where that is not one exact hop inside a node (docs/wire.md).
+
+    `weights` and `gradients` on one axis or inside the node; those `_between` nodes, where they
+    have a hop of their own. `hops`: two hops over one cut, of which a node keeps nothing (""),
+    "weights" or also sums of "gradients"; None: one hop, or `Run.shard_ranks` of each replica.
+    `sends_straight`: pieces of one axis go straight to every rank, each of them between nodes,
+    gradients always and weights where no all-gather of the backend is used (`gathers_straight`).
+    """
+
+    weights: Element
+    gradients: Element
+    weights_between: Element
+    gradients_between: Element
+    hops: str | None = None
+    sends_straight: bool = False
+    gathers_straight: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """Stage, ranks, wire, tiers. What cannot be is a `ConfigError`.
 
     `shard_ranks`: how many ranks hold one copy of the model; 0 is all of them, fewer is hybrid
     sharding (HSDP, MiCS). `recompute`: the share of forward's work that backward repeats, 0 to 1.
-    `dtype` is that of matrix products; `weight_itemsize` and `grad_itemsize` are bytes per element
+    `travel` says how messages differ from rings of exact ones. `dtype` is that of matrix products;
+    `weight_itemsize` and `grad_itemsize` are bytes per element
     on the wire. `prefetch`: units gathered ahead. `optimizer` and `parameters` are the tiers where
     these rest, `fraction` the share of optimizer states that does.
     """
@@ -34,6 +63,7 @@ class Run:
     parameters: str = "device"
     fraction: float = 1.0
     steps_in_backward: bool = False
+    travel: Travel | None = None
 
     def __post_init__(self) -> None:
         ranks = self.shard_ranks or self.world_size
@@ -58,6 +88,12 @@ class Run:
                 raise ConfigError(
                     expected(what, repr(got), hint="Run(stage=3, world_size=64) is all a run needs")
                 )
+
+    @property
+    def hops(self) -> str | None:
+        """What nodes keep that have a hop of their own; None where they have none."""
+        is_several = self.world_size > self.ranks_per_node and self.stage > 0
+        return self.travel.hops if self.travel and is_several else None
 
     @property
     def copy_ranks(self) -> int:

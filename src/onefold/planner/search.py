@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from onefold.errors import ConfigError
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
-from onefold.planner.run import Run
+from onefold.planner.run import Element, Run, Travel
 from onefold.planner.setup import Setup
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Event, Trace
 from onefold.planner.ways import OFFLOADS
+from onefold.planner.wires import Candidate
 from onefold.planner.work import UnitWork, Work
+from onefold.wire.codec import codec_of
+from onefold.wiring import DIFFERENCE, EXACT, Wire
+
+EXACT_WIRE = Candidate(EXACT, Wire())
 
 GROUPS = {
     "parameters": ("weight",),
@@ -21,6 +27,7 @@ GROUPS = {
     "activations": ("activation",),
     "logits": ("logits",),
     "gather window": ("unsharded",),
+    "second shard": ("secondary",),
     "buffers": ("wire", "staging", "buffer", "batch"),
 }
 """What people call the ledger's kinds."""
@@ -47,6 +54,7 @@ class Row:
     forecast: Forecast
     room: Room
     step: StepTime | None
+    wire: Candidate = EXACT_WIRE
 
     @property
     def needs(self) -> dict[str, int]:
@@ -89,10 +97,17 @@ class Row:
         """Bytes that one rank sends in a step."""
         return self.forecast.sent_nbytes
 
+    @property
+    def between_nbytes(self) -> int:
+        """Those of them that leave its node."""
+        return round(self.forecast.between_nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is to be trained and where. `two` is the trace of one row more than `one` has."""
+    """What is to be trained and where. `two` is the trace of one row more than `one` has; `wires`
+    are those that may be chosen.
+    """
 
     one: Trace
     two: Trace | None
@@ -100,16 +115,43 @@ class Search:
     room: Room
     machine: Machine | None
     tokens: int  # of one row
+    wires: tuple[Candidate, ...] = (EXACT_WIRE,)
 
     def row(self, stage: int, offload: str, rows: int) -> Row:
-        """One way, with micro-batches of `rows` rows."""
-        setup = replace(self.setup, stage=stage, offload=OFFLOADS[offload])
+        """One way, with micro-batches of `rows` rows, on the wire that suits it best."""
+        found = self.over(self.wires, stage, offload, rows)
+        return preferred(found)
+
+    def over(self, wires: Sequence[Candidate], stage: int, offload: str, rows: int) -> list[Row]:
+        """One way on each of several wires that it can have; `ConfigError` if that is none."""
+        found: dict[tuple[Wire, int], Row] = {}
+        refused: ConfigError | None = None
+        ranks = self.setup.ranks_per_host
+        for wire in wires:
+            try:
+                key = wire.at(
+                    stage, OFFLOADS[offload], ranks=ranks, nodes=self.setup.world_size // ranks
+                )
+            except ConfigError as error:
+                refused = refused or error
+                continue
+            if key not in found:
+                found[key] = self._row(wire, key, (stage, offload, rows))
+        if refused is not None and not found:
+            raise refused
+        return list(found.values())
+
+    def _row(self, wire: Candidate, meant: tuple[Wire, int], way: tuple[int, str, int]) -> Row:
+        stage, offload, rows = way
+        setup = replace(
+            self.setup, stage=stage, offload=OFFLOADS[offload], wire=meant[0], neighbours=meant[1]
+        )
         trace = self.trace_of(rows)
         found = forecast(trace, setup)
         step = None
         if self.machine is not None:
             step = simulate(work_of(trace, rows * self.tokens), run_of(setup), self.machine)
-        return Row(stage, offload, rows, found, self.room, step)
+        return Row(stage, offload, rows, found, self.room, step, wire)
 
     def trace_of(self, rows: int) -> Trace:
         """The trace of that many rows; those of one and two rows tell all others."""
@@ -131,6 +173,20 @@ class Search:
 
 
 MAX_ROWS = 4096
+
+
+def preferred(rows: Sequence[Row]) -> Row:
+    """Of one way on several wires: the fastest that fits, or what sends least between nodes; of
+    several alike the first, which is the simplest. Where none fits, the one that misses least.
+    """
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        return nearest(rows)
+    if all(row.step is not None for row in fitting):
+        best = best_of(fitting)
+        assert best is not None, "what fits has a best"
+        return best
+    return min(fitting, key=lambda row: row.between_nbytes)
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:
@@ -213,4 +269,37 @@ def run_of(setup: Setup) -> Run:
         parameters=offload.parameters,
         fraction=1.0 if offload.fraction == "auto" else float(offload.fraction),
         steps_in_backward=offload.step_in_backward,
+        shard_ranks=setup.neighbours if setup.are_replicas else 0,
+        travel=_travel(setup, itemsize),
     )
+
+
+def _travel(setup: Setup, itemsize: int) -> Travel | None:
+    """How messages differ from exact ones inside a node; None if they do not."""
+    wire = setup.wire
+    is_local = setup.world_size <= setup.ranks_per_host
+    if setup.stage == 0 or (is_local and wire.is_plain):
+        return None
+
+    def element(word: str) -> Element:
+        if word == EXACT:
+            return Element(itemsize)
+        codec = word.removesuffix(DIFFERENCE)
+        return Element(codec_of(codec).nbytes(LONG_NUMEL) / LONG_NUMEL, codec)
+
+    between = element(wire.weights_between), element(wire.gradients_between)
+    inside = element(wire.weights_inside), element(wire.gradients_inside)
+    weights, gradients = inside if setup.neighbours else between
+    return Travel(
+        weights=weights,
+        gradients=gradients,
+        weights_between=between[0],
+        gradients_between=between[1],
+        hops=wire.kept(is_whole=setup.stage < 3) if setup.has_hops else None,
+        sends_straight=not setup.neighbours,
+        gathers_straight=not setup.neighbours and setup.device_type == "cpu",
+    )
+
+
+LONG_NUMEL = 1 << 20
+"""Elements of a message whose scales are counted."""

@@ -1,15 +1,18 @@
 """The time of one step, by playing one rank's streams as the engine fills them.
 
-Streams run beside one another, each in order: `compute`, `gather`, `reduce`, `replica` (between the
-copies of a hybrid), and for state off the device `fetch`, `flush`, `disk`, `cpu` and `publish`.
-Collectives share two links, inside the node and between nodes, and on one link they take turns. The
-rules are those of runtime/engine.py, schedule.py and reducer.py:
+Streams run beside one another, each in order: `compute`, `gather`, `reduce`, between nodes `cross`
+(weights), `settle` (sums of gradients) and `replica` (those of copies), and for state off the
+device `fetch`, `flush`, `disk`, `cpu` and `publish`. Collectives share two links, inside the node
+and between nodes, and on one link they take turns. The rules are those of runtime/engine.py,
+schedule.py and reducer.py:
 
 - entering a unit begins its gather, if nobody has, and those of the next `prefetch` units;
 - compute waits for the unit's gather; stage 3 gathers again in backward, stages 1 and 2 only in
   the first forward after a step, stage 0 never;
 - a unit's reduction begins when backward is through with it; one is under way at a time, so the
   next waits for it. Stages 0-2 reduce once a step, stage 3 once a micro-batch;
+- where nodes keep weights, these cross once a step, for all units as forward begins; where they
+  keep sums, these are settled in the last micro-batch, one unit behind its reduction;
 - units whose states are off the device are stepped in the background, in forward's order after
   `step`, or in backward as they are reduced; the next forward waits for each unit alone.
 """
@@ -20,18 +23,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from onefold.planner.links import (
-    all_reduce_cost,
-    gather_cost,
-    reduce_cost,
-    replica_group,
-    sharding_group,
-)
+from onefold.planner.costs import costs_of
+from onefold.planner.links import Cost
 from onefold.planner.machines import Machine
 from onefold.planner.run import Run
 from onefold.planner.streams import Span, Streams
 from onefold.planner.work import UnitWork, Work
 
+STREAMS = {"spread": "gather"}  # collectives that share another's stream
 CAUSES = {"device": "host", "cpu": "host", "disk": "disk"}  # what a wait for a tier is called
 
 
@@ -151,19 +150,15 @@ class _Rank:
         self.work, self.run, self.machine = work, run, machine
         self.streams = Streams(machine.efficiency.contention)
         self.tiers = Tiers.of(run, machine)
-        shard = sharding_group(run.copy_ranks, run.ranks_per_node)
-        copies = replica_group(run.world_size, run.copy_ranks, run.ranks_per_node)
-        self.gathers, self.reduces, self.spreads, self.replicas = [], [], [], []
-        for unit in work.units:
-            grads = unit.numel * run.grad_itemsize
-            self.gathers.append(gather_cost(unit.numel * run.weight_itemsize, shard, machine))
-            self.reduces.append(reduce_cost(grads, shard, machine))
-            self.spreads.append(gather_cost(grads, shard, machine))
-            self.replicas.append(all_reduce_cost(grads / shard.ranks, copies, machine))
+        known = {unit.numel: costs_of(unit.numel, run, machine) for unit in work.units}
+        self.costs = [known[unit.numel] for unit in work.units]
         self.durations = [durations(unit, run, machine) for unit in work.units]
         self.far = far_units(work, run)
         self.settled = [0.0] * len(work.units)  # when a unit's background step is over
         self.landed = self.last = 0.0  # the newest reduction; the end of all of them
+        self.crossed = [0.0] * len(work.units)  # when the node has a unit's new weights
+        self.followed = 0.0  # the newest second hop
+        self.following: tuple[int, bool] | None = None  # whose second hop has not begun
 
     def play(self) -> float:
         """One step; when it began."""
@@ -177,6 +172,10 @@ class _Rank:
     def forward(self, *, is_first: bool) -> None:
         """One micro-batch's forward: stages 1 and 2 keep what its first has gathered."""
         gathers = self.run.stage == 3 or (is_first and self.run.stage > 0)
+        if is_first and self.run.hops:
+            for unit in range(len(self.work.units)):  # where it is stepped far, once it has been
+                ready = self.settled[unit]
+                self.crossed[unit] = self.talk("cross", unit, self.costs[unit].cross, ready)
         for unit in self.enter(range(len(self.work.units)), gathers=gathers):
             self.streams.compute(self.work.units[unit].name, "forward", self.durations[unit][0])
 
@@ -193,6 +192,9 @@ class _Rank:
             self.streams.compute(name, "backward", parts | {"memory": parts["memory"] + added})
             if is_last or self.run.stage == 3:
                 self.reduce(unit, is_last=is_last)
+        if self.run.travel is not None:
+            self.land()
+            self.streams.wait(self.last, "reduce")
 
     def enter(self, order: Sequence[int], *, gathers: bool) -> Iterator[int]:
         """Walk over units: begin the gathers of each and the next ones, wait for its own."""
@@ -206,13 +208,26 @@ class _Rank:
                     fetched[other] = self.fetch(other)
             for other in near:
                 if other not in whole:
-                    ready = max(streams.now, fetched[other])
-                    name, cost = self.work.units[other].name, self.gathers[other]
-                    whole[other] = streams.collective("gather", name, "gather", cost, ready)
+                    ready = max(fetched[other], self.crossed[other])
+                    if self.run.hops == "":
+                        ready = self.talk("cross", other, self.costs[other].cross, ready)
+                    whole[other] = self.talk("gather", other, self.costs[other].gather, ready)
             streams.wait(self.settled[unit], CAUSES[self.run.optimizer])
             streams.wait(fetched.get(unit, 0.0), CAUSES[self.run.parameters])
             streams.wait(whole.get(unit, 0.0), "gather")
             yield unit
+
+    def talk(self, what: str, unit: int, cost: Cost, ready: float) -> float:
+        """One collective of a unit, on the stream of its name; when it ends.
+
+        Where the host computes, it also codes: that is compute's own time.
+        """
+        streams, name = self.streams, self.work.units[unit].name
+        if not self.machine.launches_hide:
+            streams.compute(name, "code", {"memory": cost.encode + cost.decode})
+            cost = replace(cost, encode=0.0, decode=0.0)
+        stream = STREAMS.get(what, what)
+        return streams.collective(stream, name, what, cost, max(streams.now, ready))
 
     def fetch(self, unit: int) -> float:
         """Own rows of a unit's weight come near, once its background step is over."""
@@ -221,22 +236,44 @@ class _Rank:
         return self.streams.move("fetch", self.work.units[unit].name, "fetch", seconds, ready)
 
     def reduce(self, unit: int, *, is_last: bool) -> None:
-        """Backward is through with a unit: reduce it, once the reduction before has landed."""
-        streams, name = self.streams, self.work.units[unit].name
-        streams.wait(self.landed, "reduce")
-        self.landed = streams.collective("reduce", name, "reduce", self.reduces[unit], streams.now)
-        end = self.landed
+        """Backward is through with a unit: reduce it, once the reduction before has landed.
+
+        Onefold begins a second hop where it has seen the first one land, and waits for it before
+        the next; others have it follow by itself.
+        """
+        self.land()
+        self.landed = self.talk("reduce", unit, self.costs[unit].reduce, 0.0)
+        if self.run.travel is None:
+            self.follow(unit, self.landed, is_last=is_last)
+        else:
+            self.following = (unit, is_last)
+
+    def land(self) -> None:
+        """Wait for the newest reduction, and begin what follows it."""
+        self.streams.wait(max(self.followed, self.landed), "reduce")
+        following, self.following = self.following, None
+        if following is not None:
+            unit, is_last = following
+            self.followed = self.follow(unit, self.streams.now, is_last=is_last)
+
+    def follow(self, unit: int, ready: float, *, is_last: bool) -> float:
+        """What comes after a unit's reduction; when it ends."""
+        end, costs = ready, self.costs[unit]
         if self.run.stage == 0:
-            end = streams.collective("gather", name, "spread", self.spreads[unit], end)
+            end = self.talk("spread", unit, costs.spread, end)
         if is_last:
-            end = streams.collective("replica", name, "replica", self.replicas[unit], end)
+            end = self.talk("replica", unit, costs.replica, end)
+        if is_last or self.run.hops != "gradients":
+            end = self.talk("settle", unit, costs.settle, end)
         self.last = max(self.last, end)
         if is_last and unit in self.far and self.run.steps_in_backward:
             self.step_far(unit, end)
+        return end
 
     def step(self) -> None:
         """Wait for every reduction; step what is on the device; the rest goes on by itself."""
         streams, run, machine = self.streams, self.run, self.machine
+        self.land()
         streams.wait(self.last, "reduce")
         numel = sum(unit.numel for at, unit in enumerate(self.work.units) if at not in self.far)
         rate = machine.memory_rate * machine.efficiency.optimizer

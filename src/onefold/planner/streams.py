@@ -41,13 +41,15 @@ class Streams:
         if cost.seconds == 0:
             return ready
         keys = (stream, *cost.links)
+        ready = max(ready, self._free.get(stream, 0.0)) + cost.encode
         start = max(ready, *(self._free.get(key, 0.0) for key in keys))
         end = start + cost.seconds
-        for key in keys:
+        for key in cost.links:
             self._free[key] = end
+        self._free[stream] = end + cost.decode
         self._talking.append((start, end))
         self.spans.append(Span(stream, unit, what, start, end, cost.nbytes))
-        return end
+        return end + cost.decode
 
     def move(self, stream: str, unit: str, what: str, seconds: float, ready: float) -> float:
         """Put a copy or a background step on its stream; when it ends."""

@@ -22,6 +22,7 @@ from onefold.planner.search import Room, Row, Search, best_of, nearest
 from onefold.planner.setup import Setup
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.planner.ways import OFFLOADS, WAYS
+from onefold.planner.wires import candidates, lossy
 from onefold.training.calibrating import Sample
 from onefold.training.calibrating import calibrate as measured_here
 from onefold.training.loader import build_model, recompute, refuse
@@ -56,6 +57,7 @@ def plan(  # noqa: PLR0913 - the contract
     precision: object = None,
     stage: int | str = "auto",
     offload: str | None = "auto",
+    wire: object = "auto",
     recompute: bool = False,
     calibrate: bool | nn.Module | str = False,
 ) -> Plan:
@@ -71,13 +73,17 @@ def plan(  # noqa: PLR0913 - the contract
         cluster: the devices; default: those of this machine.
         batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
+        wire: None (exact, one axis), a preset's name or a `Wire`. "auto": on several nodes the
+            exact preset that is fastest, or sends least between them; `Plan.wires` has what each
+            would give, the lossy ones too.
         recompute: blocks run again in backward (a module has to have been told so itself).
         calibrate: measure CPU ranks of this machine first, some 15 s, and tell step times for
             them: with the model itself (True), or with another one, by name or as a module.
 
     Raises:
-        ConfigError: a model that cannot be built, counts below 1, words that are not known; a
-            calibration for other devices than this machine's CPU, or of a model that does not run.
+        ConfigError: a model that cannot be built, counts below 1, words that are not known; a wire
+            that `onefold.shard` refuses at that stage or on so many nodes; a calibration for other
+            devices than this machine's CPU, or of a model that does not run.
     """
     where = cluster or _this_machine(world_size)
     _check(where, seq=seq, batch=batch, accumulate=accumulate)
@@ -112,15 +118,40 @@ def plan(  # noqa: PLR0913 - the contract
         room=_room(where),
         machine=machine,
         tokens=seq,
+        wires=candidates(wire, nodes=where.nodes),
     )  # fmt: skip
-    ways = _ways(stage, offload, device_type)
-    find = search.largest if batch == "auto" else lambda s, o: search.row(s, o, rows)
-    found = tuple(find(*way) for way in ways)
+    found = _found(search, _ways(stage, offload, device_type), None if batch == "auto" else rows)
     if batch == "auto" and two is not None:
         found = _confirmed(
             found, search, lambda rows: _trace(module, rows, seq, chosen, device_type)
         )
-    return Plan(request, search, found, best_of(found), nearest(found), estimates, calibration)
+    best, closest = best_of(found), nearest(found)
+    compared = _compared(search, best or closest) if wire == "auto" and where.nodes > 1 else ()
+    return Plan(request, search, found, best, closest, estimates, calibration, compared)
+
+
+def _found(search: Search, ways: Sequence[tuple[int, str]], rows: int | None) -> tuple[Row, ...]:
+    """A row for each way that has such a wire, with as many rows as fit, or as were asked for."""
+    found: list[Row] = []
+    refused: list[ConfigError] = []
+    for stage, offload in ways:
+        try:
+            largest = rows is None
+            found.append(
+                search.largest(stage, offload) if largest else search.row(stage, offload, rows)
+            )
+        except ConfigError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return tuple(found)
+
+
+def _compared(search: Search, row: Row) -> tuple[Row, ...]:
+    """The same way on every wire; none where the stage has but one."""
+    wires = (*search.wires, *lossy())
+    found = search.over(wires, row.stage, row.offload, row.rows)
+    return tuple(found) if len(found) > 1 else ()
 
 
 def _check(where: Cluster, **counts: int | str) -> None:
