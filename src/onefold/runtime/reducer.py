@@ -28,6 +28,7 @@ class Reducer:
         # the last unit of the module is the first that backward is through with; tiled ones
         # are reduced tile by tile, where they are used
         self._order = [g for unit, g in gradients.items() if not unit.is_tiled][::-1]
+        self._parameters = [p for unit in gradients for p in unit.parameters]
         self._in_flight: deque[tuple[UnitGradient, Ticket]] = deque()
         self._landed: UnitGradient | None = None  # the last; a second hop may follow
         self._finishes_alone = all(each.reduction.finishes_alone for each in gradients.values())
@@ -109,20 +110,21 @@ class Reducer:
             self.finish()
 
     def is_sound(self) -> bool:
-        """False if coded gradients were not finite on some rank: then on all. A collective.
+        """False if a gradient is not finite on some rank: then on all. A collective.
 
-        A rank sees that in the tags of its own sums only, so ranks have to ask each other. A GPU's
-        host waits for the answer.
+        A rank sees its own rows only, so ranks have to ask each other. A GPU's host waits for the
+        answer. Asked of the gradients as they are, so that what happened to them since they were
+        reduced (cleared, zeroed in place, unscaled, stepped by another optimizer) is no matter.
         """
         if self._setting is None:
             return True
-        tags = [tag for gradient in self._order for tag in gradient.tags]
         is_bad = torch.zeros(1, device=self._setting.store.device)
-        if tags:
-            is_bad += torch.stack(tags).isfinite().logical_not().any()
+        for parameter in self._parameters:
+            rows = parameter.own_grad()
+            if rows is not None:
+                for bound in torch.aminmax(rows):  # both are NaN if an element is
+                    is_bad += bound.isfinite().logical_not()
         self._setting.routes.group.all_reduce_max(is_bad)
-        for gradient in self._order:
-            gradient.tags.clear()
         return not is_bad.item()
 
     def abort(self) -> None:

@@ -49,7 +49,6 @@ class UnitGradient:
         self.is_last = True  # of the micro-batches: nodes may talk now
         self.reduction = reduction_of(self)
         self._following = DONE  # what comes after the first hop of a reduction
-        self.tags: list[Tensor] = []  # that came with coded gradients: NaN if not all were finite
         self._gap_index: Tensor | None = None
         self._local_nbytes = 0  # world 1, where gradients stay the tensors autograd made
         self._ledger, self._tier = unit.setting.ledger, unit.setting.store.name
@@ -289,8 +288,6 @@ class UnitGradient:
         counts = self.reduction.counts
         if counts.device.type == "cpu":
             self._check_tag(counts[-1].item())
-        if self.unit.setting.routes.rounds_gradients:
-            self.tags.append(counts[-1])
         if not all(used):  # only then is it worth asking the device what the others did
             used = [count != 0 for count in counts[:-1].tolist()]
         return [p for p, is_used in zip(parameters, used, strict=True) if is_used]
@@ -380,8 +377,6 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in [p for p, shown in self.shown.items() if p.face.grad is not shown]:
                 del self.shown[parameter]
-        if not (self.shown or self.reduction.waits):
-            self.tags.clear()
         if not self.shown and not (self._keeps_bytes and self.reduced.num_users == 1):
             self.reduced = None
 

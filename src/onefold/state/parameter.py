@@ -107,6 +107,15 @@ class UnitParameter:
         start, stop = self.slot.pieces[self.unit.setting.rest_rank]
         return shown.reshape(-1)[start:stop].view(self.local.shape)
 
+    def own_grad(self) -> Tensor | None:
+        """The rows that the face shows as its gradient, as real numbers; None if there are none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = self.face.grad
+            if shown is None or not self.local.numel():
+                return None
+            own = self.unwrap(shown)
+            return torch.view_as_real(own) if own.is_complex() else own
+
     def shown_like_face(self, value: Tensor) -> Tensor:
         """A whole or already sharded tensor as the face shows its own: for copying into it."""
         if self._template is None:
