@@ -14,17 +14,17 @@ on. So it is right wherever it stands, and the gradient flows to the weight that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
+from onefold.state.logical import Logical, as_logical, count_edits, dtensor_over, needs_plain
 from onefold.wire.collectives import Group
 
 
@@ -53,6 +53,7 @@ class Summoner(Protocol):
     def detached(self) -> Tensor: ...
     def refuse_other_data(self, value: Tensor) -> None: ...
     def note_data_access(self) -> None: ...
+    def shown_data(self, face: Tensor) -> Tensor: ...
     def note_whole_edit(self) -> None: ...
     def whole_for(self) -> Tensor: ...
     def used_by(self, outputs: object) -> None: ...
@@ -108,7 +109,7 @@ def _dispatch(
         if used is not None:
             return used
     with torch._C.DisableTorchFunctionSubclass():
-        must = _needs_plain(func, leaves)
+        must = needs_plain(func, leaves)
         for owner in owners.values():
             if owner is not None:
                 owner.settle()
@@ -119,10 +120,7 @@ def _dispatch(
         ]
         if not wanted:
             outputs = as_logical(func(*args, **kwargs))
-            name = getattr(func, "__name__", "")
-            if name.startswith("_foreach_") and name.endswith("_"):  # DTensor hides these edits
-                edited = tree_iter(args[:1])
-                increment_version([leaf for leaf in edited if isinstance(leaf, FACES)])
+            count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, FACES)])
             return outputs
         whole = {key: owner.whole_for() for key, owner in owners.items() if owner is not None}
         new_args, new_kwargs = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
@@ -148,7 +146,7 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         if func == _SET_DATA:
             owner.refuse_other_data(args[1])
         elif func == _GET_DATA:
-            owner.note_data_access()
+            return owner.shown_data(face)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -164,99 +162,7 @@ def _own_memory(outputs: Any, whole: list[Tensor]) -> Any:
     return outputs
 
 
-def _needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
-    """True where no DTensor operation is defined, as beside a plain tensor.
-
-    In-place functions are left to DTensor, and to its error: on a copy they would do nothing.
-    """
-    name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):
-        return False
-    if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
-        return True
-    return any(isinstance(leaf, ShardedFace | LogicalTensor) for leaf in leaves) and any(
-        isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
-        for leaf in leaves
-    )
-
-
-_READS = {
-    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__,
-    Tensor.__index__, Tensor.__complex__, Tensor.__format__, Tensor.__array__,
-}  # fmt: skip
-
-
-class LogicalTensor(DTensor):
-    """A gradient, or what was computed from faces and gradients: a DTensor that reads as a whole.
-
-    torch's DTensor gives `norm.item()` of this rank's part; a plain script that logs it would log
-    something else on each rank. Here a read completes the value first (a collective, as all of
-    DTensor's operations).
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            leaves = list(tree_iter((args, kwargs)))
-            _await_readers(leaves)
-            if func in _READS or _needs_plain(func, leaves):
-                plain_args, plain_kwargs = tree_map(
-                    lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf,
-                    (args, kwargs),
-                )
-                return func(*plain_args, **plain_kwargs)
-            return as_logical(func(*args, **kwargs))
-
-
-def as_logical(outputs: Any) -> Any:
-    """DTensors among the outputs of one operation, as ones that read as a whole."""
-    for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
-        if type(output) is DTensor:
-            output.__class__ = LogicalTensor
-    return outputs
-
-
-class RestingGrad(Tensor):
-    """A gradient that rests whole, and may be read by a step in the background."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        copied = memo[id(self)] = self.clone().as_subclass(Tensor)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().as_subclass(Tensor).__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            _await_readers(tree_iter((args, kwargs)))
-            return func(*args, **(kwargs or {}))
-
-
-def _await_readers(leaves: Iterable[Any]) -> None:
-    """Wait for background steps that still read a gradient which somebody wants to use."""
-    for leaf in leaves:
-        if isinstance(leaf, LogicalTensor | RestingGrad):
-            summoner = getattr(leaf, "_summoner", None)
-            alive = summoner() if summoner is not None else None
-            if alive is not None:
-                alive.settle()
-
-
-class ShardedFace(DTensor):
+class ShardedFace(Logical):
     """This rank's rows of a sharded parameter, as a `DTensor` with the parameter's logical shape.
 
     `nn.Parameter` for every `isinstance` check.
@@ -387,18 +293,6 @@ def introduce(parameter: Tensor, summoner: ReferenceType[Summoner]) -> None:
 def revive(parameter: nn.Parameter) -> None:
     """Undo `bury`: the object is a whole weight that may be read."""
     parameter.__class__ = WholeParameter
-
-
-def dtensor_over(kind: type[DTensor], local: Tensor, spec: object) -> DTensor:
-    """A `kind` of DTensor over `local` with the placement and logical shape of `spec`.
-
-    Not through the constructor, whose compiler guard costs more than everything else here; and made
-    over a stand-in, since a wrapper that inherits its local tensor's offset into a flat buffer
-    looks to `copy.deepcopy` as if it had a storage of its own.
-    """
-    shown = kind.__new__(kind, local.new_empty(0), spec, requires_grad=False)  # type: ignore[call-arg]
-    shown._local_tensor = local
-    return shown
 
 
 def sharded_face(local: Tensor, like: DTensor, summoner: ReferenceType[Summoner]) -> nn.Parameter:

@@ -91,6 +91,9 @@ class UnitGather:
         """Weights were replaced on every rank: the next message is no difference."""
         self._has_base = False
 
+    def follow(self, full: Buffer, edits: int) -> None:
+        """A forward changed the whole weights in `full`, on every rank alike, since `edits`."""
+
     def start(self, full: Buffer) -> Ticket:
         """Begin to fill `full`; once the ticket is waited for, `check` tells if it went well.
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from onefold.errors import StateError, expected
 from onefold.layout.rows import Slot
 from onefold.state import face as faces
+from onefold.state import logical
 from onefold.wire.collectives import Group
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class UnitParameter:
     """One parameter of a unit: its owners in the module tree, its face, its whole weight."""
 
     __slots__ = (
-        "__weakref__", "_hooked", "_resting", "_template", "_unit", "face", "fqn", "local",
-        "on_grad", "owners", "slot", "tiled", "version", "whole",
+        "__weakref__", "_data", "_hooked", "_looked_at", "_resting", "_template", "_unit", "face",
+        "fqn", "local", "on_grad", "owners", "slot", "tiled", "version", "whole",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, slot: Slot, owners: Iterable[tuple[nn.Module, str]]) -> None:
@@ -43,6 +44,8 @@ class UnitParameter:
         self._hooked = False
         self._resting = _why_resting(slot.fqn, unit.setting.rank)
         self._template: DTensor | None = None
+        self._data: Tensor | None = None  # `face.data`, once somebody took it
+        self._looked_at: Tensor | None = None  # own rows of the whole weight when `.data` was taken
         self.on_grad: Callable[[UnitParameter], None] | None = None
         self.tiled: TiledWeight | None = None  # of a weight that is used in row blocks
         self.version = 0
@@ -77,16 +80,16 @@ class UnitParameter:
         if local.shape == self.local.shape:  # from_local would copy what lies on another device
             if local.dtype != self._template.dtype and spec.tensor_meta is not None:
                 spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-            return faces.dtensor_over(DTensor, local, spec)
+            return logical.dtensor_over(DTensor, local, spec)
         return _dtensor(local, self.unit.setting.mesh, self.slot)
 
     def wrap_grad(self, local: Tensor) -> Tensor:
         """A reduced gradient [own rows] as users see it."""
         in_background = self.unit.steps_in_blocks
         if self._template is not None:
-            shown: Tensor = faces.dtensor_over(faces.LogicalTensor, local, self._template._spec)
+            shown: Tensor = logical.dtensor_over(logical.LogicalTensor, local, self._template._spec)
         else:
-            shown = local.as_subclass(faces.RestingGrad) if in_background else local
+            shown = local.as_subclass(logical.RestingGrad) if in_background else local
         if in_background:
             faces.introduce(shown, ref(self))
         return shown
@@ -96,7 +99,7 @@ class UnitParameter:
         if self._template is None:
             return grad
         mesh = self._template.device_mesh
-        return faces.as_logical(DTensor.from_local(grad, mesh, [Partial("avg")], run_check=False))
+        return logical.as_logical(DTensor.from_local(grad, mesh, [Partial("avg")], run_check=False))
 
     def unwrap(self, shown: Tensor) -> Tensor:
         """The rank's rows of a tensor shown like the face, or of a whole plain tensor."""
@@ -224,8 +227,46 @@ class UnitParameter:
     def note_data_access(self) -> None:
         self.unit.note_data_access()
 
+    def shown_data(self, face: Tensor) -> Tensor:
+        """`face.data`, always the same: it counts its edits itself, so they are told from looks.
+
+        Where no counter tells (plain tensors on a device, inference mode), expect the worst.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._template is None or torch.is_inference_mode_enabled():
+                self.unit.note_data_access()
+                return face.data
+            if self._data is None:
+                self._data = face.data
+                self._data.__class__ = logical.ShownData
+            return self._data
+
+    @property
+    def edits_by_data(self) -> int:
+        """How often the weight at rest was changed by way of `face.data`."""
+        return 0 if self._data is None else self._data._version
+
     def note_whole_edit(self) -> None:
+        if self.whole._version == self.version and not self.unit.is_resident:
+            self._looked_at = self._own_rows_of_whole().clone()
         self.version = -1
+
+    def _own_rows_of_whole(self) -> Tensor:
+        start, stop = self.slot.pieces[self.unit.setting.rest_rank]
+        with torch.no_grad():
+            return self.whole.detach().reshape(-1)[start:stop].view(self.local.shape)
+
+    def keep_edits(self) -> None:
+        """Bring edits made to the whole weight back to own rows.
+
+        Elements that were not changed stay as they rest: more exact than what computes, maybe.
+        """
+        before, self._looked_at = self._looked_at, None
+        now = self._own_rows_of_whole()
+        if before is None:
+            before = self.local.to(now)
+        changed = (now != before).to(self.local.device)
+        self.local.copy_(torch.where(changed, now.to(self.local), self.local))
 
     def used_by(self, outputs: object) -> None:
         self.unit.note_use(outputs)

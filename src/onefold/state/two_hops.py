@@ -67,6 +67,16 @@ class TwoHopGather(UnitGather):
         if not is_late and not unit.steps_in_blocks and unit.weight.far is None:
             self._fill()
 
+    def follow(self, full: Buffer, edits: int) -> None:
+        """See `UnitGather.follow`: what the node keeps changes with them, and nothing travels."""
+        if self._second is None or self._filled != edits:
+            return
+        kept, flat = self._second.tensor, full.tensor
+        with torch.no_grad():
+            pairs = [(kept[c:d], flat[a:b]) for (a, b), (c, d) in self._from_second]
+            torch._foreach_copy_([into for into, _ in pairs], [near for _, near in pairs])
+        self._filled = self.unit.edits()
+
     def start(self, full: Buffer) -> Ticket:
         """See `UnitGather.start`."""
         self._plan_once(full)

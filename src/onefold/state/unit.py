@@ -247,16 +247,17 @@ class Unit:
         Faces count their own: an operation on a DTensor does not reach its local tensor's counter.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            by_users = sum(parameter.face._version for parameter in self.parameters)
-        ours = self.weight.tensor._version + self._num_steps
-        return ours + by_users + self._touched_by_data
+            by_data = sum(parameter.edits_by_data for parameter in self.parameters)
+        return self.edits_at_rest() + self._kept_edits + self._touched_by_data + by_data
 
     def edits_at_rest(self) -> int:
-        """`edits` but for those a forward made itself, and for looks at `.data`."""
-        return self.edits() - self._touched_by_data - self._kept_edits
+        """`edits` but for those a forward made itself, and those by way of `.data`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            by_users = sum(parameter.face._version for parameter in self.parameters)
+        return self.weight.tensor._version + self._num_steps + by_users - self._kept_edits
 
     def note_data_access(self) -> None:
-        """`face.data` was taken: what is done to it has its own counter, so expect the worst."""
+        """`.data` was taken, and no counter tells what is done to it: expect the worst."""
         self._touched_by_data += 1
 
     def unshard(self) -> None:
@@ -311,23 +312,20 @@ class Unit:
 
     def _keep_edits(self) -> None:
         """Bring in-place changes made to whole weights during forward back to the shards."""
+        edited = [
+            p for p in self.parameters if p.whole is not p.face and p.whole._version != p.version
+        ]
         if self.is_resident:  # they are the weights at rest, under another counter
-            if any(
-                p.whole is not p.face and p.whole._version != p.version for p in self.parameters
-            ):
-                self._touched_by_data += 1
-            return
-        rank = self.setting.rest_rank
-        with torch.no_grad():
-            for parameter in self.parameters:
-                if parameter.whole._version != parameter.version:
-                    start, stop = parameter.slot.pieces[rank]
-                    edited = parameter.whole.detach().reshape(-1)[start:stop]
-                    was_current, before = self._is_current(), self.edits()
-                    parameter.local.copy_(edited.view(parameter.local.shape))
-                    self._kept_edits += self.edits() - before
-                    if was_current:
-                        self._gathered = self.edits()
+            self._touched_by_data += bool(edited)
+        elif edited:
+            was_current, before = self._is_current(), self.edits()
+            with torch.no_grad():
+                for parameter in edited:
+                    parameter.keep_edits()
+            self._kept_edits += self.edits() - before
+            if was_current:
+                self._gathered = self.edits()
+                self.gather.follow(self.full, before)
 
     # masters
 
