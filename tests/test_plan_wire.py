@@ -135,6 +135,29 @@ def test_bytes_held_and_sent_are_those_of_the_plan(stage, name, shape, precision
     assert report.differing() == {}, report.verdict
 
 
+def test_between_nodes_a_plan_tells_what_was_counted_at_the_sockets_of_hosts():
+    """Of every scheme in the table of docs/wire.md, at which headers and tags were counted too."""
+    import wire
+
+    with torch.device("meta"):
+        module = wire.GPT(wire.MODEL, wire.SEQ)
+    chosen = precision_of("bf16")
+    seen = estimated(plan_units(without_values(module)), 0, chosen)
+    rows = [line.split(" | ") for line in wire.PAGE.read_text().splitlines()]
+    rows = [row for row in rows if len(row) > 3 and row[3].endswith("%")]
+    measured = {row[0].strip("| "): float(row[1]) for row in rows}
+    schemes = [scheme for scheme in wire.SCHEMES if scheme.nbytes_between is not None]
+    assert len(schemes) >= 10
+    for scheme in schemes:
+        setup = Setup(
+            stage=scheme.stage, world_size=4, neighbours=2, ranks_per_host=2, precision=chosen,
+            wire=scheme.wire or Wire(), accumulate=scheme.accumulate,
+        )  # fmt: skip
+        told = 4 * forecast(seen, setup).between_nbytes / seen.numel
+        assert told == pytest.approx(scheme.nbytes_between, rel=0.005), scheme.name
+        assert told == pytest.approx(measured[scheme.name], rel=0.01), scheme.name
+
+
 def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(monkeypatch):
     """On 2 x 2 ranks half of them, not a quarter; and passes over stages without such a wire."""
 

@@ -11,17 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onefold.config import Offload, precision_of
+from onefold.environment import local_place
 from onefold.planner.held import ACTIVATION, LOGITS, Moment
 from onefold.planner.live import Untraceable
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.setup import Setup
 from onefold.planner.sizes import told
 from onefold.planner.trace import Trace, tokens_of, trace
+from onefold.planner.wires import candidates
 from onefold.recording.step import TORCH
 from onefold.reporting import AT_MOST, TOLERANCE, Report
 from onefold.training.corpus import own_rows
 from onefold.training.job import Job
 from onefold.training.world import World
+from onefold.wire.collectives import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,16 @@ def predict(
     """What this rank was to hold, beside its report."""
     if seen is None or report.steps == 0:
         return None
+    world_size = report.world_size
+    near = local_place(Group(report.rank, world_size, None))[1]
+    (candidate,) = candidates(job.wire, nodes=world_size // near)
+    wire, neighbours = candidate.at(report.stage, offload, ranks=near, nodes=world_size // near)
     setup = Setup(
         stage=report.stage,
-        world_size=report.world_size,
+        world_size=world_size,
+        ranks_per_host=near,
+        neighbours=neighbours,
+        wire=wire,
         accumulate=job.accumulate,
         precision=precision_of(job.precision),
         offload=offload,
