@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from onefold.planner.estimate import estimated
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.setup import Setup
 from onefold.planner.sizes import told
+from onefold.planner.tables import wire_lines
 from onefold.planner.trace import Trace, trace, without_values
 from onefold.training.planning import Cluster, plan
 from onefold.wiring import PRESETS, check_wire, fitted
@@ -143,8 +145,8 @@ def test_between_nodes_a_plan_tells_what_was_counted_at_the_sockets_of_hosts():
         module = wire.GPT(wire.MODEL, wire.SEQ)
     chosen = precision_of("bf16")
     seen = estimated(plan_units(without_values(module)), 0, chosen)
-    rows = [line.split(" | ") for line in wire.PAGE.read_text().splitlines()]
-    rows = [row for row in rows if len(row) > 3 and row[3].endswith("%")]
+    every = [line.split(" | ") for line in wire.PAGE.read_text().splitlines()]
+    rows = [row for row in every if len(row) > 3 and row[3].endswith("%")]
     measured = {row[0].strip("| "): float(row[1]) for row in rows}
     schemes = [scheme for scheme in wire.SCHEMES if scheme.nbytes_between is not None]
     assert len(schemes) >= 10
@@ -156,6 +158,11 @@ def test_between_nodes_a_plan_tells_what_was_counted_at_the_sockets_of_hosts():
         told = 4 * forecast(seen, setup).between_nbytes / seen.numel
         assert told == pytest.approx(scheme.nbytes_between, rel=0.005), scheme.name
         assert told == pytest.approx(measured[scheme.name], rel=0.01), scheme.name
+    flat = forecast(seen, Setup(stage=3, world_size=4, ranks_per_host=2, precision=chosen))
+    told = 4 * flat.between_nbytes / seen.numel
+    at_sockets = next(float(row[1]) for row in every if row[0] == "| stage 3, one axis")
+    said = " ".join(wire.PAGE.read_text().split())
+    assert f"({told:.0f} bytes where these sockets had {at_sockets:.1f}:" in said
 
 
 def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(monkeypatch):
@@ -272,3 +279,13 @@ def test_a_name_on_one_node_is_what_shard_makes_of_it():
     assert hybrid.forecast.sent == exact.forecast.sent
     assert coded.sent_nbytes < exact.sent_nbytes / 2
     assert hybrid.forecast.most_of("secondary") == 0
+
+
+def test_the_plan_on_the_page_is_what_a_plan_tells():
+    """With `pytest -s` this prints the block as it should be."""
+    page = Path(onefold.__file__).parents[2].joinpath("docs", "wire.md").read_text()
+    where = Cluster(ranks=8, nodes=4, machine="h100-80")
+    made = plan("small", cluster=where, seq=1024, batch=8, precision="bf16", stage=3, offload=None)
+    block = "\n".join(["```text", *wire_lines(made)[1:], "```"])
+    print(block)
+    assert f"<!-- plan: begin -->\n{block}\n<!-- plan: end -->" in page

@@ -186,6 +186,10 @@ def test_the_rates_of_coding_are_those_of_the_page():
             rows[word] = (float(cells[1].split(",")[0]), float(cells[3].split(",")[0]))
     assert {word: tuple(rate) for word, rate in CPU_RATES.items() if word != "fp16"} == rows
     assert set(GPU_NBYTES) == set(CPU_RATES)
+    short, long = GPU_NBYTES["int8"], GPU_NBYTES["int4+h"]
+    said = f"int8 {short.encode} an element to write and {short.add} to add"
+    said += f", int4+h {long.encode} and {long.add}"
+    assert said in (PAGES / "time.md").read_text()
     assert seconds_of("int8", MACHINE).encode == GPU_NBYTES["int8"].encode / 1e12
     on_cpu = seconds_of("int8", replace(MACHINE, launches_hide=False))
     assert on_cpu.encode == pytest.approx(4 / 17.4e9)
