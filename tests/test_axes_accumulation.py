@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold import TierError, Wire
+from onefold import StateError, TierError, Wire
 from onefold.runtime.registry import engine_of
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
@@ -121,25 +121,99 @@ class _Failing(torch.autograd.Function):
         raise ArithmeticError("as asked")
 
 
-@pytest.mark.parametrize(("stage", "secondary"), [(3, "gradients"), (2, None), (2, "optimizer")])
-def test_a_backward_that_fails_forgets_what_was_not_reduced(stage, secondary):
-    """Also that of earlier micro-batches: no face goes on showing it, and no step uses it."""
+@pytest.mark.parametrize("goes_on", ["backward", "step"])
+@pytest.mark.parametrize(
+    ("shape", "stage", "secondary"),
+    [((2, 2), 3, "gradients"), ((2, 2), 2, None), ((2, 2), 2, "optimizer"), (None, 1, None)],
+)
+def test_sums_that_a_failed_backward_has_torn_are_an_error_until_they_are_cleared(
+    shape, stage, secondary, goes_on
+):
+    """Micro-batch 2 of 3 fails; once cleared, the step is what it is without the failure."""
 
     def body(rank):
-        module, optimizer = start((2, 2), stage, Wire(secondary=secondary))
-        before = whole_weights(module)
-        first, last = BATCHES[0].chunk(2)
+        module, optimizer = start(shape, stage, Wire(secondary=secondary))
+        first, second, last = BATCHES[0].chunk(3)
         backward(module, first, rank, WORLD, waits=True)
-        assert module.embed.weight.grad is not None
         hook = module.blocks[0].register_forward_hook(lambda *args: _Failing.apply(args[-1]))
         with pytest.raises(ArithmeticError):
-            backward(module, last, rank, WORLD, waits=True)
+            backward(module, second, rank, WORLD, waits=True)
         hook.remove()
+        with pytest.raises(StateError, match="the gradient of '"):
+            if goes_on == "step":
+                optimizer.step()
+            else:
+                backward(module, last, rank, WORLD)
+        with pytest.raises(StateError, match="failed backward"):
+            module.embed.weight.grad.norm()
+        optimizer.zero_grad()
+        step(rank, WORLD, module, optimizer, [first, second, last])
+        return whole_weights(module)
+
+    def alone(rank):
+        module, optimizer = start(shape, stage, Wire(secondary=secondary))
+        step(rank, WORLD, module, optimizer, BATCHES[0].chunk(3))
+        return whole_weights(module)
+
+    for got, wanted in zip(run_ranks(WORLD, body), run_ranks(WORLD, alone), strict=True):
+        close(got, wanted, 0)
+
+
+def test_a_failed_backward_whose_gradients_were_cleared_is_forgotten():
+    """The usual way to leave a batch out: catch, clear, go on."""
+
+    def body(rank):
+        module, optimizer = start((2, 2), 3, Wire(secondary="gradients"))
+        backward(module, BATCHES[0], rank, WORLD, waits=True)
+        hook = module.blocks[0].register_forward_hook(lambda *args: _Failing.apply(args[-1]))
+        with pytest.raises(ArithmeticError):
+            backward(module, BATCHES[1], rank, WORLD)
+        hook.remove()
+        optimizer.zero_grad()
+        backward(module, BATCHES[2], rank, WORLD)
+        assert module.embed.weight.grad.norm().item() > 0
         optimizer.step()
-        assert module.embed.weight.grad is None
-        close(whole_weights(module), before, 0)
 
     run_ranks(WORLD, body)
+
+
+USES = {
+    "clip": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+    "read": lambda module: module.embed.weight.grad.norm().item(),
+    "own rows": lambda module: module.embed.weight.grad.to_local(),
+    "zero in place": lambda module: [p.grad.zero_() for p in module.parameters()],
+}
+
+
+@pytest.mark.parametrize("secondary", ["gradients", "optimizer"])
+def test_sums_of_one_node_are_an_error_to_whoever_reads_or_changes_them(secondary):
+    """Before the last micro-batch; afterwards gradients are those of a run that did not try."""
+
+    def body(rank):
+        module, optimizer = start((2, 2), 3, Wire(secondary=secondary))
+        for index, batch in enumerate(BATCHES[:2]):
+            for micro in batch.chunk(2):
+                backward(module, micro, rank, WORLD, waits=True)
+                assert module.embed.weight.grad.shape == module.embed.weight.shape
+                for use in USES.values() if index == 0 else ():
+                    with pytest.raises(StateError, match="before the last micro-batch"):
+                        use(module)
+            backward(module, batch, rank, WORLD)
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_weights(module)
+
+    plain = seeded(lambda: Model(2, tied=True))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for batch in BATCHES[:2]:
+        for micro in [*batch.chunk(2), batch]:
+            backward(plain, micro, 0, 1)
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for got in run_ranks(WORLD, body):
+        close(got, dict(plain.named_parameters()))
 
 
 def test_replicas_stay_the_same_after_a_backward_that_failed():

@@ -156,7 +156,8 @@ def accumulate(module: nn.Module) -> Iterator[None]:
     a unit's whole gradients.
 
     On a mesh of two axes nodes talk at the last micro-batch (`Wire.secondary`): until then `.grad`
-    is the node's mean. It may be set to None, which is followed; it is not to be read or changed.
+    may be set to None, which is followed; any other use of it is a `StateError`. So is a step after
+    a backward that failed, if sums of earlier micro-batches went with it, until they are cleared.
     """
     engine = engine_of(module)
     before, engine.is_accumulating = engine.is_accumulating, True

@@ -273,8 +273,7 @@ class Engine:
             return
         self._is_backward = True
         for gradient in self.gradients.values():
-            gradient.drop_cleared()
-            gradient.is_last = not self.is_accumulating
+            gradient.begin(is_last=not self.is_accumulating)
         self.schedule.begin(Phase.BACKWARD)
         self.marks.begin("backward")
         engine = ref(self)

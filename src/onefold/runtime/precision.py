@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from onefold.state.face import ShardedFace
 from onefold.wire.collectives import Group
@@ -53,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
                 summoner = parameter.summoner()
                 if summoner is not None:
                     groups[id(summoner.group)] = summoner.group
-                grad = grad._local_tensor
+                grad = grad._local_tensor if isinstance(grad, DTensor) else grad.detach()
             by_kind[grad.device, grad.dtype].append(grad)
         verdicts: dict[torch.device, Tensor] = {found_inf.device: found_inf.clone()}
         for (device, _), grads in by_kind.items():

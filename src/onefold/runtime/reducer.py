@@ -105,6 +105,7 @@ class Reducer:
     def complete(self) -> None:
         """Reduce what an accumulation left that ended without its last micro-batch."""
         for gradient in self._order:
+            gradient.check_whole()
             gradient.is_last = True
         if any(gradient.partial or gradient.reduction.waits for gradient in self._order):
             self.finish()
@@ -136,7 +137,7 @@ class Reducer:
         self._drain()
         for gradient in self._order:
             gradient.is_discarding = False
-            gradient.drop_partial()
+            gradient.lose()
 
     def _drain(self) -> None:
         while self._in_flight:

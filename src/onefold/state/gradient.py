@@ -21,9 +21,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from onefold.errors import StateError, WireError, expected
+from onefold.errors import StateError
 from onefold.ledger import Kind
 from onefold.state.buffer import Buffer
+from onefold.state.logical import NoMean
 from onefold.state.parameter import UnitParameter
 from onefold.state.reduction import reduction_of
 from onefold.state.unit import Unit
@@ -63,15 +64,7 @@ class UnitGradient:
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
         if self.is_spent:
-            raise StateError(
-                expected(
-                    f"no use for the gradient of {parameter.fqn!r} between backward and step",
-                    "one, after it was stepped by and freed",
-                    where=f"rank {self.unit.setting.rank}",
-                    hint="turn Offload.step_in_backward off to clip, scale or read gradients; of "
-                    "several backwards, put all but the last inside onefold.accumulate(module)",
-                )
-            )
+            raise StateError(parameter.why_spent())
 
     def spend(self) -> None:
         """Its values are being stepped by: show none, and let whoever steps have the buffer."""
@@ -139,16 +132,39 @@ class UnitGradient:
                 parameter.face.grad = None
         self._resting.clear()
 
-    def drop_partial(self) -> None:
-        """Forget gradients that were not reduced, as after an exception in backward."""
+    def drop_partial(self) -> list[UnitParameter]:
+        """Forget gradients that were not reduced; returns those of which micro-batches rested."""
         self.fired.clear()
         self._due.clear()
         with torch._C.DisableTorchFunctionSubclass():
+            before = {p: p.face.grad for p in self._resting}
             self._take_back_partials()
+            lost = [p for p, shown in before.items() if p.face.grad is not shown]
             for parameter in self.partial:
-                parameter.whole.grad = None
+                if parameter.whole is not parameter.face:  # else as in plain PyTorch
+                    parameter.whole.grad = None
         self._count_reduced(list(self.partial))
         self.reduction.drop(self.unit.parameters)
+        return lost
+
+    def lose(self) -> None:
+        """A backward failed: forget what is not reduced. Faces whose earlier sums go say so."""
+        for parameter in self.drop_partial():
+            parameter.face.grad = parameter.mean_lost()
+
+    def check_whole(self) -> None:
+        """Raise `StateError` if sums were lost, and nobody has cleared them since."""
+        for parameter in self.unit.parameters:
+            with torch._C.DisableTorchFunctionSubclass():
+                shown = parameter.face.grad
+            if isinstance(shown, NoMean) and parameter not in self._resting | self.shown:
+                shown.refuse()
+
+    def begin(self, *, is_last: bool) -> None:
+        """A backward begins: of the last micro-batch, or nodes do not talk yet."""
+        self.check_whole()
+        self.is_last = is_last
+        self.drop_cleared()
 
     # between micro-batches, for checkpoints
 
@@ -160,6 +176,7 @@ class UnitGradient:
                 p: p.unwrap(grad)
                 for p in self.unit.parameters
                 if (grad := p.face.grad) is not None
+                and not isinstance(grad, NoMean)
                 and self._reduced_at == self._ledger.steps
                 and (p not in partial or grad is self.shown.get(p))
             }
@@ -287,21 +304,21 @@ class UnitGradient:
         """Which parameters some rank has used, from the counts that came with the gradients."""
         counts = self.reduction.counts
         if counts.device.type == "cpu":
-            self._check_tag(counts[-1].item())
+            self.reduction.check_tag(counts[-1].item())
         if not all(used):  # only then is it worth asking the device what the others did
             used = [count != 0 for count in counts[:-1].tolist()]
         return [p for p, is_used in zip(parameters, used, strict=True) if is_used]
 
     def _show_resting(self, used: list[UnitParameter]) -> None:
-        """Until nodes talk faces show the node's own mean, so that clearing it is seen."""
-        resting = self.reduction.rest(used)
+        """Until nodes talk faces show that there is something, so that clearing it is seen."""
+        resting, in_place = self.reduction.rest(used), self.reduction.rests_in_place
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for parameter, rows in resting.items():
+            for parameter in resting:
                 if parameter.face.grad is None:
-                    parameter.face.grad = parameter.wrap_grad(rows.view(parameter.local.shape))
+                    parameter.face.grad = parameter.mean_to_come()
+                    if in_place:
+                        self.shown[parameter] = parameter.face.grad
                 self._resting[parameter] = parameter.face.grad  # type: ignore[assignment]
-        if not resting:
-            self.show_all(used)
 
     def end_following(self) -> None:
         """Wait for what comes after the first hop of the last reduction, if it is not over."""
@@ -316,22 +333,10 @@ class UnitGradient:
             for parameter in parameters:
                 self._show(parameter)
 
-    def _check_tag(self, mean: float | complex) -> None:
-        """Raise `WireError` if the ranks did not all reduce this unit."""
-        if abs(mean - self.unit.tag) > 0.25:
-            raise WireError(
-                expected(
-                    f"reduce_scatter of unit {self.unit.name!r} on every rank",
-                    "another unit on at least one",
-                    where=f"rank {self.unit.setting.rank}",
-                    hint="all ranks must run backward through units in the same order; a branch "
-                    "that only some ranks take has to be inside one unit (`units=`)",
-                )
-            )
-
     def _show(self, parameter: UnitParameter) -> None:
         view = self._rest_view(parameter)
-        if parameter.face.grad is None or parameter.face is parameter.whole:
+        shown = parameter.face.grad
+        if shown is None or parameter.face is parameter.whole or isinstance(shown, NoMean):
             self.shown[parameter] = parameter.face.grad = parameter.wrap_grad(view)
         parameter.call_hooks()
 

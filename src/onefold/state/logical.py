@@ -15,6 +15,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
+from onefold.errors import StateError
+
 
 class Logical(DTensor):
     """A DTensor that may stand beside plain tensors, as a parameter of a plain module may."""
@@ -150,3 +152,57 @@ def _await_readers(leaves: Iterable[Any]) -> None:
             alive = summoner() if summoner is not None else None
             if alive is not None:
                 alive.settle()
+
+
+class NoMean(Tensor):
+    """What stands for a gradient while there is none to read: it may be cleared, and looked for.
+
+    Any use of its value raises `StateError`.
+    """
+
+    _why: str
+
+    @staticmethod
+    def like(face: Tensor, why: str) -> NoMean:
+        """For `face.grad`, of which `why` tells whoever uses it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = torch.empty((), dtype=face.dtype, device=face.device).expand(face.shape)
+            shown = made.as_subclass(NoMean)
+        shown._why = why
+        return shown
+
+    def refuse(self, *_: object, **__: object) -> None:
+        """Raise `StateError`."""
+        raise StateError(self._why)
+
+    to_local = full_tensor = redistribute = refuse  # of the DTensor that it stands for
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        raise StateError(self._why)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(self._why)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _OF_ITS_KIND:
+                return func(*args, **(kwargs or {}))
+            found = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, NoMean)]
+            if func is Tensor.__repr__:
+                return f"NoMean(shape={list(found[0].shape)})"
+            raise StateError(found[0]._why)
+
+
+_OF_ITS_KIND = {
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.__hash__, torch.is_tensor,
+}  # fmt: skip
+"""What asks a tensor for something else than its value."""

@@ -94,6 +94,38 @@ class UnitParameter:
             faces.introduce(shown, ref(self))
         return shown
 
+    def why_spent(self) -> str:
+        """The message about a gradient that a step in backward has used up."""
+        return expected(
+            f"no use for the gradient of {self.fqn!r} between backward and step",
+            "one, after it was stepped by and freed",
+            where=f"rank {self.unit.setting.rank}",
+            hint="turn Offload.step_in_backward off to clip, scale or read gradients; of "
+            "several backwards, put all but the last inside onefold.accumulate(module)",
+        )
+
+    def mean_to_come(self) -> Tensor:
+        """What stands in `face.grad` while sums of micro-batches rest inside the node."""
+        return self._no_mean(
+            "sums of its node, before the last micro-batch",
+            "clip, scale and read gradients after a backward outside of onefold.accumulate; to "
+            "clear them between micro-batches, zero_grad(set_to_none=True)",
+        )
+
+    def mean_lost(self) -> Tensor:
+        """What stands in `face.grad` once a backward that failed has torn earlier micro-batches'
+        sums, until it is cleared.
+        """
+        return self._no_mean(
+            "sums of micro-batches that a failed backward has torn",
+            "optimizer.zero_grad(), and all micro-batches of the step anew",
+        )
+
+    def _no_mean(self, got: str, hint: str) -> Tensor:
+        what = f"the gradient of {self.fqn!r} to be the mean of all ranks"
+        where = f"rank {self.unit.setting.rank}"
+        return logical.NoMean.like(self.face, expected(what, got, where=where, hint=hint))
+
     def wrap_partial(self, grad: Tensor) -> Tensor:
         """A gradient [all rows] that rests on each rank as its part of the mean."""
         if self._template is None:

@@ -23,6 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from onefold.errors import WireError, expected
 from onefold.layout.axes import NodeLayout
 from onefold.layout.rows import Slot
 from onefold.ledger import Kind
@@ -48,6 +49,7 @@ class OneHop:
     """Own rows of the mean, or at stage 0 this rank's part of them; also the base of the others."""
 
     rests_between = False  # can stop after the first hop, until nodes talk
+    rests_in_place = False  # and then has sums where the mean will be
     finishes_alone = True  # what follows the first hop is no collective
 
     def __init__(self, gradient: UnitGradient) -> None:
@@ -86,14 +88,25 @@ class OneHop:
         """True if it has stopped after the first hop, and nodes have yet to talk."""
         return False
 
-    def rest(self, used: list[UnitParameter]) -> dict[UnitParameter, Tensor]:
-        """Stop after the first hop; what rests, flat, if that is not the mean's rows: of `used` and
-        of what earlier micro-batches used.
-        """
+    def rest(self, used: list[UnitParameter]) -> list[UnitParameter]:
+        """Stop after the first hop; what rests: `used`, and what earlier micro-batches used."""
         raise NotImplementedError("only reductions with `rests_between` are asked to rest")
 
     def drop(self, parameters: Sequence[UnitParameter]) -> None:
         """Their gradients were cleared: forget what rests of them."""
+
+    def check_tag(self, mean: float | complex) -> None:
+        """Raise `WireError` if the ranks did not all reduce this unit."""
+        if abs(mean - self.unit.tag) > 0.25:
+            raise WireError(
+                expected(
+                    f"reduce_scatter of unit {self.unit.name!r} on every rank",
+                    "another unit on at least one",
+                    where=f"rank {self.unit.setting.rank}",
+                    hint="all ranks must run backward through units in the same order; a branch "
+                    "that only some ranks take has to be inside one unit (`units=`)",
+                )
+            )
 
     @property
     def _first(self) -> Transport:
@@ -149,6 +162,7 @@ class Replicated(OneHop):
     """Nodes that are replicas average own rows once a step: each its part, then all gather them."""
 
     rests_between = True
+    rests_in_place = True
     finishes_alone = False
 
     def __init__(self, gradient: UnitGradient, replicas: Transport) -> None:
@@ -207,9 +221,9 @@ class Replicated(OneHop):
         """See `OneHop.waits`."""
         return self._waits
 
-    def rest(self, used: list[UnitParameter]) -> dict[UnitParameter, Tensor]:
-        """See `OneHop.rest`: the node's mean rests, and shows, where that of all will be."""
-        return {}
+    def rest(self, used: list[UnitParameter]) -> list[UnitParameter]:
+        """See `OneHop.rest`: the node's mean rests where that of all will be."""
+        return used
 
     def _cuts_between(
         self, parameters: list[UnitParameter]
@@ -289,17 +303,11 @@ class TwoHop(OneHop):
         """See `OneHop.waits`."""
         return bool(self._used)
 
-    def rest(self, used: list[UnitParameter]) -> dict[UnitParameter, Tensor]:
-        """See `OneHop.rest`: this rank's own rows of the node's mean."""
-        assert self._sums is not None, "sums rest once there are any"
+    def rest(self, used: list[UnitParameter]) -> list[UnitParameter]:
+        """See `OneHop.rest`."""
         self._note_counts()
         self._users |= dict.fromkeys(used)
-        found: dict[UnitParameter, Tensor] = {}
-        for parameter in self._users:
-            spans = self._layout.spans[self.unit.parameters.index(parameter)]
-            span = spans[0 if len(spans) == 1 else self._hops.axes.node]
-            found[parameter] = self._sums.tensor[slice(*span)]
-        return found
+        return list(self._users)
 
     def _note_counts(self) -> None:
         """The first hop is over: count who used what, over micro-batches."""
