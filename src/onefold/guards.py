@@ -119,7 +119,7 @@ def _fitted(name: str, parameter: UnitParameter, value: Tensor) -> Tensor:
             expected(
                 f"{name!r} of shape {list(parameter.slot.shape)}",
                 f"shape {list(value.shape)}",
-                where=f"rank {parameter.unit.setting.rank}",
+                where=parameter.unit.setting.where,
                 hint="the state dict is of another configuration of this module",
             )
         )

@@ -31,7 +31,7 @@ def edited(unit: Unit) -> StateError:
         expected(
             f"the weights of unit {unit.name!r} to be in backward what they were in forward",
             "weights changed in between",
-            where=f"rank {unit.setting.rank}",
+            where=unit.setting.where,
             hint="run backward before the optimizer steps or weights are loaded",
         )
     )

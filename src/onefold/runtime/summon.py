@@ -87,7 +87,7 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
                 expected(
                     f"parameter {parameter.fqn!r} to keep shape {list(parameter.slot.shape)}",
                     "none" if current is None else f"shape {list(current.shape)}",
-                    where=f"rank {setting.rank}",
+                    where=setting.where,
                     hint="resize or remove parameters before onefold.shard",
                 )
             )

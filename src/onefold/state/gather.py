@@ -102,7 +102,7 @@ class UnitGather:
         unit = self.unit
         if not self._copies:
             self._plan(full)
-        where = f"gather of unit {unit.name!r} on rank {unit.setting.rank}"
+        where = f"gather of unit {unit.name!r} on {unit.setting.where}"
         rank = unit.setting.rest_rank
         message = Message(full.tensor, self._cut, unit.rest.full_numel, rank, self._transport)
         return self._send(message, where)
@@ -224,8 +224,8 @@ class UnitGather:
                 raise WireError(
                     expected(
                         f"gather of unit {unit.name!r} on every rank",
-                        f"another unit on rank {rank}",
-                        where=f"rank {unit.setting.rank}",
+                        f"another unit on {unit.setting.named(rank)}",
+                        where=unit.setting.where,
                         hint="all ranks must use units in the same order; a branch that only some "
                         "ranks take has to be inside one unit (`units=`)",
                     )

@@ -42,7 +42,7 @@ class UnitParameter:
         self.fqn = slot.fqn
         self.owners = [(ref(module), name) for module, name in owners]
         self._hooked = False
-        self._resting = _why_resting(slot.fqn, unit.setting.rank)
+        self._resting = _why_resting(slot.fqn, unit.setting.where)
         self._template: DTensor | None = None
         self._data: Tensor | None = None  # `face.data`, once somebody took it
         self._looked_at: Tensor | None = None  # own rows of the whole weight when `.data` was taken
@@ -99,7 +99,7 @@ class UnitParameter:
         return expected(
             f"no use for the gradient of {self.fqn!r} between backward and step",
             "one, after it was stepped by and freed",
-            where=f"rank {self.unit.setting.rank}",
+            where=self.unit.setting.where,
             hint="turn Offload.step_in_backward off to clip, scale or read gradients; of "
             "several backwards, put all but the last inside onefold.accumulate(module)",
         )
@@ -123,7 +123,7 @@ class UnitParameter:
 
     def _no_mean(self, got: str, hint: str) -> Tensor:
         what = f"the gradient of {self.fqn!r} to be the mean of all ranks"
-        where = f"rank {self.unit.setting.rank}"
+        where = self.unit.setting.where
         return logical.NoMean.like(self.face, expected(what, got, where=where, hint=hint))
 
     def wrap_partial(self, grad: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class UnitParameter:
             self.face.requires_grad_(requires_grad)
             original.grad = None
             original.data = original.data.new_empty(0)  # whoever holds the object holds no bytes
-            faces.bury(original, _why_replaced(self.fqn, setting.rank))
+            faces.bury(original, _why_replaced(self.fqn, setting.where))
         else:
             original.grad = None
             original.data = self.local
@@ -319,7 +319,7 @@ class _DirectUse:
                 expected(
                     f"parameter {parameter.fqn!r} to be used by its own module, or by functions",
                     "a use inside a torch.autograd.Function outside that module",
-                    where=f"rank {parameter.unit.setting.rank}",
+                    where=parameter.unit.setting.where,
                     hint="pass `weight.view_as(weight)`, or call the function in the module that "
                     "owns the weight",
                 )
@@ -342,20 +342,20 @@ def _dtensor(local: Tensor, mesh: DeviceMesh | None, slot: Slot) -> DTensor:
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
-def _why_replaced(fqn: str, rank: int) -> str:
+def _why_replaced(fqn: str, where: str) -> str:
     return expected(
         f"the parameter that {fqn!r} is now",
         "the object it was before onefold.shard replaced it",
-        where=f"rank {rank}",
+        where=where,
         hint="pass the optimizer to onefold.shard, or build optimizers and lists of parameters "
         "from module.parameters() after it",
     )
 
 
-def _why_resting(fqn: str, rank: int) -> str:
+def _why_resting(fqn: str, where: str) -> str:
     return expected(
         f"whole weight {fqn!r} to be used while its module runs",
         "a use after it was sharded again",
-        where=f"rank {rank}",
+        where=where,
         hint="read module parameters anew, or inside `with onefold.unsharded(module):`",
     )

@@ -102,7 +102,7 @@ class OneHop:
                 expected(
                     f"reduce_scatter of unit {self.unit.name!r} on every rank",
                     "another unit on at least one",
-                    where=f"rank {self.unit.setting.rank}",
+                    where=self.unit.setting.where,
                     hint="all ranks must run backward through units in the same order; a branch "
                     "that only some ranks take has to be inside one unit (`units=`)",
                 )
@@ -113,7 +113,7 @@ class OneHop:
         return self.unit.setting.routes.reduce
 
     def _where(self, collective: str) -> str:
-        return f"{collective} of unit {self.unit.name!r} on rank {self.unit.setting.rank}"
+        return f"{collective} of unit {self.unit.name!r} on {self.unit.setting.where}"
 
     def _slots(self, parameters: Sequence[UnitParameter]) -> list[Slot]:
         unit = self.unit

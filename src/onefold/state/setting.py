@@ -94,6 +94,15 @@ class Setting:
         return self.transport.group.rank
 
     @property
+    def where(self) -> str:
+        """This rank as messages name it: its number among all who train, replicas too."""
+        return self.named(self.rank)
+
+    def named(self, rank: int) -> str:
+        """One of the ranks among which resting state is cut, as messages name it."""
+        return f"rank {self.routes.group.rank - self.rank + rank}"  # a node's are neighbours
+
+    @property
     def world_size(self) -> int:
         return self.transport.group.world_size
 

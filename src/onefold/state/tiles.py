@@ -101,7 +101,7 @@ class TiledWeight:
             expected(
                 f"tiled weight {self.parameter.fqn!r} to be used by Linear or Embedding",
                 got,
-                where=f"rank {self.parameter.unit.setting.rank}",
+                where=self.parameter.unit.setting.where,
                 hint="a larger Offload.tile keeps this weight whole while it is used",
             )
         )
@@ -218,7 +218,7 @@ class _TileReducer:
         if setting.world_size == 1:
             own.copy_(flat) if self._fresh else own.add_(flat)
             return
-        where = f"reduce_scatter of a tile of {self._parameter.fqn!r} on rank {setting.rank}"
+        where = f"reduce_scatter of a tile of {self._parameter.fqn!r} on {setting.where}"
         ticket = setting.transport.reduce_scatter([flat], tile.reduce, [own], [self._fresh], where)
         self._ticket = ticket
 

@@ -81,7 +81,7 @@ class TwoHopGather(UnitGather):
         """See `UnitGather.start`."""
         self._plan_once(full)
         flat = full.tensor
-        where = f"gather of unit {self.unit.name!r} on rank {self.unit.setting.rank}"
+        where = f"gather of unit {self.unit.name!r} on {self.unit.setting.where}"
         inside = self._hops.gather_inside
         if self._second is None:
             between = self._cross(flat, self.unit.rest.full_numel, self._hops.axes.rank)
@@ -117,7 +117,7 @@ class TwoHopGather(UnitGather):
             raise
 
     def _cross(self, flat: Tensor, tags_at: int, own_tag: int) -> Ticket:
-        where = f"gather between nodes of unit {self.unit.name!r} on rank {self.unit.setting.rank}"
+        where = f"gather between nodes of unit {self.unit.name!r} on {self.unit.setting.where}"
         message = Message(flat, self._cut_between, tags_at, own_tag, self._transport)
         return self._send(message, where)
 

@@ -395,7 +395,7 @@ class Unit:
             expected(
                 f"parameter {parameter.fqn!r} to be as onefold.shard left it",
                 got,
-                where=f"rank {self.setting.rank}",
+                where=self.setting.where,
                 hint="move, cast and resize a module before onefold.shard; "
                 "edit values inside `with onefold.unsharded(module, writeback=True):`",
             )
