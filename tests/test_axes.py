@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,7 +19,15 @@ from onefold.layout.rows import Layout
 from onefold.runtime.registry import engine_of
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
-from tests.training import Job, Result, _step, assert_close, assert_same_bits, train_plain
+from tests.training import (
+    Job,
+    Result,
+    _step,
+    assert_close,
+    assert_same_bits,
+    run_job,
+    train_plain,
+)
 
 shape_lists = st.lists(
     st.sampled_from([(), (1,), (0,), (3, 0), (5,), (7, 3), (2, 2, 2), (16, 4)]),
@@ -139,3 +148,15 @@ def test_a_preset_takes_the_hosts_of_the_launcher_for_nodes(local, axes, monkeyp
         return None if hops is None else (hops.axes.nodes, hops.axes.neighbours)
 
     assert run_ranks(4, body) == [axes or None] * 4
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1)])
+def test_a_mesh_with_an_axis_of_one_trains_as_one_axis_does(shape, monkeypatch):
+    """Whatever a script for several nodes asks for, and whatever hosts a launcher has started."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    wire = Wire(weights="int8", gradients="int8")
+    wanted = run_job(job_of(options={"wire": wire}), 3, 3)
+    for secondary in (None, "weights", "gradients", "optimizer"):
+        asked = replace(wire, weights="int8-diff", secondary=secondary)
+        assert_same_bits(run_axes(job_of(options={"wire": asked}), shape, 3), wanted)

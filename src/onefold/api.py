@@ -293,7 +293,8 @@ def _wire_at(job: _Job, stage: int, *, is_named: bool) -> Wire:
     if job.ranks.everyone.world_size == 1:
         return Wire()  # nothing travels
     has_axes, placements = job.ranks.axes is not None, placements_of(stage)
-    wire = fitted(job.wire, placements, has_axes=has_axes) if is_named else job.wire
+    fits = is_named or job.ranks.is_flat  # a script for nodes runs on one of them, too
+    wire = fitted(job.wire, placements, has_axes=has_axes) if fits else job.wire
     check_wire(wire, placements, job.offload, has_axes=has_axes)
     return wire
 

@@ -28,13 +28,15 @@ class Ranks:
     """Who trains together: everyone, and on a mesh of two axes this rank's node and its peers.
 
     `inside` are the ranks of this rank's node, `between` those in its place of every node; `mesh`
-    is one axis of all ranks, if a mesh was given.
+    is one axis of all ranks, if a mesh was given. `is_flat`: a mesh of two axes was given, one of
+    which is 1 long: a cluster of one node, or nodes of one rank.
     """
 
     everyone: Group
     mesh: DeviceMesh | None = None
     inside: Group | None = None
     between: Group | None = None
+    is_flat: bool = False
 
     @property
     def axes(self) -> Axes | None:
@@ -87,7 +89,7 @@ def _two_axes(mesh: DeviceMesh) -> Ranks:
             )
         )
     if 1 in mesh.shape:  # one node, or one rank on each: one axis does it
-        return found
+        return replace(found, is_flat=True)
     inside, between = Group.of(mesh.get_group(1)), Group.of(mesh.get_group(0))
     return replace(found, inside=inside, between=between)
 
@@ -98,7 +100,8 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
     A collective. Raises `ConfigError` on every rank if hosts have different numbers of processes,
     or a number that the world is no multiple of.
     """
-    if ranks.everyone.world_size == 1 or ranks.axes is not None or not dist.is_initialized():
+    is_given = ranks.axes is not None or ranks.is_flat
+    if ranks.everyone.world_size == 1 or is_given or not dist.is_initialized():
         return ranks
     if ranks.mesh is not None or ranks.everyone.handle is not dist.group.WORLD:
         return ranks

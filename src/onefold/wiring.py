@@ -168,8 +168,9 @@ def wire_of(choice: object) -> Wire:
 
 
 def fitted(wire: Wire, placements: Placements, *, has_axes: bool) -> Wire:
-    """A named wire as far as it applies at a stage and on a mesh: without a second shard where
-    there is none, and then with whole weights instead of differences to it.
+    """A named wire, or any on a mesh with an axis of 1, as far as it applies at a stage and on a
+    mesh: without a second shard where there is none, and then with whole weights instead of
+    differences to it.
     """
     is_whole = placements.parameter is not Placement.SHARD
     if has_axes:
