@@ -259,7 +259,7 @@ class UnitParameter:
     def note_data_access(self) -> None:
         self.unit.note_data_access()
 
-    def shown_data(self, face: Tensor) -> Tensor:
+    def shown_data(self) -> Tensor:
         """`face.data`, always the same: it counts its edits itself, so they are told from looks.
 
         Where no counter tells (plain tensors on a device, inference mode), expect the worst.
@@ -267,9 +267,9 @@ class UnitParameter:
         with torch._C.DisableTorchFunctionSubclass():
             if self._template is None or torch.is_inference_mode_enabled():
                 self.unit.note_data_access()
-                return face.data
+                return self.face.data
             if self._data is None:
-                self._data = face.data
+                self._data = self.face.data
                 self._data.__class__ = logical.ShownData
             return self._data
 
