@@ -60,3 +60,22 @@ def lose_a_disk(rank: int) -> None:
 
 def test_a_tier_that_fails_on_one_node_ends_the_others_as_its_processes_end():
     run_processes(WORLD, lose_a_disk)
+
+
+def edit_alone(rank: int) -> None:
+    """Rank 0 edits its rows of a weight that stays from one forward to the next."""
+    module, _ = start(None, 2, None)
+    tokens = token_batches(1)[0]
+    with torch.no_grad():
+        module(tokens)
+        if rank == 0:
+            module.norm.weight.data.mul_(2.0)
+            with pytest.raises(WireError, match=r"on rank 0, where 'norm.weight' was edited, to"):
+                module(tokens)
+        else:
+            module(tokens)
+    os._exit(0)
+
+
+def test_an_edit_on_one_rank_alone_is_an_error_that_names_the_parameter():
+    run_processes(2, edit_alone, timeout_s=20)

@@ -59,6 +59,7 @@ class UnitGather:
         self._always: list[tuple[Span, Span]] = []  # those of them that no transport codes
         self._coded: list[Span] = []  # own rows of the others in the shard
         self._has_base = False  # the buffer holds what every rank has read last
+        self._edits: list[int] = []  # of each parameter, when it was gathered last
 
     @property
     def unit(self) -> Unit:
@@ -102,10 +103,18 @@ class UnitGather:
         unit = self.unit
         if not self._copies:
             self._plan(full)
-        where = f"gather of unit {unit.name!r} on {unit.setting.where}"
+        where = self._label("gather")
         rank = unit.setting.rest_rank
         message = Message(full.tensor, self._cut, unit.rest.full_numel, rank, self._transport)
         return self._send(message, where)
+
+    def _label(self, what: str) -> str:
+        """What is begun, for the message if it fails: perhaps since the others know of no edit."""
+        before, self._edits = self._edits, [p.edits_by_users for p in self.unit.parameters]
+        pairs = zip(self.unit.parameters, before, self._edits, strict=False)
+        edited = next((p.fqn for p, old, new in pairs if old != new), "")
+        since = f", where {edited!r} was edited," if edited else ""
+        return f"{what} of unit {self.unit.name!r} on {self.unit.setting.where}{since}"
 
     def _send(self, message: Message, where: str) -> Ticket:
         """Put own rows and the tag into a message, and begin to exchange it."""

@@ -278,6 +278,12 @@ class UnitParameter:
         """How often the weight at rest was changed by way of `face.data`."""
         return 0 if self._data is None else self._data._version
 
+    @property
+    def edits_by_users(self) -> int:
+        """How often the weight at rest was changed through its face, or by way of `.data`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.face._version + self.edits_by_data
+
     def note_whole_edit(self) -> None:
         if self.whole._version == self.version and not self.unit.is_resident:
             self._looked_at = self._own_rows_of_whole().clone()

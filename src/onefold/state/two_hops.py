@@ -117,7 +117,7 @@ class TwoHopGather(UnitGather):
             raise
 
     def _cross(self, flat: Tensor, tags_at: int, own_tag: int) -> Ticket:
-        where = f"gather between nodes of unit {self.unit.name!r} on {self.unit.setting.where}"
+        where = self._label("gather between nodes")
         message = Message(flat, self._cut_between, tags_at, own_tag, self._transport)
         return self._send(message, where)
 
