@@ -232,8 +232,8 @@ class OptimizerBinding:
             engine.ledger.skipped += 1
             if engine.group.rank == 0:
                 message = (
-                    f"step {engine.ledger.steps + 1} is skipped on every rank: gradients were not "
-                    "finite before they were coded"
+                    f"step {engine.ledger.steps + 1} is skipped on every rank: gradients are not "
+                    "finite on at least one"
                 )
                 warnings.warn(message, RuntimeWarning, stacklevel=5)
         return not unsound
