@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,6 +148,8 @@ def test_coded_messages_have_the_bytes_of_their_codec(name, micros):
         ((2, 2), 2, Wire(), None),
         ((2, 2), 3, PRESETS["zero++"], None),
         ((2, 2), 2, PRESETS["recommended"], None),
+        ((2, 2), 3, replace(PRESETS["zero++"], feedback=True), None),
+        ((2, 2), 3, Wire(gradients="int8", secondary="optimizer", feedback=True), None),
     ],
 )
 def test_what_is_held_for_the_node_was_predicted(shape, stage, wire, precision, micros):

@@ -26,6 +26,7 @@ class Kind(StrEnum):
     UNSHARDED = "unsharded"  # gathered whole weights
     GRAD = "grad"  # the reduced gradient: shard, or replica at stage 0
     PARTIAL_GRAD = "partial_grad"  # this rank's gradient, not yet reduced
+    FEEDBACK = "feedback"  # what coded gradients have rounded off, for the next message
     OPTIMIZER = "optimizer"  # exp_avg, exp_avg_sq and their like
     ACTIVATION = "activation"  # what backward needs of forward, where it was moved off the device
     STAGING = "staging"  # slots through which bytes pass to and from far tiers

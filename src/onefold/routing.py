@@ -54,7 +54,7 @@ def routes_of(wire: Wire, ranks: Ranks, placements: Placements, links: Links) ->
         inner = Wire(wire.weights_inside, wire.gradients_inside)
         routes = _one_axis(inner, ranks.everyone, ranks.inside, links)
         replicas = links.transport(ranks.between, wire.gradients_between, "between")
-        return replace(routes, replicas=replicas, rounds_gradients=wire.rounds_gradients)
+        return replace(routes, replicas=replicas, feeds_back=wire.feedback)
     return _two_hops(wire, ranks, placements, links)
 
 
@@ -69,9 +69,8 @@ def _one_axis(wire: Wire, everyone: Group, group: Group, links: Links) -> Routes
         transport=exact,
         gather=exact if weights == EXACT else links.transport(group, weights, where),
         reduce=exact if gradients == EXACT else links.transport(group, gradients, where),
-        codes_weights=weights != EXACT,
         sends_differences=weights.endswith(DIFFERENCE),
-        rounds_gradients=gradients != EXACT,
+        feeds_back=wire.feedback,
     )
 
 
@@ -90,11 +89,9 @@ def _two_hops(wire: Wire, ranks: Ranks, placements: Placements, links: Links) ->
         reduce_between=links.transport(between, wire.gradients_between, "between"),
         keeps_weights=keeps in ("weights", "gradients"),
         keeps_gradients=keeps == "gradients",
-        codes_gradients=wire.gradients_between != EXACT,
     )
     return Routes(
         group=ranks.everyone, transport=exact, gather=exact, reduce=exact, hops=hops,
-        codes_weights=wire.weights_between != EXACT,
         sends_differences=wire.weights_between.endswith(DIFFERENCE),
-        rounds_gradients=wire.rounds_gradients,
+        feeds_back=wire.feedback,
     )  # fmt: skip

@@ -42,13 +42,17 @@ class Wire:
     "optimizer": everything; nodes are replicas of one another (HSDP, MiCS), at stages 1 to 3.
     False: nothing. True is "weights".
 
+    `feedback`: what coded gradients round off is kept, 4 bytes an element that is sent, and added
+    to the next step's: rounding delays, it does not lose.
+
     Sources: ZeRO++, arXiv 2306.10209, sections 3.1-3.3; SDP4Bit, arXiv 2410.15526, section 3 (the
-    differences); MiCS, arXiv 2205.00119, section 3.
+    differences); MiCS, arXiv 2205.00119, section 3; EF-SGD, arXiv 1901.09847 (feedback).
     """
 
     weights: Hops = EXACT
     gradients: Hops = EXACT
     secondary: str | bool | None = None
+    feedback: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("weights", WEIGHT_CODECS), ("gradients", CODECS)):
@@ -77,6 +81,14 @@ class Wire:
                     "differences of weights between nodes, where each step sends one",
                     f"Wire.weights={self.weights!r}",
                     hint='Wire(weights=("exact", "int4-diff"))',
+                )
+            )
+        if self.feedback and not self.rounds_gradients:
+            raise ConfigError(
+                expected(
+                    "coded gradients for Wire.feedback, which keeps what they round off",
+                    f"Wire.gradients={self.gradients!r}",
+                    hint='Wire(gradients="int8", feedback=True)',
                 )
             )
         if self.secondary not in (None, False, True, *SECONDARY):

@@ -182,6 +182,7 @@ class _Replay:
             add("master", unit.master, tier)
             add("optimizer", unit.moments, tier)
             add("secondary", unit.second)
+            add("feedback", unit.feedback)
             if self._keeps_whole:
                 self._whole.add(index)
                 add("unsharded", unit.whole)

@@ -30,12 +30,13 @@ class Message:
     """One collective: bytes that this rank sends, and what it holds for it in the meantime.
 
     `received`: each buffer that a reduction fills, kept for the next one; `staged`: coded messages,
-    until they have been read.
+    until they have been read; `owed`: elements that this rank sends coded.
     """
 
     sent: int = 0
     received: tuple[int, ...] = ()
     staged: int = 0
+    owed: int = 0
 
 
 NOTHING = Message()
@@ -54,6 +55,11 @@ class UnitMessages:
     share: Message = NOTHING
     second: int = 0
     sums: int = 0
+
+    @property
+    def owed(self) -> int:
+        """Elements of gradients that are fed back, if they are (state/feedback.py)."""
+        return self.reduce.owed + self.settle.owed + self.share.owed
 
 
 def messages_of(members: Sequence[Member], ranks: int, neighbours: int, wire: Wire) -> UnitMessages:
@@ -173,7 +179,8 @@ def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> 
     codec = codec_of(word.removesuffix(DIFFERENCE))
     rest = tags * round_up(itemsize, ALIGN_NBYTES)
     parcels = [each + rest for each in _parcels(sharded, codec, itemsize)]
-    return Message(parcels[0] * (ranks - 1), staged=sum(parcels)) if sharded else NOTHING
+    owed = sum(region.numels[0] for region in sharded if region.is_matrix)
+    return Message(parcels[0] * (ranks - 1), (), sum(parcels), owed) if sharded else NOTHING
 
 
 def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> Message:
@@ -186,7 +193,8 @@ def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) ->
         rest = round_up(flags * itemsize, ALIGN_NBYTES)
         parcels = [each + rest for each in _parcels(trained, codec_of(word), itemsize)]
         sent = sum(parcels[1:])
-        return Message(sent, staged=sum(parcels) + (ranks - 1) * parcels[0] + sent)
+        owed = sum(sum(region.numels[1:]) for region in trained if region.is_matrix)
+        return Message(sent, (), sum(parcels) + (ranks - 1) * parcels[0] + sent, owed)
     sharded = [region for region in trained if not region.is_replicated]
     sent = sum(sum(region.numels[1:]) for region in sharded) * itemsize
     own = [region.numels[0] for region in sharded]

@@ -22,7 +22,7 @@ EXACT_WIRE = Candidate(EXACT, Wire())
 
 GROUPS = {
     "parameters": ("weight",),
-    "gradients": ("grad", "partial_grad"),
+    "gradients": ("grad", "partial_grad", "feedback"),
     "optimizer": ("master", "optimizer"),
     "activations": ("activation",),
     "logits": ("logits",),

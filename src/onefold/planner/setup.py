@@ -95,6 +95,7 @@ class UnitBytes:
     partials: tuple[int, ...]  # per member; 0 where it needs no gradient
     second: int  # weights at rest for the node
     sums: int  # gradients that are summed inside the node
+    feedback: int  # what coded gradients have rounded off
     messages: UnitMessages
 
     @property
@@ -147,6 +148,7 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
         ),
         second=messages.second * computes if setup.keeps_weights else 0,
         sums=messages.sums * first.itemsize if any(trained) else 0,
+        feedback=4 * messages.owed if setup.wire.feedback else 0,
         messages=messages,
     )
 

@@ -12,6 +12,7 @@ KINDS = {
     "optimizer": "optimizer states",
     "grad": "gradients, reduced",
     "partial_grad": "gradients, not yet reduced",
+    "feedback": "rounded off gradients, kept",
     "secondary": "weights kept for the node",
     "unsharded": "whole weights, gathered",
     "activation": "activations, offloaded",

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 _LIGHT = """
 --page:#fbfaf7;--ink:#1d2126;--quiet:#656b73;--rule:#dcdad3;--grid:#1d212614;--panel:#ffffff;
---weight:#1f4e79;--master:#5f8db6;--optimizer:#a9c6df;--grad:#a8480f;--partial_grad:#eda35f;
+--weight:#1f4e79;--master:#5f8db6;--optimizer:#a9c6df;--grad:#a8480f;--partial_grad:#eda35f;--feedback:#c98b7a;
 --secondary:#0f4f4a;--unsharded:#23817a;--activation:#8a5a9e;--staging:#474b50;--wire:#b9b7ae;--torch:#f0d98a;
 --other:#d7a9b9;--forward:#8fb4d4;--recompute:#c3d6e6;--backward:#3f6f9e;--wait:#c4314b;
 --unpack:#ddd5c6;--step:#3c4650;--flush:#cdb0da;--bartext:#10151a;"""
 
 _DARK = """
 --page:#14171a;--ink:#e8e6e1;--quiet:#9aa1a9;--rule:#31363c;--grid:#ffffff17;--panel:#1a1e22;
---weight:#3f7fb8;--master:#7fa9cf;--optimizer:#b9d0e4;--grad:#c9642a;--partial_grad:#e8964f;
+--weight:#3f7fb8;--master:#7fa9cf;--optimizer:#b9d0e4;--grad:#c9642a;--partial_grad:#e8964f;--feedback:#b07565;
 --secondary:#6fc4bc;--unsharded:#3aa198;--activation:#b184c4;--staging:#6a6f76;--wire:#4a4f55;--torch:#efe19a;
 --other:#c48fa2;--forward:#8fb4d4;--recompute:#c3d6e6;--backward:#3f74a8;--wait:#f0566f;
 --unpack:#9a9183;--step:#e0d6bf;--flush:#6f4a80;--bartext:#10151a;"""
 
 _COLOURED = (
-    "weight", "master", "optimizer", "grad", "partial_grad", "secondary", "unsharded", "activation",
-    "staging", "wire", "torch", "other", "forward", "recompute", "backward", "wait", "unpack",
-    "step", "flush",
+    "weight", "master", "optimizer", "grad", "partial_grad", "feedback", "secondary", "unsharded",
+    "activation", "staging", "wire", "torch", "other", "forward", "recompute", "backward", "wait",
+    "unpack", "step", "flush",
 )  # fmt: skip
 
 _SAME = {

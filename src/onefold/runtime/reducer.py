@@ -126,7 +126,10 @@ class Reducer:
                 for bound in torch.aminmax(rows):  # both are NaN if an element is
                     is_bad += bound.isfinite().logical_not()
         self._setting.routes.group.all_reduce_max(is_bad)
-        return not is_bad.item()
+        is_sound = not is_bad.item()
+        for gradient in self._order if not is_sound else []:
+            gradient.reduction.feedback.forget(gradient.unit.parameters)
+        return is_sound
 
     def abort(self) -> None:
         """Drop gradients that were not shown yet; wait for what is under way on all ranks."""

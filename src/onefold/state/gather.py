@@ -50,10 +50,9 @@ class Message:
 class UnitGather:
     """Fills full buffers of a unit, of any dtype, from the shards of all ranks."""
 
-    def __init__(self, unit: Unit, transport: Transport, *, is_coded: bool = False) -> None:
+    def __init__(self, unit: Unit, transport: Transport) -> None:
         self._unit = ref(unit)
         self._transport = transport
-        self._is_coded = is_coded
         self._cut: Cut | None = None
         self._copies: list[tuple[Span, Span]] = []  # in the buffer to fill, in the shard
         self._always: list[tuple[Span, Span]] = []  # those of them that no transport codes
@@ -70,7 +69,7 @@ class UnitGather:
     @property
     def is_exact(self) -> bool:
         """True if every rank reads weights as they rest, in whatever dtype the buffer has."""
-        return not self._is_coded
+        return not self._transport.is_coded
 
     @property
     def full_numel(self) -> int:
@@ -146,7 +145,7 @@ class UnitGather:
 
     def _own(self, message: Message) -> Own | None:
         """For a coding transport: whether it sends differences. The same on every rank."""
-        if not self._is_coded or message.cut is None:
+        if not self._transport.is_coded or message.cut is None:
             return None
         keeps = self.unit.setting.routes.sends_differences
         rows: list[Tensor | None] = [None] * len(message.cut.numels)

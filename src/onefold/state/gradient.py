@@ -255,15 +255,11 @@ class UnitGradient:
         self._ledger.add(Kind.PARTIAL_GRAD, self._tier, -sum(self.partial.values()))
 
     def _start_reduce(self, parameters: list[UnitParameter]) -> Ticket:
-        unit = self.unit
         self.drop_cleared()
         self._take_back_partials()
         used = [p.whole.grad is not None for p in parameters]
-        flags = torch.tensor(
-            [*used, unit.tag], dtype=unit.compute_dtype, device=unit.setting.store.device
-        )
         partials = [self._flat_partial(p) for p in parameters]
-        ticket = self.reduction.start(parameters, partials, flags)
+        ticket = self.reduction.start(parameters, partials, used)
         for parameter in parameters:
             parameter.whole.grad = None
         self.fired.clear()
@@ -285,7 +281,7 @@ class UnitGradient:
             self._show_resting(users)
             return
         self._due.clear()
-        following = self.reduction.go_on(parameters)
+        following = self.reduction.go_on(parameters, users)
         if following is None or not self.unit.setting.is_sharded:
             self.is_unused = not users
             self._following = (following or DONE).then(lambda: self.show_all(users))
@@ -380,8 +376,11 @@ class UnitGradient:
         if self.reduced is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in [p for p, shown in self.shown.items() if p.face.grad is not shown]:
-                del self.shown[parameter]
+            cleared = [p for p, shown in self.shown.items() if p.face.grad is not shown]
+        for parameter in cleared:
+            del self.shown[parameter]
+        if self._reduced_at == self._ledger.steps:  # nothing was stepped by them
+            self.reduction.feedback.forget(cleared)
         if not self.shown and not (self._keeps_bytes and self.reduced.num_users == 1):
             self.reduced = None
 

@@ -16,7 +16,7 @@ Sources: ZeRO++, arXiv 2306.10209, section 3.3 (two hops); MiCS, arXiv 2205.0011
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -28,6 +28,7 @@ from onefold.layout.axes import NodeLayout
 from onefold.layout.rows import Slot
 from onefold.ledger import Kind
 from onefold.state.buffer import Buffer
+from onefold.state.feedback import Feedback, Region
 from onefold.state.parameter import UnitParameter
 from onefold.state.setting import Hops
 from onefold.ticket import Ticket
@@ -55,6 +56,7 @@ class OneHop:
     def __init__(self, gradient: UnitGradient) -> None:
         self._gradient = ref(gradient)
         self._cuts: dict[Key, Cut] = {}
+        self.feedback = Feedback(gradient.unit.setting)
         self.counts: Tensor  # of the hop that has landed last: [parameters + 1]
 
     @property
@@ -68,19 +70,30 @@ class OneHop:
         return self.gradient.unit
 
     def start(
-        self, parameters: list[UnitParameter], partials: list[Tensor], flags: Tensor
+        self, parameters: list[UnitParameter], partials: list[Tensor], used: list[bool]
     ) -> Ticket:
-        """Begin the first hop with flat `partials` [all rows] and `flags` [parameters + 1]."""
+        """Begin the first hop with flat `partials` [all rows]; this rank has `used` some."""
         gradient, transport = self.gradient, self._first
         fresh = gradient.prepare_reduced(parameters)
-        self.counts = torch.empty(len(flags), dtype=self.unit.dtype, device=flags.device)
+        flags = self._flags(used)
+        owed = self.feedback.of("", _regions(parameters, used))
         out = [*(gradient.own_piece(p) for p in parameters), self.counts]
         cut = self._cut(parameters, transport)
         where = self._where("reduce_scatter")
-        return transport.reduce_scatter([*partials, flags], cut, out, [*fresh, True], where)
+        return transport.reduce_scatter([*partials, flags], cut, out, [*fresh, True], where, owed)
 
-    def go_on(self, parameters: list[UnitParameter]) -> Ticket | None:
-        """Begin what follows the first hop; None where the mean is in its place already."""
+    def _flags(self, used: list[bool]) -> Tensor:
+        """What rides with gradients: whether this rank used each, and the unit's tag."""
+        unit = self.unit
+        device = unit.setting.store.device
+        flags = torch.tensor([*used, unit.tag], dtype=unit.compute_dtype, device=device)
+        self.counts = torch.empty(len(flags), dtype=unit.dtype, device=device)
+        return flags
+
+    def go_on(self, parameters: list[UnitParameter], users: list[UnitParameter]) -> Ticket | None:
+        """Begin what follows the first hop, which summed gradients of `users` and zeros; None where
+        the mean is in its place already.
+        """
         return None
 
     @property
@@ -94,6 +107,7 @@ class OneHop:
 
     def drop(self, parameters: Sequence[UnitParameter]) -> None:
         """Their gradients were cleared: forget what rests of them."""
+        self.feedback.forget(parameters)
 
     def check_tag(self, mean: float | complex) -> None:
         """Raise `WireError` if the ranks did not all reduce this unit."""
@@ -142,7 +156,7 @@ class Spread(OneHop):
         super().__init__(gradient)
         self._spread_cuts: dict[Key, Cut] = {}
 
-    def go_on(self, parameters: list[UnitParameter]) -> Ticket:
+    def go_on(self, parameters: list[UnitParameter], users: list[UnitParameter]) -> Ticket:
         """See `OneHop.go_on`."""
         setting, reduced = self.unit.setting, self.gradient.reduced
         assert reduced is not None, "reduced rows are gathered before there are any"
@@ -172,19 +186,21 @@ class Replicated(OneHop):
         self._between: dict[Key, tuple[Cut, Cut, list[tuple[int, int]]]] = {}
 
     def start(
-        self, parameters: list[UnitParameter], partials: list[Tensor], flags: Tensor
+        self, parameters: list[UnitParameter], partials: list[Tensor], used: list[bool]
     ) -> Ticket:
         """See `OneHop.start`: rows hold the node's mean until nodes have talked."""
         self._waits = True
-        return super().start(parameters, partials, flags)
+        return super().start(parameters, partials, used)
 
-    def go_on(self, parameters: list[UnitParameter]) -> Ticket:
-        """See `OneHop.go_on`. Means travel in the compute dtype, as partials do."""
+    def go_on(self, parameters: list[UnitParameter], users: list[UnitParameter]) -> Ticket:
+        """See `OneHop.go_on`. Exact means travel in the compute dtype, as partials do."""
         gradient, replicas = self.gradient, self._replicas
         self._waits = False
         reduce, gather, spans = self._cuts_between(parameters)
-        dtype, rank = self.unit.compute_dtype, replicas.group.rank
-        rows = [gradient.rest_rows(p).to(dtype) for p in parameters]
+        dtype = self.unit.compute_dtype
+        wide = self.unit.dtype if replicas.is_coded else dtype  # rounded once
+        rows = [gradient.rest_rows(p).to(wide) for p in parameters]
+        is_used = [p in users or p in gradient.shown for p in parameters]
         for index, parameter in enumerate(parameters):
             if parameter in gradient.shown:  # by an earlier micro-batch
                 self.counts[index] += 1
@@ -196,25 +212,40 @@ class Replicated(OneHop):
         first = replicas.reduce_scatter(
             [*rows, flags], reduce, [*means, self.counts], [True] * (len(rows) + 1),
             self._where("reduce_scatter between nodes"),
+            self.feedback.of("between", _regions(parameters, is_used)),
         )  # fmt: skip
 
         def go_on() -> None:
             first.wait()
             flat = torch.cat(rows)
-            starts = [0]
-            for row in rows:
-                starts.append(starts[-1] + len(row))
-            for mean, begin, (start, stop), p in zip(
-                means, starts, spans, parameters, strict=False
-            ):
-                if p.slot.replicated and rank > 0:
-                    start, stop = 0, 1
-                flat[begin + start : begin + stop] = mean
+            starts = accumulate(map(len, rows), initial=0)
+            own: list[Tensor] = []
+            for mean, begin, (start, stop) in zip(means, starts, spans, strict=False):
+                own.append(flat[begin + start : begin + stop])
+                own[-1].copy_(mean)
+            owed = self._add_owed(parameters, own)
             replicas.gather(flat, gather, self._where("gather between nodes")).wait()
+            for rest, read in owed:
+                rest.sub_(read).nan_to_num_(0.0, 0.0, 0.0)
             for p, row in zip(parameters, flat.split([len(row) for row in rows]), strict=True):
                 gradient.rest_rows(p).copy_(row)
 
         return Ticket(first.works, go_on, self._where("reduction between nodes"))
+
+    def _add_owed(
+        self, parameters: list[UnitParameter], own: list[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Means are coded again, to be gathered: add what that owes; later, less what was read."""
+        if not (self._replicas.is_coded and self.unit.setting.routes.feeds_back):
+            return []
+        is_used = [count != 0 for count in self.counts[:-1].tolist()]
+        ask = self.feedback.of("means", _regions(parameters, is_used))
+        found: list[tuple[Tensor, Tensor]] = []
+        for index, (p, mean) in enumerate(zip(parameters, own, strict=True)):
+            rest = ask(index, len(mean)) if ask and len(p.slot.shape) > 1 and len(mean) else None
+            if rest is not None:
+                found.append((rest.copy_(mean.add_(rest)), mean))
+        return found
 
     @property
     def waits(self) -> bool:
@@ -235,15 +266,18 @@ class Replicated(OneHop):
             slots = [_in_parts(p, group.world_size) for p in parameters]
             flags = flags_of(len(parameters) + 1, group.world_size)
             reduce = self._made([*slots, flags], None, self._replicas)
-            starts = [0]
-            for p in parameters:
-                starts.append(starts[-1] + p.local.numel())
+            starts = accumulate((p.local.numel() for p in parameters), initial=0)
             sharded = [(s, at) for s, at in zip(slots, starts, strict=False) if not s.replicated]
             gather = self._made(
                 [s for s, _ in sharded], [at for _, at in sharded], self._replicas
             )  # fmt: skip
             self._between[key] = (reduce, gather, [slot.pieces[group.rank] for slot in slots])
         return self._between[key]
+
+
+def _regions(parameters: list[UnitParameter], used: list[bool]) -> list[Region]:
+    """For the feedback of messages with one region a parameter."""
+    return [(p, 0) if is_used else None for p, is_used in zip(parameters, used, strict=True)]
 
 
 def _in_parts(parameter: UnitParameter, parts: int) -> Slot:
@@ -272,7 +306,7 @@ class TwoHop(OneHop):
         self._cuts_between: dict[Key, Cut] = {}
 
     def start(
-        self, parameters: list[UnitParameter], partials: list[Tensor], flags: Tensor
+        self, parameters: list[UnitParameter], partials: list[Tensor], used: list[bool]
     ) -> Ticket:
         """See `OneHop.start`: a piece of every node's rows is added to the node's sums."""
         setting, inside = self.unit.setting, self._hops.reduce_inside
@@ -285,17 +319,19 @@ class TwoHop(OneHop):
         sent: list[Tensor] = []
         out: list[Tensor] = []
         fresh: list[bool] = []
-        for parameter, partial in zip(parameters, partials, strict=True):
+        regions: list[Region] = []
+        for parameter, partial, is_used in zip(parameters, partials, used, strict=True):
             index = self.unit.parameters.index(parameter)
             slot = self._layout.slots[index]
             stretches = [(0, 1)] if slot.replicated else self._hops.axes.stretches(slot)
             sent += [partial[start:stop] for start, stop in stretches]
             out += [self._sums.tensor[a:b] for a, b in self._layout.spans[index]]
             fresh += [parameter not in self._used] * len(stretches)
-        self.counts = torch.empty(len(flags), dtype=self.unit.dtype, device=flags.device)
+            regions += [(parameter, n) if is_used else None for n in range(len(stretches))]
+        flags = self._flags(used)
         return inside.reduce_scatter(
             [*sent, flags], self._cut(parameters, inside), [*out, self.counts], [*fresh, True],
-            self._where("reduce_scatter inside the node"),
+            self._where("reduce_scatter inside the node"), self.feedback.of("inside", regions),
         )  # fmt: skip
 
     @property
@@ -315,7 +351,7 @@ class TwoHop(OneHop):
             known = self._used.get(parameter)
             self._used[parameter] = count if known is None else known + count
 
-    def go_on(self, parameters: list[UnitParameter]) -> Ticket:
+    def go_on(self, parameters: list[UnitParameter], users: list[UnitParameter]) -> Ticket:
         """See `OneHop.go_on`. Exact messages travel in the compute dtype, as partials do;
         coded ones are made of the sums as they are.
         """
@@ -324,10 +360,11 @@ class TwoHop(OneHop):
         self._note_counts()
         sums, self._sums = self._sums, None
         dtype = self.unit.compute_dtype
-        wide = sums.tensor.dtype if self._hops.codes_gradients else dtype  # rounded once
+        wide = sums.tensor.dtype if between.is_coded else dtype  # rounded once
         indices = [self.unit.parameters.index(p) for p in parameters]
         partials = [sums.tensor[slice(*self._layout.region(i))].to(wide) for i in indices]
         flags = torch.stack([*(self._used[p] for p in parameters), self.counts[-1]]).to(dtype)
+        is_used = [p in self._users or p in users for p in parameters]
         self._used.clear()
         self._users.clear()
         fresh = gradient.prepare_reduced(parameters)
@@ -336,6 +373,7 @@ class TwoHop(OneHop):
             [*partials, flags], self._cut_between(parameters),
             [*(gradient.own_piece(p) for p in parameters), self.counts], [*fresh, True],
             self._where("reduce_scatter between nodes"),
+            self.feedback.of("between", _regions(parameters, is_used)),
         )  # fmt: skip
 
         def finish() -> None:
@@ -346,6 +384,7 @@ class TwoHop(OneHop):
 
     def drop(self, parameters: Sequence[UnitParameter]) -> None:
         """See `OneHop.drop`: sums begin anew."""
+        super().drop(parameters)
         for parameter in parameters:
             self._used.pop(parameter, None)
             self._users.pop(parameter, None)

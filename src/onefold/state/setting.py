@@ -40,7 +40,6 @@ class Hops:
     reduce_between: Transport
     keeps_weights: bool  # a second shard of weights rests inside the node
     keeps_gradients: bool  # and sums of micro-batches
-    codes_gradients: bool  # between nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,13 @@ class Routes:
     reduce: Transport
     hops: Hops | None = None
     replicas: Transport | None = None
-    codes_weights: bool = False  # messages are coded: from masters, where they are near
-    sends_differences: bool = False  # to what every rank has read before
-    rounds_gradients: bool = False  # coded: what is not finite is told to all ranks
+    sends_differences: bool = False  # of weights, to what every rank has read before
+    feeds_back: bool = False  # what coded gradients round off
+
+    @property
+    def rounds_gradients(self) -> bool:
+        """True if gradients are coded on some link: what is not finite is told to all ranks."""
+        return any(transport.is_coded for transport in self.reducers)
 
     @property
     def reducers(self) -> list[Transport]:

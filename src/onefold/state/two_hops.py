@@ -32,8 +32,7 @@ class TwoHopGather(UnitGather):
     """See the module. Tags travel with both hops, so that every rank sees those of all."""
 
     def __init__(self, unit: Unit, hops: Hops) -> None:
-        codes = unit.setting.routes.codes_weights
-        super().__init__(unit, hops.gather_between, is_coded=codes)
+        super().__init__(unit, hops.gather_between)
         self._hops = hops
         self._second: Buffer | None = None  # the node's shard of weights, and a tag for each node
         self._second_numel = 0
@@ -163,4 +162,4 @@ def gather_of(unit: Unit) -> UnitGather:
         return UnitGather(unit, routes.transport)
     if routes.hops is not None:
         return TwoHopGather(unit, routes.hops)
-    return UnitGather(unit, routes.gather, is_coded=routes.codes_weights)
+    return UnitGather(unit, routes.gather)

@@ -98,8 +98,7 @@ class Unit:
         self._ticket: Ticket = DONE
         self._fresh = False
         self._gathered = -1  # `edits` when the full buffer was filled
-        self._touched_by_data = 0
-        self._kept_edits = 0
+        self._touched_by_data = self._kept_edits = 0
         self._num_steps = 0
         self.gather = gather_of(self)
         is_exact = self.gather.is_exact
@@ -363,6 +362,7 @@ class Unit:
         """Weights were read anew on every rank, into the master where there is one."""
         self.publish(is_rounded=False)
         self.gather.forget_base()
+        self.gradient.reduction.feedback.forget(self.parameters)
 
     @property
     def stepped(self) -> Tensor:

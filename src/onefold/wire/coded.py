@@ -20,9 +20,9 @@ from torch import Tensor
 from onefold.layout.rows import round_up
 from onefold.ledger import Kind
 from onefold.ticket import Ticket
-from onefold.wire.codec import Codec
+from onefold.wire.codec import Codec, encode_with_feedback
 from onefold.wire.exchange import Span
-from onefold.wire.transport import Composed, Cut, Own
+from onefold.wire.transport import Composed, Cut, Owed, Own
 
 ALIGN_NBYTES = 16
 """Parts of a message start at multiples of this, so that they can be read as wider numbers."""
@@ -70,6 +70,8 @@ class _Messages:
 
 class Coded:
     """See the module. `Own.has_base` makes a gather send differences to what `full` holds."""
+
+    is_coded = True
 
     def __init__(self, exact: Composed, codec: Codec) -> None:
         self.group = exact.group
@@ -140,6 +142,7 @@ class Coded:
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
+        owed: Owed | None = None,
     ) -> Ticket:
         """See `Transport.reduce_scatter`. If a rank has values that are not finite, every rank
         finds what travels without a name (flags) to be NaN.
@@ -152,7 +155,7 @@ class Coded:
         messages = self._reduced[key]
         mine = messages.parcels[rank]
         sent = exchange.buffers.take(messages.nbytes, torch.uint8, flags.device)
-        told = self._pack(partials, cut, messages, sent)
+        told = self._pack(partials, cut, sent, owed)
         work, received, found = exchange.all_to_all(sent, messages.numels, mine.nbytes)
         exchange.count("reduce_scatter", sent.nbytes)
 
@@ -170,13 +173,14 @@ class Coded:
         self._exchange.buffers.clear()
 
     def _pack(
-        self, partials: Sequence[Tensor], cut: Cut, messages: _Messages, sent: Tensor
+        self, partials: Sequence[Tensor], cut: Cut, sent: Tensor, owed: Owed | None
     ) -> list[Tensor]:
         """Write each other rank's message; then flags, NaN if anything was not finite.
 
         What was told: the partials, with such flags.
         """
         rank, dtype = self.group.rank, partials[-1].dtype
+        messages = self._reduced[cut, dtype]
         is_finite = torch.ones((), dtype=torch.bool, device=sent.device)
         flags: list[tuple[Part, Tensor]] = []
         for receiver, (parcel, message) in enumerate(
@@ -190,7 +194,14 @@ class Coded:
                 elif receiver == rank:
                     is_finite &= torch.isfinite(values).all()
                 elif part.is_coded:
-                    self.codec.encode(values, place)
+                    numels = cut.numels[part.region]
+                    rest = owed and owed(part.region, sum(numels) - numels[rank])
+                    if rest is None:
+                        self.codec.encode(values, place)
+                    else:  # it has no rows for this rank, which sends itself nothing
+                        start = part.rows.start - (numels[rank] if receiver > rank else 0)
+                        rest = rest[start : start + len(values)]
+                        encode_with_feedback(self.codec, values, rest, place)
                     is_finite &= self.codec.is_finite(place)
                 else:
                     place.view(dtype).copy_(values)

@@ -113,11 +113,22 @@ class Own:
         return self.is_base_kept and not self.has_base
 
 
+Owed = Callable[[int, int], Tensor | None]
+"""What earlier messages rounded off a region, to be sent with this one, and kept anew (error
+feedback, see `onefold.state.feedback`): from the region's index and the elements of it that go to
+other ranks, fp32 [of them, in rank order]; None if nothing is fed back. Asked by who codes."""
+
+
 class Transport(Protocol):
     """How regions cross between ranks. Every rank calls with the same cut, in the same order."""
 
     @property
     def group(self) -> Group: ...
+
+    @property
+    def is_coded(self) -> bool:
+        """True if matrices are rounded on the way."""
+        ...
 
     def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
         """Fill every region of the flat `full` from its owners; own pieces are in place already.
@@ -134,11 +145,12 @@ class Transport(Protocol):
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
+        owed: Owed | None = None,
     ) -> Ticket:
         """Put the mean over ranks of this rank's piece of every flat partial into `out`.
 
         Where `fresh` is False the mean is added to what `out` holds. The ticket owns the partials
-        until it is waited for; the sum happens inside that wait.
+        until it is waited for; the sum happens inside that wait. `owed` is for those that code.
         """
         ...
 
@@ -153,6 +165,7 @@ class Wrapped(ABC):
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.group = inner.group
+        self.is_coded = inner.is_coded
 
     @abstractmethod
     def around(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
@@ -169,11 +182,12 @@ class Wrapped(ABC):
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
+        owed: Owed | None = None,
     ) -> Ticket:
         """See `Transport.reduce_scatter`."""
 
         def start() -> Ticket:
-            return self.inner.reduce_scatter(partials, cut, out, fresh, label)
+            return self.inner.reduce_scatter(partials, cut, out, fresh, label, owed)
 
         return self.around("reduce_scatter", cut.name, start)
 
@@ -184,6 +198,8 @@ class Wrapped(ABC):
 
 class LocalTransport:
     """A world of one: everything is already where it belongs."""
+
+    is_coded = False
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -199,6 +215,7 @@ class LocalTransport:
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
+        owed: Owed | None = None,
     ) -> Ticket:
         """The mean over one rank is its own gradient."""
         for partial, target, is_fresh in zip(partials, out, fresh, strict=True):
@@ -211,6 +228,8 @@ class LocalTransport:
 
 class Composed:
     """Gathers into place, and sums what all-to-all brings; nothing is rounded on the way."""
+
+    is_coded = False
 
     def __init__(self, exchange: Exchange, *, reduce: torch.dtype = torch.float32) -> None:
         self.exchange = exchange
@@ -251,6 +270,7 @@ class Composed:
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
+        owed: Owed | None = None,
     ) -> Ticket:
         """See `Transport.reduce_scatter`."""
         works: list[Work] = []
