@@ -109,8 +109,8 @@ BESIDE = {
 @pytest.mark.parametrize(
     ("way", "beside"),
     [
-        ("one axis", "disk"), ("one axis", "reentrant recompute"), ("zero++", "recompute"),
-        ("zero++", "cpu"), ("differences", "disk"), ("differences", "fraction"),
+        ("one axis", "disk"), ("one axis", "recompute"), ("zero++", "reentrant recompute"),
+        ("zero++", "cpu"), ("differences", "fraction"),
         ("stage 2", "states"), ("replicas", "cpu"),
     ],
 )  # fmt: skip
@@ -149,9 +149,9 @@ def test_loading_what_was_saved_changes_no_bit_of_weights_sent_whole(tmp_path):
     same_bits(run_ranks(WORLD, lambda rank: train(rank, way, between=between)), wanted_of(way))
 
 
-@pytest.mark.parametrize("way", ["zero++", "differences"])
-def test_tiled_weights_travel_exactly_beside_coded_ones(way):
+def test_tiled_weights_travel_exactly_beside_coded_ones():
     """The tied embedding is tiled, so results differ from those of coded ones by the rounding."""
+    way = "zero++"
     got = run_ranks(WORLD, lambda rank: train(rank, way, offload=Offload(tile=2048)))
     for (losses, weights), (wanted, _) in zip(got, wanted_of(way), strict=True):
         assert losses == pytest.approx(wanted, rel=0.03)

@@ -34,7 +34,7 @@ class Report:
 
     `memory[kind][tier]` is bytes now and at the peak; kinds are those of `onefold.ledger.Kind`.
     `traffic[collective]` and `last_step[collective]` count calls and bytes sent from this rank:
-    `skipped` of the `steps` were not taken, as gradients were not finite before they were coded.
+    `skipped` of the `steps` were not taken, as coded gradients were not finite.
     `offload` says what was planned for the tiers, and why; empty where all is on the device.
     `predicted[kind]` is the peak that a plan of the module tells, over CPU and device memory
     ("all": of all kinds at a time), once steps are taken.
