@@ -138,10 +138,11 @@ def _with_replicas(
         regions.append(_Region.of(member, parts))
     trained = [region for region in regions if region.is_trained]
     itemsize, word = members[0].compute_itemsize, wire.gradients_between
+    wide = itemsize if word == EXACT else members[0].itemsize  # of means: they are rounded once
     return replace(
         inside,
         settle=_reduce(regions, 1 + len(trained), word, itemsize),
-        share=_gather(trained, 0, word, itemsize),
+        share=_gather(trained, 0, word, wide),
     )
 
 
