@@ -157,7 +157,7 @@ class UnitGather:
         is_near = not unit.steps_in_blocks and unit.stepped.device == near.device
         if is_near:
             unit.refresh_master()
-        source = (unit.stepped if is_near else near).to(unit.setting.store.device)
+        source = unit.stepped if is_near else near
         for index, (start, stop) in enumerate(self._coded):
             own.rows[index] = source[start:stop]
 

@@ -57,6 +57,7 @@ class OneHop:
         self._gradient = ref(gradient)
         self._cuts: dict[Key, Cut] = {}
         self.feedback = Feedback(gradient.unit.setting)
+        self._told: tuple[list[bool], Tensor] = [], torch.empty(0)  # the last flags
         self.counts: Tensor  # of the hop that has landed last: [parameters + 1]
 
     @property
@@ -86,7 +87,10 @@ class OneHop:
         """What rides with gradients: whether this rank used each, and the unit's tag."""
         unit = self.unit
         device = unit.setting.store.device
-        flags = torch.tensor([*used, unit.tag], dtype=unit.compute_dtype, device=device)
+        told, flags = self._told
+        if told != used:  # seldom: a GPU's host waits for what it copies there
+            flags = torch.tensor([*used, unit.tag], dtype=unit.compute_dtype, device=device)
+            self._told = used, flags
         self.counts = torch.empty(len(flags), dtype=unit.dtype, device=device)
         return flags
 

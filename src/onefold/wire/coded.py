@@ -129,9 +129,20 @@ class Coded:
             if not is_coded:
                 part.view(full.dtype).copy_(values)
             elif own is not None and own.has_base:
-                self.codec.encode(values.to(torch.float32, copy=True).sub_(target), part)
+                self.codec.encode(
+                    values.to(target.device, torch.float32, copy=True).sub_(target), part
+                )
             else:
-                self.codec.encode(values, part)
+                self._encode(values, part)
+
+    def _encode(self, values: Tensor, part: Tensor) -> None:
+        """Code rows where they lie: if that is far, the message alone crosses to the device."""
+        if values.device == part.device:
+            self.codec.encode(values, part)
+        else:
+            message = torch.empty_like(part, device=values.device)
+            self.codec.encode(values, message)
+            part.copy_(message)
 
     # reduce
 

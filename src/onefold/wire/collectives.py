@@ -31,7 +31,8 @@ class Group:
 
     @property
     def is_nccl(self) -> bool:
-        return self.handle is not None and dist.get_backend(self.handle) == "nccl"
+        """True if tensors of a GPU go by NCCL, maybe beside another backend for the CPU's."""
+        return self.handle is not None and "cuda:nccl" in dist.get_backend_config(self.handle)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Start sending `tensor` of rank `source` into `tensor` of all others, in place."""

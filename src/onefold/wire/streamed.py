@@ -15,8 +15,8 @@ class Streamed(Wrapped):
 
     The side stream first waits for what compute has queued (the buffers' last uses), and the
     ticket's `wait` makes compute's stream wait for the side stream; the host blocks for neither.
-    Buffers are kept alive by whoever holds the ticket, so no block is recorded on a second stream
-    and the caching allocator can reuse it at once.
+    The ticket keeps what it was given (flags too) until then, so no block is recorded on a second
+    stream and the caching allocator can reuse it at once.
     """
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
@@ -34,19 +34,21 @@ def _beside(stream: torch.cuda.Stream, start: Callable[[], Ticket]) -> Ticket:
         start().wait()  # on a GPU this queues the rest on `stream` and returns
         finished = torch.cuda.Event()
         finished.record(stream)
-    return Ticket([_Queued(finished, stream.device)])
+    return Ticket([_Queued(finished, stream.device, start)])
 
 
 class _Queued:
     """Work on a side stream: waiting for it makes compute's stream wait, never the host."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device, kept: object) -> None:
         self._event = event
         self._device = device
+        self._kept = kept  # tensors of compute's stream, which it would give to others meanwhile
 
     def wait(self) -> None:
         """See `onefold.ticket.Work`."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._kept = None
 
     def is_completed(self) -> bool:
         """True once the device is through with it."""
