@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,11 +23,14 @@ from onefold.errors import ConfigError
 from onefold.layout.units import plan_units
 from onefold.planner.auto import ACTIVATIONS_SHARE
 from onefold.planner.estimate import estimated
+from onefold.planner.machines import machine_of
 from onefold.planner.memory import Forecast, forecast
+from onefold.planner.search import Room, Search
 from onefold.planner.setup import Setup
 from onefold.planner.sizes import told
 from onefold.planner.tables import wire_lines
 from onefold.planner.trace import Trace, trace, without_values
+from onefold.planner.wires import candidates
 from onefold.training.planning import Cluster, plan
 from onefold.wiring import PRESETS, check_wire, fitted
 from tests.ranks import run_ranks, seeded
@@ -289,3 +295,24 @@ def test_the_plan_on_the_page_is_what_a_plan_tells():
     block = "\n".join(["```text", *wire_lines(made)[1:], "```"])
     print(block)
     assert f"<!-- plan: begin -->\n{block}\n<!-- plan: end -->" in page
+
+
+_PLANS = plan_units(without_values(Net()))
+
+
+@settings(max_examples=15, deadline=None)
+@given(memory=st.integers(2, 400))
+def test_as_many_rows_as_fit_are_looked_for_on_every_wire(memory):
+    """A wire with a second shard may lose to one that has room for more rows, and may not."""
+    one, two = (estimated(_PLANS, rows * 32, Precision()) for rows in (1, 2))
+    setup = Setup(stage=3, world_size=4, ranks_per_host=2, device_type="cuda")
+    room = Room(memory * 2**17)
+    search = Search(one, two, setup, room, machine_of("a100-40"), 32, candidates("auto", nodes=2))
+    best = search.largest(3, "none")
+    alone = [replace(search, wires=(each,)).largest(3, "none") for each in search.wires]
+    fitting = [row for row in alone if row.fits]
+    assert best.fits == bool(fitting)
+    if fitting:
+        assert best.step is not None
+        speeds = [row.step.tokens_per_s for row in fitting if row.step is not None]
+        assert best.step.tokens_per_s >= 0.99 * max(speeds)

@@ -119,8 +119,7 @@ class Search:
 
     def row(self, stage: int, offload: str, rows: int) -> Row:
         """One way, with micro-batches of `rows` rows, on the wire that suits it best."""
-        found = self.over(self.wires, stage, offload, rows)
-        return preferred(found)
+        return preferred(self.over(self.wires, stage, offload, rows))
 
     def over(self, wires: Sequence[Candidate], stage: int, offload: str, rows: int) -> list[Row]:
         """One way on each of several wires that it can have; `ConfigError` if that is none."""
@@ -160,12 +159,15 @@ class Search:
         return extrapolated(self.one, self.two, rows)
 
     def largest(self, stage: int, offload: str) -> Row:
-        """With as many rows as fit: of the powers of two, as kernels like them."""
-        best = self.row(stage, offload, 1)
-        if not best.fits or self.two is None:
-            return best
-        while best.rows < MAX_ROWS:
-            more = self.row(stage, offload, 2 * best.rows)
+        """With as many rows as fit: of the powers of two, as kernels like them. A wire that keeps
+        less for the node may have room for more rows.
+        """
+        found = self.over(self.wires, stage, offload, 1)
+        return preferred([self._grown(row) for row in found])
+
+    def _grown(self, best: Row) -> Row:
+        while best.fits and self.two is not None and best.rows < MAX_ROWS:
+            (more,) = self.over((best.wire,), best.stage, best.offload, 2 * best.rows)
             if not more.fits:
                 break
             best = more
@@ -176,8 +178,9 @@ MAX_ROWS = 4096
 
 
 def preferred(rows: Sequence[Row]) -> Row:
-    """Of one way on several wires: the fastest that fits, or what sends least between nodes; of
-    several alike the first, which is the simplest. Where none fits, the one that misses least.
+    """Of one way on several wires: the fastest that fits, or what sends least between nodes for
+    each row; of several alike the first, which is the simplest. Where none fits, the one that
+    misses least.
     """
     fitting = [row for row in rows if row.fits]
     if not fitting:
@@ -186,7 +189,7 @@ def preferred(rows: Sequence[Row]) -> Row:
         best = best_of(fitting)
         assert best is not None, "what fits has a best"
         return best
-    return min(fitting, key=lambda row: row.between_nbytes)
+    return min(fitting, key=lambda row: row.between_nbytes / row.rows)
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:

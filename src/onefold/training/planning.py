@@ -151,6 +151,7 @@ def _compared(search: Search, row: Row) -> tuple[Row, ...]:
     """The same way on every wire; none where the stage has but one."""
     wires = (*search.wires, *lossy())
     found = search.over(wires, row.stage, row.offload, row.rows)
+    found = [row if each.wire == row.wire else each for each in found]
     return tuple(found) if len(found) > 1 else ()
 
 
@@ -242,6 +243,7 @@ def _confirmed(
     From one row and two, a moment is told along a line; the most of several moments is above it.
     """
     while (best := best_of(found)) is not None and best.rows > 2:
+        search = replace(search, wires=(best.wire,))
         exact = replace(search, one=direct(best.rows), two=None)
         row = exact.row(best.stage, best.offload, best.rows)
         if row.fits:
