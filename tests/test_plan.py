@@ -110,11 +110,22 @@ def resting(found: Forecast, kind: str) -> dict[str, int]:
 SETTINGS = [
     (stage, precision, offload, accumulate)
     for stage, precision, offload, accumulate in product(
-        range(4), (None, "bf16"), (None, "optimizer", "disk"), (1, 2)
+        range(4), (None, "bf16"), (None, "optimizer", "disk"), (1, 3)
     )
     if not (offload == "disk" and (stage < 3 or accumulate > 1))
     and not (offload == "optimizer" and stage == 0)
 ]
+
+
+def settings_of(name: str, world: int) -> list[tuple[int, str | None, str | None, int]]:
+    """A share of all settings: the GPT, whose peaks are looked at, has each in one of its worlds.
+
+    The other two modules share them, so that any two choices of module, world, stage, precision,
+    offload and micro-batches still meet. All of them would be 270 runs.
+    """
+    if name == "gpt":
+        return SETTINGS[world % 3 :: 3]
+    return SETTINGS[world - 1 + 3 * (name == "tied") :: 6]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -122,7 +133,7 @@ SETTINGS = [
 def test_states_are_what_the_plan_says_to_the_byte_and_every_kind_peaks_where_it_says(
     name, world, tmp_path
 ):
-    for stage, precision, offload, accumulate in SETTINGS:
+    for stage, precision, offload, accumulate in settings_of(name, world):
         choice = f"disk:{tmp_path}" if offload == "disk" else offload
         setup = Setup(
             stage=stage, world_size=world, accumulate=accumulate,
@@ -133,6 +144,11 @@ def test_states_are_what_the_plan_says_to_the_byte_and_every_kind_peaks_where_it
         for kind in ("weight", "master", "optimizer"):
             held = {t: u.now for t, u in report.memory.get(kind, {}).items() if u.now}
             assert held == resting(found, kind), (kind, setup)
+        if name == "gpt" and world > 1 and offload is None:
+            assert report.last_step["reduce_scatter"].sent_nbytes == found.sent["reduce_scatter"], (
+                setup
+            )
+            assert report.last_step["gather"].sent_nbytes == found.sent["gather"], setup
         if name == "gpt" and offload != "disk":  # of tiny odd ones a flag is a share
             for kind in ("unsharded", "grad"):
                 held = sum(u.peak for u in report.memory.get(kind, {}).values())
@@ -141,17 +157,6 @@ def test_states_are_what_the_plan_says_to_the_byte_and_every_kind_peaks_where_it
                 held = sum(u.peak for u in report.memory.get(kind, {}).values())
                 assert held <= 1.05 * found.most_of(kind), (kind, setup)
             assert report.differing() == {}, (report.verdict, setup)
-
-
-def test_bytes_sent_are_those_of_the_plan(tmp_path):
-    for stage, precision, accumulate in product(range(4), (None, "bf16"), (1, 3)):
-        setup = Setup(
-            stage=stage, world_size=3, accumulate=accumulate, precision=precision_of(precision)
-        )
-        reports = run_ranks(3, lambda rank, s=setup: run("gpt", s, tmp_path))
-        found = predicted("gpt", setup)
-        assert reports[0].last_step["reduce_scatter"].sent_nbytes == found.sent["reduce_scatter"]
-        assert reports[0].last_step["gather"].sent_nbytes == found.sent["gather"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -383,10 +388,15 @@ def test_host_memory_counts_for_all_ranks_of_a_node():
         assert not row.fits
 
 
+@cache
+def traced_rows(rows: int) -> Trace:
+    return trace(BUILDS["gpt"](), inputs_of("gpt", rows))
+
+
 @settings(max_examples=20, deadline=None)
 @given(memory=st.integers(50, 4000), stage=st.integers(0, 3))
 def test_auto_batch_fits_and_twice_as_much_does_not(memory, stage):
-    one, two = (trace(BUILDS["gpt"](), inputs_of("gpt", rows)) for rows in (1, 2))
+    one, two = traced_rows(1), traced_rows(2)
     setup = Setup(stage=3, world_size=4, device_type="cuda")
     search = Search(one, two, setup, Room(memory * 2**20), None, SEQ)
     row = search.largest(stage, "none")
