@@ -1,4 +1,7 @@
-"""How state travels, as frozen values: `Wire`, its words and presets."""
+"""How state travels, as users say it: `Wire`, its words and presets.
+
+`routing` makes transports of it, of which `wire/` has the kinds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ WEIGHT_CODECS = (*CODECS, *(word + DIFFERENCE for word in ("fp8", "int8", "int4"
 SECONDARY = ("weights", "gradients", "optimizer")
 """What rests inside the node, on a mesh of two axes: each word includes those before it."""
 
-Hops = str | tuple[str, str]
+Words = str | tuple[str, str]
 """One word for all links; or two: inside the node, between nodes."""
 
 
@@ -49,8 +52,8 @@ class Wire:
     differences); MiCS, arXiv 2205.00119, section 3; EF-SGD, arXiv 1901.09847 (feedback).
     """
 
-    weights: Hops = EXACT
-    gradients: Hops = EXACT
+    weights: Words = EXACT
+    gradients: Words = EXACT
     secondary: str | bool | None = None
     feedback: bool = False
 

@@ -86,6 +86,11 @@ class NodeLayout:
         """[start, stop) of one parameter in the buffer."""
         return self.spans[index][0][0], self.spans[index][-1][1]
 
+    def own(self, index: int) -> tuple[int, int]:
+        """[start, stop) of this rank's own rows of one parameter in the buffer."""
+        spans = self.spans[index]
+        return spans[0 if self.slots[index].replicated else self.axes.node]
+
     def between(self, index: int) -> Slot:
         """One parameter's region as the hop between nodes sees it: a piece of it for every node."""
         slot, first = self.slots[index], self.region(index)[0]

@@ -25,8 +25,8 @@ from onefold.errors import StateError
 from onefold.ledger import Kind
 from onefold.state.buffer import Buffer
 from onefold.state.logical import NoMean
+from onefold.state.node_reduction import reduction_of
 from onefold.state.parameter import UnitParameter
-from onefold.state.reduction import reduction_of
 from onefold.state.unit import Unit
 from onefold.ticket import DONE, Ticket
 

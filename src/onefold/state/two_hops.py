@@ -35,20 +35,17 @@ class TwoHopGather(UnitGather):
         super().__init__(unit, hops.gather_between)
         self._hops = hops
         self._second: Buffer | None = None  # the node's shard of weights, and a tag for each node
-        self._second_numel = 0
         self._filled = -1  # `edits` of the unit when it was filled
         self._between = DONE  # what fills it
         self._cut_between: Cut
         self._cut_inside: Cut
         self._from_second: list[tuple[Span, Span]] = []  # in the full buffer, in the second shard
+        self._layout = NodeLayout.build(unit.rest.slots, hops.axes)  # of the second shard
         if hops.keeps_weights:
-            layout = NodeLayout.build(unit.rest.slots, hops.axes)
-            self._second_numel = layout.numel
-            setting = unit.setting
+            setting, numel = unit.setting, self._layout.numel + hops.axes.nodes
             self._second = Buffer(
-                layout.numel + hops.axes.nodes, unit.compute_dtype, Kind.SECONDARY, setting.store,
-                setting.ledger,
-            )  # fmt: skip
+                numel, unit.compute_dtype, Kind.SECONDARY, setting.store, setting.ledger
+            )
 
     @property
     def is_exact(self) -> bool:
@@ -92,7 +89,7 @@ class TwoHopGather(UnitGather):
         with torch.no_grad():
             torch._foreach_copy_([near for near, _ in pairs], [kept for _, kept in pairs])
             tags = flat[self.unit.rest.full_numel :]
-            tags[self._hops.axes.place :: self._hops.axes.neighbours] = second[self._second_numel :]
+            tags[self._hops.axes.place :: self._hops.axes.neighbours] = second[self._layout.numel :]
         return inside.gather(flat, self._cut_inside, where)
 
     def _fill(self) -> None:
@@ -105,7 +102,7 @@ class TwoHopGather(UnitGather):
         self._await_second()  # of a forward that did not use the unit
         edits = unit.edits()
         self._filled = -1
-        self._between = self._cross(second.tensor, self._second_numel, self._hops.axes.node)
+        self._between = self._cross(second.tensor, self._layout.numel, self._hops.axes.node)
         self._filled = edits
 
     def _await_second(self) -> None:
@@ -138,11 +135,10 @@ class TwoHopGather(UnitGather):
                 [(slot.full_offset + slot.pieces[axes.rank][0], slot) for slot in rest.slots]
             )
         else:
-            layout = NodeLayout.build(rest.slots, axes)
+            layout = self._layout
             regions = [(layout.between(i), layout.region(i)[0]) for i, _ in sharded]
             regions.append((tags_of(axes.nodes), layout.numel))
-            own = [spans[0 if len(spans) == 1 else axes.node] for spans in layout.spans]
-            self._share([(start, slot) for (start, _), slot in zip(own, rest.slots, strict=True)])
+            self._share([(layout.own(i)[0], slot) for i, slot in enumerate(rest.slots)])
             for slot, spans in zip(rest.slots, layout.spans, strict=True):
                 pieces = slot.pieces[:1] if slot.replicated else axes.between(slot).pieces
                 for (start, stop), span in zip(pieces, spans, strict=True):

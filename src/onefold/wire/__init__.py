@@ -1,1 +1,4 @@
-"""How bytes travel between ranks: the group, its collectives, the transport composed from them."""
+"""How bytes travel between ranks, below any choice: the group, its collectives, the transports.
+
+What users may ask for is `onefold.wiring`; `onefold.routing` makes the one of the other.
+"""
