@@ -49,7 +49,8 @@ def wire_lines(plan: Plan) -> list[str]:
     lines = [heads, *(_wire_cells(row, plan, taken) for row in plan.wires)]
     numbers = _aligned(lines)
     ends = ["", *(f"  {_remark(row, taken)}" for row in plan.wires)]
-    said = f"stage {taken.stage} on each wire (weights + gradients; of all ranks together):"
+    tier = f", offload {taken.offload}," if taken.offload != "none" else ""
+    said = f"stage {taken.stage}{tier} on each wire (weights + gradients; of all ranks together):"
     return ["", said, *((a + b).rstrip() for a, b in zip(numbers, ends, strict=True))]
 
 
