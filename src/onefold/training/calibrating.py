@@ -25,9 +25,9 @@ from onefold.training.machine import measure_disk, usable_cores
 
 ENTRY = "onefold.training.calibration_rank:main"
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
-HELD_NBYTES = 6
-"""Copies of the weights that a rank of a calibration holds: they, their gradients, and once more,
-with two moments, for the optimizer."""
+HELD_NBYTES = 8
+"""Copies of the weights that a rank of a calibration holds: of a plain module they and their
+gradients, of a sharded one the same, and own rows of both and of two moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ def measure(world: World, asked: dict[str, Any]) -> Speeds:
         gather, reduce = _collectives(world, dtype)
     nbytes, seconds = _step(world, compute or torch.float32, _clock(threads))
     steps = (FEW, MANY) if world.world_size > 1 else (FEW,)
-    wholes = tuple(_whole(world, asked, tokens, *each) for each in steps)
+    wholes = tuple(_whole(world, asked, tokens, each, micro.seconds) for each in steps)
     own = Speeds(
         world.world_size, threads, usable_cores(), asked["dtype"], micro, nbytes, seconds,
         spread, gather, reduce, wholes,
@@ -356,12 +356,16 @@ def _step(world: World, dtype: torch.dtype, clock: Callable[[], float]) -> tuple
 
 
 def _whole(
-    world: World, asked: dict[str, Any], tokens: Tensor, stage: int, accumulate: int
+    world: World, asked: dict[str, Any], tokens: Tensor, way: tuple[int, int], micro_seconds: float
 ) -> Whole:
-    """The median step of the model itself, sharded.
+    """The median step of the model itself, sharded, in turn with plain micro-batches.
 
-    Where every core has a rank of one thread, its processor time is the step's: nobody waits.
+    Their ratio counts: a machine that is slower now than when `micro_seconds` were measured is so
+    for both. Where every core has a rank of one thread, its processor time is the step's:
+    nobody waits.
     """
+    stage, accumulate = way
+    plain = _module(asked, precision_of(asked["precision"]).compute)
     module = _module(asked, None)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
     onefold.shard(
@@ -373,10 +377,13 @@ def _whole(
     found: list[float] = []
     for _ in _rounds(world, MOST, WHOLE_SECONDS):
         begun = clock()
+        _train(plain, tokens)
+        alone = clock() - begun
+        begun = clock()
         for number in range(accumulate):
             with nullcontext() if number == accumulate - 1 else onefold.accumulate(module):
                 default_loss(module(tokens)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(clock() - begun)
-    return Whole(stage, accumulate, median(found[1:]))
+        found.append((clock() - begun) / alone)
+    return Whole(stage, accumulate, median(found[1:]) * micro_seconds)
