@@ -114,7 +114,8 @@ def test_saving_between_micro_batches_changes_nothing(shape, stage, secondary, t
     wanted = run_ranks(world, run, False)[0]
     for got in run_ranks(world, run, True):
         close(got, wanted)
-    for place in [(shape, stage, secondary), (shape, 3, "gradients"), (None, 2, None)]:
+    elsewhere = [(shape, 3, "gradients"), (None, 2, None)] if shape == (2, 2) else []
+    for place in [(shape, stage, secondary), *elsewhere]:
         for got in run_ranks(world, resume, *place):
             close(got, wanted)
 

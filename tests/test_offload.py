@@ -169,12 +169,11 @@ def same_as_on_device(world_size: int, *offloads: Any, **options: Any) -> None:
 # parity
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_optimizer_states_in_any_tier_give_the_bits_of_the_device(
-    world_size, stage, clip, tmp_path
-):
+def test_optimizer_states_in_any_tier_give_the_bits_of_the_device(world_size, stage, tmp_path):
+    """With and without clipping in turn: each meets every world size and every stage."""
+    clip = 0.1 if (world_size + stage) % 2 else None
     offloads = [Offload(optimizer=tier, disk=tmp_path) for tier in ("cpu", "disk")]
     same_as_on_device(world_size, *offloads, stage=stage, clip=clip)
 
