@@ -21,7 +21,7 @@ from tests.commands import onefold, torchrun
 
 ONEFOLD = [sys.executable, "-m", "onefold"]
 TINY_RUN = ["--steps", "3", "--batch", "4", "--seq", "16"]
-LIMIT_S = 60
+LIMIT_S = 100
 
 MODULES = '''
 import os
@@ -234,9 +234,7 @@ def test_a_rank_without_its_launcher_is_told_so(workplace, monkeypatch):
 @pytest.mark.process
 def test_train_tells_the_same_in_json_alone_and_under_torchrun(workplace):
     arguments = ["train", *TINY_RUN, "--json"]
-    done = subprocess.run(
-        [*ONEFOLD, *arguments], cwd=workplace, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = onefold(*arguments, cwd=workplace)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     result = json.loads(done.stdout)
@@ -271,6 +269,7 @@ def test_without_a_terminal_progress_is_lines_and_the_table_equals_the_closed_fo
 
 @pytest.mark.process
 def test_on_a_terminal_progress_is_a_bar(workplace):
+    """Here launcher and ranks are processes of their own from the start, as a user's are."""
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
         [*ONEFOLD, "train", "--model", "mine:net", *TINY_RUN],
@@ -289,6 +288,7 @@ def test_on_a_terminal_progress_is_a_bar(workplace):
     assert "step 3 of 3" in text
     assert text.count("\x1b[?25h") >= text.count("\x1b[?25l") > 0, "the cursor is shown again"
     assert "held-out loss" in text
+    assert "Warning" not in text
 
 
 @pytest.mark.process
@@ -311,10 +311,10 @@ def test_an_interrupt_ends_all_ranks_within_seconds_with_one_line(workplace, del
     begun = time.monotonic()
     os.killpg(running.pid, signal.SIGINT)
     _, errors = running.communicate(timeout=LIMIT_S)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30  # ranks have 5 s to end by themselves; it has 100000 steps
     assert running.returncode == 130
     assert errors == "onefold train: interrupted\n"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while processes_below(workplace) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes_below(workplace) == []

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,9 @@ import pytest
 
 from onefold.cli.main import main
 from tests import crash_loop
-from tests.commands import onefold
+from tests.commands import begin, onefold
 
-ONEFOLD = [sys.executable, "-m", "onefold"]
-SMALL = ["--batch", "4", "--seq", "16", "--ranks", "2"]
-LIMIT_S = 60
-
-
+SMALL = ["--batch", "4", "--seq", "16", "--ranks", "2", "--sample", "0"]
 EIGHT_STEPS = ["--steps", "8", "--every", "2", "--keep", "2", "--json"]
 
 
@@ -65,24 +60,25 @@ def test_a_run_that_was_cut_in_two_is_the_run_that_was_not(saved, tmp_path):
     assert "passed over step-00000008" in second.stderr
 
 
-@pytest.mark.parametrize(("stop", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_within_the_step_and_resume_goes_on(tmp_path, stop, code):
-    folder = tmp_path / "runs"
-    job = [*ONEFOLD, "train", *SMALL, "--steps", "100000", "--checkpoint", str(folder)]
-    process = subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for _ in range(3):
-        process.stdout.readline()
-    time.sleep(1)
-    process.send_signal(stop)
-    _, told = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == code
-    (saved,) = list(folder.iterdir())
+def begin_and_stop(folder: Path, stop: signal.Signals, *flags: str) -> tuple[int, str]:
+    """A run of two ranks that is stopped once it trains: the step it saved, what it told."""
+    process = begin("train", *SMALL, "--steps", "400", "--checkpoint", str(folder), *flags)
+    process.until(lambda told: " loss " in told)
+    os.kill(process.pid, stop)
+    done = process.end()
+    assert done.returncode == 128 + stop
+    saved = max(folder.iterdir())
     step = int(saved.name.removeprefix("step-"))
-    assert f"stopped after step {step:,d}, saved as {saved}; --resume goes on there" in told
-    if stop == signal.SIGTERM:
-        more = train("--steps", str(step + 2), "--checkpoint", str(folder), "--resume", "--json")
-        assert json.loads(more.stdout)["first_step"] == step
+    assert f"stopped after step {step:,d}, saved as {saved}; --resume goes on there" in done.stderr
+    return step, done.stdout
+
+
+def test_a_signal_saves_within_the_step_and_resume_goes_on(tmp_path):
+    """SIGTERM, and SIGINT to the run that resumes the first."""
+    step, _ = begin_and_stop(tmp_path / "runs", signal.SIGTERM)
+    later, told = begin_and_stop(tmp_path / "runs", signal.SIGINT, "--resume")
+    assert f"goes on after step {step:,d}" in told
+    assert later > step
 
 
 def test_a_second_signal_stops_at_once(tmp_path):
@@ -92,26 +88,20 @@ def test_a_second_signal_stops_at_once(tmp_path):
         "import os, time, torch\nfrom onefold.training.model import GPT, PRESETS\n"
         "class Sleepy(GPT):\n"
         "    def forward(self, tokens):\n"
-        "        if self.training and os.environ['RANK'] == '1': time.sleep(600)\n"
+        "        if self.training and os.environ['RANK'] == '1':\n"
+        "            open('asleep', 'w').close()\n"
+        "            time.sleep(600)\n"
         "        return super().forward(tokens)\n"
         "def build(): return Sleepy(PRESETS['tiny'], 16)\n"
     )
-    job = [*ONEFOLD, "train", *SMALL, "--model", "sleepy:build", "--checkpoint", "runs"]
-    process = subprocess.Popen(
-        job, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for _ in range(3):
-        process.stdout.readline()
-    time.sleep(1)
-    process.send_signal(signal.SIGTERM)
+    job = ["train", *SMALL, "--model", "sleepy:build", "--checkpoint", "runs"]
+    process = begin(*job, cwd=tmp_path)
+    process.until(lambda _: (tmp_path / "asleep").exists())
+    os.kill(process.pid, signal.SIGTERM)
     time.sleep(1.5)  # sooner, it would be the same request once more
     assert process.poll() is None  # it waits for the step to end
-    start = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 143
-    assert time.monotonic() - start < 8
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.end().returncode == 143  # long before the rank would wake up
     assert not (tmp_path / "runs").exists()
 
 
