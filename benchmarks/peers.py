@@ -147,7 +147,7 @@ def _cases(options: argparse.Namespace) -> list[tuple[Case, list[str]]]:
         alone = ranks == "1"
         case = Case(
             size, int(ranks), dtype, int(accumulate), recompute == "on", malloc,
-            threads=2 if alone else 1,
+            threads=2 if alone else 1, steps=options.steps,
         )  # fmt: skip
         found.append((case, chosen or (["plain", "onefold 0", "onefold 3"] if alone else SHARDED)))
     return found
@@ -178,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recompute", type=_listed(["off", "on"]))
     parser.add_argument("--malloc", type=_listed(MALLOC))
     parser.add_argument("--engines", type=_listed(ENGINES), help="default: all")
+    parser.add_argument("--steps", type=int, default=0, help="measured; default: the size's own")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--one", help=argparse.SUPPRESS)

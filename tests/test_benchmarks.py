@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,8 @@ from contest.engines import ENGINES, offloaded
 from contest.laws import held_nbytes, laws, sent_nbytes
 from contest.results import path_of, provenance, write
 from contest.world import RunError
+
+from tests.commands import Command
 
 
 def ranks(wall, cpu, peak, losses=(2.0, 1.0)):
@@ -138,19 +139,14 @@ def test_an_interrupted_run_keeps_the_rounds_it_finished(tmp_path, monkeypatch, 
 
 @pytest.mark.process
 def test_a_terminated_comparison_ends_with_its_ranks_and_keeps_its_rounds(tmp_path):
-    command = [sys.executable, "benchmarks/peers.py", "--sizes", "tiny", "--engines", "onefold 0"]
-    command += ["--rounds", "99", "--results", str(tmp_path)]
-    root = Path(__file__).parent.parent
-    started = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 80
-    while not list(tmp_path.glob("*.json")):
-        assert started.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    started.terminate()
-    shown, _ = started.communicate(timeout=30)
-    assert started.returncode == peers.INTERRUPTED
-    assert "that were finished are kept" in shown
+    command = ["benchmarks/peers.py", "--sizes", "tiny", "--steps", "1", "--rounds", "999"]
+    command += ["--engines", "onefold 0", "--results", str(tmp_path)]
+    started = Command(peers.main, command, Path(__file__).parent.parent, 110, forks_ranks=False)
+    started.until(lambda _: bool(list(tmp_path.glob("*.json"))))
+    os.kill(started.pid, signal.SIGTERM)
+    ended = started.end()
+    assert ended.returncode == peers.INTERRUPTED
+    assert "that were finished are kept" in ended.stdout
     (result,) = tmp_path.iterdir()
     assert json.loads(result.read_text())["rounds"]
 

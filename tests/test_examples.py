@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands import torchrun
+from tests.commands import script, torchrun
 
 LIMIT_S = 110
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def begin(script: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def alone(name: str) -> str:
+    done = script(EXAMPLES / name, timeout_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def output(begun: subprocess.Popen[str]) -> str:
-    out, err = begun.communicate(timeout=LIMIT_S)
-    assert begun.returncode == 0, err
-    return out
-
-
-def under_torchrun(script: str) -> str:
-    done = torchrun(str(EXAMPLES / script), timeout_s=LIMIT_S)
+def under_torchrun(name: str, *, forks_ranks: bool = True) -> str:
+    done = torchrun(str(EXAMPLES / name), timeout_s=LIMIT_S, forks_ranks=forks_ranks)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,18 +35,17 @@ def test_the_sharded_script_differs_from_the_plain_one_in_one_line():
 
 @pytest.mark.process
 def test_the_sharded_script_reaches_the_loss_of_the_plain_one_alone_and_under_torchrun():
-    plain, sharded = begin("train_plain.py"), begin("train_sharded.py")
-    told = output(plain)
+    """Under torchrun here in processes of their own from the start, as a user's are."""
+    told = alone("train_plain.py")
     assert told.startswith("loss ")
-    assert output(sharded) == told
-    both = under_torchrun("train_sharded.py")  # two ranks write at once: line ends change places
-    assert both.replace("\n", "") == told.strip() * 2
+    assert alone("train_sharded.py") == told
+    both = under_torchrun("train_sharded.py", forks_ranks=False)
+    assert both.replace("\n", "") == told.strip() * 2  # two ranks write: line ends change places
 
 
 @pytest.mark.process
 def test_two_models_with_one_loss_train():
-    alone = begin("gan.py")
-    assert under_torchrun("gan.py") == output(alone)
+    assert under_torchrun("gan.py") == alone("gan.py")
 
 
 @pytest.mark.process
