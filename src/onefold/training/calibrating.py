@@ -41,10 +41,13 @@ class Sample:
     recompute: bool = False
 
 
-def calibrate(sample: Sample, worlds: Sequence[int] = (1, 2)) -> Calibration:
+def calibrate(
+    sample: Sample, worlds: Sequence[int] = (1, 2), *, patience: float = 1.0
+) -> Calibration:
     """Measure what CPU ranks reach on this machine, in each world of `worlds`; some 15 s each.
 
-    Every rank gets its share of the cores as threads, as `onefold train` gives it.
+    Every rank gets its share of the cores as threads, as `onefold train` gives it. `patience` is
+    the share of those seconds to take: at 0 every median is of the fewest passes that have one.
 
     Raises:
         ConfigError: a model that cannot be built, does not fit, or does not run.
@@ -58,6 +61,7 @@ def calibrate(sample: Sample, worlds: Sequence[int] = (1, 2)) -> Calibration:
     asked = {
         "name": name, "pickled": None, "seq": sample.seq, "rows": sample.rows, "precision": word,
         "recompute": sample.recompute, "dtype": DTYPES.get(itemsize, "fp32"),
+        "patience": patience,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
         if isinstance(sample.model, nn.Module):

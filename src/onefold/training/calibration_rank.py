@@ -74,19 +74,37 @@ def measure(world: World, asked: dict[str, Any]) -> Speeds:
     tokens = torch.randint(VOCAB, (asked["rows"], asked["seq"]))
     module = _module(asked, compute)
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
-    micro, spread = _micro_batch(world, module, tokens, threads)
+    ranks = _Ranks(world, asked["patience"])
+    micro, spread = _micro_batch(ranks, module, tokens, threads)
     del module
     gather = reduce = None
     if world.world_size > 1:
-        gather, reduce = _collectives(world, dtype)
-    nbytes, seconds = _step(world, compute or torch.float32, _clock(threads))
+        gather, reduce = _collectives(ranks, dtype)
+    nbytes, seconds = _step(ranks, compute or torch.float32, _clock(threads))
     steps = (FEW, MANY) if world.world_size > 1 else (FEW,)
-    wholes = tuple(_whole(world, asked, tokens, each, micro.seconds) for each in steps)
+    wholes = tuple(_whole(ranks, asked, tokens, each, micro.seconds) for each in steps)
     own = Speeds(
         world.world_size, threads, usable_cores(), asked["dtype"], micro, nbytes, seconds,
         spread, gather, reduce, wholes,
     )  # fmt: skip
     return _mean(world, own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """All ranks, which begin everything together, and how long they take for it."""
+
+    world: World
+    patience: float  # a factor of all seconds below
+
+    def rounds(self, most: int, seconds: float) -> Iterator[int]:
+        """Rounds that begin together: at most so many, fewer where time runs out."""
+        begun = time.perf_counter()
+        for number in range(most):
+            elapsed = max(self.world.gather(time.perf_counter() - begun))
+            if number >= LEAST and elapsed > seconds * self.patience:
+                return
+            yield number
 
 
 def _clock(threads: int) -> Callable[[], float]:
@@ -154,7 +172,7 @@ class Clocked(TorchDispatchMode):
         return out
 
 
-def _micro_batch(world: World, module: nn.Module, tokens: Tensor, threads: int) -> _Found:
+def _micro_batch(ranks: _Ranks, module: nn.Module, tokens: Tensor, threads: int) -> _Found:
     """A micro-batch of `tokens`, and one so short that only the host takes time.
 
     What of the long one's seconds is neither inside a kernel nor of the host, as memory that is
@@ -162,8 +180,8 @@ def _micro_batch(world: World, module: nn.Module, tokens: Tensor, threads: int) 
     """
     short = tokens[:1, :SHORT]
     clock = _clock(threads)
-    brief, _ = _passes(world, partial(_train, module, short), clock, SHORT_SECONDS)
-    whole, spread = _passes(world, partial(_train, module, tokens), clock, MICRO_SECONDS)
+    brief, _ = _passes(ranks, partial(_train, module, short), clock, SHORT_SECONDS)
+    whole, spread = _passes(ranks, partial(_train, module, tokens), clock, MICRO_SECONDS)
     host = max(0.0, brief.seconds - brief.inside) * whole.num_kernels / max(1, brief.num_kernels)
     host = min(host, whole.seconds / 2)
     scale = (whole.seconds - host) / whole.inside if whole.inside else 1.0
@@ -196,14 +214,14 @@ class _Passes:
 
 
 def _passes(
-    world: World, train: Callable[[], None], clock: Callable[[], float], seconds: float
+    ranks: _Ranks, train: Callable[[], None], clock: Callable[[], float], seconds: float
 ) -> tuple[_Passes, float]:
     """Plain passes and watched ones in turn, for about so long; and how much plain ones vary."""
     train()
     plain: list[float] = []
     watched: list[tuple[float, float, float]] = []
     calls: list[tuple[WorkDone, float]] = []
-    for _ in _rounds(world, MOST, seconds):
+    for _ in ranks.rounds(MOST, seconds):
         begun = clock()
         train()
         plain.append(clock() - begun)
@@ -219,16 +237,6 @@ def _passes(
     )  # fmt: skip
     deviation = median(abs(each - median(plain)) for each in plain)
     return found, DEVIATION * deviation / median(plain)
-
-
-def _rounds(world: World, most: int, seconds: float) -> Iterator[int]:
-    """Rounds that all ranks begin together: at most so many, fewer where time runs out."""
-    begun = time.perf_counter()
-    for number in range(most):
-        elapsed = max(world.gather(time.perf_counter() - begun))
-        if number >= LEAST and elapsed > seconds:
-            return
-        yield number
 
 
 def _inside(calls: Sequence[tuple[WorkDone, float]]) -> tuple[float, float, float]:
@@ -263,27 +271,27 @@ class _Taken:
     cpu_seconds: float
 
 
-def _fastest(world: World, ready: Callable[[], Callable[[], object]]) -> _Taken:
+def _fastest(ranks: _Ranks, ready: Callable[[], Callable[[], object]]) -> _Taken:
     """Of some calls of what `ready` gives, begun together by all ranks."""
     found: list[_Taken] = []
-    for _ in _rounds(world, REPEATS, REPEAT_SECONDS):
+    for _ in ranks.rounds(REPEATS, REPEAT_SECONDS):
         action = ready()
-        world.gather(0)
+        ranks.world.gather(0)
         wall, cpu = time.perf_counter(), time.process_time()
         action()
         found.append(_Taken(time.perf_counter() - wall, time.process_time() - cpu))
     return _Taken(min(each.seconds for each in found), min(each.cpu_seconds for each in found))
 
 
-def _collectives(world: World, dtype: torch.dtype) -> tuple[Collective, Collective]:
+def _collectives(ranks: _Ranks, dtype: torch.dtype) -> tuple[Collective, Collective]:
     """Gathers and reductions of small and large units, through the engine."""
     sizes = {"small": (SMALL_ROWS, SMALL_UNITS), "large": (LARGE_ROWS, LARGE_UNITS)}
     gathers: dict[str, Transfer] = {}
     reduces: dict[str, Transfer] = {}
     for size, (rows, units) in sizes.items():
         nbytes = float(rows * ROW * dtype.itemsize)
-        gathers[size] = _per_unit(nbytes, units, *_gathers(world, rows, units, dtype))
-        reduces[size] = _per_unit(nbytes, units, *_reduces(world, rows, units, dtype))
+        gathers[size] = _per_unit(nbytes, units, *_gathers(ranks, rows, units, dtype))
+        reduces[size] = _per_unit(nbytes, units, *_reduces(ranks, rows, units, dtype))
     return Collective(**gathers), Collective(**reduces)
 
 
@@ -294,12 +302,12 @@ def _per_unit(nbytes: float, units: int, whole: _Taken, plain: _Taken) -> Transf
     return Transfer(nbytes, max(seconds, cpu_seconds), cpu_seconds)
 
 
-def _sharded(module: nn.Sequential, world: World, stage: int) -> nn.Module:
+def _sharded(module: nn.Sequential, ranks: _Ranks, stage: int) -> nn.Module:
     units = list(module)
-    return onefold.shard(module, stage=stage, units=units, mesh=world.group.handle)
+    return onefold.shard(module, stage=stage, units=units, mesh=ranks.world.group.handle)
 
 
-def _gathers(world: World, rows: int, units: int, dtype: torch.dtype) -> tuple[_Taken, _Taken]:
+def _gathers(ranks: _Ranks, rows: int, units: int, dtype: torch.dtype) -> tuple[_Taken, _Taken]:
     """A forward without gradients at stage 3 gathers and frees each unit once."""
     x = torch.zeros(ROW, dtype=dtype)
 
@@ -308,14 +316,14 @@ def _gathers(world: World, rows: int, units: int, dtype: torch.dtype) -> tuple[_
             module(x)
 
     plain = _stack(rows, units, dtype)
-    whole = _sharded(_stack(rows, units, dtype), world, 3)
+    whole = _sharded(_stack(rows, units, dtype), ranks, 3)
     forward(whole)
     ready = [partial(forward, module) for module in (whole, plain)]
-    sharded, alone = (_fastest(world, lambda action=action: action) for action in ready)
+    sharded, alone = (_fastest(ranks, lambda action=action: action) for action in ready)
     return sharded, alone
 
 
-def _reduces(world: World, rows: int, units: int, dtype: torch.dtype) -> tuple[_Taken, _Taken]:
+def _reduces(ranks: _Ranks, rows: int, units: int, dtype: torch.dtype) -> tuple[_Taken, _Taken]:
     """A backward at stage 2, whose weights are there already, reduces each unit once."""
     x = torch.zeros(ROW, dtype=dtype)
 
@@ -325,28 +333,28 @@ def _reduces(world: World, rows: int, units: int, dtype: torch.dtype) -> tuple[_
         return module(x).float().sum().backward
 
     plain = _stack(rows, units, dtype)
-    whole = _sharded(_stack(rows, units, dtype), world, 2)
+    whole = _sharded(_stack(rows, units, dtype), ranks, 2)
     for _ in range(2):
         ready(whole)()
-    sharded, alone = (_fastest(world, partial(ready, module)) for module in (whole, plain))
+    sharded, alone = (_fastest(ranks, partial(ready, module)) for module in (whole, plain))
     return sharded, alone
 
 
-def _step(world: World, dtype: torch.dtype, clock: Callable[[], float]) -> tuple[float, float]:
+def _step(ranks: _Ranks, dtype: torch.dtype, clock: Callable[[], float]) -> tuple[float, float]:
     """Bytes that AdamW moves and the seconds of a step, states on the device."""
-    rows = LARGE_ROWS * world.world_size
+    rows = LARGE_ROWS * ranks.world.world_size
     module = _stack(rows, LARGE_UNITS, dtype if dtype is torch.float32 else torch.float32)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
     precision = None if dtype is torch.float32 else str(dtype).removeprefix("torch.")
     words = {"bfloat16": "bf16", "float16": "fp16", None: None}
     onefold.shard(
-        module, optimizer, stage=3, units=list(module), mesh=world.group.handle,
+        module, optimizer, stage=3, units=list(module), mesh=ranks.world.group.handle,
         precision=words[precision],
     )  # fmt: skip
     found: list[float] = []
-    for _ in _rounds(world, REPEATS, REPEAT_SECONDS):
+    for _ in ranks.rounds(REPEATS, REPEAT_SECONDS):
         module(torch.zeros(ROW)).float().sum().backward()
-        world.gather(0)
+        ranks.world.gather(0)
         begun = clock()
         optimizer.step()
         found.append(clock() - begun)
@@ -356,7 +364,7 @@ def _step(world: World, dtype: torch.dtype, clock: Callable[[], float]) -> tuple
 
 
 def _whole(
-    world: World, asked: dict[str, Any], tokens: Tensor, way: tuple[int, int], micro_seconds: float
+    ranks: _Ranks, asked: dict[str, Any], tokens: Tensor, way: tuple[int, int], micro_seconds: float
 ) -> Whole:
     """The median step of the model itself, sharded, in turn with plain micro-batches.
 
@@ -369,13 +377,13 @@ def _whole(
     module = _module(asked, None)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
     onefold.shard(
-        module, optimizer, stage=stage, mesh=world.group.handle, precision=asked["precision"]
+        module, optimizer, stage=stage, mesh=ranks.world.group.handle, precision=asked["precision"]
     )
     threads = torch.get_num_threads()
-    is_full = world.world_size >= usable_cores()
+    is_full = ranks.world.world_size >= usable_cores()
     clock = _clock(threads) if is_full else time.perf_counter
     found: list[float] = []
-    for _ in _rounds(world, MOST, WHOLE_SECONDS):
+    for _ in ranks.rounds(MOST, WHOLE_SECONDS):
         begun = clock()
         _train(plain, tokens)
         alone = clock() - begun
