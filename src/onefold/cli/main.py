@@ -37,11 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command() -> NoReturn:
     """The console script: `main`, then out.
 
-    A plan leaves without taking apart what it built and imported, a second of a core for 70 billion
-    parameters; nothing waits for it.
+    A plan, and a launcher whose ranks have ended, leave without taking apart what they built and
+    imported: most of a second of a core for torch, a second more for 70 billion parameters; nothing
+    waits for them.
     """
     code = main()
-    if sys.argv[1:2] == ["plan"] and "--calibrate" not in sys.argv:
+    if sys.argv[1:2] in (["train"], ["check"], ["plan"]) and "--calibrate" not in sys.argv:
         with suppress(OSError):  # a pipe that nobody reads any more
             sys.stdout.flush()
             sys.stderr.flush()
