@@ -28,7 +28,7 @@ from onefold.planner.calibration import Collective, MicroBatch, Speeds, Transfer
 from onefold.planner.live import WorkDone, work_of_call
 from onefold.planner.trace import default_loss
 from onefold.training.loader import build_model, described, recompute
-from onefold.training.local_ranks import ASKED, FAILED, TOLD
+from onefold.training.local_ranks import ASKED, FAILED, TOLD, end_with_starter
 from onefold.training.machine import usable_cores
 from onefold.training.model import VOCAB
 from onefold.training.world import World, joined
@@ -51,6 +51,7 @@ DEVIATION = 1.4826  # standard deviations of a normal value in its median absolu
 
 def main(folder: str) -> int:
     """Measure as `ASKED` says; rank 0 leaves `TOLD`. Whoever fails leaves why, and ends with 1."""
+    end_with_starter()
     asked = json.loads(Path(folder, ASKED).read_text())
     try:
         with joined(use_gpus=False) as world:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 from onefold.errors import ConfigError, expected
 
 ASKED, TOLD, FAILED = "asked.json", "told.json", "failed.txt"
+STARTED_BY = "ONEFOLD_STARTED_BY"
+"""Environment variable with the number of the process that a rank ends with."""
 LIMIT_S = 300
 
 
@@ -49,6 +52,23 @@ def run_local(
         return json.loads(told.read_text())
 
 
+def end_with(pid: int) -> None:
+    """Have this process end when its parent, which is `pid`, is gone, however that was."""
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def end_with_starter() -> None:
+    """Have a rank of `run_local` end with whoever waits for what it tells."""
+    if STARTED_BY in os.environ:
+        end_with(int(os.environ[STARTED_BY]))
+
+
 def _await(started: list[subprocess.Popen[bytes]]) -> None:
     """Until all have ended well, or one has not: the others would wait for it."""
     deadline = time.monotonic() + LIMIT_S
@@ -76,7 +96,7 @@ def _environments(ranks: int, threads: int) -> list[dict[str, str]]:
     common = {
         **os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_VISIBLE_DEVICES": "", STARTED_BY: str(os.getpid()),
     }  # fmt: skip
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
