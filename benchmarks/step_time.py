@@ -7,6 +7,9 @@
 The machine is calibrated once, at a model that is not among those that are then measured. Every
 case starts fresh ranks that hold the module at all four stages; these take turns, round after
 round. What is compared is the median of the rounds.
+
+A virtual machine's speed may drift by tens of percent within minutes. So every round also takes the
+calibrated micro-batch anew, and predictions are scaled by how fast that is now.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 
 from contest.results import RESULTS, provenance, rounded
 from contest.world import run_ranks
-from step_time_cases import CASES, ROWS, SEQ, STAGES, Case, train
+from step_time_cases import CALIBRATED, CASES, ROWS, SEQ, STAGES, Case, train
 
 from onefold.planner.calibration import Calibration
 from onefold.planner.run import Run
@@ -35,7 +38,7 @@ from onefold.training.calibrating import Sample, calibrate
 
 DOCS = Path(__file__).parent.parent / "docs" / "time.md"
 BEGIN, END = "<!-- steps: begin -->", "<!-- steps: end -->"
-SAMPLE = Sample(model="mini", seq=SEQ, rows=ROWS)
+SAMPLE = Sample(model=CALIBRATED, seq=SEQ, rows=ROWS)
 WORLDS = (1, 2)
 GOAL = 0.15
 TIE = 0.03
@@ -59,10 +62,12 @@ def _run(case: Case, stage: int) -> Run:
                grad_itemsize=4, accumulate=case.accumulate)  # fmt: skip
 
 
-def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
-    """One entry a stage: the seconds of every round, and the processor seconds of one rank."""
+def measure(case: Case, rounds: int) -> tuple[list[dict[str, Any]], float]:
+    """One entry a stage: the seconds of every round, and the processor seconds of one rank; and
+    the seconds of the calibrated micro-batch.
+    """
     ranks = run_ranks(case.ranks, train, case, rounds)
-    return [
+    stages = [
         {
             "stage": stage,
             "seconds": ranks[0]["seconds"][stage],
@@ -73,6 +78,13 @@ def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
         }
         for stage in STAGES
     ]
+    return stages, median(ranks[0]["reference"])
+
+
+def slower_now(calibration: Calibration, ranks: int, reference: float) -> float:
+    """How many times as long the calibrated micro-batch takes as when it was calibrated."""
+    at = max((each for each in calibration.speeds if each.ranks <= ranks), key=lambda s: s.ranks)
+    return reference / (at.micro_batch.seconds * ranks / at.ranks)
 
 
 def ranking(entries: Sequence[dict[str, Any]]) -> tuple[int, int]:
@@ -119,17 +131,21 @@ def page(result: dict[str, Any]) -> list[str]:
     entries = [entry for case in cases for entry in case["stages"]]
     errors = [abs(error_of(entry)) for entry in entries]
     within = sum(error <= GOAL for error in errors)
-    ranked = [ranking(case["stages"]) for case in cases]
+    ranked = [ranking(case["stages"]) for case in cases if case["ranks"] > 1]
     right = sum(told == agreed for told, agreed in ranked)
     machine = result["machine"]
+    slower = [case["slower"] for case in cases]
     return [
         f"{result['date']}, {machine['model name']}, {machine['cores']} cores, torch "
         f"{result['versions']['torch']}; {result['rounds']} rounds, by `{result['command']}`. With "
-        f"as many ranks as cores or more, they had {had(result):.0%} of the cores' time.", "",
+        f"as many ranks as cores or more, they had {had(result):.0%} of the cores' time. Beside "
+        f"the cases the calibrated micro-batch took {min(slower):.2f} to {max(slower):.2f} times "
+        "as long as when it was calibrated; predictions are scaled by that.", "",
         *[f"> {line.strip()}" for line in Calibration.of(result["calibration"]).lines()], "",
         f"**{within} of {len(entries)} step times within {GOAL:.0%}**, the median error is "
         f"{median(errors):.1%}, the largest {max(errors):.0%}. **Stages ranked right in {right} of "
-        f"{len(cases)} cases**, by {sum(t for t, _ in ranked)} pairs that are not ties, of which "
+        f"{len(ranked)} cases** of more than one rank (a lone rank does the same at every stage), "
+        f"by {sum(t for t, _ in ranked)} pairs that are not ties, of which "
         f"{sum(r for _, r in ranked)} are in order.", "",
         *_summary(cases), "",
         "Seconds of a step, measured, and how far off the prediction is:", "",
@@ -161,8 +177,8 @@ def _summary(cases: Sequence[dict[str, Any]]) -> list[str]:
 
 def _row(case: dict[str, Any]) -> str:
     cells = [f"{median(e['seconds']):.3f} ({error_of(e):+.0%})" for e in case["stages"]]
-    told, right = ranking(case["stages"])
-    order = f"{right} of {told}" if told else "ties"
+    told, right = ranking(case["stages"]) if case["ranks"] > 1 else (0, 0)
+    order = f"{right} of {told}" if told else "ties" if case["ranks"] > 1 else ""
     return f"| {case['case']} | {' | '.join(cells)} | {order}{'' if right == told else ' **no**'} |"
 
 
@@ -203,10 +219,11 @@ def compete(asked: argparse.Namespace) -> dict[str, Any]:
         if asked.only not in str(case):
             continue
         predicted = predict(case, calibration)
-        stages = measure(case, asked.rounds)
+        stages, reference = measure(case, asked.rounds)
+        slower = slower_now(calibration, case.ranks, reference)
         for entry in stages:
-            entry["predicted"] = predicted[entry["stage"]]
-        cases.append({"case": str(case), "ranks": case.ranks, "stages": stages})
+            entry["predicted"] = predicted[entry["stage"]] * slower
+        cases.append({"case": str(case), "ranks": case.ranks, "slower": slower, "stages": stages})
         print(_row(cases[-1]), flush=True)
     told = rounded(calibration.as_dict())
     return {**about, "rounds": asked.rounds, "calibration": told, "cases": rounded(cases)}

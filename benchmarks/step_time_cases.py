@@ -15,8 +15,9 @@ from torch import nn
 
 import onefold
 from onefold.planner.trace import default_loss
-from onefold.training.model import GPT, GPTConfig
+from onefold.training.model import GPT, PRESETS, GPTConfig
 
+CALIBRATED = "mini"
 ROWS, SEQ, VOCAB = 4, 128, 256
 STAGES = (0, 1, 2, 3)
 SHORT_S = 1.0
@@ -99,9 +100,16 @@ def train(rank: int, case: Case, rounds: int) -> dict[str, Any]:
     for step in steps.values():
         step()
     is_short = _longest(time.perf_counter() - begun) < SHORT_S * len(STAGES)
+    reference, beside = _reference(), []
     walls: dict[int, list[float]] = {stage: [] for stage in STAGES}
     cpus: dict[int, list[float]] = {stage: [] for stage in STAGES}
     for number in range(rounds):
+        reference()
+        _barrier()
+        begun = time.perf_counter()
+        reference()
+        _barrier()
+        beside.append(time.perf_counter() - begun)
         for turn in range(len(STAGES)):
             stage = STAGES[(number + turn) % len(STAGES)]  # nobody is always first
             if is_short:
@@ -112,7 +120,20 @@ def train(rank: int, case: Case, rounds: int) -> dict[str, Any]:
             cpus[stage].append(time.process_time() - cpu)
             _barrier()
             walls[stage].append(time.perf_counter() - wall)
-    return {"seconds": walls, "cpu_seconds": cpus}
+    return {"seconds": walls, "cpu_seconds": cpus, "reference": beside}
+
+
+def _reference() -> Callable[[], None]:
+    """The micro-batch that was calibrated: how fast the machine is just now."""
+    module = GPT(PRESETS[CALIBRATED], SEQ)
+    tokens = torch.randint(VOCAB, (ROWS, SEQ))
+
+    def micro_batch() -> None:
+        default_loss(module(tokens)).backward()
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    return micro_batch
 
 
 def _step_of(case: Case, stage: int, rank: int) -> Callable[[], None]:

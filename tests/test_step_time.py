@@ -24,6 +24,11 @@ def test_an_error_is_against_the_median_of_the_rounds():
     assert step_time.error_of(SLOW) == pytest.approx(-0.25)
 
 
+def test_a_machine_that_is_slower_now_is_so_for_what_is_predicted():
+    assert step_time.slower_now(MADE, 1, 0.6) == pytest.approx(1.2)  # 0.5 s when it was calibrated
+    assert step_time.slower_now(MADE, 4, 1.0) == pytest.approx(1.0)  # four ranks on two cores
+
+
 def test_stages_of_which_neither_is_faster_in_every_round_are_no_pair():
     assert step_time.ranking([FAST, NEAR]) == (0, 0)
 
@@ -48,12 +53,13 @@ def test_the_page_shows_every_case_and_the_worst_first():
         "date": "2000-01-01", "command": "python benchmarks/step_time.py", "rounds": 5,
         "machine": {"model name": "abacus", "cores": 2}, "versions": {"torch": "0"},
         "calibration": MADE.as_dict(),
-        "cases": [{"case": "one", "ranks": 2, "stages": [FAST, SLOW, NEAR, WRONG]}],
+        "cases": [{"case": "one", "ranks": 2, "slower": 1.1, "stages": [FAST, SLOW, NEAR, WRONG]}],
     }  # fmt: skip
     text = "\n".join(step_time.page(result))
     assert "**1 of 4 step times within 15%**" in text
     assert "Stages ranked right in 0 of 1 cases" in text
     assert "they had 7% of the cores' time" in text
+    assert "took 1.10 to 1.10 times as long" in text
     assert "| one | 1.000 (+5%) | 2.000 (-25%) |" in text
     worst = text.partition("furthest off")[2].splitlines()
     assert worst[4].startswith("| one | 3 | 2.900 - 3.100 |")
