@@ -154,9 +154,9 @@ class UnitGradient:
 
     def check_whole(self) -> None:
         """Raise `StateError` if sums were lost, and nobody has cleared them since."""
-        for parameter in self.unit.parameters:
-            with torch._C.DisableTorchFunctionSubclass():
-                shown = parameter.face.grad
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [(p, p.face.grad) for p in self.unit.parameters]
+        for parameter, shown in grads:
             if isinstance(shown, NoMean) and parameter not in self._resting | self.shown:
                 shown.refuse()
 

@@ -155,9 +155,7 @@ class Coded:
         label: str,
         owed: Owed | None = None,
     ) -> Ticket:
-        """See `Transport.reduce_scatter`. If a rank has values that are not finite, every rank
-        finds what travels without a name (flags) to be NaN.
-        """
+        """See `Transport.reduce_scatter`. What is not finite is not, either, where it arrives."""
         flags, exchange, rank = partials[-1], self._exchange, self.group.rank
         key = (cut, flags.dtype)
         if key not in self._reduced:
@@ -166,13 +164,13 @@ class Coded:
         messages = self._reduced[key]
         mine = messages.parcels[rank]
         sent = exchange.buffers.take(messages.nbytes, torch.uint8, flags.device)
-        told = self._pack(partials, cut, sent, owed)
+        self._pack(partials, cut, sent, owed)
         work, received, found = exchange.all_to_all(sent, messages.numels, mine.nbytes)
         exchange.count("reduce_scatter", sent.nbytes)
 
         def average() -> None:
             for part in mine.parts:
-                values = told[part.region][part.rows]
+                values = partials[part.region][part.rows]
                 own = values if part.is_coded else values.to(flags.dtype)
                 self._average(part, found, own, out[part.region], fresh[part.region])
             exchange.buffers.give([sent, received])
@@ -183,28 +181,17 @@ class Coded:
         """See `Transport.end_backward`."""
         self._exchange.buffers.clear()
 
-    def _pack(
-        self, partials: Sequence[Tensor], cut: Cut, sent: Tensor, owed: Owed | None
-    ) -> list[Tensor]:
-        """Write each other rank's message; then flags, NaN if anything was not finite.
-
-        What was told: the partials, with such flags.
-        """
+    def _pack(self, partials: Sequence[Tensor], cut: Cut, sent: Tensor, owed: Owed | None) -> None:
+        """Write each other rank's message."""
         rank, dtype = self.group.rank, partials[-1].dtype
         messages = self._reduced[cut, dtype]
-        is_finite = torch.ones((), dtype=torch.bool, device=sent.device)
-        flags: list[tuple[Part, Tensor]] = []
         for receiver, (parcel, message) in enumerate(
             zip(messages.parcels, sent.split(messages.numels), strict=True)
         ):
-            for part in parcel.parts:
+            for part in parcel.parts if receiver != rank else ():
                 values = partials[part.region][part.rows]
                 place = message[part.place]
-                if not cut.has_name[part.region]:
-                    flags.append((part, place))
-                elif receiver == rank:
-                    is_finite &= torch.isfinite(values).all()
-                elif part.is_coded:
+                if part.is_coded:
                     numels = cut.numels[part.region]
                     rest = owed and owed(part.region, sum(numels) - numels[rank])
                     if rest is None:
@@ -213,17 +200,8 @@ class Coded:
                         start = part.rows.start - (numels[rank] if receiver > rank else 0)
                         rest = rest[start : start + len(values)]
                         encode_with_feedback(self.codec, values, rest, place)
-                    is_finite &= self.codec.is_finite(place)
                 else:
                     place.view(dtype).copy_(values)
-                    is_finite &= torch.isfinite(values).all()
-        told = list(partials)
-        for index in {part.region for part, _ in flags}:
-            told[index] = torch.where(is_finite, partials[index].to(dtype), torch.nan)
-        for part, place in flags:
-            if len(place):
-                place.view(dtype).copy_(told[part.region])
-        return told
 
     def _average(
         self, part: Part, found: list[Tensor], own: Tensor, target: Tensor, is_fresh: bool

@@ -68,7 +68,6 @@ class Cut:
         self.packed_spans = list(pairwise(accumulate(self.packed_numels, initial=0)))
         own = group.rank
         self.own_packed_numels = [self.numels[index][own] for index in self.small]
-        self.has_name = [bool(slot.fqn) for slot in slots]
         self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
         counted = [
             numels
