@@ -15,6 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.planner.trace import default_loss
+from onefold.training.calibration_rank import train_once
 from onefold.training.model import GPT, PRESETS, GPTConfig
 
 CALIBRATED = "mini"
@@ -100,14 +101,15 @@ def train(rank: int, case: Case, rounds: int) -> dict[str, Any]:
     for step in steps.values():
         step()
     is_short = _longest(time.perf_counter() - begun) < SHORT_S * len(STAGES)
-    reference, beside = _reference(), []
+    reference, beside = GPT(PRESETS[CALIBRATED], SEQ), []
+    tokens = torch.randint(VOCAB, (ROWS, SEQ))
     walls: dict[int, list[float]] = {stage: [] for stage in STAGES}
     cpus: dict[int, list[float]] = {stage: [] for stage in STAGES}
     for number in range(rounds):
-        reference()
+        train_once(reference, tokens)
         _barrier()
         begun = time.perf_counter()
-        reference()
+        train_once(reference, tokens)
         _barrier()
         beside.append(time.perf_counter() - begun)
         for turn in range(len(STAGES)):
@@ -121,19 +123,6 @@ def train(rank: int, case: Case, rounds: int) -> dict[str, Any]:
             _barrier()
             walls[stage].append(time.perf_counter() - wall)
     return {"seconds": walls, "cpu_seconds": cpus, "reference": beside}
-
-
-def _reference() -> Callable[[], None]:
-    """The micro-batch that was calibrated: how fast the machine is just now."""
-    module = GPT(PRESETS[CALIBRATED], SEQ)
-    tokens = torch.randint(VOCAB, (ROWS, SEQ))
-
-    def micro_batch() -> None:
-        default_loss(module(tokens)).backward()
-        for parameter in module.parameters():
-            parameter.grad = None
-
-    return micro_batch
 
 
 def _step_of(case: Case, stage: int, rank: int) -> Callable[[], None]:

@@ -148,7 +148,8 @@ def _module(asked: dict[str, Any], compute: torch.dtype | None) -> nn.Module:
     return module.train() if compute is None else module.train().to(compute)
 
 
-def _train(module: nn.Module, tokens: Tensor) -> None:
+def train_once(module: nn.Module, tokens: Tensor) -> None:
+    """Forward, backward, and the gradients given back."""
     default_loss(module(tokens)).backward()
     for parameter in module.parameters():
         parameter.grad = None
@@ -181,8 +182,8 @@ def _micro_batch(ranks: _Ranks, module: nn.Module, tokens: Tensor, threads: int)
     """
     short = tokens[:1, :SHORT]
     clock = _clock(threads)
-    brief, _ = _passes(ranks, partial(_train, module, short), clock, SHORT_SECONDS)
-    whole, spread = _passes(ranks, partial(_train, module, tokens), clock, MICRO_SECONDS)
+    brief, _ = _passes(ranks, partial(train_once, module, short), clock, SHORT_SECONDS)
+    whole, spread = _passes(ranks, partial(train_once, module, tokens), clock, MICRO_SECONDS)
     host = max(0.0, brief.seconds - brief.inside) * whole.num_kernels / max(1, brief.num_kernels)
     host = min(host, whole.seconds / 2)
     scale = (whole.seconds - host) / whole.inside if whole.inside else 1.0
@@ -386,7 +387,7 @@ def _whole(
     found: list[float] = []
     for _ in ranks.rounds(MOST, WHOLE_SECONDS):
         begun = clock()
-        _train(plain, tokens)
+        train_once(plain, tokens)
         alone = clock() - begun
         begun = clock()
         for number in range(accumulate):
