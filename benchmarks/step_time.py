@@ -1,12 +1,13 @@
 """Predicted beside measured step times on this machine: one calibration, then everything else.
 
-    python benchmarks/step_time.py                      all cases, 12 minutes; writes docs/time.md
+    python benchmarks/step_time.py                      all cases, 25 minutes; writes docs/time.md
     python benchmarks/step_time.py --only "llama"       the cases whose names have that in them
     python benchmarks/step_time.py --page               only write docs/time.md again
 
 The machine is calibrated once, at a model that is not among those that are then measured. Every
-case starts fresh ranks that hold the module at all four stages; these take turns, round after
-round. What is compared is the median of the rounds.
+round of a case starts fresh ranks that hold the module at all four stages, and these take turns:
+where memory comes to lie makes one of two equal stages faster, as long as its process lives. What
+is compared is the median of the rounds.
 
 A virtual machine's speed may drift by tens of percent within minutes. So every round also takes the
 calibrated micro-batch anew, and predictions are scaled by how fast that is now.
@@ -66,19 +67,18 @@ def measure(case: Case, rounds: int) -> tuple[list[dict[str, Any]], float]:
     """One entry a stage: the seconds of every round, and the processor seconds of one rank; and
     the seconds of the calibrated micro-batch.
     """
-    ranks = run_ranks(case.ranks, train, case, rounds)
+    found = [run_ranks(case.ranks, train, case, number) for number in range(rounds)]
     stages = [
         {
             "stage": stage,
-            "seconds": ranks[0]["seconds"][stage],
+            "seconds": [ranks[0]["seconds"][stage] for ranks in found],
             "cpu_seconds": median(
-                sum(each["cpu_seconds"][stage][number] for each in ranks) / len(ranks)
-                for number in range(rounds)
+                sum(each["cpu_seconds"][stage] for each in ranks) / len(ranks) for ranks in found
             ),
         }
         for stage in STAGES
     ]
-    return stages, median(ranks[0]["reference"])
+    return stages, median(ranks[0]["reference"] for ranks in found)
 
 
 def slower_now(calibration: Calibration, ranks: int, reference: float) -> float:

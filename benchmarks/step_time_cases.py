@@ -89,9 +89,9 @@ CASES = [
 """Every model on one rank, on as many as cores, and on more; and what else a step depends on."""
 
 
-def train(rank: int, case: Case, rounds: int) -> dict[str, Any]:
-    """Steps of all four stages in turn on this rank, round after round; seconds from barrier to
-    barrier, and what this rank's threads computed meanwhile.
+def train(rank: int, case: Case, number: int) -> dict[str, Any]:
+    """Round `number` on this rank: a step of each stage in turn; seconds from barrier to barrier,
+    and what this rank's threads computed meanwhile.
     """
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // case.ranks))
     if case.ranks > 1:
@@ -101,28 +101,27 @@ def train(rank: int, case: Case, rounds: int) -> dict[str, Any]:
     for step in steps.values():
         step()
     is_short = _longest(time.perf_counter() - begun) < SHORT_S * len(STAGES)
-    reference, beside = GPT(PRESETS[CALIBRATED], SEQ), []
+    reference = GPT(PRESETS[CALIBRATED], SEQ)
     tokens = torch.randint(VOCAB, (ROWS, SEQ))
-    walls: dict[int, list[float]] = {stage: [] for stage in STAGES}
-    cpus: dict[int, list[float]] = {stage: [] for stage in STAGES}
-    for number in range(rounds):
-        train_once(reference, tokens)
-        _barrier()
-        begun = time.perf_counter()
-        train_once(reference, tokens)
-        _barrier()
-        beside.append(time.perf_counter() - begun)
-        for turn in range(len(STAGES)):
-            stage = STAGES[(number + turn) % len(STAGES)]  # nobody is always first
-            if is_short:
-                steps[stage]()
-            _barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
+    train_once(reference, tokens)
+    beside, _ = _timed(lambda: train_once(reference, tokens))
+    walls, cpus = {}, {}
+    for turn in range(len(STAGES)):
+        stage = STAGES[(number + turn) % len(STAGES)]  # nobody is always first
+        if is_short:
             steps[stage]()
-            cpus[stage].append(time.process_time() - cpu)
-            _barrier()
-            walls[stage].append(time.perf_counter() - wall)
+        walls[stage], cpus[stage] = _timed(steps[stage])
     return {"seconds": walls, "cpu_seconds": cpus, "reference": beside}
+
+
+def _timed(work: Callable[[], None]) -> tuple[float, float]:
+    """Seconds until all ranks have done `work`, and what this rank's threads computed for it."""
+    _barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    computed = time.process_time() - cpu
+    _barrier()
+    return time.perf_counter() - wall, computed
 
 
 def _step_of(case: Case, stage: int, rank: int) -> Callable[[], None]:

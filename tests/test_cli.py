@@ -169,6 +169,7 @@ def test_without_a_command_it_shows_its_commands(capsys):
     (["train", "--model", "tests.test_cli:nosuch"], "has no attribute 'nosuch'"),
     (["train", "--model", "nowhere/config.json"], "expected a readable Hugging Face config.json"),
     (["train", "--bogus", "1"], "got --bogus 1"),
+    (["plan", "config.json"], "a model goes behind its flag: `onefold plan --model config.json`"),
     (["train", "--step", "1"], "got --step 1"),
     (["check", "nosuch:build"], "expected 'nosuch:build' to import"),
     (["check", "--steps", "0"], "expected --steps to be a whole number of at least 1, got '0'"),

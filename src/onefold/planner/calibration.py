@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from onefold.planner.machines import Efficiency, Link, Machine
+from onefold.planner.simulate import slowest_of
 from onefold.planner.sizes import told
 
 THIS_MACHINE = "this machine"
@@ -86,8 +87,8 @@ class Speeds:
     """What one rank reached while `ranks` of them worked side by side on `cores`, the mean of all.
 
     `step_nbytes` is what AdamW moved in `step_seconds`. A lone rank has no collectives. What the
-    parts do not add up to, `wholes` tell (planner/whole_steps.py): how many times as long a
-    collective takes in a step as alone (`crowding`), and the seconds `around` every step.
+    parts do not add up to, `wholes` tell (planner/whole_steps.py): seconds that every collective
+    takes in a step beyond those that it takes alone (`crowding`), and those `around` every step.
     """
 
     ranks: int
@@ -101,7 +102,7 @@ class Speeds:
     gather: Collective | None = None
     reduce: Collective | None = None
     wholes: tuple[Whole, ...] = ()
-    crowding: float = 1.0
+    crowding: float = 0.0
     around: float = 0.0
 
     @property
@@ -124,14 +125,17 @@ class Speeds:
         link, reduce = Link(FASTEST, 0.0), 1.0
         if self.gather is not None and self.reduce is not None:
             n = self.ranks
-            latency = (self.gather.latency(n) + self.reduce.latency(n)) / 2 * self.crowding
-            link = Link(self.gather.rate(n) / self.crowding * share, latency / share)
+            hop = (self.gather.latency(n) + self.reduce.latency(n)) / 2
+            hop += self.crowding / max(1, ranks - 1)  # once a collective, of ranks - 1 hops
+            link = Link(self.gather.rate(n) * share, hop / share)
             reduce = self.reduce.rate(n) / self.gather.rate(n)
         micro = self.micro_batch
         products = _rate(micro.flops, micro.product_seconds)
         memory = _rate(micro.nbytes, micro.memory_seconds)
         attention = _rate(micro.attention_flops, micro.attention_seconds)
         stepped = _rate(self.step_nbytes, self.step_seconds)
+        # ranks that share a core do not wait for a slow one: it has the core while they would
+        waits = slowest_of(self.ranks) / slowest_of(ranks) if ranks > self.ranks > 1 else 1.0
         return Machine(
             THIS_MACHINE,
             {self.dtype: products * share},
@@ -153,7 +157,7 @@ class Speeds:
             kernel_seconds=micro.kernel_seconds / share,
             launches_hide=False,
             step_seconds=self.around / share,
-            spread=self.spread,
+            spread=self.spread * waits,
         )
 
 
@@ -257,7 +261,7 @@ def _lines(made: Calibration, speeds: Speeds) -> list[str]:
         parts += [
             f"gathers {found['gather_bytes_per_s'] / 1e9:.2f} GB/s",
             f"reductions {found['reduce_bytes_per_s'] / 1e9:.2f} GB/s",
-            f"{found['latency_seconds'] * 1e3:.2f} ms a hop",
+            f"{found['latency_seconds'] * 1e3:.2f} ms a hop in a step",
             f"compute beside them {1 - found['contention']:.0%}",
         ]
     seconds = speeds.micro_batch.seconds

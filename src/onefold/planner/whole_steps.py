@@ -1,9 +1,10 @@
 """What the parts of a step do not add up to: two constants from whole steps of the measured model.
 
-Collectives were measured alone, with memory that is in the cache and cores that wait for them. In a
-step they share both with what is computed: they take `crowding` times as long, and as much more of
-the cores. And every step has something `around` it that is no kernel and no message, as memory that
-is given back and fetched anew. Steps of few and of many collectives tell one from the other.
+Collectives were measured alone, by threads that had nothing else to do. In a step they are begun
+and waited for between kernels, and take the cores from them: each has its `crowding` on top, the
+same for few bytes and for many. And every step has something `around` it that is no kernel and no
+message, as memory that is given back and fetched anew. Steps of few and of many collectives tell
+one from the other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from onefold.planner.run import Run
 from onefold.planner.simulate import simulate
 from onefold.planner.work import Work
 
-MOST_CROWDING = 16.0
+MOST_CROWDING = 0.1
+"""Seconds of one collective: more than any system's scheduler lets it wait."""
 HALVINGS = 40
 
 
@@ -24,7 +26,7 @@ def with_whole_steps(speeds: Speeds, work: Work) -> Speeds:
     """`speeds` whose constants give its measured whole steps of `work`, as far as they can.
 
     Without collectives `around` is what is left of the step. With them it is what is left of the
-    step with the fewest, and `crowding`, at least 1, is that at which the step with the most fits.
+    step with the fewest, and `crowding` is that at which the step with the most fits.
     """
     if not speeds.wholes:
         return speeds
@@ -35,7 +37,7 @@ def with_whole_steps(speeds: Speeds, work: Work) -> Speeds:
         return replace(crowded, around=max(0.0, few.seconds - told(crowded, work, few)))
 
     if few is many:
-        return at(1.0)
+        return at(0.0)
     return at(_root(lambda crowding: told(at(crowding), work, many) - many.seconds))
 
 
@@ -50,8 +52,8 @@ def told(speeds: Speeds, work: Work, whole: Whole) -> float:
 
 
 def _root(rising: Callable[[float], float]) -> float:
-    """Where a rising function is 0, between 1 and `MOST_CROWDING`; the end that is nearer."""
-    low, high = 1.0, MOST_CROWDING
+    """Where a rising function is 0, between 0 and `MOST_CROWDING`; the end that is nearer."""
+    low, high = 0.0, MOST_CROWDING
     if rising(low) >= 0:
         return low
     for _ in range(HALVINGS):
