@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold.errors import ConfigError
@@ -26,7 +27,7 @@ from onefold.training.sample import one_line
 from onefold.training.world import World
 from onefold.wire.collectives import Group
 from tests.models import Model
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, seeded
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(num_layers=2, width=32, num_heads=4, lr=1e-3)
@@ -312,13 +313,33 @@ def test_the_closed_form_is_what_the_report_counts_for_odd_shapes(world_size, st
         assert held == wanted
 
 
+@pytest.mark.parametrize("wire", ["hybrid", "replicas"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_closed_form_of_nodes_is_what_the_report_counts(wire, stage):
+    def body(rank: int) -> int:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "place"))
+        module = seeded(Model)
+        shapes = ParameterShape.of(module)
+        optimizer = torch.optim.AdamW(module.parameters())
+        onefold.shard(module, optimizer, stage=stage, mesh=mesh, wire=wire)
+        module(torch.zeros(2, 6, dtype=torch.long)).square().mean().backward()
+        optimizer.step()
+        report = onefold.report(module)
+        assert measure(shapes, report).is_equal
+        return report.num_shards
+
+    assert run_ranks(4, body) == [{"hybrid": 4, "replicas": 2}[wire]] * 4
+
+
 def test_the_closed_form_for_even_shapes_is_that_of_the_paper():
     shapes = [ParameterShape((64, 32), 4), ParameterShape((128,), 4)]
     numel = 64 * 32 + 128
-    for stage, world_size, parts in ((0, 4, 1), (1, 4, 4), (2, 2, 2), (3, 4, 4), (3, 1, 1)):
-        for rank in range(world_size):
-            held = expected_nbytes(shapes, stage=stage, world_size=world_size, rank=rank)
-            share = numel // parts
+    for world_size, num_shards in ((4, 1), (4, 4), (2, 2), (1, 1)):
+        for shard in range(num_shards):
+            held = expected_nbytes(
+                shapes, world_size=world_size, shard=shard, num_shards=num_shards
+            )
+            share = numel // num_shards
             wanted = {"weight": 4 * share, "master": 0, "grad": 4 * share, "optimizer": 8 * share}
             assert held == wanted
 

@@ -191,6 +191,8 @@ def report(module: nn.Module) -> Report:
         stage=engine.stage,
         rank=engine.group.rank,
         world_size=engine.group.world_size,
+        shard=engine.setting.rest_rank,
+        num_shards=engine.setting.rest_world,
         steps=engine.ledger.steps,
         skipped=engine.ledger.skipped,
         offload=engine.told,

@@ -32,6 +32,8 @@ class UnitLine:
 class Report:
     """Bytes and traffic of one sharded module on this rank.
 
+    It holds shard `shard` of `num_shards`: one a rank, or, where nodes are replicas, one a rank of
+    a node; at stage 0 everything is one shard.
     `memory[kind][tier]` is bytes now and at the peak; kinds are those of `onefold.ledger.Kind`.
     `traffic[collective]` and `last_step[collective]` count calls and bytes sent from this rank:
     `skipped` of the `steps` were not taken, as coded gradients were not finite.
@@ -45,6 +47,8 @@ class Report:
     stage: int
     rank: int
     world_size: int
+    shard: int
+    num_shards: int
     steps: int
     skipped: int
     offload: str

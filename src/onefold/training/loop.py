@@ -158,7 +158,7 @@ def train(job: Job, world: World, observer: Observer) -> TrainResult:
         num_parameters=trainer.num_parameters,
         offload=onefold.report(trainer.module).offload,
         memory=world.gather(memory),
-        stage0=expected_nbytes(trainer.shapes, stage=0, world_size=world.world_size, rank=0),
+        stage0=expected_nbytes(trainer.shapes, world_size=world.world_size),
         report=write_report(recorded, world, course),
         predicted=predicted,
     )

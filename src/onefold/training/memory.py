@@ -1,6 +1,7 @@
 """The closed form of what a rank holds, and the table that compares it with `onefold.report`.
 
-For fp32 parameters of n elements over N ranks, by ZeRO stage (arXiv 1910.02054, section 5):
+For fp32 parameters of n elements over N ranks, by ZeRO stage (arXiv 1910.02054, section 5); where
+nodes are replicas, N are the ranks of a node:
 
     stage      weight    grad     AdamW's two moments
     0          4n        4n       8n
@@ -60,19 +61,19 @@ class RankMemory:
 
 
 def expected_nbytes(
-    shapes: Iterable[ParameterShape], *, stage: int, world_size: int, rank: int,
+    shapes: Iterable[ParameterShape], *, world_size: int, shard: int = 0, num_shards: int = 1,
     is_offloaded: bool = False, steps_in_backward: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes by kind that `rank` holds of AdamW training in which every parameter has a gradient.
+    """Bytes by kind that a rank holds of AdamW training in which every parameter has a gradient:
+    shard `shard` of `num_shards`, of which stage 0 has one.
 
     Offloaded states lie as the weights do; units that are stepped in backward keep no gradients.
     """
     totals = dict.fromkeys(KINDS, 0)
-    is_sharded = stage > 0 and world_size > 1
     for parameter in shapes:
         numel = prod(parameter.shape)
-        if is_sharded:
-            resting = _round_up(_piece_numel(parameter.shape, world_size, rank), SHARD_STEP)
+        if num_shards > 1:
+            resting = _round_up(_piece_numel(parameter.shape, num_shards, shard), SHARD_STEP)
         else:
             resting = _round_up(numel, REPLICA_STEP)
         stepped = resting if world_size > 1 else numel  # alone, gradients are autograd's own
@@ -89,7 +90,11 @@ def measure(
     steps_in_backward: bool = False,
 ) -> RankMemory:  # fmt: skip
     """A rank's report beside its closed form."""
-    where = {"stage": report.stage, "world_size": report.world_size, "rank": report.rank}
+    where = {
+        "world_size": report.world_size,
+        "shard": report.shard,
+        "num_shards": report.num_shards,
+    }
     tiers = {kind: [tier for tier, usage in held.items() if usage.now] for kind, held in
              report.memory.items()}  # fmt: skip
     return RankMemory(
@@ -108,12 +113,12 @@ def measure(
     )
 
 
-def _piece_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:
-    """Elements of the rows that `torch.chunk` gives `rank`; a 0-dim parameter is held by all."""
+def _piece_numel(shape: tuple[int, ...], num_shards: int, shard: int) -> int:
+    """Elements of the rows that `torch.chunk` gives a shard; a 0-dim parameter is in all."""
     if not shape:
         return 1
-    per_rank = -(-shape[0] // world_size)
-    rows = max(0, min(per_rank, shape[0] - rank * per_rank))
+    per_shard = -(-shape[0] // num_shards)
+    rows = max(0, min(per_shard, shape[0] - shard * per_shard))
     return rows * prod(shape[1:])
 
 
