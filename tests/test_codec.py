@@ -124,7 +124,7 @@ def test_a_message_may_lie_anywhere_in_a_larger_buffer(word):
 def test_no_element_is_off_by_more_than_half_its_scale_whatever_the_magnitude(values, word):
     codec = codec_of(word)
     message = encoded(codec, values)
-    assert codec.is_finite(message)
+    assert decoded(codec, message, len(values)).isfinite().all()
     lost = decoded(codec, message, len(values)).double() - values.double()
     scale = each_scale(codec, message, len(values)).double()
     assert (lost.abs() <= scale * (0.5 + LARGEST[word] * 2.0**-23)).all()
@@ -217,14 +217,11 @@ def test_only_exact_says_so():
 @pytest.mark.parametrize("bad", NO_NUMBERS)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize(("numel", "index"), [(1, 0), (700, 5), (700, 699), (40, 39)])
-def test_a_value_that_is_no_number_is_told_by_the_message(word, bad, numel, index):
+def test_a_value_that_is_no_number_comes_back_as_none(word, bad, numel, index):
     codec, values = codec_of(word), gaussian(numel)
-    assert codec.is_finite(encoded(codec, values)).item() is True
+    assert there_and_back(codec, values).isfinite().all()
     values[index] = bad
-    message = encoded(codec, values)
-    assert codec.is_finite(message).shape == ()
-    assert codec.is_finite(message).item() is False
-    assert not decoded(codec, message, numel)[index].isfinite()
+    assert not there_and_back(codec, values)[index].isfinite()
 
 
 @pytest.mark.parametrize("bad", NO_NUMBERS)
@@ -240,9 +237,10 @@ def test_a_value_that_is_no_number_spoils_its_group_and_no_other(word, bad):
     assert torch.equal(got, wanted)
 
 
-def test_fp16_tells_of_values_that_do_not_fit_it():
-    codec = codec_of("fp16")
-    assert not codec.is_finite(encoded(codec, torch.tensor([1.0, 7e4])))
+def test_a_value_that_does_not_fit_fp16_comes_back_as_no_number():
+    assert there_and_back(codec_of("fp16"), torch.tensor([1.0, 7e4])).isfinite().tolist() == [
+        True, False,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -251,7 +249,6 @@ def test_nothing_is_a_message_of_no_bytes(word):
     message = encoded(codec, torch.empty(0))
     assert message.shape == (0,)
     assert decoded(codec, message, 0).shape == (0,)
-    assert codec.is_finite(message).item() is True
     codec.add(message, torch.empty(0))
 
 
@@ -266,12 +263,14 @@ def test_one_element_comes_back_within_the_rounding_of_its_scale(word, value):
 
 @pytest.mark.parametrize("word", QUANTISED)
 def test_the_largest_fp32_numbers_do_not_overflow(word):
+    codec = codec_of(word)
     for values in (torch.full((33,), FP32_MAX), torch.tensor([FP32_MAX, -FP32_MAX, 0.0])):
-        back = there_and_back(codec_of(word), values)
+        back = there_and_back(codec, values)
         if "h" not in word:
             assert back.isfinite().all()
             torch.testing.assert_close(back, values, rtol=2**-7, atol=0)
-        assert codec_of(word).is_finite(encoded(codec_of(word), values))
+        else:  # rotated, a group may round past the largest number; its scale is one still
+            assert each_scale(codec, encoded(codec, values), len(values)).isfinite().all()
 
 
 # dtypes
@@ -379,7 +378,7 @@ def test_a_group_with_no_numbers_starts_its_residual_from_zero_again():
     values[3] = math.nan
     residual, message = torch.zeros(1024), torch.empty(codec.nbytes(1024), dtype=torch.uint8)
     encode_with_feedback(codec, values, residual, message)
-    assert not codec.is_finite(message)
+    assert decoded(codec, message, 1024).isnan().tolist() == [True] * 512 + [False] * 512
     assert (residual[:512] == 0).all()
     assert residual[512:].count_nonzero() > 400
 

@@ -56,7 +56,7 @@ class Codec(Protocol):
         """Write all of `message`, uint8 [nbytes(n)], begun at a multiple of 16 bytes.
 
         `values` are [n] of any floating dtype, on any device, the message's. Nothing is raised for
-        infinities and NaN: ask `is_finite`. WireError for other shapes, dtypes or devices.
+        infinities and NaN, which come back as none. WireError for other shapes, dtypes or devices.
         """
         ...
 
@@ -66,13 +66,6 @@ class Codec(Protocol):
 
     def add(self, message: Tensor, out: Tensor) -> None:
         """Add what was encoded to `out`, fp32 [n]."""
-        ...
-
-    def is_finite(self, message: Tensor) -> Tensor:
-        """On the message's device, a 0-dim bool: False if a value that was encoded was not finite.
-
-        Also if it did not fit the codec's dtype: 70000 in fp16.
-        """
         ...
 
 
@@ -121,10 +114,6 @@ class Cast:
         wide = torch.empty(min(len(out), BLOCK_NUMEL))
         for own, into in zip(values.split(BLOCK_NUMEL), out.split(BLOCK_NUMEL), strict=True):
             into.add_(wide[: len(own)].copy_(own))
-
-    def is_finite(self, message: Tensor) -> Tensor:
-        """See `Codec.is_finite`."""
-        return message.view(self.dtype).isfinite().all()
 
 
 def codec_of(

@@ -102,10 +102,6 @@ class Quantised:
         check_decoding(self, message, out, adds=True)
         self._decode(message, out.detach(), adds=True)
 
-    def is_finite(self, message: Tensor) -> Tensor:
-        """See `Codec.is_finite`. Only scales are read."""
-        return self._parts(message)[0].isfinite().all()
-
     def _decode(self, message: Tensor, out: Tensor, *, adds: bool) -> None:
         scales, payload = self._parts(message)
         native = self._native(out)
