@@ -9,6 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +152,35 @@ def test_a_terminated_comparison_ends_with_its_ranks_and_keeps_its_rounds(tmp_pa
     assert "that were finished are kept" in ended.stdout
     (result,) = tmp_path.iterdir()
     assert json.loads(result.read_text())["rounds"]
+
+
+def stay(rank: int, folder: str) -> dict[str, int]:
+    """A rank that runs on."""
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(100)
+    return {"rank": rank}
+
+
+@pytest.mark.process
+def test_ranks_end_when_the_comparison_is_killed(tmp_path):
+    run = f"from contest.world import run_ranks; run_ranks(2, stay, {str(tmp_path)!r})"
+    code = f"import sys; sys.path[:0] = {sys.path!r}; from tests.test_benchmarks import stay; {run}"
+    comparison = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        _until(lambda: len(list(tmp_path.iterdir())) == 2)
+        comparison.kill()
+        comparison.wait()
+        _until(lambda: not any(Path("/proc", path.name).exists() for path in tmp_path.iterdir()))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(comparison.pid, signal.SIGKILL)
+
+
+def _until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_an_interruption_before_the_first_run_ends_the_comparison_too():

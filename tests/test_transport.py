@@ -13,13 +13,15 @@ from onefold.ledger import Kind, Ledger
 from onefold.wire.codec import codec_of
 from onefold.wire.coded import Coded
 from onefold.wire.collectives import Group
+from onefold.wire.cut import SHARE_NBYTES, Cut
 from onefold.wire.exchange import PACK_NBYTES, Exchange
-from onefold.wire.transport import Composed, Cut
+from onefold.wire.transport import Composed
 from tests.ranks import run_processes, run_ranks
 
-LARGE = (PACK_NBYTES // 4 + 3, 2)
+MEDIUM = (PACK_NBYTES // 4 + 3, 2)
+LARGE = (SHARE_NBYTES // 8 + 3, 2)
 shape_lists = st.lists(
-    st.sampled_from([(), (1,), (0,), (3, 0), (5,), (7, 3), (2, 2, 2), LARGE]),
+    st.sampled_from([(), (1,), (0,), (3, 0), (5,), (7, 3), (2, 2, 2), MEDIUM, LARGE]),
     min_size=1,
     max_size=5,
 )
@@ -76,8 +78,35 @@ def test_a_reduction_is_the_fp32_mean_in_rank_order(shapes, world_size, dtype, f
     run_ranks(world_size, reduce, world_size, shapes, dtype, fresh)
 
 
+def counted(rank, world_size, shapes):
+    """Collectives of one gather, and what its packed message held meanwhile."""
+    layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], world_size)
+    group, ledger = Group.of(dist.group.WORLD), Ledger()
+    cut = Cut(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
+    ticket = Composed(Exchange(group, ledger)).gather(torch.empty(layout.full_numel), cut, "gather")
+    works = len(ticket.works)
+    ticket.wait()
+    wire = ledger.usage.get((Kind.WIRE, "device"))
+    assert wire is None or wire.now == 0
+    return works, wire.peak if wire is not None else 0
+
+
+@pytest.mark.parametrize(("shapes", "regions_apart", "nbytes"), [
+    ([(5,), (7, 3)], 0, 0),  # element by element: too little to count
+    ([(5,), MEDIUM, MEDIUM], 0, 4 * (5 + 4 * MEDIUM[0])),
+    ([LARGE, MEDIUM], 1, 4 * 2 * MEDIUM[0]),
+    ([LARGE, (5,)], 1, 0),
+])  # fmt: skip
+def test_regions_share_one_message_unless_they_are_large(shapes, regions_apart, nbytes):
+    found = run_ranks(2, counted, 2, shapes)
+    is_small = nbytes == 0  # and one all-gather, or a broadcast of each rank where pieces differ
+    for works, held in found:
+        assert held == nbytes
+        assert works - 2 * regions_apart in ((1, 2) if is_small else (2,))
+
+
 def _over_gloo(rank):
-    shapes = [(), (1,), (5,), (7, 3), LARGE]
+    shapes = [(), (1,), (5,), (7, 3), MEDIUM, LARGE, MEDIUM]
     gather(rank, 3, shapes[1:], False)
     reduce(rank, 3, shapes, torch.bfloat16, True)
     reduce(rank, 3, shapes, torch.float32, False)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import select
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -145,12 +147,28 @@ def _main(
         LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     _silence()
+    _end_with_reader(pipe)
     try:
         pipe.send(body(rank, *arguments))
     except Exception:
         pipe.send(traceback.format_exc())
     pipe.close()
     os._exit(0)  # libraries that are still talking at exit would be waited for
+
+
+def _end_with_reader(pipe: Connection) -> None:
+    """Have this rank end when nobody is left to read its pipe, as after a SIGKILL.
+
+    The server that ranks are forked from lives as long as they do, so parents tell nothing.
+    """
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(pipe.fileno(), 0)  # nothing but errors
+        poller.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _silence() -> None:

@@ -80,7 +80,7 @@ def _run(argv: list[str]) -> int:
         arguments, unknown = _parser().parse_known_args(argv)
         if unknown:
             hint = f"`{prog} --help` lists the flags"
-            if hasattr(arguments, "model") and not unknown[0].startswith("-"):
+            if "model" in vars(arguments) and not unknown[0].startswith("-"):
                 hint = f"a model goes behind its flag: `{prog} --model {unknown[0]}`"
             raise ConfigError(expected("flags that it has", " ".join(unknown), hint=hint))
         code = arguments.run(arguments, argv)

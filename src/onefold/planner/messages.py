@@ -21,7 +21,8 @@ from onefold.layout.rows import PIECE_NUMEL, round_up, row_bounds
 from onefold.planner.trace import Member
 from onefold.wire.codec import Codec, codec_of
 from onefold.wire.coded import ALIGN_NBYTES
-from onefold.wire.transport import PACK_NBYTES
+from onefold.wire.cut import SHARE_NBYTES
+from onefold.wire.exchange import PACK_NBYTES
 from onefold.wiring import DIFFERENCE, EXACT, Wire
 
 
@@ -29,8 +30,9 @@ from onefold.wiring import DIFFERENCE, EXACT, Wire
 class Message:
     """One collective: bytes that this rank sends, and what it holds for it in the meantime.
 
-    `received`: each buffer that a reduction fills, kept for the next one; `staged`: coded messages,
-    until they have been read; `owed`: elements that this rank sends coded.
+    `received`: each buffer that a reduction fills, and the one it packs, kept for the next one;
+    `staged`: coded messages, and of a gather the one that regions share, until they have been read;
+    `owed`: elements that this rank sends coded.
     """
 
     sent: int = 0
@@ -62,32 +64,36 @@ class UnitMessages:
         return self.reduce.owed + self.settle.owed + self.share.owed
 
 
-def messages_of(members: Sequence[Member], ranks: int, neighbours: int, wire: Wire) -> UnitMessages:
+def messages_of(
+    members: Sequence[Member], ranks: int, neighbours: int, wire: Wire, *, is_nccl: bool = False
+) -> UnitMessages:
     """Of a unit with these members over `ranks`, `neighbours` of which are a node; 0: one axis.
 
     With `secondary="optimizer"` nodes are replicas.
     """
     alike = tuple(replace(member, fqn="") for member in members)
-    return _messages_of(alike, ranks, neighbours, wire)
+    return _messages_of(alike, ranks, neighbours, wire, 0 if is_nccl else SHARE_NBYTES)
 
 
-def spread_of(members: Sequence[Member], ranks: int) -> UnitMessages:
+def spread_of(members: Sequence[Member], ranks: int, *, is_nccl: bool = False) -> UnitMessages:
     """At stage 0: gradients are reduced, and their means gathered in the parameters' own dtype."""
-    regions = [_Region.of(m, pieces_of(m.shape, ranks)) for m in members if m.requires_grad]
-    reduce = messages_of(members, ranks, 0, Wire()).reduce
+    shares = 0 if is_nccl else SHARE_NBYTES
+    trained = [member for member in members if member.requires_grad]
+    regions = [_Region.of(member, pieces_of(member.shape, ranks), shares) for member in trained]
+    reduce = messages_of(members, ranks, 0, Wire(), is_nccl=is_nccl).reduce
     return UnitMessages(reduce=reduce, share=_gather(regions, 0, EXACT, members[0].itemsize))
 
 
 @lru_cache(maxsize=256)  # blocks are alike, and ways to train are many
 def _messages_of(
-    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire
+    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, shares: int
 ) -> UnitMessages:
     if not neighbours:
-        return _one_axis(members, ranks, wire.weights_between, wire.gradients_between)
+        return _one_axis(members, ranks, wire.weights_between, wire.gradients_between, shares)
     if wire.secondary == "optimizer":
-        inside = _one_axis(members, neighbours, wire.weights_inside, wire.gradients_inside)
-        return _with_replicas(inside, members, neighbours, ranks // neighbours, wire)
-    return _two_hops(members, ranks, neighbours, wire)
+        inside = _one_axis(members, neighbours, wire.weights_inside, wire.gradients_inside, shares)
+        return _with_replicas(inside, members, (neighbours, ranks // neighbours), wire, shares)
+    return _two_hops(members, ranks, neighbours, wire, shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +104,20 @@ class _Region:
     is_replicated: bool
     is_matrix: bool
     is_trained: bool
+    shares: int  # bytes up to which it shares a message
 
     @staticmethod
-    def of(member: Member, numels: Sequence[int]) -> _Region:
-        return _Region(tuple(numels), not member.shape, len(member.shape) > 1, member.requires_grad)
+    def of(member: Member, numels: Sequence[int], shares: int) -> _Region:
+        shape, is_trained = member.shape, member.requires_grad
+        return _Region(tuple(numels), not shape, len(shape) > 1, is_trained, shares)
+
+    def is_small(self, itemsize: int) -> bool:
+        """True if it is packed element by element."""
+        return self.is_replicated or max(self.numels) * itemsize < PACK_NBYTES
+
+    def is_apart(self, itemsize: int) -> bool:
+        """True if it shares no message."""
+        return not self.is_small(itemsize) and sum(self.numels) * itemsize > self.shares
 
 
 def pieces_of(shape: tuple[int, ...], world_size: int) -> list[int]:
@@ -113,12 +129,12 @@ def pieces_of(shape: tuple[int, ...], world_size: int) -> list[int]:
 
 
 def _one_axis(
-    members: tuple[Member, ...], ranks: int, weights: str, gradients: str
+    members: tuple[Member, ...], ranks: int, weights: str, gradients: str, shares: int
 ) -> UnitMessages:
     if ranks == 1:
         return UnitMessages()
     first = members[0]
-    regions = [_Region.of(member, pieces_of(member.shape, ranks)) for member in members]
+    regions = [_Region.of(member, pieces_of(member.shape, ranks), shares) for member in members]
     flags = 1 + sum(region.is_trained for region in regions)
     return UnitMessages(
         gather=_gather(regions, 1, weights if first.is_floating else EXACT, first.compute_itemsize),
@@ -127,15 +143,17 @@ def _one_axis(
 
 
 def _with_replicas(
-    inside: UnitMessages, members: tuple[Member, ...], neighbours: int, nodes: int, wire: Wire
-) -> UnitMessages:
+    inside: UnitMessages, members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire,
+    shares: int,
+) -> UnitMessages:  # fmt: skip
     """Own rows of a node's mean: each node's part of them is averaged, then all gather them."""
+    neighbours, nodes = mesh
     regions = []
     for member in members:
         own = pieces_of(member.shape, neighbours)[0]
         bounds = [own * part // nodes for part in range(nodes + 1)]
         parts = [stop - start for start, stop in pairwise(bounds)] if member.shape else [1] * nodes
-        regions.append(_Region.of(member, parts))
+        regions.append(_Region.of(member, parts, shares))
     trained = [region for region in regions if region.is_trained]
     itemsize, word = members[0].compute_itemsize, wire.gradients_between
     wide = itemsize if word == EXACT else members[0].itemsize  # of means: they are rounded once
@@ -146,9 +164,11 @@ def _with_replicas(
     )
 
 
-def _two_hops(members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire) -> UnitMessages:
+def _two_hops(
+    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, shares: int
+) -> UnitMessages:
     if not members[0].is_floating:
-        return _one_axis(members, ranks, EXACT, EXACT)
+        return _one_axis(members, ranks, EXACT, EXACT, shares)
     nodes, itemsize = ranks // neighbours, members[0].compute_itemsize
     near: list[_Region] = []  # every node's stretch of rows, cut over its ranks
     far: list[_Region] = []  # this place's piece of every node's rows
@@ -156,9 +176,9 @@ def _two_hops(members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wi
     for member in members:
         pieces = pieces_of(member.shape, ranks)
         own = pieces[::neighbours]
-        far.append(_Region.of(member, own))
+        far.append(_Region.of(member, own, shares))
         starts = range(0, ranks, neighbours) if member.shape else (0,)
-        near += [_Region.of(member, pieces[at : at + neighbours]) for at in starts]
+        near += [_Region.of(member, pieces[at : at + neighbours], shares) for at in starts]
         kept += round_up(sum(own) if member.shape else 1, PIECE_NUMEL)
     flags = 1 + sum(region.is_trained for region in far)
     return UnitMessages(
@@ -176,7 +196,8 @@ def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> 
     sharded = [region for region in regions if not region.is_replicated]
     ranks = len(sharded[0].numels) if sharded else 1
     if word == EXACT:
-        return Message(sum(region.numels[0] for region in sharded) * itemsize * (ranks - 1))
+        sent = sum(region.numels[0] for region in sharded) * itemsize * (ranks - 1)
+        return Message(sent, (), _shared(sharded, tags, itemsize))
     codec = codec_of(word.removesuffix(DIFFERENCE))
     rest = tags * round_up(itemsize, ALIGN_NBYTES)
     parcels = [each + rest for each in _parcels(sharded, codec, itemsize)]
@@ -198,11 +219,23 @@ def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) ->
         return Message(sent, (), sum(parcels) + (ranks - 1) * parcels[0] + sent, owed)
     sharded = [region for region in trained if not region.is_replicated]
     sent = sum(sum(region.numels[1:]) for region in sharded) * itemsize
-    own = [region.numels[0] for region in sharded]
-    large = [numel for numel in own if numel * itemsize >= PACK_NBYTES]
-    small = sum(own) - sum(large) + len(trained) - len(sharded) + flags
+    apart = [region.numels[0] for region in sharded if region.is_apart(itemsize)]
+    packed = sum(region.numels[0] for region in trained) - sum(apart) + flags
     each = itemsize * (ranks if ranks > 2 else 1)  # of two, the own part does not travel
-    return Message(sent, tuple(numel * each for numel in (*large, small)))
+    received = [numel * each for numel in (*apart, packed)]
+    shared = _shared(trained, flags, itemsize)
+    return Message(sent, (*received, shared) if shared else tuple(received))
+
+
+def _shared(regions: Sequence[_Region], extra: int, itemsize: int) -> int:
+    """Bytes of the message that regions share, if any of some size do: `extra` elements for each
+    rank ride along.
+    """
+    packed = [region for region in regions if not region.is_apart(itemsize)]
+    if all(region.is_small(itemsize) for region in packed):
+        return 0
+    ranks = len(packed[0].numels)
+    return (sum(sum(region.numels) for region in packed) + extra * ranks) * itemsize
 
 
 def _parcels(regions: Sequence[_Region], codec: Codec, itemsize: int) -> list[int]:

@@ -157,11 +157,11 @@ class Reductions:
         if setup.has_hops:
             self._make_grad(unit)
         self._following = unit
-        settle = self._units[unit].messages.settle
-        self._second.start(settle)
-        self._sent["reduce_scatter between"] += settle.sent
+        messages = self._units[unit].messages
+        self._second.start(messages.share if setup.stage == 0 else messages.settle)
+        self._sent["reduce_scatter between"] += messages.settle.sent
         self._held.see()
-        if not (setup.has_hops or setup.are_replicas):
+        if not (setup.has_hops or setup.are_replicas or setup.stage == 0):
             self._end_following()
 
     def _end_following(self) -> None:
@@ -171,7 +171,8 @@ class Reductions:
         share = self._units[unit].messages.share
         self._second.land()
         self._sent["gather" if self._setup.stage == 0 else "gather between"] += share.sent
-        self._held.pass_through(share.staged)
+        if self._setup.stage > 0:  # else it was on its way until now
+            self._held.pass_through(share.staged)
         if unit in self._sums:
             self._sums.remove(unit)
             self._held.add("partial_grad", -self._units[unit].sums)

@@ -154,6 +154,7 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
 
 
 def _messages(members: tuple[Member, ...], setup: Setup) -> UnitMessages:
+    world, is_nccl = setup.world_size, setup.device_type != "cpu"
     if setup.stage == 0:
-        return spread_of(members, setup.world_size)
-    return messages_of(members, setup.world_size, setup.neighbours, setup.wire)
+        return spread_of(members, world, is_nccl=is_nccl)
+    return messages_of(members, world, setup.neighbours, setup.wire, is_nccl=is_nccl)

@@ -19,7 +19,8 @@ from onefold.errors import TierError, WireError, expected
 from onefold.layout.rows import Slot
 from onefold.state.buffer import Buffer
 from onefold.ticket import DONE, Ticket
-from onefold.wire.transport import Cut, Own, Transport
+from onefold.wire.cut import Cut
+from onefold.wire.transport import Own, Transport
 
 if TYPE_CHECKING:
     from onefold.state.unit import Unit

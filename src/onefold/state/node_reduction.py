@@ -24,7 +24,8 @@ from onefold.state.parameter import UnitParameter
 from onefold.state.reduction import Key, OneHop, Spread, flags_of, regions_of
 from onefold.state.setting import Hops
 from onefold.ticket import Ticket
-from onefold.wire.transport import Cut, Transport
+from onefold.wire.cut import Cut
+from onefold.wire.transport import Transport
 
 if TYPE_CHECKING:
     from onefold.state.gradient import UnitGradient

@@ -25,7 +25,8 @@ from onefold.layout.rows import Slot
 from onefold.state.feedback import Feedback, Region
 from onefold.state.parameter import UnitParameter
 from onefold.ticket import Ticket
-from onefold.wire.transport import Cut, Transport
+from onefold.wire.cut import Cut
+from onefold.wire.transport import Transport
 
 if TYPE_CHECKING:
     from onefold.state.gradient import UnitGradient

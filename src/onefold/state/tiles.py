@@ -29,7 +29,7 @@ from onefold.state.buffer import Buffer
 from onefold.state.gather import tags_of
 from onefold.ticket import DONE, Ticket
 from onefold.tier.store import GRAIN_NUMEL
-from onefold.wire.transport import Cut
+from onefold.wire.cut import Cut
 
 if TYPE_CHECKING:
     from onefold.state.gradient import UnitGradient

@@ -22,7 +22,7 @@ from onefold.state.buffer import Buffer
 from onefold.state.gather import Message, Span, UnitGather, tags_of
 from onefold.state.setting import Hops
 from onefold.ticket import DONE, Ticket
-from onefold.wire.transport import Cut
+from onefold.wire.cut import Cut
 
 if TYPE_CHECKING:
     from onefold.state.unit import Unit

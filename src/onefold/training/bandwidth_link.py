@@ -21,7 +21,7 @@ from onefold.tier.host import HostStore
 from onefold.training.bandwidth import ROW, Ask, Bandwidths, Entry, Rate, in_rounds
 from onefold.training.machine import MIB
 from onefold.training.world import World
-from onefold.wire.transport import Cut
+from onefold.wire.cut import Cut
 
 LINK_NBYTES = 32 * MIB
 NUM_REGIONS = 4

@@ -21,8 +21,9 @@ from onefold.layout.rows import round_up
 from onefold.ledger import Kind
 from onefold.ticket import Ticket
 from onefold.wire.codec import Codec, encode_with_feedback
+from onefold.wire.cut import Cut
 from onefold.wire.exchange import Span
-from onefold.wire.transport import Composed, Cut, Owed, Own
+from onefold.wire.transport import Composed, Owed, Own
 
 ALIGN_NBYTES = 16
 """Parts of a message start at multiples of this, so that they can be read as wider numbers."""

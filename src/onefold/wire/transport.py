@@ -14,82 +14,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from onefold.layout.rows import Slot
+from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket, Work
 from onefold.wire.collectives import Group
-from onefold.wire.exchange import PACK_NBYTES, Exchange
+from onefold.wire.cut import Cut, Parcel, unpack
+from onefold.wire.exchange import Exchange
 
 MEAN_NUMEL = 64 * 1024
 """Elements of one block when a mean is taken: sum and scaling stay in the cache."""
-
-
-class Cut:
-    """How the regions of one message are cut over the ranks: made once, used for every transfer.
-
-    `large` regions travel from and to where they lie. `small` ones are packed: `packed_index` lists
-    their elements in message order (rank by rank, region by region) as positions counted from each
-    region's offset: in one flat buffer (`offsets`), or, for separate tensors, in the small ones
-    laid end to end. A replicated region goes whole to every rank, which only reductions do. Regions
-    without a name carry no state: tags and flags, counted as `control`. `name` is that of the unit
-    or parameter, for whoever watches.
-    """
-
-    def __init__(
-        self, slots: Sequence[Slot], offsets: Sequence[int] | None, group: Group, itemsize: int,
-        name: str = "",
-    ) -> None:  # fmt: skip
-        self.name = name
-        ranks = range(group.world_size)
-        self.numels = [[slot.piece_numel(rank) for rank in ranks] for slot in slots]
-        self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
-        is_large = [
-            max(numels) * itemsize >= PACK_NBYTES and not replicated
-            for numels, replicated in zip(self.numels, self.is_replicated, strict=True)
-        ]
-        self.large = [index for index, large in enumerate(is_large) if large]
-        self.small = [index for index, large in enumerate(is_large) if not large]
-        lengths = [
-            0 if large else slot.pieces[-1][1] for slot, large in zip(slots, is_large, strict=True)
-        ]
-        starts = offsets if offsets is not None else [0, *accumulate(lengths)][:-1]
-        self.spans = [
-            [(offset + start, offset + stop) for start, stop in slot.pieces]
-            for slot, offset in zip(slots, starts, strict=True)
-        ]
-        self.packed_numels = [
-            sum(self.numels[index][rank] for index in self.small) for rank in ranks
-        ]
-        self.packed_spans = list(pairwise(accumulate(self.packed_numels, initial=0)))
-        own = group.rank
-        self.own_packed_numels = [self.numels[index][own] for index in self.small]
-        self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
-        counted = [
-            numels
-            for numels, slot, replicated in zip(self.numels, slots, self.is_replicated, strict=True)
-            if slot.fqn and not replicated
-        ]
-        self.sharded_numel = sum(map(sum, counted))
-        self.own_numel = sum(numels[own] for numels in counted)
-        self.control_numel = sum(numels[own] for numels in self.numels) - self.own_numel
-        self._index: Tensor | None = None
-
-    def packed_index(self, device: torch.device) -> Tensor:
-        """int64 [elements of the packed message]: where each comes from."""
-        if self._index is None or self._index.device != device:
-            spans = [
-                torch.arange(*self.spans[index][rank])
-                for rank in range(len(self.packed_numels))
-                for index in self.small
-            ]
-            index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
-            self._index = index.to(device)
-        return self._index
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,16 +182,19 @@ class Composed:
         ]
         finish = None
         if cut.packed_spans[-1][1]:
-            index = cut.packed_index(full.device)
-            staged = full.new_empty(len(index))
-            mine = slice(*cut.packed_spans[self.group.rank])
-            torch.index_select(full, 0, index[mine], out=staged[mine])
+            staged = full.new_empty(cut.packed_spans[-1][1])
+            counted = staged.nbytes if cut.medium else 0  # what small regions take is too little
+            exchange.ledger.add(Kind.WIRE, "device", counted)
+            Parcel(cut, self.group.rank, staged).fill(
+                [full[slice(*cut.spans[index][self.group.rank])] for index in cut.medium], full
+            )
             works += exchange.all_gather(staged, cut.packed_spans)
 
-            def unpack() -> None:
-                full.index_copy_(0, index, staged)
+            def read() -> None:
+                unpack(full, cut, staged, self.group.rank)
+                exchange.ledger.add(Kind.WIRE, "device", -counted)
 
-            finish = unpack
+            finish = read
         exchange.count("gather", cut.own_numel * full.element_size() * others)
         control = cut.control_numel * full.element_size() * others
         exchange.ledger.sent("control", control, 0)
@@ -281,6 +221,7 @@ class Composed:
         packed = self._packed(partials, cut)
         small = self._exchange(packed, cut.packed_numels, works, received) if len(packed) else []
         self._count(cut, packed.element_size())
+        received += [packed] * bool(cut.medium)
 
         def average() -> None:
             for index, found in zip(cut.large, parts, strict=True):
@@ -319,11 +260,18 @@ class Composed:
         return pieces
 
     def _packed(self, partials: Sequence[Tensor], cut: Cut) -> Tensor:
-        """All pieces for rank 0, then for rank 1, ...: what the small regions send."""
-        if not cut.small:
+        """All pieces for rank 0, then for rank 1, ...: what regions send together."""
+        if not cut.packed_spans[-1][1]:
             return partials[0].new_empty(0)
-        whole = torch.cat([partials[index] for index in cut.small])
-        return whole.index_select(0, cut.packed_index(whole.device))
+        small = [partials[index] for index in cut.small]
+        whole = torch.cat(small) if small else partials[0].new_empty(0)
+        if not cut.medium:
+            return whole.index_select(0, cut.packed_index(whole.device))
+        packed = self.exchange.buffers.take(cut.packed_spans[-1][1], whole.dtype, whole.device)
+        for rank in range(self.group.world_size):
+            pieces = [partials[index][slice(*cut.pieces[index][rank])] for index in cut.medium]
+            Parcel(cut, rank, packed).fill(pieces, whole)
+        return packed
 
     def _count(self, cut: Cut, itemsize: int) -> None:
         """Sharded gradients are the law's bytes; what every rank must know whole is `control`."""
@@ -334,11 +282,17 @@ class Composed:
     def _spread_packed(
         self, found: list[Tensor], cut: Cut, out: Sequence[Tensor], fresh: Sequence[bool]
     ) -> None:
-        """Average the packed message and put each small region's piece where it goes."""
+        """Average the packed message and put each region's piece where it goes."""
+        numels = [*cut.medium_numels[self.group.rank], sum(cut.own_small_numels)]
+        *medium, small = zip(*(message.split(numels) for message in found), strict=True)
+        for index, pieces in zip(cut.medium, medium, strict=True):
+            self._mean_in_rank_order(pieces, out[index], fresh[index])
+        if not cut.small:
+            return
         targets = [out[index] for index in cut.small]
-        mean = targets[0].new_empty(sum(cut.own_packed_numels))
-        self._mean_in_rank_order(found, mean, True)
-        parts = mean.split(cut.own_packed_numels)
+        mean = targets[0].new_empty(sum(cut.own_small_numels))
+        self._mean_in_rank_order(small, mean, True)
+        parts = mean.split(cut.own_small_numels)
         replaced = [i for i, index in enumerate(cut.small) if fresh[index]]
         added = [i for i, index in enumerate(cut.small) if not fresh[index]]
         if replaced:
@@ -346,7 +300,7 @@ class Composed:
         if added:
             torch._foreach_add_([targets[i] for i in added], [parts[i] for i in added])
 
-    def _mean_in_rank_order(self, found: list[Tensor], target: Tensor, is_fresh: bool) -> None:
+    def _mean_in_rank_order(self, found: Sequence[Tensor], target: Tensor, is_fresh: bool) -> None:
         """Target = mean of what the ranks sent, or += it; summed from rank 0 up.
 
         The sum is in the reduce dtype, whatever narrower dtype the parts travelled in. On the CPU

@@ -1,0 +1,123 @@
+"""How the regions of one message are cut over the ranks, and which of them share a message.
+
+large    apart | travels from and to where it lies
+medium   packed | rank 0: its pieces, one behind the other | rank 1: ...
+small    packed behind them, element by element
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from onefold.layout.rows import Slot
+from onefold.wire.collectives import Group
+from onefold.wire.exchange import PACK_NBYTES
+
+SHARE_NBYTES = 2 << 20
+"""Regions that are smaller as a whole share a message, too, but for NCCL's: gloo wakes a thread for
+each. On 2 cores a step of 3 M parameters takes 3-7 % less of 2 ranks, 8-14 % less of 4."""
+
+
+class Cut:
+    """How the regions of one message are cut over the ranks: made once, used for every transfer.
+
+    `large` regions travel from and to where they lie. The others share one message, which has for
+    each rank its pieces of the `medium` ones, copied piece by piece, then those of the `small`
+    ones: `packed_index` lists their elements (rank by rank, region by region) as positions counted
+    from each region's offset: in one flat buffer (`offsets`), or, for separate tensors, in the
+    small ones laid end to end. A replicated region goes whole to every rank, which only reductions
+    do. Regions without a name carry no state: tags and flags, counted as `control`. `name` is that
+    of the unit or parameter, for whoever watches.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], offsets: Sequence[int] | None, group: Group, itemsize: int,
+        name: str = "",
+    ) -> None:  # fmt: skip
+        self.name = name
+        ranks = range(group.world_size)
+        self.numels = [[slot.piece_numel(rank) for rank in ranks] for slot in slots]
+        self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
+        is_small = [
+            max(numels) * itemsize < PACK_NBYTES or replicated
+            for numels, replicated in zip(self.numels, self.is_replicated, strict=True)
+        ]
+        shares = 0 if group.is_nccl else SHARE_NBYTES
+        self.small = [index for index, small in enumerate(is_small) if small]
+        rest = [index for index, small in enumerate(is_small) if not small]
+        self.medium = [index for index in rest if sum(self.numels[index]) * itemsize <= shares]
+        self.large = [index for index in rest if index not in self.medium]
+        self.pieces = [slot.pieces for slot in slots]
+        lengths = [
+            slot.pieces[-1][1] if small else 0 for slot, small in zip(slots, is_small, strict=True)
+        ]
+        starts = offsets if offsets is not None else [0, *accumulate(lengths)][:-1]
+        self.spans = [
+            [(offset + start, offset + stop) for start, stop in slot.pieces]
+            for slot, offset in zip(slots, starts, strict=True)
+        ]
+        small, medium = (
+            [[self.numels[index][rank] for index in these] for rank in ranks]
+            for these in (self.small, self.medium)
+        )
+        self.small_spans = list(pairwise(accumulate(map(sum, small), initial=0)))
+        self.packed_numels = [sum(small[rank]) + sum(medium[rank]) for rank in ranks]
+        self.packed_spans = list(pairwise(accumulate(self.packed_numels, initial=0)))
+        own = group.rank
+        self.own_small_numels = small[own]
+        self.medium_numels = medium
+        self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
+        counted = [
+            numels
+            for numels, slot, replicated in zip(self.numels, slots, self.is_replicated, strict=True)
+            if slot.fqn and not replicated
+        ]
+        self.sharded_numel = sum(map(sum, counted))
+        self.own_numel = sum(numels[own] for numels in counted)
+        self.control_numel = sum(numels[own] for numels in self.numels) - self.own_numel
+        self._index: Tensor | None = None
+
+    def packed_index(self, device: torch.device) -> Tensor:
+        """int64 [elements of the packed message]: where each comes from."""
+        if self._index is None or self._index.device != device:
+            spans = [
+                torch.arange(*self.spans[index][rank])
+                for rank in range(len(self.packed_numels))
+                for index in self.small
+            ]
+            index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+            self._index = index.to(device)
+        return self._index
+
+
+class Parcel:
+    """One rank's part of a packed message: its pieces of medium regions, then of small ones."""
+
+    def __init__(self, cut: Cut, rank: int, packed: Tensor) -> None:
+        numels = cut.medium_numels[rank]
+        mine = packed[slice(*cut.packed_spans[rank])]
+        *self.medium, self.small = mine.split([*numels, len(mine) - sum(numels)])
+        self.index = cut.packed_index(packed.device)[slice(*cut.small_spans[rank])]
+
+    def fill(self, pieces: Sequence[Tensor], whole: Tensor) -> None:
+        """Copy pieces of medium regions, and the elements of `whole` that small ones have."""
+        if pieces:
+            torch._foreach_copy_(self.medium, pieces)
+        torch.index_select(whole, 0, self.index, out=self.small)
+
+
+def unpack(full: Tensor, cut: Cut, packed: Tensor, own: int) -> None:
+    """Put everybody's parcels where they go in the flat `full`."""
+    if not cut.medium:
+        full.index_copy_(0, cut.packed_index(full.device), packed)
+        return
+    for rank in range(len(cut.packed_numels)):
+        if rank != own:
+            parcel = Parcel(cut, rank, packed)
+            places = [full[slice(*cut.spans[index][rank])] for index in cut.medium]
+            torch._foreach_copy_(places, parcel.medium)
+            full.index_copy_(0, parcel.index, parcel.small)
