@@ -103,7 +103,7 @@ class Parcel:
         *self.medium, self.small = mine.split([*numels, len(mine) - sum(numels)])
         self.index = cut.packed_index(packed.device)[slice(*cut.small_spans[rank])]
 
-    def fill(self, pieces: Sequence[Tensor], whole: Tensor) -> None:
+    def fill(self, pieces: list[Tensor], whole: Tensor) -> None:
         """Copy pieces of medium regions, and the elements of `whole` that small ones have."""
         if pieces:
             torch._foreach_copy_(self.medium, pieces)
