@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from onefold.planner import messages
+from onefold.wire import cut
 
 torch.set_num_threads(1)
 
@@ -24,3 +28,12 @@ def pytest_collection_finish() -> None:
     """Spare the collector what imports made: it would look through all of it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Regions of 64 bytes share messages as those of 64 KiB do."""
+    monkeypatch.setattr(cut, "PACK_NBYTES", 64)
+    messages._messages_of.cache_clear()
+    yield
+    messages._messages_of.cache_clear()

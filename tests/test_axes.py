@@ -132,6 +132,16 @@ def test_placements_whose_sums_have_one_order_give_the_same_bits():
         assert_same_bits(run, runs[0])
 
 
+def test_messages_that_regions_share_change_no_bit(request):
+    apart = [run_axes(job_of(secondary), (2, 2), stage) for stage, secondary in PLACES]
+    plain = [run_job(job_of(None, options={}), 3, stage) for stage in range(4)]
+    request.getfixturevalue("sharing")
+    for (stage, secondary), run in zip(PLACES, apart, strict=True):
+        assert_same_bits(run_axes(job_of(secondary), (2, 2), stage), run)
+    for stage, run in enumerate(plain):
+        assert_same_bits(run_job(job_of(None, options={}), 3, stage), run)
+
+
 @pytest.mark.parametrize(("local", "axes"), [("1", None), ("2", (2, 2)), ("4", None), ("3", "")])
 def test_a_preset_takes_the_hosts_of_the_launcher_for_nodes(local, axes, monkeypatch):
     """A number of processes a host that the world is no multiple of is refused on every rank."""

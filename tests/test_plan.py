@@ -21,7 +21,6 @@ import onefold
 from onefold.config import Offload, Precision, offload_of, placements_of, precision_of
 from onefold.errors import ConfigError, TierError
 from onefold.layout.units import plan_units
-from onefold.planner import messages
 from onefold.planner.auto import ACTIVATIONS_SHARE
 from onefold.planner.estimate import estimated
 from onefold.planner.live import Live, Untraceable
@@ -33,7 +32,6 @@ from onefold.planner.trace import Trace, What, default_loss, tokens_of, trace, w
 from onefold.training.loader import build_model
 from onefold.training.model import GPT, GPTConfig
 from onefold.training.planning import Cluster, plan
-from onefold.wire import cut
 from tests.models import Model
 from tests.ranks import run_processes, run_ranks, seeded
 
@@ -159,16 +157,6 @@ def test_states_are_what_the_plan_says_to_the_byte_and_every_kind_peaks_where_it
                 held = sum(u.peak for u in report.memory.get(kind, {}).values())
                 assert held <= 1.05 * found.most_of(kind), (kind, setup)
             assert report.differing() == {}, (report.verdict, setup)
-
-
-@pytest.fixture
-def sharing(monkeypatch):
-    """Regions of 64 bytes share messages as those of 64 KiB do."""
-    for module in (cut, messages):
-        monkeypatch.setattr(module, "PACK_NBYTES", 64)
-    messages._messages_of.cache_clear()
-    yield
-    messages._messages_of.cache_clear()
 
 
 @pytest.mark.usefixtures("sharing")

@@ -143,6 +143,15 @@ def test_bytes_held_and_sent_are_those_of_the_plan(stage, name, shape, precision
     assert report.differing() == {}, report.verdict
 
 
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.parametrize("name", ["zero++diff", "replicas"])
+def test_messages_that_regions_share_are_those_of_the_plan(name):
+    setup = setup_of((2, 2), 3, name)
+    report = run_ranks(4, run, (2, 2), setup, name)[0]
+    most = forecast(traced(setup.precision), setup).most_of("wire")
+    assert 0.5 * most <= held(report, "wire") <= most
+
+
 def test_between_nodes_a_plan_tells_what_was_counted_at_the_sockets_of_hosts():
     """Of every scheme in the table of docs/wire.md, at which headers and tags were counted too."""
     import wire

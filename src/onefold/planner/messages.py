@@ -1,11 +1,11 @@
 """What one unit sends: the messages of one gather and one reduction, to the byte.
 
-    one axis    gather                                      reduce
+    one axis    gather                                      reduce; at stage 0 -> settle (means)
     two hops    cross (between nodes) -> gather (inside)    reduce (inside) -> settle (between)
     replicas    gather (inside)                             reduce (inside) -> settle, share
 
 All figures are those of rank 0, whose pieces are the longest, by the rules of layout/axes.py (who
-sends which rows), wire/transport.py (what shares a message) and wire/coded.py (how long one is).
+sends which rows), wire/cut.py (what shares a message) and wire/coded.py (how long one is).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from onefold.layout.rows import PIECE_NUMEL, round_up, row_bounds
 from onefold.planner.trace import Member
 from onefold.wire.codec import Codec, codec_of
 from onefold.wire.coded import ALIGN_NBYTES
-from onefold.wire.cut import SHARE_NBYTES
-from onefold.wire.exchange import PACK_NBYTES
+from onefold.wire.cut import Size, size_of
 from onefold.wiring import DIFFERENCE, EXACT, Wire
 
 
@@ -72,28 +71,27 @@ def messages_of(
     With `secondary="optimizer"` nodes are replicas.
     """
     alike = tuple(replace(member, fqn="") for member in members)
-    return _messages_of(alike, ranks, neighbours, wire, 0 if is_nccl else SHARE_NBYTES)
+    return _messages_of(alike, ranks, neighbours, wire, is_nccl)
 
 
 def spread_of(members: Sequence[Member], ranks: int, *, is_nccl: bool = False) -> UnitMessages:
     """At stage 0: gradients are reduced, and their means gathered in the parameters' own dtype."""
-    shares = 0 if is_nccl else SHARE_NBYTES
     trained = [member for member in members if member.requires_grad]
-    regions = [_Region.of(member, pieces_of(member.shape, ranks), shares) for member in trained]
+    regions = [_Region.of(member, pieces_of(member.shape, ranks), is_nccl) for member in trained]
     reduce = messages_of(members, ranks, 0, Wire(), is_nccl=is_nccl).reduce
-    return UnitMessages(reduce=reduce, share=_gather(regions, 0, EXACT, members[0].itemsize))
+    return UnitMessages(reduce=reduce, settle=_gather(regions, 0, EXACT, members[0].itemsize))
 
 
 @lru_cache(maxsize=256)  # blocks are alike, and ways to train are many
 def _messages_of(
-    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, shares: int
+    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, is_nccl: bool
 ) -> UnitMessages:
     if not neighbours:
-        return _one_axis(members, ranks, wire.weights_between, wire.gradients_between, shares)
+        return _one_axis(members, ranks, wire.weights_between, wire.gradients_between, is_nccl)
     if wire.secondary == "optimizer":
-        inside = _one_axis(members, neighbours, wire.weights_inside, wire.gradients_inside, shares)
-        return _with_replicas(inside, members, (neighbours, ranks // neighbours), wire, shares)
-    return _two_hops(members, ranks, neighbours, wire, shares)
+        inside = _one_axis(members, neighbours, wire.weights_inside, wire.gradients_inside, is_nccl)
+        return _with_replicas(inside, members, (neighbours, ranks // neighbours), wire, is_nccl)
+    return _two_hops(members, ranks, neighbours, wire, is_nccl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +102,18 @@ class _Region:
     is_replicated: bool
     is_matrix: bool
     is_trained: bool
-    shares: int  # bytes up to which it shares a message
+    is_nccl: bool
 
     @staticmethod
-    def of(member: Member, numels: Sequence[int], shares: int) -> _Region:
+    def of(member: Member, numels: Sequence[int], is_nccl: bool) -> _Region:
         shape, is_trained = member.shape, member.requires_grad
-        return _Region(tuple(numels), not shape, len(shape) > 1, is_trained, shares)
+        return _Region(tuple(numels), not shape, len(shape) > 1, is_trained, is_nccl)
 
-    def is_small(self, itemsize: int) -> bool:
-        """True if it is packed element by element."""
-        return self.is_replicated or max(self.numels) * itemsize < PACK_NBYTES
-
-    def is_apart(self, itemsize: int) -> bool:
-        """True if it shares no message."""
-        return not self.is_small(itemsize) and sum(self.numels) * itemsize > self.shares
+    def size(self, itemsize: int) -> Size:
+        """How it travels if it is not coded."""
+        return size_of(
+            self.numels, itemsize, is_replicated=self.is_replicated, is_nccl=self.is_nccl
+        )
 
 
 def pieces_of(shape: tuple[int, ...], world_size: int) -> list[int]:
@@ -129,12 +125,12 @@ def pieces_of(shape: tuple[int, ...], world_size: int) -> list[int]:
 
 
 def _one_axis(
-    members: tuple[Member, ...], ranks: int, weights: str, gradients: str, shares: int
+    members: tuple[Member, ...], ranks: int, weights: str, gradients: str, is_nccl: bool
 ) -> UnitMessages:
     if ranks == 1:
         return UnitMessages()
     first = members[0]
-    regions = [_Region.of(member, pieces_of(member.shape, ranks), shares) for member in members]
+    regions = [_Region.of(member, pieces_of(member.shape, ranks), is_nccl) for member in members]
     flags = 1 + sum(region.is_trained for region in regions)
     return UnitMessages(
         gather=_gather(regions, 1, weights if first.is_floating else EXACT, first.compute_itemsize),
@@ -144,7 +140,7 @@ def _one_axis(
 
 def _with_replicas(
     inside: UnitMessages, members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire,
-    shares: int,
+    is_nccl: bool,
 ) -> UnitMessages:  # fmt: skip
     """Own rows of a node's mean: each node's part of them is averaged, then all gather them."""
     neighbours, nodes = mesh
@@ -153,7 +149,7 @@ def _with_replicas(
         own = pieces_of(member.shape, neighbours)[0]
         bounds = [own * part // nodes for part in range(nodes + 1)]
         parts = [stop - start for start, stop in pairwise(bounds)] if member.shape else [1] * nodes
-        regions.append(_Region.of(member, parts, shares))
+        regions.append(_Region.of(member, parts, is_nccl))
     trained = [region for region in regions if region.is_trained]
     itemsize, word = members[0].compute_itemsize, wire.gradients_between
     wide = itemsize if word == EXACT else members[0].itemsize  # of means: they are rounded once
@@ -165,10 +161,10 @@ def _with_replicas(
 
 
 def _two_hops(
-    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, shares: int
+    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, is_nccl: bool
 ) -> UnitMessages:
     if not members[0].is_floating:
-        return _one_axis(members, ranks, EXACT, EXACT, shares)
+        return _one_axis(members, ranks, EXACT, EXACT, is_nccl)
     nodes, itemsize = ranks // neighbours, members[0].compute_itemsize
     near: list[_Region] = []  # every node's stretch of rows, cut over its ranks
     far: list[_Region] = []  # this place's piece of every node's rows
@@ -176,9 +172,9 @@ def _two_hops(
     for member in members:
         pieces = pieces_of(member.shape, ranks)
         own = pieces[::neighbours]
-        far.append(_Region.of(member, own, shares))
+        far.append(_Region.of(member, own, is_nccl))
         starts = range(0, ranks, neighbours) if member.shape else (0,)
-        near += [_Region.of(member, pieces[at : at + neighbours], shares) for at in starts]
+        near += [_Region.of(member, pieces[at : at + neighbours], is_nccl) for at in starts]
         kept += round_up(sum(own) if member.shape else 1, PIECE_NUMEL)
     flags = 1 + sum(region.is_trained for region in far)
     return UnitMessages(
@@ -202,7 +198,10 @@ def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> 
     rest = tags * round_up(itemsize, ALIGN_NBYTES)
     parcels = [each + rest for each in _parcels(sharded, codec, itemsize)]
     owed = sum(region.numels[0] for region in sharded if region.is_matrix)
-    return Message(parcels[0] * (ranks - 1), (), sum(parcels), owed) if sharded else NOTHING
+    staged = sum(parcels)
+    if word.endswith(DIFFERENCE):  # the first message is exact: differences refer to it
+        staged = max(staged, _shared(sharded, tags, itemsize))
+    return Message(parcels[0] * (ranks - 1), (), staged, owed) if sharded else NOTHING
 
 
 def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> Message:
@@ -219,7 +218,7 @@ def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) ->
         return Message(sent, (), sum(parcels) + (ranks - 1) * parcels[0] + sent, owed)
     sharded = [region for region in trained if not region.is_replicated]
     sent = sum(sum(region.numels[1:]) for region in sharded) * itemsize
-    apart = [region.numels[0] for region in sharded if region.is_apart(itemsize)]
+    apart = [region.numels[0] for region in sharded if region.size(itemsize) is Size.LARGE]
     packed = sum(region.numels[0] for region in trained) - sum(apart) + flags
     each = itemsize * (ranks if ranks > 2 else 1)  # of two, the own part does not travel
     received = [numel * each for numel in (*apart, packed)]
@@ -231,8 +230,8 @@ def _shared(regions: Sequence[_Region], extra: int, itemsize: int) -> int:
     """Bytes of the message that regions share, if any of some size do: `extra` elements for each
     rank ride along.
     """
-    packed = [region for region in regions if not region.is_apart(itemsize)]
-    if all(region.is_small(itemsize) for region in packed):
+    packed = [region for region in regions if region.size(itemsize) is not Size.LARGE]
+    if all(region.size(itemsize) is Size.SMALL for region in packed):
         return 0
     ranks = len(packed[0].numels)
     return (sum(sum(region.numels) for region in packed) + extra * ranks) * itemsize

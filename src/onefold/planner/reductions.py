@@ -157,9 +157,9 @@ class Reductions:
         if setup.has_hops:
             self._make_grad(unit)
         self._following = unit
-        messages = self._units[unit].messages
-        self._second.start(messages.share if setup.stage == 0 else messages.settle)
-        self._sent["reduce_scatter between"] += messages.settle.sent
+        settle = self._units[unit].messages.settle
+        self._second.start(settle)
+        self._sent["gather" if setup.stage == 0 else "reduce_scatter between"] += settle.sent
         self._held.see()
         if not (setup.has_hops or setup.are_replicas or setup.stage == 0):
             self._end_following()
@@ -170,9 +170,8 @@ class Reductions:
             return
         share = self._units[unit].messages.share
         self._second.land()
-        self._sent["gather" if self._setup.stage == 0 else "gather between"] += share.sent
-        if self._setup.stage > 0:  # else it was on its way until now
-            self._held.pass_through(share.staged)
+        self._sent["gather between"] += share.sent
+        self._held.pass_through(share.staged)
         if unit in self._sums:
             self._sums.remove(unit)
             self._held.add("partial_grad", -self._units[unit].sums)

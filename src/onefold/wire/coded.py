@@ -160,8 +160,7 @@ class Coded:
         flags, exchange, rank = partials[-1], self._exchange, self.group.rank
         key = (cut, flags.dtype)
         if key not in self._reduced:
-            rows = [_rows(cut, index) for index in range(len(partials))]
-            self._reduced[key] = _Messages(self._parcels(*key, rows), left_out=rank)
+            self._reduced[key] = _Messages(self._parcels(*key, cut.pieces), left_out=rank)
         messages = self._reduced[key]
         mine = messages.parcels[rank]
         sent = exchange.buffers.take(messages.nbytes, torch.uint8, flags.device)
@@ -220,13 +219,6 @@ class Coded:
         total.mul_(1.0 / self.group.world_size)
         if not is_direct:
             target.copy_(total) if is_fresh else target.add_(total)
-
-
-def _rows(cut: Cut, index: int) -> list[Span]:
-    """Where each rank's piece is in a flat partial of a region: one behind the other."""
-    if cut.is_replicated[index]:
-        return [(0, numel) for numel in cut.numels[index]]
-    return list(pairwise(accumulate(cut.numels[index], initial=0)))
 
 
 def _add(codec: Codec, message: Tensor, target: Tensor) -> None:

@@ -183,8 +183,8 @@ class Composed:
         finish = None
         if cut.packed_spans[-1][1]:
             staged = full.new_empty(cut.packed_spans[-1][1])
-            counted = staged.nbytes if cut.medium else 0  # what small regions take is too little
-            exchange.ledger.add(Kind.WIRE, "device", counted)
+            if cut.medium:  # what small regions alone take is too little to count
+                exchange.ledger.add(Kind.WIRE, "device", staged.nbytes)
             Parcel(cut, self.group.rank, staged).fill(
                 [full[slice(*cut.spans[index][self.group.rank])] for index in cut.medium], full
             )
@@ -192,7 +192,8 @@ class Composed:
 
             def read() -> None:
                 unpack(full, cut, staged, self.group.rank)
-                exchange.ledger.add(Kind.WIRE, "device", -counted)
+                if cut.medium:
+                    exchange.ledger.add(Kind.WIRE, "device", -staged.nbytes)
 
             finish = read
         exchange.count("gather", cut.own_numel * full.element_size() * others)
@@ -221,7 +222,8 @@ class Composed:
         packed = self._packed(partials, cut)
         small = self._exchange(packed, cut.packed_numels, works, received) if len(packed) else []
         self._count(cut, packed.element_size())
-        received += [packed] * bool(cut.medium)
+        if cut.medium:
+            received.append(packed)  # kept for the next reduction, as those are
 
         def average() -> None:
             for index, found in zip(cut.large, parts, strict=True):
