@@ -595,22 +595,22 @@ def test_an_error_of_torch_for_want_of_memory_is_told_what_is_held_and_what_woul
     class Hungry(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Linear(256, 256)
+            self.inner = nn.Linear(1024, 1024)
 
         def forward(self, x: Tensor) -> Tensor:
             self.inner(x)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 200.00 KiB.")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
     def body(rank: int) -> list[str]:
         module = seeded(Hungry)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
         onefold.shard(module, optimizer, stage=0)
         with pytest.raises(torch.OutOfMemoryError) as error:
-            module(torch.ones(2, 256))
+            module(torch.ones(2, 1024))
         return error.value.__notes__
 
     for (note,) in run_ranks(2, body):
-        assert note.startswith("onefold holds, besides activations, weight 263,168 bytes")
+        assert note.startswith("onefold holds, besides activations, weight 4,198,400 bytes")
         assert "; hint: stage=" in note
         assert note.endswith(" less")
 

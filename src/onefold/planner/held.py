@@ -63,13 +63,6 @@ class Held:
         if now > self.most.get(place, 0):
             self.most[place] = now
 
-    def pass_through(self, nbytes: int) -> None:
-        """A message that is held for a moment only."""
-        if nbytes:
-            self.add("wire", nbytes)
-            self.see()
-            self.add("wire", -nbytes)
-
     def see(self) -> None:
         """Note this moment."""
         torch_nbytes, logits = self.torch
@@ -91,3 +84,38 @@ class Held:
             self.timeline.append(moment)
         if highest > self._highest:
             self._highest, self.peak = highest, moment
+
+
+class Kept:
+    """Buffers of messages over one link: on the CPU kept until the next message took what it can
+    use, see `onefold.wire.exchange.Buffers`.
+    """
+
+    def __init__(self, held: Held, device_type: str) -> None:
+        self._held = held
+        self._keeps = device_type == "cpu"
+        self._spare: Counter[int] = Counter()  # by length, of the message that was read last
+
+    def take(self, buffers: tuple[int, ...]) -> None:
+        """A message begins."""
+        wanted = Counter(buffers)
+        self._held.add("wire", _sum(wanted - self._spare))
+        self._spare -= wanted
+
+    def give(self, buffers: tuple[int, ...]) -> None:
+        """And has been read."""
+        if buffers:
+            self._held.add("wire", -_sum(self._spare))
+            self._spare = Counter(buffers)
+        if not self._keeps:
+            self.clear()
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        self._held.add("wire", -_sum(self._spare))
+        self._spare = Counter()
+
+
+def _sum(buffers: Counter[int]) -> int:
+    """Bytes of all buffers, counted by length."""
+    return sum(nbytes * count for nbytes, count in buffers.items())

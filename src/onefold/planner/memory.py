@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onefold.config import Offload
-from onefold.planner.held import Held, Holding, Moment
-from onefold.planner.messages import Message
+from onefold.planner.held import Held, Holding, Kept, Moment
 from onefold.planner.reductions import Reductions
 from onefold.planner.setup import Setup, UnitBytes, unit_bytes
 from onefold.planner.trace import Event, Trace, What
@@ -153,7 +152,8 @@ class _Replay:
         self._whole: set[int] = set()
         self._unread: set[int] = set()  # whole, of weights that have been stepped since
         self._uncrossed: set[int] = set()  # the second shard is of weights from before the step
-        self._staged: Counter[int] = Counter()  # coded messages by unit, on their way
+        self._gathers = {where: Kept(self.held, setup.device_type) for where in ("", "between")}
+        self._staged: dict[int, list[tuple[Kept, tuple[int, ...]]]] = {}  # by unit, on their way
         self._next: int | None = None
         self.resting: Holding = {}
         self._schedule = Schedule(list(range(len(units))))
@@ -224,14 +224,14 @@ class _Replay:
         if unit.second:  # it is read before the hop inside begins
             self._read(index)
         self.sent["gather" + self._setup.where] += unit.messages.gather.sent
-        self._stage(index, unit.messages.gather)
+        self._stage(index, "", unit.messages.gather.buffers)
 
     def _cross(self, index: int) -> None:
         """The hop of weights between nodes, where there is one."""
         message = self._units[index].messages.cross
         self._uncrossed.discard(index)
         self.sent["gather between"] += message.sent
-        self._stage(index, message)
+        self._stage(index, "between", message.buffers)
 
     def _cross_early(self) -> None:
         """As forward begins, for all units that nobody steps in the background."""
@@ -240,16 +240,19 @@ class _Replay:
             if not self._chosen[index] and self._setup.offload.parameters in near:
                 self._cross(index)
 
-    def _stage(self, index: int, message: Message) -> None:
-        self._staged[index] += message.staged
-        self.held.add("wire", message.staged)
+    def _stage(self, index: int, where: str, buffers: tuple[int, ...]) -> None:
+        if buffers:
+            kept = self._gathers[where]
+            kept.take(buffers)
+            self._staged.setdefault(index, []).append((kept, buffers))
 
     def _read(self, index: int) -> None:
         """What was on its way to a unit is there, and decoded."""
-        nbytes = self._staged.pop(index, 0)
-        if nbytes:
+        staged = self._staged.pop(index, [])
+        if staged:
             self.held.see()
-            self.held.add("wire", -nbytes)
+        for kept, buffers in staged:
+            kept.give(buffers)
 
     def _release(self, index: int) -> None:
         self._read(index)
@@ -316,6 +319,8 @@ class _Replay:
                 for index in list(self._whole):
                     self._release(index)
                 self._reductions.end_backward()
+                for kept in self._gathers.values():
+                    kept.clear()
 
     def _rest_after_forward(self, units: list[int]) -> None:
         if self._setup.rests_after_forward:

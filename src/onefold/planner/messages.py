@@ -29,14 +29,13 @@ from onefold.wiring import DIFFERENCE, EXACT, Wire
 class Message:
     """One collective: bytes that this rank sends, and what it holds for it in the meantime.
 
-    `received`: each buffer that a reduction fills, and the one it packs, kept for the next one;
-    `staged`: coded messages, and of a gather the one that regions share, until they have been read;
-    `owed`: elements that this rank sends coded.
+    `buffers`: each one that it fills or packs: coded messages, those that regions share, and what a
+    reduction receives. On the CPU they are kept for the next message; `owed`: elements that this
+    rank sends coded.
     """
 
     sent: int = 0
-    received: tuple[int, ...] = ()
-    staged: int = 0
+    buffers: tuple[int, ...] = ()
     owed: int = 0
 
 
@@ -193,7 +192,7 @@ def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> 
     ranks = len(sharded[0].numels) if sharded else 1
     if word == EXACT:
         sent = sum(region.numels[0] for region in sharded) * itemsize * (ranks - 1)
-        return Message(sent, (), _shared(sharded, tags, itemsize))
+        return Message(sent, _buffers(_shared(sharded, tags, itemsize)))
     codec = codec_of(word.removesuffix(DIFFERENCE))
     rest = tags * round_up(itemsize, ALIGN_NBYTES)
     parcels = [each + rest for each in _parcels(sharded, codec, itemsize)]
@@ -201,7 +200,7 @@ def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> 
     staged = sum(parcels)
     if word.endswith(DIFFERENCE):  # the first message is exact: differences refer to it
         staged = max(staged, _shared(sharded, tags, itemsize))
-    return Message(parcels[0] * (ranks - 1), (), staged, owed) if sharded else NOTHING
+    return Message(parcels[0] * (ranks - 1), (staged,), owed) if sharded else NOTHING
 
 
 def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> Message:
@@ -215,15 +214,18 @@ def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) ->
         parcels = [each + rest for each in _parcels(trained, codec_of(word), itemsize)]
         sent = sum(parcels[1:])
         owed = sum(sum(region.numels[1:]) for region in trained if region.is_matrix)
-        return Message(sent, (), sum(parcels) + (ranks - 1) * parcels[0] + sent, owed)
+        return Message(sent, (sent, (ranks - 1) * parcels[0]), owed)
     sharded = [region for region in trained if not region.is_replicated]
     sent = sum(sum(region.numels[1:]) for region in sharded) * itemsize
     apart = [region.numels[0] for region in sharded if region.size(itemsize) is Size.LARGE]
     packed = sum(region.numels[0] for region in trained) - sum(apart) + flags
     each = itemsize * (ranks if ranks > 2 else 1)  # of two, the own part does not travel
     received = [numel * each for numel in (*apart, packed)]
-    shared = _shared(trained, flags, itemsize)
-    return Message(sent, (*received, shared) if shared else tuple(received))
+    return Message(sent, (*received, *_buffers(_shared(trained, flags, itemsize))))
+
+
+def _buffers(*nbytes: int) -> tuple[int, ...]:
+    return tuple(filter(None, nbytes))
 
 
 def _shared(regions: Sequence[_Region], extra: int, itemsize: int) -> int:

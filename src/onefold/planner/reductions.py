@@ -9,43 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from onefold.planner.held import Held
-from onefold.planner.messages import Message
+from onefold.planner.held import Held, Kept
 from onefold.planner.setup import Setup, UnitBytes
-
-
-class Receivers:
-    """The buffers of one link: on the CPU kept until the next reduction took what it can use."""
-
-    def __init__(self, held: Held, *, keeps: bool) -> None:
-        self._held = held
-        self._keeps = keeps
-        self._spare: Counter[int] = Counter()  # by length, of the reduction before
-        self._filling: Counter[int] = Counter()  # and of the one under way
-        self._staged = 0
-
-    def start(self, message: Message) -> None:
-        """A reduction begins."""
-        self._filling, self._staged = Counter(message.received), message.staged
-        self._held.add("wire", _sum(self._filling - self._spare) + self._staged)
-        self._spare -= self._filling
-
-    def land(self) -> None:
-        """And is over."""
-        self._held.add("wire", -_sum(self._spare) - self._staged)
-        self._spare, self._filling, self._staged = self._filling, Counter(), 0
-        if not self._keeps:
-            self.clear()
-
-    def clear(self) -> None:
-        """Free what is kept."""
-        self._held.add("wire", -_sum(self._spare))
-        self._spare = Counter()
-
-
-def _sum(buffers: Counter[int]) -> int:
-    """Bytes of all buffers, counted by length."""
-    return sum(nbytes * count for nbytes, count in buffers.items())
 
 
 class Reductions:
@@ -61,9 +26,9 @@ class Reductions:
         self._sent = sent
         self._steps_early = steps_early
         self.is_last = True  # of the micro-batches
-        on_cpu = setup.device_type == "cpu"
-        self._first = Receivers(held, keeps=on_cpu)
-        self._second = Receivers(held, keeps=on_cpu)
+        self._first, self._second, self._third = (
+            Kept(held, setup.device_type) for _ in ("reduce", "settle", "share")
+        )
         self._partial: dict[int, dict[int, int]] = {}
         self._fired: dict[int, set[int]] = {}
         self._sums: set[int] = set()
@@ -119,8 +84,8 @@ class Reductions:
                     self._start(due)
             self._land()
             self._end_following()
-        self._first.clear()
-        self._second.clear()
+        for kept in (self._first, self._second, self._third):
+            kept.clear()
         self._ready.clear()
         self._started.clear()
 
@@ -133,7 +98,7 @@ class Reductions:
             self._held.add("partial_grad", self._units[unit].sums)
         elif not self._setup.has_hops and self._setup.world_size > 1:
             self._make_grad(unit)
-        self._first.start(messages.reduce)
+        self._first.take(messages.reduce.buffers)
         self._in_flight = unit
         self._sent["reduce_scatter" + self._setup.where] += messages.reduce.sent
 
@@ -148,7 +113,7 @@ class Reductions:
             return
         setup = self._setup
         self._held.add("partial_grad", -sum(self._partial.pop(unit, {}).values()))
-        self._first.land()
+        self._first.give(self._units[unit].messages.reduce.buffers)
         if setup.world_size == 1:
             self._make_grad(unit)
         rests = setup.keeps_sums and not self.is_last
@@ -158,7 +123,7 @@ class Reductions:
             self._make_grad(unit)
         self._following = unit
         settle = self._units[unit].messages.settle
-        self._second.start(settle)
+        self._second.take(settle.buffers)
         self._sent["gather" if setup.stage == 0 else "reduce_scatter between"] += settle.sent
         self._held.see()
         if not (setup.has_hops or setup.are_replicas or setup.stage == 0):
@@ -168,10 +133,12 @@ class Reductions:
         unit, self._following = self._following, None
         if unit is None:
             return
-        share = self._units[unit].messages.share
-        self._second.land()
-        self._sent["gather between"] += share.sent
-        self._held.pass_through(share.staged)
+        messages = self._units[unit].messages
+        self._second.give(messages.settle.buffers)
+        self._sent["gather between"] += messages.share.sent
+        self._third.take(messages.share.buffers)
+        self._held.see()
+        self._third.give(messages.share.buffers)
         if unit in self._sums:
             self._sums.remove(unit)
             self._held.add("partial_grad", -self._units[unit].sums)

@@ -81,11 +81,10 @@ class Engine:
         self.steppers: WeakSet[Stepper] = WeakSet()
         self.early = EarlySteps(ref(self), is_active=steps_in_backward)
         self.reducer = Reducer(self.gradients, self.early.note_reduced)
-        self.forward_depth = 0
+        self.forward_depth = self._clock = 0
         self.is_accumulating = self.is_summoned = False
         self._users: Counter[Unit] = Counter()
         self._seen: dict[Unit, set[int]] = {unit: set() for unit in units}
-        self._clock = 0
         self._begun: list[Call] = []
         self._open: dict[Unit, WeakSet[Call]] = {unit: WeakSet() for unit in units}
         self._is_backward = False
@@ -105,9 +104,8 @@ class Engine:
 
         def is_wanted(requires_grad: bool) -> bool:
             alive = engine()
-            return alive is not None and (
-                alive.forward_depth > 0 or (torch.is_grad_enabled() and requires_grad)
-            )
+            builds_graph = torch.is_grad_enabled() and requires_grad
+            return alive is not None and (builds_graph or alive.forward_depth > 0)
 
         def on_use(unit: Unit, outputs: object) -> None:
             alive = engine()
@@ -164,6 +162,8 @@ class Engine:
             self._users.clear()
             for unit in self.units:
                 unit.reshard(release=self.rests_after_forward)
+            if not torch.is_grad_enabled():  # else backward follows
+                self.reducer.rest()
 
     def enter(self, unit: Unit) -> Call:
         """Make `unit` whole for a module's forward and begin the gather of its successor."""
@@ -341,6 +341,7 @@ class Engine:
         if self.defers_reduction:
             for gradient in self.gradients.values():
                 gradient.rest_partial()
+            self.reducer.rest()
         else:
             self.reducer.finish()
             self.early.run()

@@ -73,6 +73,13 @@ class Routes:
         found += [hops.reduce_inside, hops.reduce_between] if hops else []
         return [transport for transport in dict.fromkeys(found) if transport is not None]
 
+    @property
+    def transports(self) -> list[Transport]:
+        """All there are."""
+        hops = self.hops
+        found = [self.gather, *([hops.gather_inside, hops.gather_between] if hops else [])]
+        return list(dict.fromkeys([*self.reducers, *found]))
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:

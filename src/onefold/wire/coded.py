@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from onefold.layout.rows import round_up
-from onefold.ledger import Kind
 from onefold.ticket import Ticket
 from onefold.wire.codec import Codec, encode_with_feedback
 from onefold.wire.cut import Cut
@@ -98,8 +97,7 @@ class Coded:
         if key not in self._gathered:
             self._gathered[key] = _Messages(self._parcels(*key, cut.spans))
         messages = self._gathered[key]
-        staged = full.new_empty(messages.nbytes, dtype=torch.uint8)
-        exchange.ledger.add(Kind.WIRE, "device", staged.nbytes)
+        staged = exchange.gathering.take(messages.nbytes, torch.uint8, full.device)
         is_difference = own is not None and own.has_base
         self._write(full, staged[slice(*messages.spans[rank])], messages.parcels[rank], own)
         works = exchange.all_gather(staged, messages.spans)
@@ -117,7 +115,7 @@ class Coded:
                         _add(self.codec, part, target)
                     else:
                         self.codec.decode(part, target)
-            exchange.ledger.add(Kind.WIRE, "device", -staged.nbytes)
+            exchange.gathering.give([staged])
 
         return Ticket(works, read, label)
 
@@ -163,7 +161,7 @@ class Coded:
             self._reduced[key] = _Messages(self._parcels(*key, cut.pieces), left_out=rank)
         messages = self._reduced[key]
         mine = messages.parcels[rank]
-        sent = exchange.buffers.take(messages.nbytes, torch.uint8, flags.device)
+        sent = exchange.reducing.take(messages.nbytes, torch.uint8, flags.device)
         self._pack(partials, cut, sent, owed)
         work, received, found = exchange.all_to_all(sent, messages.numels, mine.nbytes)
         exchange.count("reduce_scatter", sent.nbytes)
@@ -173,13 +171,13 @@ class Coded:
                 values = partials[part.region][part.rows]
                 own = values if part.is_coded else values.to(flags.dtype)
                 self._average(part, found, own, out[part.region], fresh[part.region])
-            exchange.buffers.give([sent, received])
+            exchange.reducing.give([sent, received])
 
         return Ticket([work], average, label)
 
-    def end_backward(self) -> None:
-        """See `Transport.end_backward`."""
-        self._exchange.buffers.clear()
+    def rest(self) -> None:
+        """See `Transport.rest`."""
+        self._exchange.rest()
 
     def _pack(self, partials: Sequence[Tensor], cut: Cut, sent: Tensor, owed: Owed | None) -> None:
         """Write each other rank's message."""

@@ -41,9 +41,14 @@ class Exchange:
     ) -> None:
         self.group = group
         self.ledger = ledger
-        self.buffers = Buffers(ledger)
+        self.gathering, self.reducing = Buffers(ledger), Buffers(ledger)
         self._native = native
         self._where = f" {where}" if where else ""  # behind names of traffic: "gather between"
+
+    def rest(self) -> None:
+        """No message follows for now: free what was kept for the next."""
+        self.gathering.clear()
+        self.reducing.clear()
 
     def count(self, collective: str, nbytes: int) -> None:
         """Note what one collective sends, under the name of the links it uses."""
@@ -72,21 +77,22 @@ class Exchange:
         """Begin to send consecutive pieces of `sent`, of `numels` elements, to ranks 0, 1, ...
 
         Each other rank has a piece of `own` elements for us. They fill the second of what is
-        returned, which `buffers` gets back; the third are its pieces in rank order. What a rank
+        returned, which `reducing` gets back; the third are its pieces in rank order. What a rank
         has for itself, often nothing, is moved too.
         """
         counts = [own] * self.group.world_size
         counts[self.group.rank] = numels[self.group.rank]
-        received = self.buffers.take(sum(counts), sent.dtype, sent.device)
+        received = self.reducing.take(sum(counts), sent.dtype, sent.device)
         work = self.group.all_to_all(received, sent, counts, list(numels))
         return work, received, list(received.split(counts))
 
 
 class Buffers:
-    """Buffers of messages on the host, kept from one reduction to the next of a backward.
+    """Buffers of messages on the host, kept from one gather or reduction to the next.
 
     Units are often alike, and memory that goes and comes again is cleared and found anew, page by
-    page. A device's allocator keeps its blocks itself.
+    page; or what is allocated meanwhile takes its place in the heap, which grows. A device's
+    allocator keeps its blocks itself.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -103,7 +109,7 @@ class Buffers:
         return buffer
 
     def give(self, buffers: list[Tensor]) -> None:
-        """A reduction is over: its buffers are kept instead of those of the one before."""
+        """A message has been read: its buffers are kept instead of those of the one before."""
         self.clear()
         for buffer in buffers:
             if buffer.device.type == "cpu":

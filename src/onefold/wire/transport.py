@@ -19,7 +19,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket, Work
 from onefold.wire.collectives import Group
 from onefold.wire.cut import Cut, Parcel, unpack
@@ -90,8 +89,8 @@ class Transport(Protocol):
         """
         ...
 
-    def end_backward(self) -> None:
-        """No reduction follows for now: free what was kept for the next."""
+    def rest(self) -> None:
+        """No message follows for now: free what was kept for the next."""
         ...
 
 
@@ -127,9 +126,9 @@ class Wrapped(ABC):
 
         return self.around("reduce_scatter", cut.name, start)
 
-    def end_backward(self) -> None:
-        """See `Transport.end_backward`."""
-        self.inner.end_backward()
+    def rest(self) -> None:
+        """See `Transport.rest`."""
+        self.inner.rest()
 
 
 class LocalTransport:
@@ -158,7 +157,7 @@ class LocalTransport:
             target.copy_(partial) if is_fresh else target.add_(partial)
         return DONE
 
-    def end_backward(self) -> None:
+    def rest(self) -> None:
         """Nothing is kept."""
 
 
@@ -182,9 +181,11 @@ class Composed:
         ]
         finish = None
         if cut.packed_spans[-1][1]:
-            staged = full.new_empty(cut.packed_spans[-1][1])
-            if cut.medium:  # what small regions alone take is too little to count
-                exchange.ledger.add(Kind.WIRE, "device", staged.nbytes)
+            numel = cut.packed_spans[-1][1]
+            if cut.medium:
+                staged = exchange.gathering.take(numel, full.dtype, full.device)
+            else:  # what small regions alone take is too little to keep and count
+                staged = full.new_empty(numel)
             Parcel(cut, self.group.rank, staged).fill(
                 [full[slice(*cut.spans[index][self.group.rank])] for index in cut.medium], full
             )
@@ -193,7 +194,7 @@ class Composed:
             def read() -> None:
                 unpack(full, cut, staged, self.group.rank)
                 if cut.medium:
-                    exchange.ledger.add(Kind.WIRE, "device", -staged.nbytes)
+                    exchange.gathering.give([staged])
 
             finish = read
         exchange.count("gather", cut.own_numel * full.element_size() * others)
@@ -233,13 +234,13 @@ class Composed:
                 self._spread_packed(small, cut, out, fresh)
             parts.clear()
             small.clear()
-            self.exchange.buffers.give(received)
+            self.exchange.reducing.give(received)
 
         return Ticket(works, average, label)
 
-    def end_backward(self) -> None:
-        """See `Transport.end_backward`."""
-        self.exchange.buffers.clear()
+    def rest(self) -> None:
+        """See `Transport.rest`."""
+        self.exchange.rest()
 
     def _exchange(
         self, sent: Tensor, numels: Sequence[int], works: list[Work], buffers: list[Tensor]
@@ -269,7 +270,7 @@ class Composed:
         whole = torch.cat(small) if small else partials[0].new_empty(0)
         if not cut.medium:
             return whole.index_select(0, cut.packed_index(whole.device))
-        packed = self.exchange.buffers.take(cut.packed_spans[-1][1], whole.dtype, whole.device)
+        packed = self.exchange.reducing.take(cut.packed_spans[-1][1], whole.dtype, whole.device)
         for rank in range(self.group.world_size):
             pieces = [partials[index][slice(*cut.pieces[index][rank])] for index in cut.medium]
             Parcel(cut, rank, packed).fill(pieces, whole)
