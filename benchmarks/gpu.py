@@ -11,10 +11,11 @@ with a run on the CPU. Rounds interleave the engines as in benchmarks/peers.py; 
 device allocator's. What is finished when the time is up is shown and written to
 `benchmarks/results/DATE-gpu.json`; the exit status is 1 if one of our runs failed or disagrees.
 
-With `offload`: one rank in bf16, optimizer states in CPU memory, this library beside DeepSpeed's
-ZeRO-Offload, FSDP2's CPUOffloadPolicy and torchao's CPUOffloadOptimizer (those that are installed),
-1.3 to 7 billion parameters, the largest that each trains; tokens/s, bytes of the device and of the
-host. In `DATE-gpu-offload.json`.
+With `offload`: one rank in bf16, optimizer states in CPU memory, this library (stepping by the CPU,
+streaming through the device, and choosing) beside DeepSpeed's ZeRO-Offload, FSDP2's
+CPUOffloadPolicy and torchao's CPUOffloadOptimizer (those that are installed), 1.3 to 7 billion
+parameters, the largest that each trains; tokens/s, bytes of the device and of the host.
+In `DATE-gpu-offload.json`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 
 import torch
 from contest.case import SIZES, Case
-from contest.engines import ENGINES, offloaded
+from contest.engines import everyone
 from contest.results import RESULTS, provenance, rounded
 from contest.show import show_case
 from contest.summary import Round, base_of, curve, distance
@@ -47,7 +48,15 @@ CPU_STEPS = 2  # beside the warm-up's: what is compared
 TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}
 ALONE = ["plain", "onefold 0", "onefold 1", "onefold 3"]
 TOGETHER = ["ddp", "fsdp2 reshard", "onefold 0", "onefold 1", "onefold 2", "onefold 3"]
-OFFLOADED = ["onefold 2 cpu", "onefold 3 cpu", "deepspeed 2 cpu", "fsdp2 cpu", "torchao cpu"]
+OFFLOADED = [
+    "onefold 2 cpu",
+    "onefold 2 stepped",
+    "onefold 2 streamed",
+    "onefold 3 cpu",
+    "deepspeed 2 cpu",
+    "fsdp2 cpu",
+    "torchao cpu",
+]
 DEFAULT_SIZES = {"engines": "small,large", "offload": "1.3b,7b,2.7b"}  # what matters most, first
 LARGEST_ON_CPU = 100_000_000  # parameters; above, plain torch on the device is the reference
 
@@ -191,7 +200,7 @@ def main() -> int:
     path = options.results / f"{date.today().isoformat()}-{name}.json"
     outcomes: list[Outcome] = []
     for case, engines in cases(options.what, options.device, sizes):
-        present = [name for name in engines if (ENGINES | offloaded(""))[name].is_installed]
+        present = [name for name in engines if everyone()[name].is_installed]
         outcome = compete(case, present, deadline, console)
         compare(outcome, deadline, console)
         outcomes.append(outcome)

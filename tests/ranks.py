@@ -5,6 +5,7 @@ torch's threaded process group is private to torch's own tests; only this file t
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import torch.multiprocessing as mp
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 TIMEOUT_S = 60
+HANGS_AFTER = 0.8  # of the time that messages are waited for: a rank then shows where it is
 _GENERATOR = threading.RLock()
 
 
@@ -113,8 +115,10 @@ def _process(
     dist.init_process_group(
         "gloo", url, timedelta(seconds=timeout_s), rank=rank, world_size=world_size
     )
+    faulthandler.dump_traceback_later(HANGS_AFTER * timeout_s, file=sys.__stderr__)
     try:
         body(rank, *args)
         dist.barrier()
     finally:
+        faulthandler.cancel_dump_traceback_later()
         dist.destroy_process_group()

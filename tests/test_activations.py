@@ -45,7 +45,9 @@ class Disk:
         self.ledger = Ledger()
         self.files = [SwapFile(path, 0) for path in paths]
         workers = Workers(num_threads, "test-activation")
-        self.scratch = DiskScratch(self.files, workers, SlotPool(self.ledger), CPU, self.ledger)
+        self.scratch = DiskScratch(
+            self.files, workers, SlotPool.on_host(self.ledger), CPU, self.ledger
+        )
         limits = limits or Limits(least=1024, window=2 * STRETCH)
         self.saved = SavedActivations(self.scratch, CPU, weights, module, limits)
 
@@ -754,7 +756,7 @@ def test_activations_leave_a_gpu_and_gradients_stay_the_same(tmp_path, tier):
         scratch = HostScratch(device, ledger)
     else:
         workers = Workers(2, "test-activation")
-        slots = SlotPool(ledger)
+        slots = SlotPool.on_host(ledger)
         scratch = DiskScratch([SwapFile(tmp_path, 0)], workers, slots, device, ledger)
     saved = SavedActivations(scratch, device, (), module, Limits(1, 2 * STRETCH))
     results = []

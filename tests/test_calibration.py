@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 from onefold.errors import ConfigError
@@ -43,7 +44,7 @@ WORK = Work((UNIT, UNIT), 512)
 """Two units: in forward and backward 3 GFLOP, 30 MB, 30 kernels and 0.3 GFLOP of attention each."""
 
 
-def fp32(stage: int, ranks: int, **options: int) -> Run:
+def fp32(stage: int, ranks: int, **options: float) -> Run:
     return Run(stage, ranks, ranks_per_node=ranks, dtype="fp32", weight_itemsize=4,
                grad_itemsize=4, **options)  # fmt: skip
 
@@ -72,6 +73,31 @@ def test_a_step_takes_the_sum_of_its_work_where_nothing_is_hidden():
     assert step.seconds == pytest.approx(compute + memory + optimizer)
 
 
+def test_random_numbers_take_time_of_their_own_and_are_drawn_again_by_a_recompute():
+    drawing = replace(UNIT, forward_drawn=3e6, backward_drawn=1e6)
+    machine = replace(ALONE, draw_rate=2e8).machine(1, 1e9)
+    without, once, again = (
+        simulate(Work((unit,), 512), fp32(0, 1, recompute=share), machine)
+        for unit, share in ((UNIT, 0.0), (drawing, 0.0), (drawing, 1.0))
+    )
+    assert once.memory == pytest.approx(without.memory + 4e6 / 2e8)
+    unit_forward = 1e7 / 10e9 + 10 * 100e-6
+    assert again.memory == pytest.approx(once.memory + unit_forward + 3e6 / 2e8)
+
+
+def test_a_trace_counts_what_dropout_draws_and_no_other_operation():
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.GELU()) for _ in range(2))
+    module = nn.Sequential(*blocks)
+
+    def is_block(child: nn.Module) -> bool:
+        return isinstance(child, nn.Sequential) and child is not module
+
+    seen = trace(module, (torch.zeros(5, 8),), units=is_block)
+    assert [unit.forward.drawn for unit in seen.units] == [5 * 8, 5 * 8]
+    assert sum(unit.backward.drawn for unit in seen.units) == 0
+    assert sum(u.forward.drawn for u in trace(module.eval(), (torch.zeros(5, 8),)).units) == 0
+
+
 def test_later_micro_batches_add_whole_gradients_to_those_that_rest():
     once, twice = (simulate(WORK, fp32(2, 1, accumulate=n), MADE.machine(1)) for n in (1, 2))
     added = WORK.numel * 12 / 10e9  # two reads and a write
@@ -86,6 +112,7 @@ def test_twice_as_many_ranks_on_the_same_cores_are_half_as_fast_each():
     assert four.peak("fp32") == two.peak("fp32") / 2
     assert four.memory_rate == two.memory_rate / 2
     assert four.cpu_rate == two.cpu_rate / 2
+    assert four.draw_rate == two.draw_rate / 2
     assert four.inside.nbytes_per_second == two.inside.nbytes_per_second / 2
     assert four.inside.latency == 2 * two.inside.latency
     assert four.kernel_seconds == 2 * two.kernel_seconds
@@ -168,7 +195,7 @@ def test_ranks_that_share_a_core_do_not_wait_longer_for_the_slowest():
 # real ranks
 
 
-impatient = partial(calibrate, patience=0)  # the bounds below are wide
+impatient = partial(calibrate, patience=0, runs=1)  # the bounds below are wide
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +213,7 @@ def test_real_ranks_reach_plausible_rates_alone_and_together(measured):
         assert 1e6 < machine.memory_rate < 1e13
         assert 0 <= machine.kernel_seconds < 1
         assert 1e6 < machine.cpu_rate < 1e13
+        assert 1e6 < machine.draw_rate < 1e13
         assert speeds.micro_batch.seconds > 0
         assert speeds.crowding >= 0
         assert speeds.around >= 0

@@ -13,10 +13,10 @@ from tests.ranks import seeded
 pytestmark = pytest.mark.gpu
 
 
-def losses(device: str, stage: int, precision: str | None) -> torch.Tensor:
+def losses(device: str, stage: int, precision: str | None, offload: object = None) -> torch.Tensor:
     module = seeded(Model).to(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    onefold.shard(module, optimizer, stage=stage, precision=precision)
+    onefold.shard(module, optimizer, stage=stage, precision=precision, offload=offload)
     found = []
     for batch in token_batches():
         loss = next_token_loss(module, batch.to(device))
@@ -33,6 +33,20 @@ def losses(device: str, stage: int, precision: str | None) -> torch.Tensor:
 def test_a_gpu_computes_the_losses_of_the_cpu(stage, precision, relative):
     wanted = losses("cpu", stage, None)
     torch.testing.assert_close(losses("cuda", stage, precision), wanted, rtol=relative, atol=0)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_states_streamed_to_a_gpu_have_the_bits_of_states_that_rest_there(precision):
+    wanted = losses("cuda", 2, precision)
+    streamed = onefold.Offload(optimizer="cpu", step="device")
+    assert torch.equal(losses("cuda", 2, precision, streamed), wanted)
+
+
+def test_a_gpu_chooses_who_steps_states_in_cpu_memory_and_says_why():
+    module = seeded(Model).to("cuda")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, stage=2, offload="optimizer")
+    assert "through the device" in str(onefold.report(module))
 
 
 @pytest.mark.parametrize("word", ["bf16", "fp16", "fp8", "int8", "int4", "int8+h", "int4+h"])

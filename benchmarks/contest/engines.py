@@ -190,7 +190,7 @@ def deepspeed(
     return Contestant(step, engine=engine)
 
 
-def onefold(case: Case, model: nn.Module, *, stage: int, offload: str | None = None) -> Contestant:
+def onefold(case: Case, model: nn.Module, *, stage: int, offload: object = None) -> Contestant:
     """This library."""
     import onefold as library
 
@@ -289,3 +289,20 @@ def offloaded(folder: str) -> dict[str, Engine]:
         Engine("deepspeed 3 disk", "deepspeed", from_disk),
     )
     return {engine.name: engine for engine in engines}
+
+
+def both_ways() -> dict[str, Engine]:
+    """Who steps states in CPU memory, of a GPU: the CPU, or the GPU, through which they stream."""
+    from onefold import Offload
+
+    def ours(step: str) -> Callable[[Case, nn.Module], Contestant]:
+        offload = Offload(optimizer="cpu", step=step)
+        return lambda case, model: onefold(case, model, stage=2, offload=offload)
+
+    found = {"onefold 2 stepped": "cpu", "onefold 2 streamed": "device"}
+    return {name: Engine(name, "onefold", ours(step)) for name, step in found.items()}
+
+
+def everyone(folder: str = "") -> dict[str, Engine]:
+    """All contestants by name. `folder` is on disk."""
+    return ENGINES | offloaded(folder) | both_ways()

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from contest.case import WARMUP_STEPS, Case, batches, build_model, touch_libraries
-from contest.engines import ENGINES, Engine, offloaded
+from contest.engines import Engine, everyone
 from contest.summary import Round
 
 PRELOAD = [
@@ -183,7 +183,7 @@ def _train(rank: int, case: Case, engine: str, folder: str) -> dict[str, Any]:
         os.environ["LOCAL_RANK"] = "0"  # all ranks share the one device
     if case.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    return asdict(_measure(case, (ENGINES | offloaded(folder))[engine], rank))
+    return asdict(_measure(case, everyone(folder)[engine], rank))
 
 
 def _measure(case: Case, chosen: Engine, rank: int) -> Rank:

@@ -48,6 +48,7 @@ from onefold.state.materialise import (
 )
 from onefold.state.setting import Setting, Tiers
 from onefold.state.unit import Unit
+from onefold.stepping import stepper_of
 from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory
 from onefold.wire.collectives import Group
@@ -97,12 +98,13 @@ def shard(  # noqa: PLR0913 - the contract
         TierError: a tier has no room, or its path cannot be used; on every rank.
     """
     ranks = environment.resolve(mesh)
-    asked = 3 if stage == "auto" else stage
     job = _examine_together(
-        ranks, lambda: _examine(module, optimizer, asked, units, precision, offload, wire)
+        ranks, lambda: _examine(module, optimizer, stage, units, precision, offload, wire)
     )
     group, device = ranks.everyone, environment.device_of(job.parameters, ranks.everyone)
-    job = replace(job, ranks=ranks if job.wire.is_plain else two_axes_of_launcher(ranks, device))
+    chosen, how = stepper_of(job.offload, device, group)
+    found = ranks if job.wire.is_plain else two_axes_of_launcher(ranks, device)
+    job = replace(job, ranks=found, offload=chosen)
     wire_at = partial(_wire_at, job, is_named=isinstance(wire, str))
     wish = Wish(job.offload, job.precision, job.plans, job.optimizers, device, ranks=job.ranks)
     number, why = _stage_of(stage, wish, offload, wire_at)
@@ -115,8 +117,7 @@ def shard(  # noqa: PLR0913 - the contract
     offloading = offload_together(wish, store, ledger, group)
     setting = _setting(job, store, ledger, offloading.tiers)
     originals = [owned.parameter for owned in job.parameters]
-    values: Values | None = module.__dict__.pop(PROMISED, None)
-    source = (initialisers_of(module), values)
+    source: Source = (initialisers_of(module), module.__dict__.pop(PROMISED, None))
     built: list[Unit] = []
     for plan, is_offloaded in zip(job.plans, offloading.chosen, strict=True):
         _order_members(plan, job.optimizers)
@@ -127,7 +128,7 @@ def shard(  # noqa: PLR0913 - the contract
         module, built, setting, stage=number, steps_in_backward=job.offload.step_in_backward
     )
     engine.expected_peaks = expectation.peaks
-    engine.told = "; ".join(line for line in (why, offloading.told) if line)
+    engine.told = "; ".join(line for line in (why, offloading.told, how) if line)
     if setting.tiers.scratch is not None:
         weights = [buffer.tensor for unit in built for buffer in (unit.weight, unit.full)]
         engine.saved = SavedActivations(setting.tiers.scratch, device, weights, module)
@@ -251,7 +252,8 @@ def _examine(
     offload: object, wire: object,
 ) -> _Job:  # fmt: skip
     """Check one rank's arguments without touching anything."""
-    placements, chosen = placements_of(stage), precision_of(precision)
+    placements = placements_of(3 if stage == "auto" else stage)  # which has all there can be
+    chosen = precision_of(precision)
     tiers = offload_of(offload, placements)
     optimizers = examining.as_list(optimizer)
     examining.check_module(module)

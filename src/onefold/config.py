@@ -117,6 +117,7 @@ def precision_of(choice: object) -> Precision:
 
 
 TIERS = ("device", "cpu", "disk")
+STEPPERS = ("auto", "cpu", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,8 @@ class Offload:
     `disk`: one folder, or several whose bandwidths add.
     `step_in_backward`: step each unit as soon as its gradient is reduced, and free the gradient.
     Nothing can look at all gradients then: no clipping, no loss scaling.
+    `step`: who steps states that rest in CPU memory: the "cpu", or the "device", through which they
+    are streamed, with the bits of states that rest there; "auto" takes what is faster, measured.
     `tile`: bytes above which one weight of a Linear or Embedding is gathered, used and reduced in
     row blocks of about that size, so that it is never whole (stage 3; None: always whole).
     """
@@ -141,6 +144,7 @@ class Offload:
     fraction: float | str = 1.0
     disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     step_in_backward: bool = False
+    step: str = "auto"
     tile: int | None = None
 
     def __post_init__(self) -> None:
@@ -162,6 +166,23 @@ class Offload:
                     "Offload.fraction to be between 0 and 1, or 'auto'",
                     repr(share),
                     hint="0.5 keeps half of the optimizer state on the device",
+                )
+            )
+        if self.step not in STEPPERS:
+            raise ConfigError(
+                expected(
+                    f"Offload.step to be one of {', '.join(map(repr, STEPPERS))}",
+                    repr(self.step),
+                    hint=nearest_word(self.step, STEPPERS) or '"auto" takes what is faster',
+                )
+            )
+        if self.step == "device" and self.optimizer != "cpu":
+            raise ConfigError(
+                expected(
+                    'Offload(step="device") with states in CPU memory',
+                    f"optimizer={self.optimizer!r}",
+                    hint='optimizer="cpu"; what rests elsewhere is stepped where it is, or by the '
+                    "CPU from disk",
                 )
             )
         if self.tile is not None and (type(self.tile) is not int or self.tile < 1):

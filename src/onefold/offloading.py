@@ -35,6 +35,7 @@ from onefold.tier.scratch import DiskScratch, HostScratch, Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import Store, whole_pages
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS, Workers, cores_of
+from onefold.tier.workplace import NUM_STREAMS, DevicePlace, HostPlace, Workplace
 from onefold.wire.collectives import Group
 from onefold.wiring import Wire
 
@@ -270,13 +271,17 @@ def _build(
     is_far = any(each.is_far for each in stores.values())
     num_near = max(1, len(cores) - 1)  # and whoever waits
     num_steppers = max(num_near, NUM_DISK_STEPPERS) if is_far else num_near
-    slots = SlotPool(ledger)
+    slots = SlotPool.on_host(ledger)
+    workplace: Workplace = HostPlace(slots)
+    if offload.step == "device":
+        workplace, num_steppers = DevicePlace(store.device, ledger), NUM_STREAMS - 1
     return Tiers(
         weight=stores[offload.parameters],
         state=stores[offload.optimizer],
         slots=slots,
         fetchers=Workers(NUM_FETCHERS, "onefold-fetch"),
         steppers=Workers(num_steppers, "onefold-step", cores),
+        workplace=workplace,
         scratch=_scratch(offload, store.device, slots, ledger, group, cores),
     )
 

@@ -24,7 +24,8 @@ class MicroBatch:
     """One real forward and backward on one rank, and its operations by what they do.
 
     `seconds` is all of it: products, fused attention, every other kernel, and the host around them
-    (Python, autograd, views), which was measured where kernels take next to no time.
+    (Python, autograd, views), which was measured where kernels take next to no time; and kernels
+    that draw random numbers, which are measured by themselves.
     """
 
     seconds: float
@@ -86,9 +87,10 @@ class Whole:
 class Speeds:
     """What one rank reached while `ranks` of them worked side by side on `cores`, the mean of all.
 
-    `step_nbytes` is what AdamW moved in `step_seconds`. A lone rank has no collectives. What the
-    parts do not add up to, `wholes` tell (planner/whole_steps.py): seconds that every collective
-    takes in a step beyond those that it takes alone (`crowding`), and those `around` every step.
+    `step_nbytes` is what AdamW moved in `step_seconds`, `draw_rate` random numbers a second beyond
+    filling memory. A lone rank has no collectives. What the parts do not add up to, `wholes` tell
+    (planner/whole_steps.py): seconds that every collective takes in a step beyond those that it
+    takes alone (`crowding`), and those `around` every step.
     """
 
     ranks: int
@@ -104,6 +106,7 @@ class Speeds:
     wholes: tuple[Whole, ...] = ()
     crowding: float = 0.0
     around: float = 0.0
+    draw_rate: float = FASTEST
 
     @property
     def contention(self) -> float:
@@ -158,6 +161,7 @@ class Speeds:
             launches_hide=False,
             step_seconds=self.around / share,
             spread=self.spread * waits,
+            draw_rate=self.draw_rate * share,
         )
 
 
@@ -231,6 +235,7 @@ def _constants(speeds: Speeds) -> dict[str, float]:
         "optimizer_bytes_per_s": machine.cpu_rate,
         "seconds_around_a_step": machine.step_seconds,
         "spread": machine.spread,
+        "random_numbers_per_s": machine.draw_rate,
     }
     if speeds.micro_batch.attention_flops:
         found["attention_flops_per_s"] = products * efficiency.attention
@@ -254,6 +259,7 @@ def _lines(made: Calibration, speeds: Speeds) -> list[str]:
     parts += [
         f"the rest {found['memory_bytes_per_s'] / 1e9:.1f} GB/s",
         f"{found['kernel_seconds'] * 1e6:.0f} us around a kernel",
+        f"{found['random_numbers_per_s'] / 1e9:.2f} G random numbers/s",
         f"AdamW {found['optimizer_bytes_per_s'] / 1e9:.1f} GB/s",
         f"{found['seconds_around_a_step'] * 1e3:.0f} ms around a step",
     ]

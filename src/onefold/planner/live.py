@@ -30,11 +30,14 @@ class Untraceable(OnefoldError):
 
 
 class WorkDone(NamedTuple):
-    """What one operation does: FLOPs of a product, or of attention, or else bytes that it moves."""
+    """What one operation does: FLOPs of a product, or of attention, or else bytes that it moves;
+    and `drawn`, random numbers, as of dropout.
+    """
 
     flops: float = 0.0
     attention_flops: float = 0.0
     nbytes: float = 0.0
+    drawn: float = 0.0
 
 
 class Live(TorchDispatchMode):
@@ -149,7 +152,9 @@ def work_of_call(func: Any, args: Any, kwargs: Any, out: Any) -> WorkDone:
     if products is not None:
         return WorkDone(flops=float(products(*args, **kwargs, out_val=out)))
     moved = [t.nbytes for t in tree_iter((args, kwargs, out)) if isinstance(t, Tensor)]
-    return WorkDone(nbytes=float(sum(moved)))
+    made = next((t.numel() for t in tree_iter(out) if isinstance(t, Tensor)), 0)
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return WorkDone(nbytes=float(sum(moved)), drawn=float(made) if draws else 0.0)
 
 
 def _storages(values: Any) -> set[int]:

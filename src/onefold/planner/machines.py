@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 
 from onefold.errors import ConfigError, expected
@@ -49,7 +50,8 @@ class Machine:
     disks. `kernel_seconds` is the host time of one kernel launch, which hides behind the kernel
     before it on a device of its own (`launches_hide`) and adds up where the host computes, as do
     `step_seconds` of every step, whatever the model. `spread` is the standard deviation of a rank's
-    compute time relative to its mean, for stragglers.
+    compute time relative to its mean, for stragglers. `draw_rate`: random numbers a second beyond
+    the memory that they fill; a device draws them on the way.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Machine:
     launches_hide: bool = True
     step_seconds: float = 0.0
     spread: float = 0.0
+    draw_rate: float = inf
 
     def peak(self, dtype: str) -> float:
         """Dense peak of `dtype` in FLOP/s; raises `ConfigError` for one that is not known."""

@@ -20,6 +20,7 @@ from onefold.planner.trace import Event, Trace, What
 from onefold.runtime.blocks import BLOCK_NUMEL
 from onefold.runtime.schedule import Phase, Schedule
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
+from onefold.tier.workplace import NUM_STREAMS
 
 LINKS = ("inside", "between")
 STEP_BLOCK_NBYTES = {"cpu": 512 * 1024 * 4, "cuda": 64 * 1024 * 1024 * 4}
@@ -190,6 +191,8 @@ class _Replay:
                 self._reductions.keep(index)
         if "disk" in (offload.parameters, offload.optimizer):
             add("staging", self._staging(), "cpu")
+        if offload.step == "device" and any(self._chosen):
+            add("staging", self._streamed())
 
     @property
     def _keeps_whole(self) -> bool:
@@ -208,6 +211,18 @@ class _Replay:
         slot = int(min(block, longest) * widest)
         rows = sorted(unit.weight for unit in self._units)[-NUM_FETCHERS:]
         return threads * slot + sum(max(0, nbytes - slot) for nbytes in rows)
+
+    def _streamed(self) -> int:
+        """Slots on the device, through which states in CPU memory pass."""
+        near = self._setup.offload.parameters == "device"
+        away = [unit for unit, is_away in zip(self._units, self._chosen, strict=True) if is_away]
+        rooms = [
+            min(BLOCK_NUMEL, unit.rest_numel)
+            * (unit.states + (0 if near else unit.weight))
+            // max(1, unit.rest_numel)
+            for unit in away
+        ]
+        return NUM_STREAMS * max(rooms)
 
     def _gather(self, index: int) -> None:
         if index in self._whole and index not in self._unread:
@@ -307,7 +322,7 @@ class _Replay:
                 self.held.phase = "loss"
                 self._rest_after_forward(list(self._whole))
             case What.BACKWARD | What.AGAIN:
-                self._enter_backward(unit)
+                self._enter_backward(unit, is_again=event.what is What.AGAIN)
             case What.GRAD:
                 following, self._next = self._next, None
                 self._gather_ahead(following)
@@ -331,7 +346,9 @@ class _Replay:
         if following is not None:
             self._gather(following)
 
-    def _enter_backward(self, unit: int) -> None:
+    def _enter_backward(self, unit: int, *, is_again: bool) -> None:
+        if is_again:
+            self._reductions.note_recompute()
         if self.held.phase != "backward":
             self.held.phase = "backward"
             self._schedule.begin(Phase.BACKWARD)

@@ -34,6 +34,8 @@ class Reductions:
         self._sums: set[int] = set()
         self._reduced: set[int] = set()
         self._in_flight: int | None = None
+        self._is_hidden = False  # behind the recompute of a unit
+        self._finishes_alone = not (setup.has_hops or setup.are_replicas or setup.stage == 0)
         self._following: int | None = None
         self._ready: set[int] = set()
         self._started: set[int] = set()
@@ -49,8 +51,16 @@ class Reductions:
         """A micro-batch begins."""
         self._fired = {}
 
+    def note_recompute(self) -> None:
+        """A unit runs its forward again, which takes as long as half of its backward: what is under
+        way is over then, but where links are slower than that.
+        """
+        self._is_hidden = self._in_flight is not None
+
     def on_grad(self, unit: int, member: int) -> None:
         """A gradient of the unit is there."""
+        if self._is_hidden and self._finishes_alone:
+            self._land()
         held = self._partial.setdefault(unit, {})
         if member not in held:
             held[member] = self._units[unit].partials[member]
@@ -99,7 +109,7 @@ class Reductions:
         elif not self._setup.has_hops and self._setup.world_size > 1:
             self._make_grad(unit)
         self._first.take(messages.reduce.buffers)
-        self._in_flight = unit
+        self._in_flight, self._is_hidden = unit, False
         self._sent["reduce_scatter" + self._setup.where] += messages.reduce.sent
 
     def _make_grad(self, unit: int) -> None:
@@ -108,7 +118,7 @@ class Reductions:
 
     def _land(self) -> None:
         self._end_following()
-        unit, self._in_flight = self._in_flight, None
+        unit, self._in_flight, self._is_hidden = self._in_flight, None, False
         if unit is None:
             return
         setup = self._setup
@@ -126,7 +136,7 @@ class Reductions:
         self._second.take(settle.buffers)
         self._sent["gather" if setup.stage == 0 else "reduce_scatter between"] += settle.sent
         self._held.see()
-        if not (setup.has_hops or setup.are_replicas or setup.stage == 0):
+        if self._finishes_alone:
             self._end_following()
 
     def _end_following(self) -> None:

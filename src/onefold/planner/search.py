@@ -245,6 +245,8 @@ def work_of(trace: Trace, tokens: int) -> Work:
                 num_kernels=unit.forward.num_kernels + unit.backward.num_kernels,
                 forward_attention_flops=unit.forward.attention_flops,
                 backward_attention_flops=unit.backward.attention_flops,
+                forward_drawn=unit.forward.drawn,
+                backward_drawn=unit.backward.drawn,
             )
             for unit in trace.units
         ),

@@ -308,21 +308,26 @@ def durations(
     attention = machine.peak(wide) * efficiency.attention
     memory = machine.memory_rate * efficiency.memory
 
-    def parts(flops: float, attended: float, nbytes: float, kernels: float) -> dict[str, float]:
-        compute, rest = flops / matmul + attended / attention, nbytes / memory
+    def parts(
+        flops: float, attended: float, nbytes: float, drawn: float, kernels: float
+    ) -> dict[str, float]:
+        compute = flops / matmul + attended / attention
+        rest = nbytes / memory + drawn / machine.draw_rate
         launches = kernels * machine.kernel_seconds
         if machine.launches_hide:
             return {"compute": compute, "memory": max(rest, launches - compute)}
         return {"compute": compute, "memory": rest + launches}
 
     forward = parts(
-        unit.forward_flops, unit.forward_attention_flops, unit.forward_nbytes, unit.num_kernels / 3
-    )
+        unit.forward_flops, unit.forward_attention_flops, unit.forward_nbytes, unit.forward_drawn,
+        unit.num_kernels / 3,
+    )  # fmt: skip
     again = run.recompute if unit.is_recomputed else 0.0
     backward = parts(
         unit.backward_flops + again * unit.forward_flops,
         unit.backward_attention_flops + again * unit.forward_attention_flops,
         unit.backward_nbytes + again * unit.forward_nbytes,
+        unit.backward_drawn + again * unit.forward_drawn,
         (2 + again) * unit.num_kernels / 3,
     )
     return forward, backward

@@ -75,11 +75,14 @@ class Member:
 
 @dataclass(slots=True)
 class Tally:
-    """The work of one pass: FLOPs of products and of attention, bytes moved by everything else."""
+    """The work of one pass: FLOPs of products and of attention, bytes moved by everything else,
+    random numbers drawn.
+    """
 
     flops: float = 0.0
     attention_flops: float = 0.0
     nbytes: float = 0.0
+    drawn: float = 0.0
     num_kernels: int = 0
 
     def scaled(self, two: Tally, rows: int) -> Tally:
@@ -90,7 +93,7 @@ class Tally:
 
         return Tally(
             line(self.flops, two.flops), line(self.attention_flops, two.attention_flops),
-            line(self.nbytes, two.nbytes), self.num_kernels,
+            line(self.nbytes, two.nbytes), line(self.drawn, two.drawn), self.num_kernels,
         )  # fmt: skip
 
 
@@ -300,6 +303,7 @@ class _Tracer:
         tally.flops += done.flops
         tally.attention_flops += done.attention_flops
         tally.nbytes += done.nbytes
+        tally.drawn += done.drawn
 
     # what hooks tell an engine
 

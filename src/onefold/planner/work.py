@@ -17,7 +17,8 @@ class UnitWork:
 
     FLOPs count a multiply-add as two. `backward_*` does not include recompute, which is a share of
     forward and belongs to the `Run`. `*_attention_flops` are those of a fused attention kernel,
-    which runs at a speed of its own; where they are 0 attention is counted in `*_flops`.
+    which runs at a speed of its own; where they are 0 attention is counted in `*_flops`. `*_drawn`
+    are random numbers, as of dropout.
     """
 
     name: str
@@ -29,6 +30,8 @@ class UnitWork:
     num_kernels: int = 0  # launches of one forward and backward (0: not known)
     forward_attention_flops: float = 0.0
     backward_attention_flops: float = 0.0
+    forward_drawn: float = 0.0
+    backward_drawn: float = 0.0
     is_narrowed: bool = True  # False: its products stay in bf16 where the run's are in fp8
     is_recomputed: bool = True  # where the run recomputes at all
 

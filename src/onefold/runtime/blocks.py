@@ -2,8 +2,9 @@
 
 A block is a range of the unit's shard, over everything that rests there: weight, master, moments.
 Workers take blocks one after the other, each with a slot of near memory of its own: while one
-fetches, another steps and a third flushes. What rests near is stepped where it is. Whoever needs
-the unit does what is left of it (tier/workers.py), so the order is that of use.
+fetches, another steps and a third flushes. What rests near is stepped where it is
+(tier/workplace.py). Whoever needs the unit does what is left of it (tier/workers.py), so the order
+is that of use.
 
 Blocks are multiples of every kernel's vector width, so the bits are those of one step over all
 (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
@@ -24,9 +25,10 @@ from onefold.observer import Observer, Stream, watched
 from onefold.runtime.rules import Rule
 from onefold.state.buffer import Buffer
 from onefold.state.unit import Unit
-from onefold.tier.slots import Slot
+from onefold.tier.slots import Room
 from onefold.tier.store import whole_pages
 from onefold.tier.workers import Task, one_thread
+from onefold.tier.workplace import Workplace
 
 State = dict[str, Any]
 
@@ -69,7 +71,7 @@ class UnitStep:
         ordered = sorted(segments, key=lambda segment: segment.start)
         for segment in ordered:
             numbers = [name for name in segment.state if name not in segment.moments]
-            segment.before = {name: _cloned(segment.state[name]) for name in numbers}
+            segment.before = {name: _copied(segment.state[name]) for name in numbers}
         self._tasks: list[Task] = []
         numel = len(unit.weight.tensor)
         for start in range(0, numel, BLOCK_NUMEL):
@@ -118,22 +120,24 @@ class _Block:
         self._unit = unit
         self._start, self._stop = start, stop
         self._segments = segments
+        self._place = unit.setting.tiers.workplace
 
     def run(self) -> None:
-        with watched(self._observer, Stream.BACKGROUND, "step", self._unit.name):
+        self._step.await_device()
+        watching = watched(self._observer, Stream.BACKGROUND, "step", self._unit.name)
+        with watching, self._place.working():
             self._run_near()
 
     def _run_near(self) -> None:
-        step, unit = self._step, self._unit
-        step.await_device()
+        step, unit, place = self._step, self._unit, self._place
         buffers = [step.stepped, *step.moments.values()]
         if step.stepped is not unit.weight:
             buffers.append(unit.weight)
-        rooms = [_room_nbytes(buffer, self._stop - self._start) for buffer in buffers]
+        rooms = [_room_nbytes(buffer, self._stop - self._start, place) for buffer in buffers]
         if not any(rooms):
             self._run([None] * len(buffers))
             return
-        with unit.setting.tiers.slots.lend(sum(rooms)) as slot:
+        with place.lend(sum(rooms)) as slot:
             self._run(_cut(slot, buffers, rooms, self._stop - self._start))
 
     def _run(self, rooms: list[Tensor | None]) -> None:
@@ -174,7 +178,9 @@ class _Block:
         if segment.is_new:
             state = segment.rule.start(state)
         else:
-            state |= {name: _cloned(value) for name, value in segment.before.items()}
+            state |= {
+                name: _copied(value, stepped.device) for name, value in segment.before.items()
+            }
         own = stepped[here]
         rounded = own if weight is stepped else weight[here]
         segment.rule.step(own, grad.to(own.device), rounded, state)
@@ -187,8 +193,8 @@ class _Block:
                 now = segment.state.get(name)
                 if isinstance(now, Tensor) and isinstance(value, Tensor):
                     now.copy_(value)
-                else:
-                    segment.state[name] = value
+                else:  # where those rest that are one number
+                    segment.state[name] = _copied(value, torch.device("cpu"))
 
     def _bring(self, buffer: Buffer, room: Tensor | None, *, is_read: bool = True) -> Tensor:
         """The block's part of a buffer where it can be stepped."""
@@ -200,7 +206,7 @@ class _Block:
                 if buffer.far is not None:
                     buffer.far.fetch(self._start, room)
                 else:
-                    room.copy_(part)
+                    room.copy_(part, non_blocking=self._is_queued)
         elif len(room) > 0:
             room.zero_()
         return room
@@ -209,27 +215,33 @@ class _Block:
         if buffer.far is not None:
             with self._moves("flush", near):
                 buffer.far.flush(self._start, near)
-        elif buffer.tensor.device != near.device:
+            return
+        part = buffer.tensor.data[self._start : self._stop]
+        if part.data_ptr() != near.data_ptr():
             with self._moves("flush", near):
-                buffer.tensor.data[self._start : self._stop].copy_(near)
+                part.copy_(near, non_blocking=self._is_queued)
 
     def _moves(self, verb: str, near: Tensor) -> AbstractContextManager[None]:
         return watched(self._observer, Stream.TIER, verb, self._unit.name, near.nbytes)
+
+    @property
+    def _is_queued(self) -> bool:
+        return self._place.is_queued
 
     @property
     def _observer(self) -> Observer | None:
         return self._unit.setting.ledger.observer
 
 
-def _room_nbytes(buffer: Buffer, numel: int) -> int:
+def _room_nbytes(buffer: Buffer, numel: int, place: Workplace) -> int:
     """Bytes of a slot that a block of the buffer needs; none where it can be stepped in place."""
-    if buffer.far is None and buffer.tensor.device.type == "cpu":
+    if buffer.far is None and place.is_at(buffer.tensor, buffer.tier):
         return 0
     return whole_pages(numel * buffer.tensor.itemsize)
 
 
 def _cut(
-    slot: Slot, buffers: Sequence[Buffer], rooms: Sequence[int], numel: int
+    slot: Room, buffers: Sequence[Buffer], rooms: Sequence[int], numel: int
 ) -> list[Tensor | None]:
     """The slot's memory, a page-aligned part for each buffer that needs one."""
     parts: list[Tensor | None] = []
@@ -241,5 +253,8 @@ def _cut(
     return parts
 
 
-def _cloned(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value
+def _copied(value: object, device: torch.device | None = None) -> object:
+    """A copy of a tensor, on `device`; of anything else, itself."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if device is None else value.to(device, copy=True)

@@ -64,6 +64,11 @@ class Buffer:
             ) from error
 
     @property
+    def tier(self) -> str:
+        """The name of the tier in which it rests."""
+        return self._tier
+
+    @property
     def far(self) -> Far | None:
         """How blocks of it are moved, if it rests where nobody computes."""
         return self._allocation.far

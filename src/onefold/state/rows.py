@@ -8,7 +8,7 @@ from onefold.observer import Stream, watched
 from onefold.state.buffer import Buffer
 from onefold.state.setting import Setting
 from onefold.ticket import Work
-from onefold.tier.slots import Slot
+from onefold.tier.slots import Room
 from onefold.tier.workers import Task
 
 
@@ -20,7 +20,7 @@ class OwnRows:
         self._ledger = setting.ledger
         self._unit = unit
         self._tiers = setting.tiers
-        self._slot: Slot | None = None
+        self._slot: Room | None = None
         self._task: Task | None = None
         self._edits = -1  # of the weight, when it was fetched
 

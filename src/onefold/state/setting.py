@@ -13,6 +13,7 @@ from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import Store
 from onefold.tier.workers import Workers
+from onefold.tier.workplace import Workplace
 from onefold.wire.collectives import Group
 from onefold.wire.transport import Transport
 
@@ -26,6 +27,7 @@ class Tiers:
     slots: SlotPool
     fetchers: Workers  # bring own rows of weights
     steppers: Workers  # step units in blocks
+    workplace: Workplace  # where they do
     scratch: Scratch | None = None  # where activations go
 
 

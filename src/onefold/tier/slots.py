@@ -1,11 +1,12 @@
-"""Near memory through which far bytes pass: a few slots, page-aligned, used over and over."""
+"""Near memory through which far bytes pass: a few slots, used over and over."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,18 @@ HUGE_NBYTES = 2 << 20
 in 4 KiB pages are too many, and are split. A step from disk: 2.9 instead of 1.5 GB/s."""
 
 
+class Room(Protocol):
+    """Memory that is lent."""
+
+    nbytes: int
+
+    def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
+        """Its bytes from `start` as a flat tensor [numel]."""
+        ...
+
+
 class Slot:
-    """One piece of host memory, in huge pages where the system has them."""
+    """One piece of host memory, page-aligned, in huge pages where the system has them."""
 
     __slots__ = ("_ledger", "_mapping", "_start", "nbytes")
 
@@ -64,12 +75,17 @@ class SlotPool:
     one unit's rows: so their number is small, and does not grow with the model.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._free: list[Slot] = []
+    def __init__(self, make: Callable[[int], Room]) -> None:
+        self._free: list[Room] = []
         self._lock = Lock()
-        self._ledger = ledger
+        self._make = make
 
-    def take(self, nbytes: int) -> Slot:
+    @staticmethod
+    def on_host(ledger: Ledger) -> SlotPool:
+        """A pool of `Slot`s."""
+        return SlotPool(lambda nbytes: Slot(nbytes, ledger))
+
+    def take(self, nbytes: int) -> Room:
         """A slot of at least `nbytes`, uninitialised: the smallest that is free, or a new one."""
         with self._lock:
             fitting = [slot for slot in self._free if slot.nbytes >= nbytes]
@@ -79,15 +95,15 @@ class SlotPool:
                 return slot
             if self._free:  # too small: slots of all lengths would come to be many
                 self._free.remove(max(self._free, key=lambda slot: slot.nbytes))
-            return Slot(nbytes, self._ledger)
+            return self._make(nbytes)
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: Room) -> None:
         """Back for the next; nothing may use its tensors any more."""
         with self._lock:
             self._free.append(slot)
 
     @contextmanager
-    def lend(self, nbytes: int) -> Iterator[Slot]:
+    def lend(self, nbytes: int) -> Iterator[Room]:
         """A slot for the time of a `with` block."""
         slot = self.take(nbytes)
         try:

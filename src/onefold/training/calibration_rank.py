@@ -1,5 +1,5 @@
-"""What one rank of a calibration measures, beside its peers: a micro-batch, collectives, AdamW, and
-whole steps of the model.
+"""What one rank of a calibration measures, beside its peers: a micro-batch, collectives, AdamW,
+random numbers, and whole steps of the model.
 
 The clock of a rank with one thread is its processor time, which goes on while it computes and
 stands still while others have the core; with several threads it is the wall's.
@@ -42,6 +42,7 @@ REPEATS, REPEAT_SECONDS = 9, 2.0
 ROW = 1024
 LARGE_ROWS, LARGE_UNITS = 2048, 3  # 8 MiB of fp32 a unit: about a block of a small model
 SMALL_ROWS, SMALL_UNITS = 16, 12  # 64 KiB: a message whose latency counts
+DRAWN = 1 << 20
 WHOLE_SECONDS = 4.0
 FEW, MANY = (2, 1), (3, 4)
 """Stage and micro-batches of whole steps: of as few collectives as can be, and of many."""
@@ -82,11 +83,12 @@ def measure(world: World, asked: dict[str, Any]) -> Speeds:
     if world.world_size > 1:
         gather, reduce = _collectives(ranks, dtype)
     nbytes, seconds = _step(ranks, compute or torch.float32, _clock(threads))
+    draw_rate = _draw_rate(ranks, dtype, _clock(threads))
     steps = (FEW, MANY) if world.world_size > 1 else (FEW,)
     wholes = tuple(_whole(ranks, asked, tokens, each, micro.seconds) for each in steps)
     own = Speeds(
         world.world_size, threads, usable_cores(), asked["dtype"], micro, nbytes, seconds,
-        spread, gather, reduce, wholes,
+        spread, gather, reduce, wholes, draw_rate=draw_rate,
     )  # fmt: skip
     return _mean(world, own)
 
@@ -209,10 +211,12 @@ class _Passes:
     product_seconds: float
     attention_seconds: float
     memory_seconds: float
+    drawing_seconds: float
 
     @property
     def inside(self) -> float:
-        return self.product_seconds + self.attention_seconds + self.memory_seconds
+        computed = self.product_seconds + self.attention_seconds
+        return computed + self.memory_seconds + self.drawing_seconds
 
 
 def _passes(
@@ -221,7 +225,7 @@ def _passes(
     """Plain passes and watched ones in turn, for about so long; and how much plain ones vary."""
     train()
     plain: list[float] = []
-    watched: list[tuple[float, float, float]] = []
+    watched: list[tuple[float, ...]] = []
     calls: list[tuple[WorkDone, float]] = []
     for _ in ranks.rounds(MOST, seconds):
         begun = clock()
@@ -234,18 +238,21 @@ def _passes(
     done = [each for each, _ in calls]
     found = _Passes(
         median(plain), len(done), sum(each.flops for each in done),
-        sum(each.attention_flops for each in done), sum(each.nbytes for each in done),
+        sum(each.attention_flops for each in done),
+        sum(each.nbytes for each in done if not each.drawn),
         *(median(column) for column in zip(*watched, strict=True)),
     )  # fmt: skip
     deviation = median(abs(each - median(plain)) for each in plain)
     return found, DEVIATION * deviation / median(plain)
 
 
-def _inside(calls: Sequence[tuple[WorkDone, float]]) -> tuple[float, float, float]:
-    """Seconds inside products, inside attention and inside all other kernels."""
+def _inside(calls: Sequence[tuple[WorkDone, float]]) -> tuple[float, ...]:
+    """Seconds inside products, attention, all other kernels, and those that draw numbers."""
     products = sum(took for done, took in calls if done.flops)
     attention = sum(took for done, took in calls if done.attention_flops)
-    return products, attention, sum(took for _, took in calls) - products - attention
+    drawing = sum(took for done, took in calls if done.drawn)
+    rest = sum(took for _, took in calls) - products - attention - drawing
+    return products, attention, rest, drawing
 
 
 # collectives and the optimizer's step
@@ -363,6 +370,19 @@ def _step(ranks: _Ranks, dtype: torch.dtype, clock: Callable[[], float]) -> tupl
         optimizer.zero_grad()
     moved = 28 if dtype is torch.float32 else 30  # bytes per own element: planner/run.py
     return float(LARGE_ROWS * LARGE_UNITS * ROW * moved), median(found[1:])
+
+
+def _draw_rate(ranks: _Ranks, dtype: torch.dtype, clock: Callable[[], float]) -> float:
+    """Random numbers a second, as dropout draws them, beyond what filling memory takes."""
+    room = torch.empty(DRAWN, dtype=dtype)
+    found: list[float] = []
+    for _ in ranks.rounds(REPEATS, REPEAT_SECONDS):
+        begun = clock()
+        room.bernoulli_(0.9)
+        drawn = clock()
+        room.zero_()
+        found.append((drawn - begun) - (clock() - drawn))
+    return DRAWN / max(median(found), 1e-9)
 
 
 def _whole(
