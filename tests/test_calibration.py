@@ -24,7 +24,7 @@ from onefold.planner.simulate import simulate, slowest_of
 from onefold.planner.trace import tokens_of, trace
 from onefold.planner.whole_steps import told, with_whole_steps
 from onefold.planner.work import UnitWork, Work
-from onefold.training.calibrating import Sample, calibrate
+from onefold.training.calibrating import Sample, calibrate, middle
 from onefold.training.planning import Cluster, plan
 from tests.commands import onefold
 
@@ -190,6 +190,13 @@ def test_ranks_that_share_a_core_do_not_wait_longer_for_the_slowest():
     ]
     assert waits == [pytest.approx(waits[0])] * 3
     assert waits[0] > 0
+
+
+def test_of_several_runs_the_middle_one_counts():
+    runs = [replace(ALONE, micro_batch=replace(MICRO, seconds=s)) for s in (0.3, 0.9, 0.2, 0.25)]
+    assert middle(runs[:3]).micro_batch.seconds == 0.3
+    assert middle(runs).micro_batch.seconds == 0.25
+    assert middle(runs[:1]) is runs[0]
 
 
 # real ranks

@@ -171,6 +171,41 @@ def test_messages_that_regions_share_are_held_as_the_plan_says(world, stage, tmp
     assert report.differing() == {}, report.verdict
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_reduction_is_over_once_a_unit_has_been_recomputed(recomputes):
+    """Ranks that are threads have links without delay: what is held is the least there can be."""
+
+    def body(rank: int) -> onefold.Report:
+        module = seeded(narrow_gpt)
+        module.recomputes = recomputes
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        onefold.shard(module, optimizer, stage=3)
+        for _ in range(2):
+            loss_of(module(*inputs_of("gpt"))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return onefold.report(module)
+
+    def most(device: str) -> int:
+        """Of gradients on their way, in backward of the blocks, which are what is recomputed."""
+        twin = narrow_gpt()
+        twin.recomputes = recomputes
+        setup = Setup(stage=3, world_size=2, device_type=device)
+        found = forecast(trace(twin, inputs_of("gpt")), setup, has_timeline=True)
+        backward = [each for each in found.timeline if each.phase == "backward"]
+        return max(
+            each.held.get(("partial_grad", "device"), 0)
+            for each in backward
+            if each.unit.startswith("blocks") and not each.unit.endswith(".0")
+        )
+
+    held = run_ranks(2, body)[0].memory["partial_grad"]["device"].peak
+    assert held <= most("cpu")
+    assert (most("cpu") < most("cuda")) == recomputes
+    if recomputes:
+        assert held == most("cpu")
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     shapes=st.lists(
@@ -431,6 +466,20 @@ def test_memory_never_grows_with_the_stage_or_the_ranks():
             if (stage + 1, world) in needs:
                 assert needs[stage + 1, world] <= needs[stage, world]
         assert needs[3, 64] < needs[3, 8] < needs[3, 2]
+
+
+def test_states_off_a_gpu_bring_a_copy_of_the_fp32_weights_that_stay_on_it():
+    seen = trace(narrow_gpt(), tokens_of(2, SEQ), device_type="cuda")
+
+    def resting(kind: str, **tiers: Any) -> int:
+        setup = Setup(stage=3, world_size=2, device_type="cuda", offload=Offload(**tiers))
+        return sum(n for (k, _), n in forecast(seen, setup).resting.items() if k == kind)
+
+    whole = resting("master", optimizer="cpu")
+    assert whole == resting("weight", optimizer="cpu")
+    assert 0 < resting("master", optimizer="cpu", fraction=0.5) < whole
+    assert resting("master", optimizer="disk", parameters="cpu", disk=".") == 0
+    assert resting("master") == 0
 
 
 def test_the_textbook_is_the_limit_of_the_closed_form():

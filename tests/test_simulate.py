@@ -274,13 +274,28 @@ def test_the_slowest_of_many_is_the_expected_maximum(ranks):
 def test_a_step_on_the_cpu_that_fits_beside_the_next_forward_costs_nothing():
     """Only the last units' steps are waited for when the CPU is slow."""
     work = work_of(flops=1e10)
-    run = Run(3, 8, optimizer="cpu")
+    run = Run(3, 8, optimizer="cpu", step="cpu")
     quick = replace(MACHINE, cpu_rate=1e15, host_rate=1e15)
     assert simulate(work, run, quick).exposed_host == pytest.approx(0, abs=1e-6)
     slow = simulate(work, run, replace(MACHINE, cpu_rate=1e7))
     assert slow.bound == "host link"
     # the CPU is the bound: a step is what it needs for every element
     assert slow.seconds >= UNITS * NUMEL / 8 * 30 / 1e7
+
+
+def test_states_in_cpu_memory_are_streamed_where_the_link_is_faster_than_the_cores():
+    run = Run(3, 8, optimizer="cpu")
+    machine = replace(MACHINE, cpu_rate=1e7, host_rate=1e7)  # 30 bytes by the cores, 12 each way
+    chosen, streamed, stepped = (
+        simulate(work_of(), replace(run, step=step), machine) for step in ("auto", "device", "cpu")
+    )
+    assert chosen.seconds == streamed.seconds < stepped.seconds
+    assert streamed.seconds == pytest.approx(UNITS * NUMEL / 8 * 12 / 1e7, rel=0.02)
+    slow_link = replace(machine, host_rate=3e6)
+    chosen, stepped = (
+        simulate(work_of(), replace(run, step=step), slow_link) for step in ("auto", "cpu")
+    )
+    assert chosen.seconds == stepped.seconds
 
 
 def test_a_fraction_of_the_states_leaves_the_rest_on_the_device():

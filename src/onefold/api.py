@@ -88,7 +88,7 @@ def shard(  # noqa: PLR0913 - the contract
         units: which modules travel together; default: repeated blocks and balanced rests.
             A list of submodules, or a predicate over them.
         precision: None (own dtypes), "fp32", "bf16", "fp16" or a `Precision`.
-        offload: None, "optimizer" (states and step on the CPU), "cpu" (parameters too),
+        offload: None, "optimizer" (states off the device), "cpu" (parameters too),
             "disk:PATH", or an `Offload`. At stages 1 to 3.
         wire: None (exact), "zero++" or another preset, or a `Wire`: how state travels. With no mesh
             given, other wires take the hosts that torchrun started for the nodes.

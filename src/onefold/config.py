@@ -124,7 +124,7 @@ STEPPERS = ("auto", "cpu", "device")
 class Offload:
     """Where each kind of state sleeps: on the device that computes, in CPU memory, or on disk.
 
-    `optimizer`: masters and moments, which are then stepped by the CPU, in the background:
+    `optimizer`: masters and moments, which are then stepped in the background (see `step`):
     `optimizer.step()` returns early, and each unit's next use waits for its own part.
     `parameters`: the shards of weights (stage 3 only). `activations`: what backward needs of
     forward. `fraction`: the share of optimizer state that leaves the device; the rest is stepped
@@ -176,13 +176,13 @@ class Offload:
                     hint=nearest_word(self.step, STEPPERS) or '"auto" takes what is faster',
                 )
             )
-        if self.step == "device" and self.optimizer != "cpu":
+        is_streamed = self.step == "device"
+        if is_streamed and (self.optimizer != "cpu" or self.parameters == "disk"):
             raise ConfigError(
                 expected(
-                    'Offload(step="device") with states in CPU memory',
-                    f"optimizer={self.optimizer!r}",
-                    hint='optimizer="cpu"; what rests elsewhere is stepped where it is, or by the '
-                    "CPU from disk",
+                    'Offload(step="device") with states in CPU memory, and no parameters on disk',
+                    f"optimizer={self.optimizer!r}, parameters={self.parameters!r}",
+                    hint='optimizer="cpu", or step="cpu": what is in files the CPU steps',
                 )
             )
         if self.tile is not None and (type(self.tile) is not int or self.tile < 1):

@@ -113,7 +113,8 @@ def budget_of(wish: Wish, chosen: Sequence[bool]) -> Budget:
         numel = max(1, Layout.build(shapes, group.world_size).shard_numels[group.rank])
         is_narrow = plan.dtype.is_floating_point and precision.master.itemsize > plan.dtype.itemsize
         stepped = precision.master if is_narrow else plan.dtype
-        states = [stepped] if is_narrow else []
+        is_copied = is_chosen and wish.device.type != "cpu" and offload.parameters == "device"
+        states = [stepped] if is_narrow or is_copied else []
         states += moments_of(plan, stepped, wish.optimizers).values()
         needs[offload.parameters] += whole_pages(numel * plan.dtype.itemsize)
         nbytes = sum(whole_pages(numel * each.itemsize) for each in states)

@@ -1,6 +1,7 @@
 """Who steps states that rest in CPU memory, where that was left open: what is faster, measured.
 
-    by the CPU      its cores read and write 28 bytes of an element where they lie
+    by the CPU      its cores read and write 28 bytes of an element where they lie, and its
+                    gradient and new weight cross the link, before and behind that
     by the device   12 bytes of it cross the link, and 12 come back at the same time
 
 Ranks of a host share its memory and links, so all measure at once, as they will step. Part of the
@@ -12,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -20,10 +22,14 @@ from onefold.environment import local_place
 from onefold.tier.workers import Workers, cores_of
 from onefold.wire.collectives import Group
 
-CPU_NBYTES, STREAMED_NBYTES = 28, 12
-"""Of an fp32 element: gradient in, master and moments in and out; master and moments one way."""
+CPU_NBYTES, CROSSING_NBYTES, STREAMED_NBYTES = 28, 8, 12
+"""Of an fp32 element: gradient in, master and moments in and out; gradient and weight over the
+link; master and moments one way."""
 PIECE_NUMEL = 4 << 20
 """Elements that each core steps, and that cross the link: 64 MiB of streams, past the caches."""
+MOST_CORES = 16
+"""That are measured: with more, memory is what counts, and they would take more of it than some
+hosts have."""
 REPEATS = 3
 
 
@@ -35,17 +41,21 @@ class Rates:
     link: float
 
     @property
-    def favours_device(self) -> bool:
-        """True if states are stepped sooner on the device."""
-        return STREAMED_NBYTES / self.link < CPU_NBYTES / self.cpu
+    def by_cpu(self) -> float:
+        """Elements a second."""
+        return 1 / (CPU_NBYTES / self.cpu + CROSSING_NBYTES / self.link)
+
+    @property
+    def streamed(self) -> float:
+        """Elements a second, through the device."""
+        return self.link / STREAMED_NBYTES
 
     def told(self) -> str:
         """What was chosen, and why."""
-        by_cpu, streamed = self.cpu / CPU_NBYTES / 1e9, self.link / STREAMED_NBYTES / 1e9
-        who = "streamed to the device" if self.favours_device else "stepped by the CPU"
+        who = "streamed to the device" if self.streamed > self.by_cpu else "stepped by the CPU"
         return (
-            f"states in CPU memory are {who}: {by_cpu:.2f} billion parameters a second by the "
-            f"cores, {streamed:.2f} through the device"
+            f"states in CPU memory are {who}: {self.by_cpu / 1e9:.2f} billion parameters a second "
+            f"by the cores, {self.streamed / 1e9:.2f} through the device"
         )
 
 
@@ -56,24 +66,30 @@ def stepper_of(offload: Offload, device: torch.device, group: Group) -> tuple[Of
     """
     if offload.step != "auto" or offload.optimizer != "cpu":
         return offload, ""
-    if device.type == "cpu":
+    if device.type == "cpu" or offload.parameters == "disk":  # files are read into CPU memory
         return replace(offload, step="cpu"), ""
     rates = slowest(measured(device, cores_of(*local_place(group))), group)
-    return replace(offload, step="device" if rates.favours_device else "cpu"), rates.told()
+    if rates is None:
+        return replace(offload, step="cpu"), "states in CPU memory are stepped by the CPU"
+    return replace(offload, step="device" if rates.streamed > rates.by_cpu else "cpu"), rates.told()
 
 
-def measured(device: torch.device, cores: tuple[int, ...]) -> Rates:
-    """What this rank reaches now, the best of some tries."""
-    return Rates(_cpu_rate(cores), _link_rate(device))
+def measured(device: torch.device, cores: tuple[int, ...]) -> Rates | None:
+    """What this rank reaches now, the best of some tries; None where there is no room for them."""
+    try:
+        return Rates(_cpu_rate(cores[1:][:MOST_CORES] or cores), _link_rate(device))
+    except (RuntimeError, MemoryError):  # torch's own are RuntimeErrors
+        return None
 
 
-def slowest(mine: Rates, group: Group) -> Rates:
-    """Of all ranks, as all wait for the slowest; a collective."""
+def slowest(mine: Rates | None, group: Group) -> Rates | None:
+    """Of all ranks, as all wait for the slowest; None if one has none. A collective."""
     if group.world_size == 1:
         return mine
-    everyone = group.all_gather_object((mine.cpu, mine.link))
-    cpu, link = zip(*everyone, strict=True)  # type: ignore[arg-type]
-    return Rates(min(cpu), min(link))
+    everyone: list[Any] = group.all_gather_object(mine)
+    if None in everyone:
+        return None
+    return Rates(min(each.cpu for each in everyone), min(each.link for each in everyone))
 
 
 def _cpu_rate(cores: tuple[int, ...]) -> float:

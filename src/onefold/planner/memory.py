@@ -17,7 +17,7 @@ from onefold.planner.held import Held, Holding, Kept, Moment
 from onefold.planner.reductions import Reductions
 from onefold.planner.setup import Setup, UnitBytes, unit_bytes
 from onefold.planner.trace import Event, Trace, What
-from onefold.runtime.blocks import BLOCK_NUMEL
+from onefold.runtime import blocks
 from onefold.runtime.schedule import Phase, Schedule
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
 from onefold.tier.workplace import NUM_STREAMS
@@ -180,7 +180,7 @@ class _Replay:
         for index, (unit, is_away) in enumerate(zip(self._units, self._chosen, strict=True)):
             add("weight", unit.weight, offload.parameters)
             tier = offload.optimizer if is_away else "device"
-            add("master", unit.master, tier)
+            add("master", unit.master if is_away or unit.has_master else 0, tier)
             add("optimizer", unit.moments, tier)
             add("secondary", unit.second)
             add("feedback", unit.feedback)
@@ -191,7 +191,10 @@ class _Replay:
                 self._reductions.keep(index)
         if "disk" in (offload.parameters, offload.optimizer):
             add("staging", self._staging(), "cpu")
-        if offload.step == "device" and any(self._chosen):
+        may_stream = offload.step == "device" or (
+            offload.step == "auto" and self._setup.device_type != "cpu"
+        )
+        if may_stream and offload.optimizer == "cpu" and any(self._chosen):
             add("staging", self._streamed())
 
     @property
@@ -205,7 +208,7 @@ class _Replay:
 
     def _staging(self) -> int:
         """Slots of blocks, one a thread and one of who waits; rows are fetched into them too."""
-        threads, block = NUM_DISK_STEPPERS + 1, BLOCK_NUMEL
+        threads, block = NUM_DISK_STEPPERS + 1, blocks.BLOCK_NUMEL
         widest = max((unit.weight + unit.states) / max(1, unit.rest_numel) for unit in self._units)
         longest = max(unit.rest_numel for unit in self._units)
         slot = int(min(block, longest) * widest)
@@ -217,7 +220,7 @@ class _Replay:
         near = self._setup.offload.parameters == "device"
         away = [unit for unit, is_away in zip(self._units, self._chosen, strict=True) if is_away]
         rooms = [
-            min(BLOCK_NUMEL, unit.rest_numel)
+            min(blocks.BLOCK_NUMEL, unit.rest_numel)
             * (unit.states + (0 if near else unit.weight))
             // max(1, unit.rest_numel)
             for unit in away

@@ -26,9 +26,7 @@ class Reductions:
         self._sent = sent
         self._steps_early = steps_early
         self.is_last = True  # of the micro-batches
-        self._first, self._second, self._third = (
-            Kept(held, setup.device_type) for _ in ("reduce", "settle", "share")
-        )
+        self._first, self._second, self._third = (Kept(held, setup.device_type) for _ in range(3))
         self._partial: dict[int, dict[int, int]] = {}
         self._fired: dict[int, set[int]] = {}
         self._sums: set[int] = set()
@@ -36,6 +34,7 @@ class Reductions:
         self._in_flight: int | None = None
         self._is_hidden = False  # behind the recompute of a unit
         self._finishes_alone = not (setup.has_hops or setup.are_replicas or setup.stage == 0)
+        self._is_polled = self._finishes_alone and setup.device_type == "cpu"
         self._following: int | None = None
         self._ready: set[int] = set()
         self._started: set[int] = set()
@@ -52,14 +51,14 @@ class Reductions:
         self._fired = {}
 
     def note_recompute(self) -> None:
-        """A unit runs its forward again, which takes as long as half of its backward: what is under
-        way is over then, but where links are slower than that.
+        """A unit runs its forward again, on the CPU: what is under way is over then, on a link that
+        is not slower than half of a backward. The host of a GPU is ahead of both.
         """
         self._is_hidden = self._in_flight is not None
 
     def on_grad(self, unit: int, member: int) -> None:
         """A gradient of the unit is there."""
-        if self._is_hidden and self._finishes_alone:
+        if self._is_hidden and self._is_polled:
             self._land()
         held = self._partial.setdefault(unit, {})
         if member not in held:
@@ -100,7 +99,7 @@ class Reductions:
         self._started.clear()
 
     def _start(self, unit: int) -> None:
-        self._land()  # on a fast link it is over earlier: this is the most there can be
+        self._land()  # on a fast link it is over earlier
         self._started.add(unit)
         messages = self._units[unit].messages
         if self._setup.has_hops and unit not in self._sums:

@@ -46,7 +46,8 @@ class Run:
     `travel` says how messages differ from rings of exact ones. `dtype` is that of matrix products;
     `weight_itemsize` and `grad_itemsize` are bytes per element
     on the wire. `prefetch`: units gathered ahead. `optimizer` and `parameters` are the tiers where
-    these rest, `fraction` the share of optimizer states that does.
+    these rest, `fraction` the share of optimizer states that does, `step` who steps what is in CPU
+    memory: "cpu", "device", or whoever is faster.
     """
 
     stage: int
@@ -62,6 +63,7 @@ class Run:
     optimizer: str = "device"
     parameters: str = "device"
     fraction: float = 1.0
+    step: str = "auto"
     steps_in_backward: bool = False
     travel: Travel | None = None
 

@@ -273,6 +273,7 @@ def run_of(setup: Setup) -> Run:
         optimizer=offload.optimizer,
         parameters=offload.parameters,
         fraction=1.0 if offload.fraction == "auto" else float(offload.fraction),
+        step=offload.step,
         steps_in_backward=offload.step_in_backward,
         shard_ranks=setup.neighbours if setup.are_replicas else 0,
         travel=_travel(setup, itemsize),

@@ -89,6 +89,7 @@ class UnitBytes:
     rest_numel: int  # in the shard buffer, with gaps
     weight: int
     master: int
+    has_master: bool  # wherever states are; else only off the device, where weights are on it
     moments: int
     whole: int  # gathered, or cast; 0 where weights compute from where they rest
     grad: int  # reduced
@@ -122,7 +123,7 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
     casts = any(member.itemsize != member.compute_itemsize for member in members)
     is_resident = rest_world == 1 and not casts and rests_near
     tiers = (setup.offload.parameters, setup.offload.optimizer)
-    is_elsewhere = setup.device_type != "cpu" and tiers[0] != tiers[1]
+    is_elsewhere = setup.device_type != "cpu" and (tiers[0] == "device") != (tiers[1] == "device")
     messages = _messages(members, setup)
     trained = [member.requires_grad for member in members]
     of_trained = [n for n, is_trained in zip(numels, trained, strict=True) if is_trained]
@@ -139,6 +140,7 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
         rest_numel=rest,
         weight=rest * first.itemsize,
         master=rest * stepped if is_narrow or is_elsewhere else 0,
+        has_master=is_narrow,
         moments=moments_numel * stepped * setup.num_moments if any(trained) else 0,
         whole=0 if is_resident else (full_numel + (world if rest_world > 1 else 0)) * computes,
         grad=grad_numel * first.itemsize if any(trained) else 0,

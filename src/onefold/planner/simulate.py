@@ -110,6 +110,10 @@ def slowest_of(ranks: int) -> float:
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
+STREAMED_NBYTES = 12
+"""Of an element's fp32 states, each way at once, where the device steps them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """Seconds per element that one rank's state off the device costs on each stream."""
@@ -132,13 +136,21 @@ class Tiers:
         """The tiers of `run` on `machine`; each rank has its own rows only."""
         host, own = machine.host_rate, 1.0 / run.shards
         rate = machine.disk_rate if run.parameters == "disk" else host
+        by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
+        is_faster = machine.launches_hide and streamed < by_cpu  # where there is a device to ask
+        streams = (
+            run.optimizer == "cpu"
+            and run.parameters != "disk"
+            and (run.step == "device" or (run.step == "auto" and is_faster))
+        )
+        returns = run.parameters == "device" and not streams
         return cls(
             run.optimizer,
             run.parameters,
-            flush=own * run.grad_itemsize / host,
+            flush=0.0 if streams else own * run.grad_itemsize / host,
             disk=own * run.disk_nbytes / machine.disk_rate if run.optimizer == "disk" else 0.0,
-            cpu=own * run.state_nbytes / machine.cpu_rate,
-            publish=own * run.weight_itemsize / host if run.parameters == "device" else 0.0,
+            cpu=own * (streamed if streams else by_cpu),
+            publish=own * run.weight_itemsize / host if returns else 0.0,
             fetch=own * run.weight_itemsize / rate if run.parameters != "device" else 0.0,
         )
 

@@ -13,7 +13,7 @@ Blocks are multiples of every kernel's vector width, so the bits are those of on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,6 +222,8 @@ class _Block:
                 part.copy_(near, non_blocking=self._is_queued)
 
     def _moves(self, verb: str, near: Tensor) -> AbstractContextManager[None]:
+        if self._is_queued:  # the host only asks for it
+            return nullcontext()
         return watched(self._observer, Stream.TIER, verb, self._unit.name, near.nbytes)
 
     @property
@@ -231,6 +233,13 @@ class _Block:
     @property
     def _observer(self) -> Observer | None:
         return self._unit.setting.ledger.observer
+
+
+def reserve_room(unit: Unit) -> None:
+    """Take the room that blocks of the unit will need on their way, now that moments are there."""
+    place, numel = unit.setting.tiers.workplace, min(BLOCK_NUMEL, len(unit.weight.tensor))
+    buffers = [unit.weight, *unit.moments.values(), *([unit.master] if unit.master else [])]
+    place.reserve(sum(_room_nbytes(buffer, numel, place) for buffer in buffers))
 
 
 def _room_nbytes(buffer: Buffer, numel: int, place: Workplace) -> int:

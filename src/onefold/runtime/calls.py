@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+import torch
+
 from onefold.ledger import Ledger
 from onefold.observer import Span, Stream
 from onefold.state.unit import Unit
+
+
+def in_backward() -> bool:
+    """True while autograd runs a graph on this thread, recompute included."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Call:

@@ -30,7 +30,7 @@ from torch import nn
 from onefold.errors import StateError, expected
 from onefold.ledger import Kind
 from onefold.runtime.activations import SavedActivations
-from onefold.runtime.calls import Call, Marks
+from onefold.runtime.calls import Call, Marks, in_backward
 from onefold.runtime.early import EarlyStepper, EarlySteps
 from onefold.runtime.reducer import Reducer
 from onefold.runtime.schedule import Phase, Schedule
@@ -40,11 +40,6 @@ from onefold.state.gradient import UnitGradient
 from onefold.state.parameter import UnitParameter
 from onefold.state.setting import Setting
 from onefold.state.unit import Unit
-
-
-def in_backward() -> bool:
-    """True while autograd runs a graph on this thread, recompute included."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Stepper(EarlyStepper, Protocol):
@@ -237,6 +232,8 @@ class Engine:
             # the next use elsewhere must meet the face again
             is_over = self.forward_depth == 0 and not torch.is_grad_enabled()
             unit.reshard(release=is_over and self.rests_after_forward)
+            if is_over:
+                self.reducer.rest()
         self._clock += 1
         watch_outputs(ref(self), [Call(unit, self._clock)], outputs)
 
@@ -367,6 +364,7 @@ class Engine:
             unit.let_go()
             unit.reshard(release=True)
             unit.rows.give_back()
+        self.reducer.rest()
 
     def before_step(self) -> None:
         """The optimizer is about to step: masters follow edited weights, everything rests."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onefold.errors import ConfigError, expected
+from onefold.runtime.blocks import reserve_room
 from onefold.runtime.engine import Engine
 from onefold.runtime.rules import Rule, may_fuse, moments_after_first_step, rule_of
 from onefold.runtime.runs import NUMBERS, FlatStep
@@ -139,6 +140,7 @@ class OptimizerBinding:
                 wanted = moments_after_first_step(rule_of(optimizer, group), dtype)
                 for unit in dict.fromkeys(p.unit for p in held if p.unit.stepped.dtype == dtype):
                     unit.make_moments(wanted)
+                    reserve_room(unit)
 
     def stand_innermost(self, optimizer: Optimizer) -> None:
         """Keep the user's own step hooks outside the swap: they see faces, whenever registered."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from onefold.errors import StateError, expected
 from onefold.ledger import Kind
-from onefold.runtime.engine import Engine, in_backward
+from onefold.runtime.calls import in_backward
+from onefold.runtime.engine import Engine
 from onefold.state.buffer import Buffer
 from onefold.state.parameter import UnitParameter
 from onefold.state.unit import Unit, UnitState
@@ -38,6 +39,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     for unit in engine.units:
         unit.reshard(release=False)
     buffers = [_summon(unit) for unit in engine.units]
+    engine.reducer.rest()
     engine.is_summoned = True
     try:
         yield

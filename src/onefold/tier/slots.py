@@ -97,6 +97,11 @@ class SlotPool:
                 self._free.remove(max(self._free, key=lambda slot: slot.nbytes))
             return self._make(nbytes)
 
+    def reserve(self, number: int, nbytes: int) -> None:
+        """Have so many slots of at least `nbytes` from now on."""
+        for slot in [self.take(nbytes) for _ in range(number)]:
+            self.give(slot)
+
     def give(self, slot: Room) -> None:
         """Back for the next; nothing may use its tensors any more."""
         with self._lock:

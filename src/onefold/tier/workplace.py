@@ -22,7 +22,8 @@ from onefold.ledger import Kind, Ledger
 from onefold.tier.slots import Room, SlotPool
 
 NUM_STREAMS = 3
-"""Blocks on the device at a time: one comes, one is stepped, one goes."""
+"""Blocks on the device at a time, each with a thread: two workers, and whoever waits. While one
+comes, another may be stepped, and a third go."""
 
 
 class Workplace(Protocol):
@@ -35,6 +36,10 @@ class Workplace(Protocol):
 
     def is_at(self, tensor: Tensor, tier: str) -> bool:
         """True if blocks of `tensor`, which rests in `tier`, are stepped where they are."""
+        ...
+
+    def reserve(self, nbytes: int) -> None:
+        """Blocks will need `nbytes` of room: fail now if there is none, not within a step."""
         ...
 
     def lend(self, nbytes: int) -> AbstractContextManager[Room]:
@@ -57,6 +62,9 @@ class HostPlace:
     def is_at(self, tensor: Tensor, tier: str) -> bool:
         """See `Workplace.is_at`: whatever lies in CPU memory."""
         return tensor.device.type == "cpu"
+
+    def reserve(self, nbytes: int) -> None:
+        """See `Workplace.reserve`: the system gives the host's memory as it is touched."""
 
     def lend(self, nbytes: int) -> AbstractContextManager[Room]:
         """See `Workplace.lend`."""
@@ -83,9 +91,15 @@ class DevicePlace:
         """See `Workplace.is_at`: what rests on the device."""
         return tier == "device"
 
+    def reserve(self, nbytes: int) -> None:
+        """See `Workplace.reserve`. Whatever had this memory before is through with it then."""
+        self._slots.reserve(NUM_STREAMS, nbytes)
+        if self.is_queued:
+            torch.cuda.synchronize(self._device)
+
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[Room]:
-        """See `Workplace.lend`; to be called inside `working`, whose stream a new slot is of."""
+        """See `Workplace.lend`; what `reserve` has taken."""
         with self._slots.lend(nbytes) as slot:
             try:
                 yield slot
@@ -95,7 +109,8 @@ class DevicePlace:
     @contextmanager
     def working(self) -> Iterator[None]:
         """See `Workplace.working`: the host waits for this thread's stream, and for no other."""
-        with torch.cuda.stream(self._stream()):  # does nothing for None
+        stream = self._stream()
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
             try:
                 yield
             finally:

@@ -112,7 +112,7 @@ class Buffers:
         """A message has been read: its buffers are kept instead of those of the one before."""
         self.clear()
         for buffer in buffers:
-            if buffer.device.type == "cpu":
+            if buffer.device.type == "cpu" and not buffer.is_inference():  # nobody else may fill it
                 self._spare.append(buffer)
             else:
                 self._ledger.add(Kind.WIRE, "device", -buffer.nbytes)
