@@ -88,7 +88,9 @@ def test_memory_is_within_a_tenth_of_what_was_published(row):
 def test_a_drawing_has_a_line_for_each_stream_and_a_mark_for_each_unit():
     shape = TransformerShape(hidden=1024, layers=2, heads=16, vocab=1000)
     work = transformer_work(shape, seq=1024, microbatch=1)
-    lines = drawn(simulate(work, Run(3, 16, optimizer="cpu"), machine_of("a100-80")), width=60)
+    lines = drawn(
+        simulate(work, Run(3, 16, optimizer="cpu", step="cpu"), machine_of("a100-80")), width=60
+    )
     assert [line.split()[0] for line in lines] == [
         "gather", "compute", "reduce", "flush", "cpu", "publish"
     ]  # fmt: skip

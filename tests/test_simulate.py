@@ -299,7 +299,7 @@ def test_states_in_cpu_memory_are_streamed_where_the_link_is_faster_than_the_cor
 
 
 def test_a_fraction_of_the_states_leaves_the_rest_on_the_device():
-    step = simulate(work_of(), Run(3, 8, optimizer="cpu", fraction=0.5), MACHINE)
+    step = simulate(work_of(), Run(3, 8, optimizer="cpu", fraction=0.5, step="cpu"), MACHINE)
     stepped = {span.unit for span in step.spans if span.stream == "cpu"}
     assert stepped == {f"unit {index}" for index in range(UNITS // 2, UNITS)}
     whole = simulate(work_of(), Run(3, 8), MACHINE)

@@ -147,9 +147,9 @@ class Tiers:
         return cls(
             run.optimizer,
             run.parameters,
-            flush=0.0 if streams else own * run.grad_itemsize / host,
+            flush=own * (STREAMED_NBYTES if streams else run.grad_itemsize) / host,
             disk=own * run.disk_nbytes / machine.disk_rate if run.optimizer == "disk" else 0.0,
-            cpu=own * (streamed if streams else by_cpu),
+            cpu=0.0 if streams else own * by_cpu,
             publish=own * run.weight_itemsize / host if returns else 0.0,
             fetch=own * run.weight_itemsize / rate if run.parameters != "device" else 0.0,
         )
