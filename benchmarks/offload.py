@@ -154,7 +154,7 @@ def _run_in_folder(
 
 def overlap(options: argparse.Namespace, console: Console) -> Found:
     """What of a slow tier's step is seen."""
-    size = "medium" if options.scale >= 1 else "tiny"
+    size = "small" if options.scale >= 1 else "tiny"
     told = _run_in_folder(options, hiding.hide, 1, size, options.steps, options.rounds)
     forward, optimizer = (
         statistics.median(each[what] for each in told["rounds"])

@@ -26,6 +26,8 @@ import torch.distributed.launcher.api  # with torch, most of a command's start
 from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from tests.forking import await_ended_threads
+
 LIMIT_S = 100
 POLL_S = 0.02
 
@@ -85,6 +87,7 @@ class Forked:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
+        await_ended_threads()
         self.pid = os.fork()
         if self.pid == 0:
             be()

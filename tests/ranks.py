@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+from tests.forking import await_ended_threads
+
 TIMEOUT_S = 60
 HANGS_AFTER = 0.8  # of the time that messages are waited for: a rank then shows where it is
 _GENERATOR = threading.RLock()
@@ -98,6 +100,8 @@ def run_processes(
 
     "fork" starts in no time; "spawn" gives processes with a heap of their own.
     """
+    if start_method == "fork":
+        await_ended_threads()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _process,
