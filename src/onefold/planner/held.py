@@ -98,15 +98,18 @@ class Kept:
 
     def take(self, buffers: tuple[int, ...]) -> None:
         """A message begins."""
+        if not buffers:
+            return
         wanted = Counter(buffers)
         self._held.add("wire", _sum(wanted - self._spare))
         self._spare -= wanted
 
     def give(self, buffers: tuple[int, ...]) -> None:
         """And has been read."""
-        if buffers:
-            self._held.add("wire", -_sum(self._spare))
-            self._spare = Counter(buffers)
+        if not buffers:
+            return
+        self._held.add("wire", -_sum(self._spare))
+        self._spare = Counter(buffers)
         if not self._keeps:
             self.clear()
 

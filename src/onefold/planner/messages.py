@@ -115,12 +115,14 @@ class _Region:
         )
 
 
-def pieces_of(shape: tuple[int, ...], world_size: int) -> list[int]:
+@lru_cache(maxsize=1024)  # of few shapes, for hundreds of ranks, again for every way to train
+def pieces_of(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
     """Elements of the rows that `torch.chunk` gives each rank; one of a 0-dim parameter."""
     if not shape:
-        return [1] * world_size
+        return (1,) * world_size
     numel = prod(shape[1:])
-    return [(stop - start) * numel for start, stop in pairwise(row_bounds(shape[0], world_size))]
+    bounds = pairwise(row_bounds(shape[0], world_size))
+    return tuple((stop - start) * numel for start, stop in bounds)
 
 
 def _one_axis(

@@ -145,9 +145,10 @@ class Reductions:
         messages = self._units[unit].messages
         self._second.give(messages.settle.buffers)
         self._sent["gather between"] += messages.share.sent
-        self._third.take(messages.share.buffers)
-        self._held.see()
-        self._third.give(messages.share.buffers)
+        if messages.share.buffers:
+            self._third.take(messages.share.buffers)
+            self._held.see()
+            self._third.give(messages.share.buffers)
         if unit in self._sums:
             self._sums.remove(unit)
             self._held.add("partial_grad", -self._units[unit].sums)
