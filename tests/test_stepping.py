@@ -14,11 +14,16 @@ import torch
 
 import onefold
 from onefold.config import Offload
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, TierError
+from onefold.ledger import Ledger
+from onefold.planner.memory import forecast
+from onefold.planner.setup import Setup
+from onefold.planner.trace import tokens_of, trace
 from onefold.runtime import blocks
 from onefold.runtime.registry import engine_of
 from onefold.stepping import Rates, measured, slowest, stepper_of
-from onefold.tier.workplace import NUM_STREAMS
+from onefold.tier.workplace import NUM_STREAMS, DevicePlace
+from onefold.training.loader import build_model
 from onefold.wire.collectives import Group
 from tests.ranks import run_ranks
 from tests.test_offload import batches, build, same_as_on_device, small_blocks, train
@@ -123,6 +128,25 @@ def test_rates_are_measured_in_a_moment(monkeypatch):
     found = measured(CPU, (0,))
     assert 1e6 < found.cpu < 1e13
     assert 1e6 < found.link < 1e13
+
+
+def test_a_device_without_room_for_slots_says_what_was_wanted_and_what_helps():
+    with pytest.raises(TierError, match=r"bytes on cpu for states .*\n.*step=\"cpu\"") as caught:
+        DevicePlace(CPU, Ledger()).reserve(1 << 60)
+    assert f"{1 << 60:,}" in str(caught.value)
+
+
+def test_a_plan_counts_slots_only_where_states_may_be_streamed():
+    def staged(device_type: str, **tiers: str) -> int:
+        offload = Offload(optimizer="cpu", disk=".", **tiers)
+        setup = Setup(stage=3, world_size=2, device_type=device_type, offload=offload)
+        return forecast(seen, setup).resting.get(("staging", "device"), 0)
+
+    seen = trace(build_model("tiny", 64), tokens_of(2, 64))
+    moments = staged("cpu", step="device")
+    copies_too = 3 * moments // 2  # of the fp32 weights that stay on the device
+    assert staged("cuda") == staged("cuda", step="device") == copies_too > 0
+    assert staged("cpu") == staged("cuda", step="cpu") == staged("cuda", parameters="disk") == 0
 
 
 def test_only_states_in_cpu_memory_are_streamed(tmp_path):

@@ -176,8 +176,7 @@ class Offload:
                     hint=nearest_word(self.step, STEPPERS) or '"auto" takes what is faster',
                 )
             )
-        is_streamed = self.step == "device"
-        if is_streamed and (self.optimizer != "cpu" or self.parameters == "disk"):
+        if self.step == "device" and not self.may_stream:
             raise ConfigError(
                 expected(
                     'Offload(step="device") with states in CPU memory, and no parameters on disk',
@@ -202,6 +201,14 @@ class Offload:
                     hint='offload="disk:/path/on/a/fast/disk", or Offload(..., disk=...)',
                 )
             )
+
+    @property
+    def may_stream(self) -> bool:
+        """True if a device may step it: states in CPU memory, and nothing that files are read for.
+
+        Where the device is the CPU, it does so only if `step` names it.
+        """
+        return self.optimizer == "cpu" and self.parameters != "disk" and self.step != "cpu"
 
     @property
     def paths(self) -> list[Path]:

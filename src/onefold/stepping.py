@@ -10,7 +10,7 @@ composition root; `api` alone calls it.
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,18 +19,20 @@ import torch
 
 from onefold.config import Offload
 from onefold.environment import local_place
+from onefold.planner.simulate import STREAMED_NBYTES
 from onefold.tier.workers import Workers, cores_of
 from onefold.wire.collectives import Group
 
-CPU_NBYTES, CROSSING_NBYTES, STREAMED_NBYTES = 28, 8, 12
+CPU_NBYTES, CROSSING_NBYTES = 28, 8
 """Of an fp32 element: gradient in, master and moments in and out; gradient and weight over the
-link; master and moments one way."""
+link."""
 PIECE_NUMEL = 4 << 20
 """Elements that each core steps, and that cross the link: 64 MiB of streams, past the caches."""
 MOST_CORES = 16
 """That are measured: with more, memory is what counts, and they would take more of it than some
 hosts have."""
-REPEATS = 3
+REPEATS = 4
+"""The first finds memory that was never touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def stepper_of(offload: Offload, device: torch.device, group: Group) -> tuple[Of
     """
     if offload.step != "auto" or offload.optimizer != "cpu":
         return offload, ""
-    if device.type == "cpu" or offload.parameters == "disk":  # files are read into CPU memory
+    if device.type == "cpu" or not offload.may_stream:
         return replace(offload, step="cpu"), ""
     rates = slowest(measured(device, cores_of(*local_place(group))), group)
     if rates is None:
@@ -95,7 +97,7 @@ def slowest(mine: Rates | None, group: Group) -> Rates | None:
 def _cpu_rate(cores: tuple[int, ...]) -> float:
     workers = Workers(len(cores), "onefold-measure", cores)
     streams = [[torch.zeros(PIECE_NUMEL) for _ in range(4)] for _ in cores]
-    count = torch.zeros(())
+    count = torch.ones(())
 
     def step(own: list[torch.Tensor]) -> None:
         p, g, m, v = ([each] for each in own)
@@ -132,11 +134,4 @@ def _link_rate(device: torch.device) -> float:
 
 
 def _fastest(action: Callable[[], object]) -> float:
-    """Seconds of the fastest call, after one that does not count."""
-    action()
-    found = []
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        action()
-        found.append(time.perf_counter() - begun)
-    return min(found)
+    return min(timeit.repeat(action, number=1, repeat=REPEATS))

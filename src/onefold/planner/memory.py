@@ -191,10 +191,8 @@ class _Replay:
                 self._reductions.keep(index)
         if "disk" in (offload.parameters, offload.optimizer):
             add("staging", self._staging(), "cpu")
-        may_stream = offload.step == "device" or (
-            offload.step == "auto" and self._setup.device_type != "cpu"
-        )
-        if may_stream and offload.optimizer == "cpu" and any(self._chosen):
+        is_asked = offload.step == "device" or self._setup.device_type != "cpu"
+        if offload.may_stream and is_asked and any(self._chosen):
             add("staging", self._streamed())
 
     @property

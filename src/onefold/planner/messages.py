@@ -194,14 +194,14 @@ def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> 
     ranks = len(sharded[0].numels) if sharded else 1
     if word == EXACT:
         sent = sum(region.numels[0] for region in sharded) * itemsize * (ranks - 1)
-        return Message(sent, _buffers(_shared(sharded, tags, itemsize)))
+        return Message(sent, _shared(sharded, tags, itemsize))
     codec = codec_of(word.removesuffix(DIFFERENCE))
     rest = tags * round_up(itemsize, ALIGN_NBYTES)
     parcels = [each + rest for each in _parcels(sharded, codec, itemsize)]
     owed = sum(region.numels[0] for region in sharded if region.is_matrix)
     staged = sum(parcels)
     if word.endswith(DIFFERENCE):  # the first message is exact: differences refer to it
-        staged = max(staged, _shared(sharded, tags, itemsize))
+        staged = max((staged, *_shared(sharded, tags, itemsize)))
     return Message(parcels[0] * (ranks - 1), (staged,), owed) if sharded else NOTHING
 
 
@@ -223,22 +223,18 @@ def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) ->
     packed = sum(region.numels[0] for region in trained) - sum(apart) + flags
     each = itemsize * (ranks if ranks > 2 else 1)  # of two, the own part does not travel
     received = [numel * each for numel in (*apart, packed)]
-    return Message(sent, (*received, *_buffers(_shared(trained, flags, itemsize))))
+    return Message(sent, (*received, *_shared(trained, flags, itemsize)))
 
 
-def _buffers(*nbytes: int) -> tuple[int, ...]:
-    return tuple(filter(None, nbytes))
-
-
-def _shared(regions: Sequence[_Region], extra: int, itemsize: int) -> int:
-    """Bytes of the message that regions share, if any of some size do: `extra` elements for each
+def _shared(regions: Sequence[_Region], extra: int, itemsize: int) -> tuple[int, ...]:
+    """Bytes of the message that regions share, none if no medium ones do: `extra` elements for each
     rank ride along.
     """
     packed = [region for region in regions if region.size(itemsize) is not Size.LARGE]
     if all(region.size(itemsize) is Size.SMALL for region in packed):
-        return 0
+        return ()
     ranks = len(packed[0].numels)
-    return (sum(sum(region.numels) for region in packed) + extra * ranks) * itemsize
+    return ((sum(sum(region.numels) for region in packed) + extra * ranks) * itemsize,)
 
 
 def _parcels(regions: Sequence[_Region], codec: Codec, itemsize: int) -> list[int]:

@@ -34,7 +34,6 @@ class Reductions:
         self._in_flight: int | None = None
         self._is_hidden = False  # behind the recompute of a unit
         self._finishes_alone = not (setup.has_hops or setup.are_replicas or setup.stage == 0)
-        self._is_polled = self._finishes_alone and setup.device_type == "cpu"
         self._following: int | None = None
         self._ready: set[int] = set()
         self._started: set[int] = set()
@@ -54,11 +53,11 @@ class Reductions:
         """A unit runs its forward again, on the CPU: what is under way is over then, on a link that
         is not slower than half of a backward. The host of a GPU is ahead of both.
         """
-        self._is_hidden = self._in_flight is not None
+        self._is_hidden = self._finishes_alone and self._setup.device_type == "cpu"
 
     def on_grad(self, unit: int, member: int) -> None:
         """A gradient of the unit is there."""
-        if self._is_hidden and self._is_polled:
+        if self._is_hidden:
             self._land()
         held = self._partial.setdefault(unit, {})
         if member not in held:
@@ -108,7 +107,7 @@ class Reductions:
         elif not self._setup.has_hops and self._setup.world_size > 1:
             self._make_grad(unit)
         self._first.take(messages.reduce.buffers)
-        self._in_flight, self._is_hidden = unit, False
+        self._in_flight = unit
         self._sent["reduce_scatter" + self._setup.where] += messages.reduce.sent
 
     def _make_grad(self, unit: int) -> None:

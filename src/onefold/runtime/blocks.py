@@ -206,7 +206,7 @@ class _Block:
                 if buffer.far is not None:
                     buffer.far.fetch(self._start, room)
                 else:
-                    room.copy_(part, non_blocking=self._is_queued)
+                    room.copy_(part, non_blocking=self._place.is_queued)
         elif len(room) > 0:
             room.zero_()
         return room
@@ -219,16 +219,12 @@ class _Block:
         part = buffer.tensor.data[self._start : self._stop]
         if part.data_ptr() != near.data_ptr():
             with self._moves("flush", near):
-                part.copy_(near, non_blocking=self._is_queued)
+                part.copy_(near, non_blocking=self._place.is_queued)
 
     def _moves(self, verb: str, near: Tensor) -> AbstractContextManager[None]:
-        if self._is_queued:  # the host only asks for it
+        if self._place.is_queued:  # the host only asks for it
             return nullcontext()
         return watched(self._observer, Stream.TIER, verb, self._unit.name, near.nbytes)
-
-    @property
-    def _is_queued(self) -> bool:
-        return self._place.is_queued
 
     @property
     def _observer(self) -> Observer | None:

@@ -158,7 +158,7 @@ class Engine:
             for unit in self.units:
                 unit.reshard(release=self.rests_after_forward)
             if not torch.is_grad_enabled():  # else backward follows
-                self.reducer.rest()
+                self.setting.routes.rest()
 
     def enter(self, unit: Unit) -> Call:
         """Make `unit` whole for a module's forward and begin the gather of its successor."""
@@ -233,7 +233,7 @@ class Engine:
             is_over = self.forward_depth == 0 and not torch.is_grad_enabled()
             unit.reshard(release=is_over and self.rests_after_forward)
             if is_over:
-                self.reducer.rest()
+                self.setting.routes.rest()
         self._clock += 1
         watch_outputs(ref(self), [Call(unit, self._clock)], outputs)
 
@@ -338,7 +338,7 @@ class Engine:
         if self.defers_reduction:
             for gradient in self.gradients.values():
                 gradient.rest_partial()
-            self.reducer.rest()
+            self.setting.routes.rest()
         else:
             self.reducer.finish()
             self.early.run()
@@ -364,7 +364,7 @@ class Engine:
             unit.let_go()
             unit.reshard(release=True)
             unit.rows.give_back()
-        self.reducer.rest()
+        self.setting.routes.rest()
 
     def before_step(self) -> None:
         """The optimizer is about to step: masters follow edited weights, everything rests."""

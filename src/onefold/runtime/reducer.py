@@ -32,9 +32,7 @@ class Reducer:
         self._in_flight: deque[tuple[UnitGradient, Ticket]] = deque()
         self._landed: UnitGradient | None = None  # the last; a second hop may follow
         self._finishes_alone = all(each.reduction.finishes_alone for each in gradients.values())
-        settings = [unit.setting for unit in gradients]
-        self._setting = settings[0] if settings else None
-        self._transports = {each for setting in settings for each in setting.routes.transports}
+        self._setting = next((unit.setting for unit in gradients), None)
         self._ready: set[UnitGradient] = set()
         self._started: set[UnitGradient] = set()
 
@@ -146,9 +144,5 @@ class Reducer:
         while self._in_flight:
             self._land()
         self._end_following()
-        self.rest()
-
-    def rest(self) -> None:
-        """No message follows for now: transports free what they kept for the next."""
-        for transport in self._transports:
-            transport.rest()
+        if self._setting is not None:
+            self._setting.routes.rest()

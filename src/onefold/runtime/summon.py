@@ -39,7 +39,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     for unit in engine.units:
         unit.reshard(release=False)
     buffers = [_summon(unit) for unit in engine.units]
-    engine.reducer.rest()
+    engine.setting.routes.rest()
     engine.is_summoned = True
     try:
         yield

@@ -75,12 +75,12 @@ class Routes:
         found += [hops.reduce_inside, hops.reduce_between] if hops else []
         return [transport for transport in dict.fromkeys(found) if transport is not None]
 
-    @property
-    def transports(self) -> list[Transport]:
-        """All there are."""
+    def rest(self) -> None:
+        """No message follows for now: every transport frees what it kept for the next."""
         hops = self.hops
-        found = [self.gather, *([hops.gather_inside, hops.gather_between] if hops else [])]
-        return list(dict.fromkeys([*self.reducers, *found]))
+        gathers = [self.gather, *([hops.gather_inside, hops.gather_between] if hops else [])]
+        for transport in dict.fromkeys([*self.reducers, *gathers]):
+            transport.rest()
 
 
 @dataclass(frozen=True, slots=True)

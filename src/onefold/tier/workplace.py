@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onefold.errors import TierError, expected
 from onefold.ledger import Kind, Ledger
 from onefold.tier.slots import Room, SlotPool
 
@@ -137,7 +138,16 @@ class DeviceSlot:
     def __init__(self, nbytes: int, device: torch.device, ledger: Ledger) -> None:
         self.nbytes = 0
         self._ledger = ledger
-        self._flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        try:
+            self._flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # torch's own want of memory is one
+            raise TierError(
+                expected(
+                    f"{nbytes:,} bytes on {device} for states on their way through it",
+                    str(error).splitlines()[0],
+                    hint='Offload(step="cpu"), or smaller micro-batches',
+                )
+            ) from error
         self.nbytes = nbytes
         ledger.add(Kind.STAGING, "device", nbytes)
 

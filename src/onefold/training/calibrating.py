@@ -44,7 +44,8 @@ class Sample:
 def calibrate(
     sample: Sample, worlds: Sequence[int] = (1, 2), *, patience: float = 1.0, runs: int = 3
 ) -> Calibration:
-    """Measure what CPU ranks reach on this machine, in each world of `worlds`; some 20 s each.
+    """Measure what CPU ranks reach on this machine, in each world of `worlds`; half a minute to
+    a minute each.
 
     Every rank gets its share of the cores as threads, as `onefold train` gives it. `patience` is
     the share of those seconds to take: at 0 every median is of the fewest passes that have one.

@@ -8,7 +8,8 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+import timeit
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def measure_copy() -> float:
     """Bytes per second of copying a block that no cache holds, with torch's threads."""
     source = torch.zeros(COPY_NBYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return COPY_NBYTES / _fastest(lambda: target.copy_(source), repeats=5)
+    return COPY_NBYTES / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=5))
 
 
 def measure_disk(folder: str) -> float:
@@ -156,7 +157,7 @@ def measure_link(world: World) -> Link:
 
     gather()
     received = whole.nbytes - pieces[world.rank].nbytes
-    seconds = _fastest(gather, repeats=8)
+    seconds = min(timeit.repeat(gather, number=1, repeat=8))
     backend = "nccl" if group.is_nccl else "gloo"
     return Link(backend, world_size, whole.nbytes, received / seconds)
 
@@ -243,13 +244,3 @@ def in_bytes(nbytes: float) -> str:
 
 def _amount(limit: int) -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else in_bytes(limit)
-
-
-def _fastest(action: Callable[[], object], *, repeats: int) -> float:
-    """Seconds of the fastest of some calls."""
-    seconds = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - begun)
-    return min(seconds)

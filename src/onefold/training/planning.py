@@ -77,7 +77,7 @@ def plan(  # noqa: PLR0913 - the contract
             exact preset that is fastest, or sends least between them; `Plan.wires` has what each
             would give, the lossy ones too.
         recompute: blocks run again in backward (a module has to have been told so itself).
-        calibrate: measure CPU ranks of this machine first, some 15 s, and tell step times for
+        calibrate: measure CPU ranks of this machine first, up to a minute, and tell step times for
             them: with the model itself (True), or with another one, by name or as a module.
 
     Raises:
