@@ -32,10 +32,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import onefold
-from onefold.training.corpus import Windows, open_corpus, own_rows
-from onefold.training.model import GPT, PRESETS
-from onefold.wiring import PRESETS as WIRES
-from onefold.wiring import Wire
+from onefold.models.gpt import GPT, PRESETS
+from onefold.train.corpus import Windows, open_corpus, own_rows
+from onefold.wire_config import PRESETS as WIRES
+from onefold.wire_config import Wire
 
 SCHEMES = {
     "exact": WIRES["exact"],

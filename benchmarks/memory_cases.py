@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from onefold.planner.trace import Inputs
-from onefold.training.loader import build_model
+from onefold.models.loader import build_model
+from onefold.plan.trace import Inputs
 
 BATCH = 4
 

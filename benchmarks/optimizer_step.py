@@ -37,7 +37,7 @@ from rich.table import Table
 from torch import nn
 
 import onefold
-from onefold.runtime import adam
+from onefold.engine import blocked_adam as adam
 
 CASES = [(1, 1), (1, 2), (2, 1)]  # ranks, threads each
 BASE = "torch fused, fp32, one flat tensor"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.planner.trace import default_loss
-from onefold.training.calibration_rank import train_once
-from onefold.training.model import GPT, PRESETS, GPTConfig
+from onefold.models.gpt import GPT, PRESETS, GPTConfig
+from onefold.plan.trace import default_loss
+from onefold.tools.calibration_rank import train_once
 
 CALIBRATED = "mini"
 ROWS, SEQ, VOCAB = 4, 128, 256

@@ -32,9 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import onefold
-from onefold.training.model import GPT, VOCAB, GPTConfig
+from onefold.models.gpt import GPT, VOCAB, GPTConfig
 from onefold.wire.codec import codec_of
-from onefold.wiring import DIFFERENCE, EXACT, PRESETS, Wire
+from onefold.wire_config import DIFFERENCE, EXACT, PRESETS, Wire
 
 MODEL = GPTConfig(num_layers=6, width=320, num_heads=8, lr=3e-4)
 ROWS, SEQ = 2, 64

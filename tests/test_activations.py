@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.config import Offload
+from onefold.engine.activations import Limits, SavedActivations
+from onefold.engine.registry import engine_of
 from onefold.errors import TierError
 from onefold.ledger import Kind, Ledger
-from onefold.runtime.activations import Limits, SavedActivations
-from onefold.runtime.registry import engine_of
 from onefold.tier.area import Area
 from onefold.tier.disk import SwapFile
 from onefold.tier.scratch import DiskScratch, HostScratch

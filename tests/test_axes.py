@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import Wire
+from onefold.engine.registry import engine_of
 from onefold.layout.axes import Axes, NodeLayout
 from onefold.layout.rows import Layout
-from onefold.runtime.registry import engine_of
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.training import (

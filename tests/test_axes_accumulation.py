@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import StateError, TierError, Wire
-from onefold.runtime.registry import engine_of
+from onefold.engine.registry import engine_of
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.test_axes_checkpoint import close, start, step, whole_weights

@@ -13,8 +13,8 @@ import onefold
 from onefold import Wire
 from onefold.checkpoint.safetensors import OffsetWriter
 from onefold.checkpoint.save import _copies
-from onefold.runtime.registry import engine_of
-from onefold.wiring import PRESETS
+from onefold.engine.registry import engine_of
+from onefold.wire_config import PRESETS
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from onefold import TierError, Wire, WireError
-from onefold.runtime.registry import engine_of
-from onefold.wiring import PRESETS
+from onefold.engine.registry import engine_of
+from onefold.wire_config import PRESETS
 from tests.models import token_batches
 from tests.ranks import run_processes, run_ranks
 from tests.test_axes_checkpoint import same, start, step, whole_weights

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold import CheckpointError
-from onefold.runtime.registry import engine_of
+from onefold.engine.registry import engine_of
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_processes, run_ranks, seeded
 

@@ -21,15 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from onefold.build.tiers import is_memory
 from onefold.cli import bench
 from onefold.cli.main import main
 from onefold.errors import ConfigError
-from onefold.offloading import is_memory
-from onefold.training import bandwidth, bandwidth_link
-from onefold.training.bandwidth import ADAM_NBYTES, Ask, Entry, Rate, in_rounds
-from onefold.training.bandwidth_disk import STATE_NBYTES
-from onefold.training.bandwidth_link import measure_wire
-from onefold.training.world import World
+from onefold.mesh.world import World
+from onefold.tools import bandwidth, bandwidth_link
+from onefold.tools.bandwidth import ADAM_NBYTES, Ask, Entry, Rate, in_rounds
+from onefold.tools.bandwidth_disk import STATE_NBYTES
+from onefold.tools.bandwidth_link import measure_wire
 from onefold.wire.collectives import Group
 from tests.ranks import run_ranks
 
@@ -61,7 +61,7 @@ def _thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         codes = run_ranks(ranks, lambda rank: bench._run_rank(ask, is_json=True))
         return max(codes)
 
-    monkeypatch.setattr("onefold.training.world.joined", joined)
+    monkeypatch.setattr("onefold.mesh.world.joined", joined)
     monkeypatch.setattr("onefold.cli.bench.launch", launched)
 
 
@@ -159,7 +159,7 @@ def test_a_path_in_memory_is_no_disk_and_the_command_says_so(capsys):
 
 def test_what_raw_writes_leave_behind_are_numbers_that_can_be_stepped(tmp_path, monkeypatch):
     kept: list[Any] = []
-    from onefold.training import bandwidth_disk
+    from onefold.tools import bandwidth_disk
 
     def keeping(*args: Any) -> Any:
         kept.append(bandwidth.Stepped(*args))

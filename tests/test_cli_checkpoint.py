@@ -85,7 +85,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
     """Also a rank that waits for one that will never answer."""
     module = tmp_path / "sleepy.py"
     module.write_text(
-        "import os, time, torch\nfrom onefold.training.model import GPT, PRESETS\n"
+        "import os, time, torch\nfrom onefold.models.gpt import GPT, PRESETS\n"
         "class Sleepy(GPT):\n"
         "    def forward(self, tokens):\n"
         "        if self.training and os.environ['RANK'] == '1':\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.training.job import Job
+from onefold.train.job import Job
 from tests.commands import onefold
 
 SMALL = ("--steps", "3", "--batch", "4", "--seq", "16", "--sample", "0")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import onefold
 from onefold import Wire
-from onefold.runtime.registry import engine_of
+from onefold.engine.registry import engine_of
 from tests.ranks import run_ranks, seeded
 
 X = torch.linspace(-1, 1, 16).view(2, 8)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import onefold
-from onefold.runtime import blocks
-from onefold.runtime.registry import engine_of
+from onefold.engine import blocks
+from onefold.engine.registry import engine_of
+from onefold.tier.step_device import DevicePlace
 from onefold.tier.store import GRAIN_NUMEL
-from onefold.tier.workplace import DevicePlace
 from onefold.wire.codec import codec_of
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import seeded

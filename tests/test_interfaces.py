@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from onefold.errors import ConfigError
-from onefold.interfaces import GLOO, addresses, choose, own_address_towards, use_link_to_hosts
+from onefold.mesh.interfaces import GLOO, addresses, choose, own_address_towards, use_link_to_hosts
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 LOOPBACK = {"127.0.0.1": "lo", "::1": "lo"}
@@ -72,7 +72,7 @@ def test_nothing_is_chosen_on_one_host_or_over_a_users_choice(launched, variable
 
 def test_ranks_that_wait_for_ever_to_meet_are_ended_with_a_message():
     code = (
-        "import time; from onefold.training.world import ending_process\n"
+        "import time; from onefold.mesh.world import ending_process\n"
         "with ending_process(60, str): pass\n"
         "with ending_process(0.1, lambda: 'expected peers'): time.sleep(1000)"
     )

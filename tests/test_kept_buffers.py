@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.engine.registry import engine_of
 from onefold.ledger import Usage
-from onefold.runtime.registry import engine_of
 from tests.models import WIDTH, Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 

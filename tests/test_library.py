@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from onefold.engine.adam_kernel import kernels
 from onefold.native import compiling
 from onefold.native.library import names, opened
-from onefold.runtime.native import kernels
 
 
 def test_a_library_that_is_not_there_or_none_is_no_kernel(tmp_path):

@@ -15,10 +15,11 @@ from torch import Tensor
 
 import onefold
 from onefold import Offload
+from onefold.engine import adam_kernel as native
+from onefold.engine import blocked_adam as adam
+from onefold.engine.adam_kernel import Flats, Kernel, kernels
 from onefold.native import compiling
 from onefold.native.library import opened
-from onefold.runtime import adam, native
-from onefold.runtime.native import Flats, Kernel, kernels
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.training import Job, assert_close, assert_same_bits, run_job, train_plain

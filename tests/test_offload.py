@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 import onefold
 from onefold import ConfigError, Offload, StateError, TierError
-from onefold.runtime import blocks
-from onefold.runtime.registry import engine_of
+from onefold.engine import blocks
+from onefold.engine.registry import engine_of
 from onefold.tier.disk import DiskStore, SwapFile
 from onefold.tier.store import GRAIN_NUMEL
 from tests.ranks import run_processes, run_ranks, seeded
@@ -309,7 +309,7 @@ class SlowFile(SwapFile):
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    monkeypatch.setattr("onefold.offloading.DiskStore", SlowStore)
+    monkeypatch.setattr("onefold.build.tiers.DiskStore", SlowStore)
     return f"disk:{tmp_path}"
 
 
@@ -595,7 +595,7 @@ def test_a_fraction_of_the_states_leaves_the_device_from_the_last_unit_on(fracti
 
 @pytest.mark.parametrize(("free", "share"), [(1 << 40, 0.0), (1000, 1.0), (6_200_000, 0.5)])
 def test_auto_sends_away_what_has_no_room_and_says_why(free, share, tmp_path, monkeypatch):
-    for reader in ("onefold.offloading", "onefold.planner.auto"):
+    for reader in ("onefold.build.tiers", "onefold.plan.auto"):
         monkeypatch.setattr(f"{reader}.free_host_nbytes", lambda: free)
 
     def body(rank: int) -> tuple[float, str]:
@@ -843,7 +843,7 @@ def test_a_budget_above_what_is_free_is_refused_before_anything_is_taken(tmp_pat
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage)
     with pytest.raises(TierError, match=r"free for each of 1 ranks.*\n*hint: free space"):
         build(f"disk:{tmp_path}")
-    monkeypatch.setattr("onefold.offloading.free_host_nbytes", lambda: 1000)
+    monkeypatch.setattr("onefold.build.tiers.free_host_nbytes", lambda: 1000)
     with pytest.raises(TierError, match="of CPU memory"):
         build("cpu")
 

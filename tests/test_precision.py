@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import onefold
-from onefold.runtime import adam
+from onefold.engine import blocked_adam as adam
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.training import Job, assert_same_bits, cut, run_job, train_plain

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import onefold
+from onefold.build.stepping import Rates, measured, slowest, stepper_of
 from onefold.config import Offload
+from onefold.engine import blocks
+from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, TierError
 from onefold.ledger import Ledger
-from onefold.planner.memory import forecast
-from onefold.planner.setup import Setup
-from onefold.planner.trace import tokens_of, trace
-from onefold.runtime import blocks
-from onefold.runtime.registry import engine_of
-from onefold.stepping import Rates, measured, slowest, stepper_of
-from onefold.tier.workplace import NUM_STREAMS, DevicePlace
-from onefold.training.loader import build_model
+from onefold.models.loader import build_model
+from onefold.plan.memory import forecast
+from onefold.plan.setup import Setup
+from onefold.plan.trace import tokens_of, trace
+from onefold.tier.step_device import NUM_STREAMS, DevicePlace
 from onefold.wire.collectives import Group
 from tests.ranks import run_ranks
 from tests.test_offload import batches, build, same_as_on_device, small_blocks, train
@@ -101,7 +101,7 @@ def test_a_cpu_has_nothing_to_choose():
      (None, "cpu", "stepped by the CPU")],
 )  # fmt: skip
 def test_the_faster_way_is_taken_and_says_what_was_measured(rates, step, word, monkeypatch):
-    monkeypatch.setattr("onefold.stepping.measured", lambda device, cores: rates)
+    monkeypatch.setattr("onefold.build.stepping.measured", lambda device, cores: rates)
     offload, told = stepper_of(Offload(optimizer="cpu"), GPU, Group.of(None))
     assert offload.step == step
     assert word in told
@@ -124,7 +124,7 @@ def test_all_do_without_where_one_rank_has_no_room_to_measure():
 
 
 def test_rates_are_measured_in_a_moment(monkeypatch):
-    monkeypatch.setattr("onefold.stepping.PIECE_NUMEL", 1 << 14)
+    monkeypatch.setattr("onefold.build.stepping.PIECE_NUMEL", 1 << 14)
     found = measured(CPU, (0,))
     assert 1e6 < found.cpu < 1e13
     assert 1e6 < found.link < 1e13

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold import ConfigError, Offload, StateError
-from onefold.runtime.registry import engine_of
+from onefold.engine.registry import engine_of
 from tests.ranks import run_ranks, seeded
 
 ROWS, WIDTH = 131, 48

@@ -15,16 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold.errors import ConfigError
-from onefold.training.corpus import Corpus, Split, Windows, open_corpus, own_rows
-from onefold.training.job import Job
-from onefold.training.loader import build_model, described, logits_of, refuse
-from onefold.training.loop import Progress, preflight, schedule, train
-from onefold.training.machine import describe, memory_nbytes
-from onefold.training.memory import ParameterShape, expected_nbytes, measure
-from onefold.training.model import GPT, PRESETS, GPTConfig
-from onefold.training.parity import difference
-from onefold.training.sample import one_line
-from onefold.training.world import World
+from onefold.host import memory_nbytes
+from onefold.mesh.world import World
+from onefold.models.gpt import GPT, PRESETS, GPTConfig
+from onefold.models.loader import build_model, described, logits_of, refuse
+from onefold.tools.machine import describe
+from onefold.tools.parity import difference
+from onefold.train.corpus import Corpus, Split, Windows, open_corpus, own_rows
+from onefold.train.job import Job
+from onefold.train.loop import Progress, preflight, schedule, train
+from onefold.train.memory_table import ParameterShape, expected_nbytes, measure
+from onefold.train.sample import one_line
 from onefold.wire.collectives import Group
 from tests.models import Model
 from tests.ranks import run_ranks, seeded

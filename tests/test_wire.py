@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import Wire
-from onefold.wiring import PRESETS
+from onefold.wire_config import PRESETS
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.test_axes import run_axes
@@ -113,7 +113,7 @@ def test_what_differences_round_off_comes_with_the_next_message():
 
 def _whole_error(module):
     """The largest distance of a weight that computes from the weight that rests."""
-    from onefold.runtime.registry import engine_of
+    from onefold.engine.registry import engine_of
 
     worst = 0.0
     for unit in engine_of(module).units:

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import Wire
+from onefold.engine.registry import engine_of
 from onefold.layout.rows import round_up
 from onefold.ledger import Usage
-from onefold.runtime.registry import engine_of
 from onefold.wire.codec import codec_of
 from onefold.wire.coded import ALIGN_NBYTES
-from onefold.wiring import PRESETS
+from onefold.wire_config import PRESETS
 from tests.ranks import run_ranks, seeded
 
 WIDTH, LAYERS = 128, 4

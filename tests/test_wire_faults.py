@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import Wire
-from onefold.runtime.registry import engine_of
-from onefold.wiring import PRESETS
+from onefold.engine.registry import engine_of
+from onefold.wire_config import PRESETS
 from tests.ranks import run_ranks, seeded
 
 

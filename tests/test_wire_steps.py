@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import Wire
-from onefold.wiring import PRESETS
+from onefold.wire_config import PRESETS
 from tests.ranks import run_ranks, seeded
 
 WAYS = [

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold import Offload, Wire
-from onefold.wiring import PRESETS
+from onefold.wire_config import PRESETS
 from tests.models import VOCAB, WIDTH, Block, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 

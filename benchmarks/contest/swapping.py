@@ -26,8 +26,8 @@ import onefold
 from contest.bounds import Transfer, disk_counts, fio_transfer
 from contest.world import Memory
 from onefold import Offload
-from onefold.runtime.native import kernel
-from onefold.runtime.registry import engine_of
+from onefold.engine.adam_kernel import kernel
+from onefold.engine.registry import engine_of
 
 WARMUP_STEPS = 2
 REQUEST_NBYTES = 4 << 20

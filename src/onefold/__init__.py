@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
     from onefold.checkpoint.save import save
     from onefold.config import Offload, Precision
+    from onefold.engine.precision import GradScaler
     from onefold.errors import (
         CheckpointError,
         ConfigError,
@@ -25,12 +26,11 @@ if TYPE_CHECKING:
         TierError,
         WireError,
     )
-    from onefold.planner.plan import Plan
-    from onefold.recording.recorder import record
-    from onefold.reporting import Report
-    from onefold.runtime.precision import GradScaler
-    from onefold.training.planning import Cluster, plan
-    from onefold.wiring import Wire
+    from onefold.plan.planning import Cluster, plan
+    from onefold.plan.result import Plan
+    from onefold.record.recorder import record
+    from onefold.record.report import Report
+    from onefold.wire_config import Wire
 
 __version__ = "0.1.0"
 
@@ -51,13 +51,13 @@ _HOMES = {
     "StateError": "onefold.errors",
     "TierError": "onefold.errors",
     "WireError": "onefold.errors",
-    "record": "onefold.recording.recorder",
-    "Report": "onefold.reporting",
-    "GradScaler": "onefold.runtime.precision",
-    "Cluster": "onefold.training.planning",
-    "Plan": "onefold.planner.plan",
-    "plan": "onefold.training.planning",
-    "Wire": "onefold.wiring",
+    "record": "onefold.record.recorder",
+    "Report": "onefold.record.report",
+    "GradScaler": "onefold.engine.precision",
+    "Cluster": "onefold.plan.planning",
+    "Plan": "onefold.plan.result",
+    "plan": "onefold.plan.planning",
+    "Wire": "onefold.wire_config",
 }
 
 __all__ = [

@@ -13,7 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from onefold import environment, examining, guards
+from onefold.build import checks
+from onefold.build.routes import Links, routes_of
+from onefold.build.stepping import stepper_of
+from onefold.build.tiers import Wish, offload_together
 from onefold.config import (
     Offload,
     Placement,
@@ -23,21 +26,24 @@ from onefold.config import (
     placements_of,
     precision_of,
 )
-from onefold.environment import Ranks, two_axes_of_launcher
+from onefold.engine import guards
+from onefold.engine import unsharded as whole_parameters
+from onefold.engine.activations import SavedActivations
+from onefold.engine.engine import Engine
+from onefold.engine.hooks import install
+from onefold.engine.joining import adopt_later, bind, replace_parameters
+from onefold.engine.registry import ENGINE, engine_of
 from onefold.errors import ConfigError, expected
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.ledger import Ledger
-from onefold.offloading import Wish, offload_together
-from onefold.planner.auto import Expectation, lowest_stage
-from onefold.reporting import Report, copied, snapshot, unit_lines
-from onefold.routing import Links, routes_of
-from onefold.runtime import summon
-from onefold.runtime.activations import SavedActivations
-from onefold.runtime.engine import Engine
-from onefold.runtime.hooks import install
-from onefold.runtime.joining import adopt_later, bind, replace_parameters
-from onefold.runtime.registry import ENGINE, engine_of
-from onefold.state.materialise import (
+from onefold.mesh import ranks as meshes
+from onefold.mesh.ranks import Ranks, two_axes_of_launcher
+from onefold.plan.auto import Expectation, lowest_stage
+from onefold.record.report import Report, copied, snapshot, unit_lines
+from onefold.tier.device import DeviceStore
+from onefold.tier.pages import return_free_memory
+from onefold.unit.context import Setting, Tiers
+from onefold.unit.init import (
     PROMISED,
     Initialisers,
     Values,
@@ -46,13 +52,9 @@ from onefold.state.materialise import (
     materialise,
     materialise_buffers,
 )
-from onefold.state.setting import Setting, Tiers
-from onefold.state.unit import Unit
-from onefold.stepping import stepper_of
-from onefold.tier.device import DeviceStore
-from onefold.tier.pages import return_free_memory
+from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
-from onefold.wiring import Wire, check_wire, fitted, wire_of
+from onefold.wire_config import Wire, check_wire, fitted, wire_of
 
 Source = tuple[Initialisers, Values | None]
 """Where a module on `meta` gets its values: what initialises its parts, and what was promised."""
@@ -63,7 +65,7 @@ def shard(  # noqa: PLR0913 - the contract
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     stage: int | str = 3,
-    mesh: environment.MeshChoice = None,
+    mesh: meshes.MeshChoice = None,
     units: UnitChoice = None,
     precision: object = None,
     offload: object = None,
@@ -97,11 +99,11 @@ def shard(  # noqa: PLR0913 - the contract
         ConfigError: a choice that cannot work; on every rank where it can be seen.
         TierError: a tier has no room, or its path cannot be used; on every rank.
     """
-    ranks = environment.resolve(mesh)
+    ranks = meshes.resolve(mesh)
     job = _examine_together(
         ranks, lambda: _examine(module, optimizer, stage, units, precision, offload, wire)
     )
-    group, device = ranks.everyone, environment.device_of(job.parameters, ranks.everyone)
+    group, device = ranks.everyone, meshes.device_of(job.parameters, ranks.everyone)
     chosen, how = stepper_of(job.offload, device, group)
     found = ranks if job.wire.is_plain else two_axes_of_launcher(ranks, device)
     job = replace(job, ranks=found, offload=chosen)
@@ -175,7 +177,7 @@ def unsharded(module: nn.Module, writeback: bool = False) -> Iterator[None]:
     A collective on entry. With `writeback=True` edits made on every rank alike are kept; otherwise
     they are lost. Shapes must stay. The module may run inside, in the parameters' own dtype.
     """
-    with summon.unsharded(engine_of(module), writeback=writeback):
+    with whole_parameters.unsharded(engine_of(module), writeback=writeback):
         yield
 
 
@@ -243,7 +245,7 @@ def _stage_of(
     if isinstance(stage, int):
         return stage, ""
     group = wish.ranks.everyone
-    local_world_size = environment.local_place(group)[1]
+    local_world_size = meshes.local_place(group)[1]
     return lowest_stage(wish.subject, offload, wire_at, group, local_world_size)
 
 
@@ -255,11 +257,11 @@ def _examine(
     placements = placements_of(3 if stage == "auto" else stage)  # which has all there can be
     chosen = precision_of(precision)
     tiers = offload_of(offload, placements)
-    optimizers = examining.as_list(optimizer)
-    examining.check_module(module)
+    optimizers = checks.as_list(optimizer)
+    checks.check_module(module)
     parameters = owned_parameters(module)
-    examining.check_parameters(parameters)
-    examining.check_optimizers(optimizers, parameters)
+    checks.check_parameters(parameters)
+    checks.check_optimizers(optimizers, parameters)
     plans = plan_units(module, units, tiers.tile or 0)
     return _Job(placements, chosen, tiers, wire_of(wire), optimizers, parameters, plans)
 

@@ -29,9 +29,9 @@ from torch.optim import Optimizer
 
 from onefold.checkpoint.manifest import OptimizerRecord
 from onefold.checkpoint.storage import bytes_of, read_object
+from onefold.engine.engine import Engine
 from onefold.errors import CheckpointError, expected
-from onefold.runtime.engine import Engine
-from onefold.state.parameter import UnitParameter
+from onefold.unit.parameter import UnitParameter
 
 MODEL, MASTER, OPTIM, RANK = "model", "master", "optim", "rank"
 GRAD, PARTIAL = "grad", "partial"

@@ -24,7 +24,7 @@ from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
 from onefold.checkpoint.together import check_same, together
-from onefold.runtime.registry import engine_of
+from onefold.engine.registry import engine_of
 
 
 def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object = None) -> Any:

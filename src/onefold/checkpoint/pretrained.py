@@ -30,10 +30,10 @@ from onefold.checkpoint.safetensors import (
 )
 from onefold.checkpoint.storage import bytes_of
 from onefold.checkpoint.together import check_same, together
+from onefold.engine.engine import Engine
+from onefold.engine.registry import ENGINE, engine_of
 from onefold.errors import CheckpointError, expected, listed
-from onefold.runtime.engine import Engine
-from onefold.runtime.registry import ENGINE, engine_of
-from onefold.state.materialise import PROMISED
+from onefold.unit.init import PROMISED
 
 
 def save_pretrained(

@@ -36,9 +36,9 @@ from onefold.checkpoint.manifest import Manifest
 from onefold.checkpoint.storage import WritePlanner, Writer
 from onefold.checkpoint.together import as_checkpoint_error, check_same, together
 from onefold.collecting import no_garbage
+from onefold.engine.engine import Engine
+from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, OnefoldError, expected
-from onefold.runtime.engine import Engine
-from onefold.runtime.registry import engine_of
 from onefold.ticket import DONE, Ticket
 
 NOTES_TIMEOUT_S = 600.0

@@ -22,11 +22,11 @@ from onefold.checkpoint.contents import (
 )
 from onefold.checkpoint.directory import Found
 from onefold.checkpoint.manifest import Manifest
+from onefold.engine.joining import bind
+from onefold.engine.optimizer import OptimizerBinding
 from onefold.errors import CheckpointError, expected, listed
-from onefold.runtime.joining import bind
-from onefold.runtime.optimizer import OptimizerBinding
-from onefold.state.parameter import UnitParameter
-from onefold.state.unit import Unit
+from onefold.unit.parameter import UnitParameter
+from onefold.unit.unit import Unit
 
 
 class Targets:

@@ -21,7 +21,7 @@ from onefold.errors import ConfigError, expected
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from onefold.training.bandwidth import Ask, Bandwidths, Rate, Wear
+    from onefold.tools.bandwidth import Ask, Bandwidths, Rate, Wear
 
 DESCRIPTION = """\
 Measure how fast this machine moves bytes, and how much of that the engine reaches.
@@ -64,14 +64,14 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     mib = None if arguments.mib is None else whole("--mib", arguments.mib, least=1)
     threads = None if arguments.threads is None else whole("--threads", arguments.threads, least=1)
     _check_target(target, has_paths=bool(arguments.path))
-    from onefold.training.bandwidth import Ask, measure_cpu
+    from onefold.tools.bandwidth import Ask, measure_cpu
 
     ask = Ask(seconds, mib and mib * MIB, threads)
     if target == "link" and is_rank():
         return _run_rank(ask, is_json=arguments.json)
     with _waiting(f"measuring {target}, about {seconds:.0f} s", sys.stderr):
         if target == "disk":
-            from onefold.training.bandwidth_disk import measure_disk
+            from onefold.tools.bandwidth_disk import measure_disk
 
             found = measure_disk(paths, ask)
         elif target == "cpu":
@@ -95,8 +95,8 @@ def _check_target(target: str, *, has_paths: bool) -> None:
 
 def _measure_link(ask: Ask, argv: Sequence[str]) -> Bandwidths | int:
     """In ranks of their own; their exit code if they failed."""
-    from onefold.training.bandwidth import Bandwidths, check_memory
-    from onefold.training.bandwidth_link import measure_copies
+    from onefold.tools.bandwidth import Bandwidths, check_memory
+    from onefold.tools.bandwidth_link import measure_copies
 
     check_memory(LINK_RANKS * LINK_TENSORS * (ask.nbytes or 0))
     copies, notes = measure_copies(ask)
@@ -112,8 +112,8 @@ def _measure_link(ask: Ask, argv: Sequence[str]) -> Bandwidths | int:
 
 def _run_rank(ask: Ask, *, is_json: bool) -> int:
     end_with_launcher()
-    from onefold.training.bandwidth_link import measure_wire
-    from onefold.training.world import joined
+    from onefold.mesh.world import joined
+    from onefold.tools.bandwidth_link import measure_wire
 
     path = os.environ.get(_RESULT)
     with joined(use_gpus=path is None) as world:
@@ -174,7 +174,7 @@ def show(found: Bandwidths, stream: TextIO, *, is_json: bool) -> None:
 
 
 def _heading(found: Bandwidths) -> Iterator[str]:
-    from onefold.training.machine import in_bytes
+    from onefold.host import in_bytes
 
     for each in found.paths:
         how = "past the page cache (O_DIRECT)" if each.is_direct else "through the page cache"

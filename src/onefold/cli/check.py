@@ -14,7 +14,7 @@ from onefold.cli.failures import is_rank
 from onefold.cli.launch import end_with_launcher, launch, world_size_of
 
 if TYPE_CHECKING:
-    from onefold.training.parity import StageVerdict, Verdict
+    from onefold.tools.parity import StageVerdict, Verdict
 
 DESCRIPTION = """\
 Train a module in one process and at stages 0-3, on the same batches, and compare what comes out:
@@ -46,14 +46,14 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     model: str | None = arguments.model
     if not is_rank():
         if model is not None:
-            from onefold.training.loader import load_function
+            from onefold.models.loader import load_function
 
             load_function(model)
         return launch(argv, ranks)
     world_size_of(ranks if "--ranks" in argv else None)
     end_with_launcher()
-    from onefold.training.parity import check
-    from onefold.training.world import joined
+    from onefold.mesh.world import joined
+    from onefold.tools.parity import check
 
     with joined() as world:
         verdict = check(model, steps=steps, seed=seed, world=world)

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from onefold.training.checkpoints import Resumed
-from onefold.training.corpus import Corpus
-from onefold.training.job import Job
-from onefold.training.loop import Progress, TrainResult
-from onefold.training.memory import KINDS, RankMemory
+from onefold.train.checkpoints import Resumed
+from onefold.train.corpus import Corpus
+from onefold.train.job import Job
+from onefold.train.loop import Progress, TrainResult
+from onefold.train.memory_table import KINDS, RankMemory
 
 NUM_LINES = 10
 """Lines of progress where there is no terminal."""

@@ -17,7 +17,7 @@ from onefold.cli.failures import is_rank
 from onefold.cli.launch import end_with_launcher, launch
 
 if TYPE_CHECKING:
-    from onefold.training.machine import Machine
+    from onefold.tools.machine import Machine
 
 DESCRIPTION = """\
 Measure memory, disk and the link between two local ranks, and list versions, backends and limits
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure the host here, and the link in ranks of its own."""
     if is_rank():
         return _run_rank(is_json=arguments.json)
-    from onefold.training.machine import describe
+    from onefold.tools.machine import describe
 
     machine = describe()
     with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _run_rank(*, is_json: bool) -> int:
     end_with_launcher()
-    from onefold.training.machine import describe, measure_link
-    from onefold.training.world import joined
+    from onefold.mesh.world import joined
+    from onefold.tools.machine import describe, measure_link
 
     path = os.environ.get(_RESULT)
     with joined(use_gpus=path is None) as world:
@@ -71,7 +71,7 @@ def _print(machine: Machine, link: dict[str, Any] | None, stream: TextIO, *, is_
     if is_json:
         print(json.dumps({**asdict(machine), "link": link}), file=stream)
         return
-    from onefold.training.machine import in_bytes
+    from onefold.host import in_bytes
 
     def line(name: str, *parts: str) -> None:
         print(f"{name:26s}{', '.join(parts)}", file=stream)

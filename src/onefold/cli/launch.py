@@ -121,7 +121,7 @@ class _PassOn:
 
 def _environment(ranks: int) -> dict[str, str]:
     """What ranks inherit: their share of the cores, the loopback link, no chatter."""
-    from onefold.training.machine import usable_cores
+    from onefold.host import usable_cores
 
     wanted = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
@@ -140,7 +140,7 @@ def end_with_launcher() -> None:
 
     Leaves its process number where the launcher looks for whom to pass signals on to.
     """
-    from onefold.training.local_ranks import end_with
+    from onefold.mesh.local_ranks import end_with
 
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from onefold.cli.arguments import SubParsers, add_json, real, share, whole, word_or_number
 from onefold.cli.failures import is_rank
 from onefold.cli.launch import default_ranks, end_with_launcher, launch, world_size_of
-from onefold.training.job import Job
+from onefold.train.job import Job
 
 DEFAULTS = Job()
 
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if is_rank():
         world_size_of(ranks)
         return _run_rank(job, is_json=arguments.json)
-    from onefold.training.loop import preflight
+    from onefold.train.loop import preflight
 
     ranks = default_ranks() if ranks is None else ranks
     preflight(job, ranks)
@@ -131,10 +131,10 @@ def fraction_of(text: str | None) -> float | str:
 def _run_rank(job: Job, *, is_json: bool) -> int:
     end_with_launcher()
     from onefold.cli.console import Silent, display, finite, print_result
-    from onefold.training.checkpoints import Interrupted
-    from onefold.training.loop import train
-    from onefold.training.machine import versions
-    from onefold.training.world import joined
+    from onefold.host import versions
+    from onefold.mesh.world import joined
+    from onefold.train.checkpoints import Interrupted
+    from onefold.train.loop import train
 
     with joined() as world:
         is_first = world.rank == 0

@@ -122,14 +122,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
-
-
-def cores_of(local_rank: int, local_world_size: int) -> tuple[int, ...]:
-    """This rank's share of the cores that its processes may run on; at least one."""
-    if sys.platform != "linux":
-        return tuple(range(max(1, (os.cpu_count() or 1) // local_world_size)))
-    usable = sorted(os.sched_getaffinity(0))
-    if len(usable) < local_world_size:
-        return (usable[local_rank % len(usable)],)
-    first, last = (i * len(usable) // local_world_size for i in (local_rank, local_rank + 1))
-    return tuple(usable[first:last])

@@ -50,7 +50,7 @@ class Own:
 
 Owed = Callable[[int, int], Tensor | None]
 """What earlier messages rounded off a region, to be sent with this one, and kept anew (error
-feedback, see `onefold.state.feedback`): from the region's index and the elements of it that go to
+feedback, see `onefold.unit.feedback`): from the region's index and the elements of it that go to
 other ranks, fp32 [of them, in rank order]; None if nothing is fed back. Asked by who codes."""
 
 

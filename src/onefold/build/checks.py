@@ -1,0 +1,108 @@
+"""What `shard` refuses before it touches anything: modules, parameters, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from onefold.errors import ConfigError, expected
+from onefold.layout.units import Owned
+from onefold.engine.joining import check_state
+from onefold.engine.registry import ENGINE
+
+
+def as_list(optimizer: object) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers: list[Optimizer] = []
+    for each in given:
+        if not isinstance(each, Optimizer):
+            raise ConfigError(
+                expected(
+                    "optimizer to be a torch.optim.Optimizer",
+                    f"a {type(each).__name__}",
+                    hint="onefold.shard(module, optimizer, stage=3)",
+                )
+            )
+        optimizers.append(each)
+    return optimizers
+
+
+def check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            expected(
+                "a torch.nn.Module to shard",
+                f"a {type(module).__name__}",
+                hint="onefold.shard(module, optimizer)",
+            )
+        )
+    if any(ENGINE in part.__dict__ for part in module.modules()):
+        raise ConfigError(
+            expected(
+                f"a {type(module).__name__} that is not sharded yet",
+                "one that onefold.shard has sharded already, whole or in part",
+                hint="call onefold.shard once, on the outermost module",
+            )
+        )
+
+
+def check_parameters(parameters: Sequence[Owned]) -> None:
+    for owned in parameters:
+        kind = type(owned.parameter)
+        if isinstance(owned.parameter, UninitializedParameter):
+            raise ConfigError(
+                expected(
+                    f"parameter {owned.fqn!r} to have a shape",
+                    f"a {kind.__name__}",
+                    hint="run the module once before onefold.shard, so that lazy layers get shapes",
+                )
+            )
+        is_ours = getattr(owned.parameter, "_summoner", None) is not None
+        if isinstance(owned.parameter, DTensor) and not is_ours:
+            raise ConfigError(
+                expected(
+                    f"parameter {owned.fqn!r} to be a plain tensor",
+                    "a DTensor that another library has sharded",
+                    hint="let onefold.shard be the only one to shard this module",
+                )
+            )
+        if is_ours:
+            raise ConfigError(
+                expected(
+                    f"parameter {owned.fqn!r} to belong to one sharded module",
+                    "a parameter that another sharded module holds",
+                    hint="shard a module that contains both, once",
+                )
+            )
+        if owned.parameter._backward_hooks:
+            raise ConfigError(
+                expected(
+                    f"parameter {owned.fqn!r} without tensor hooks",
+                    "one with register_hook, which would not see the reduced gradient",
+                    hint="use register_post_accumulate_grad_hook after onefold.shard, or change "
+                    "gradients between backward and step",
+                )
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned]) -> None:
+    known = {id(owned.parameter) for owned in parameters}
+    for optimizer in optimizers:
+        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if not any(id(tensor) in known for tensor in held):
+            raise ConfigError(
+                expected(
+                    f"{type(optimizer).__name__} to hold parameters of this module",
+                    "none of them",
+                    hint="build the optimizer on module.parameters() of the module to shard, "
+                    "after moving or casting it",
+                )
+            )
+        for owned in parameters:
+            check_state(owned.fqn, owned.parameter, optimizer)

@@ -1,0 +1,138 @@
+"""Who steps states that rest in CPU memory, where that was left open: what is faster, measured.
+
+    by the CPU      its cores read and write 28 bytes of an element where they lie, and its
+                    gradient and new weight cross the link, before and behind that
+    by the device   12 bytes of it cross the link, and 12 come back at the same time
+
+Ranks of a host share its memory and links, so all measure at once, as they will step. Part of the
+composition root; `api` alone calls it.
+"""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from onefold.config import Offload
+from onefold.mesh.ranks import local_place
+from onefold.plan.simulate import STREAMED_NBYTES
+from onefold.host import cores_of
+from onefold.tier.workers import Workers
+from onefold.wire.collectives import Group
+
+CPU_NBYTES, CROSSING_NBYTES = 28, 8
+"""Of an fp32 element: gradient in, master and moments in and out; gradient and weight over the
+link."""
+PIECE_NUMEL = 4 << 20
+"""Elements that each core steps, and that cross the link: 64 MiB of streams, past the caches."""
+MOST_CORES = 16
+"""That are measured: with more, memory is what counts, and they would take more of it than some
+hosts have."""
+REPEATS = 4
+"""The first finds memory that was never touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes per second of one rank: of its cores' Adam, and of its link each way, both in use."""
+
+    cpu: float
+    link: float
+
+    @property
+    def by_cpu(self) -> float:
+        """Elements a second."""
+        return 1 / (CPU_NBYTES / self.cpu + CROSSING_NBYTES / self.link)
+
+    @property
+    def streamed(self) -> float:
+        """Elements a second, through the device."""
+        return self.link / STREAMED_NBYTES
+
+    def told(self) -> str:
+        """What was chosen, and why."""
+        who = "streamed to the device" if self.streamed > self.by_cpu else "stepped by the CPU"
+        return (
+            f"states in CPU memory are {who}: {self.by_cpu / 1e9:.2f} billion parameters a second "
+            f"by the cores, {self.streamed / 1e9:.2f} through the device"
+        )
+
+
+def stepper_of(offload: Offload, device: torch.device, group: Group) -> tuple[Offload, str]:
+    """`offload` with "cpu" or "device" for `step`, the same on every rank, and why.
+
+    A collective of half a second, where there is something to choose; else as it was.
+    """
+    if offload.step != "auto" or offload.optimizer != "cpu":
+        return offload, ""
+    if device.type == "cpu" or not offload.may_stream:
+        return replace(offload, step="cpu"), ""
+    rates = slowest(measured(device, cores_of(*local_place(group))), group)
+    if rates is None:
+        return replace(offload, step="cpu"), "states in CPU memory are stepped by the CPU"
+    return replace(offload, step="device" if rates.streamed > rates.by_cpu else "cpu"), rates.told()
+
+
+def measured(device: torch.device, cores: tuple[int, ...]) -> Rates | None:
+    """What this rank reaches now, the best of some tries; None where there is no room for them."""
+    try:
+        return Rates(_cpu_rate(cores[1:][:MOST_CORES] or cores), _link_rate(device))
+    except (RuntimeError, MemoryError):  # torch's own are RuntimeErrors
+        return None
+
+
+def slowest(mine: Rates | None, group: Group) -> Rates | None:
+    """Of all ranks, as all wait for the slowest; None if one has none. A collective."""
+    if group.world_size == 1:
+        return mine
+    everyone: list[Any] = group.all_gather_object(mine)
+    if None in everyone:
+        return None
+    return Rates(min(each.cpu for each in everyone), min(each.link for each in everyone))
+
+
+def _cpu_rate(cores: tuple[int, ...]) -> float:
+    workers = Workers(len(cores), "onefold-measure", cores)
+    streams = [[torch.zeros(PIECE_NUMEL) for _ in range(4)] for _ in cores]
+    count = torch.ones(())
+
+    def step(own: list[torch.Tensor]) -> None:
+        p, g, m, v = ([each] for each in own)
+        torch._fused_adamw_(
+            p, g, m, v, [], [count], lr=1e-9, beta1=0.9, beta2=0.95, weight_decay=0.0, eps=1e-8,
+            amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+        )  # fmt: skip
+
+    def all_step() -> None:
+        for task in [workers.give(lambda own=own: step(own)) for own in streams]:
+            task.finish()
+
+    return len(cores) * PIECE_NUMEL * CPU_NBYTES / _fastest(all_step)
+
+
+def _link_rate(device: torch.device) -> float:
+    """Both directions at once, from and to page-locked memory."""
+    is_cuda = device.type == "cuda"
+    near = [torch.zeros(PIECE_NUMEL, device=device) for _ in range(2)]
+    far = [torch.zeros(PIECE_NUMEL, pin_memory=is_cuda) for _ in range(2)]
+    if not is_cuda:
+        return near[0].nbytes / _fastest(lambda: (near[0].copy_(far[0]), far[1].copy_(near[1])))
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def both() -> None:
+        with torch.cuda.stream(streams[0]):
+            near[0].copy_(far[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            far[1].copy_(near[1], non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+
+    return near[0].nbytes / _fastest(both)
+
+
+def _fastest(action: Callable[[], object]) -> float:
+    return min(timeit.repeat(action, number=1, repeat=REPEATS))

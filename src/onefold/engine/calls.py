@@ -1,0 +1,63 @@
+"""One use of a unit, from its forward to its backward, and what whoever watches sees of it."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+
+from onefold.ledger import Ledger
+from onefold.observer import Span, Stream
+from onefold.unit.unit import Unit
+
+
+def in_backward() -> bool:
+    """True while autograd runs a graph on this thread, recompute included."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Call:
+    """One forward of a module that uses a unit, as backward will meet it again."""
+
+    __slots__ = ("__weakref__", "edits", "finished", "is_begun", "started", "unit")
+
+    def __init__(self, unit: Unit, started: int) -> None:
+        self.unit = unit
+        self.started = started
+        self.finished = started
+        self.is_begun = False
+        self.edits = unit.edits_at_rest()
+
+
+class Marks:
+    """Tells whoever watches the ledger when calls compute, and which phase of a step it is."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._phase: Span | None = None
+        self._calls: WeakKeyDictionary[Call, Span] = WeakKeyDictionary()
+
+    def begin(self, phase: str) -> None:
+        """A phase begins: "forward", "backward" or "step". One that was left open ends here."""
+        self.end()
+        if self._ledger.observer is not None:
+            self._phase = self._ledger.observer.begin(Stream.PHASE, phase, "")
+
+    def end(self) -> None:
+        """The phase is over."""
+        phase, self._phase = self._phase, None
+        if phase is not None:
+            phase.end()
+
+    def enter(self, call: Call, verb: str) -> None:
+        """A call's unit is whole, and it computes from here on."""
+        if self._ledger.observer is not None:
+            begun = self._ledger.observer.begin(Stream.COMPUTE, verb, call.unit.name)
+            self._calls[call] = begun
+
+    def leave(self, call: Call) -> None:
+        """A call has computed: its forward, or its part of backward."""
+        if self._calls:
+            begun = self._calls.pop(call, None)
+            if begun is not None:
+                begun.end()

@@ -1,0 +1,92 @@
+"""Joining optimizers to the engines whose parameters they hold, before or after `shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+
+from onefold.engine.engine import Engine
+from onefold.engine.flat import cannot_cut
+from onefold.engine.optimizer import ELEMENTWISE, OptimizerBinding
+
+
+def binding_of(optimizer: Optimizer) -> OptimizerBinding | None:
+    """The binding that `shard` gave this optimizer, if it did."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, OptimizerBinding):
+            return owner
+    return None
+
+
+def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
+    """Join an optimizer that holds faces of `engine` to it."""
+    binding = binding_of(optimizer)
+    if binding is None:
+        binding = OptimizerBinding(optimizer, engine)
+    elif engine not in binding.engines:
+        binding.join(optimizer, engine)
+    return binding
+
+
+def check_state(fqn: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
+    """Raise `ConfigError` if an optimizer that has stepped holds state that cannot be cut."""
+    if type(optimizer) in ELEMENTWISE:
+        for name, value in optimizer.state.get(parameter, {}).items():
+            is_tensor = isinstance(value, Tensor)
+            if is_tensor and value.numel() != 1 and value.shape != parameter.shape:
+                raise cannot_cut(fqn, name, parameter.shape, value.shape)
+
+
+@dataclass(frozen=True)
+class _Adoption:
+    """A step hook for all optimizers that binds those that hold faces of one engine."""
+
+    engine: ref[Engine]
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        engine = self.engine()
+        if engine is None:
+            return
+        binding = binding_of(optimizer)
+        if binding is not None:
+            binding.stand_innermost(optimizer)
+            if engine in binding.engines:
+                return
+        faces = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        if any(id(tensor) in engine.by_face for tensor in faces):
+            bind(optimizer, engine)
+
+
+def adopt_later(engine: Engine) -> None:
+    """Bind optimizers that are built on the module's parameters after `shard`, at their first step.
+
+    torch's own step hook for all optimizers is used. The hooks of modules that are gone are removed
+    here and not with them: the collector may run while torch goes over its hooks, and then they
+    must not change.
+    """
+    for key, hook in list(_global_optimizer_pre_hooks.items()):
+        if isinstance(hook, _Adoption) and hook.engine() is None:
+            _global_optimizer_pre_hooks.pop(key, None)
+    register_optimizer_step_pre_hook(_Adoption(ref(engine)))
+
+
+def replace_parameters(
+    optimizer: Optimizer, faces: dict[int, nn.Parameter], originals: Iterable[nn.Parameter]
+) -> None:
+    """Let groups and state speak of faces: `faces` maps the id of each original to its face."""
+    for group in optimizer.param_groups:
+        group["params"] = [faces.get(id(tensor), tensor) for tensor in group["params"]]
+    state = optimizer.state
+    moved = {
+        faces[id(original)]: state.pop(original)
+        for original in originals
+        if original in state and faces[id(original)] is not original
+    }
+    for face, entry in moved.items():
+        state[face] = entry

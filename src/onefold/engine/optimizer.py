@@ -1,0 +1,360 @@
+"""How an unchanged `torch.optim.Optimizer` steps sharded state.
+
+The user's optimizer keeps its object, class, groups and hooks; its groups hold faces. Around each
+`step` the binding swaps what the groups hold for tensors that are fast and right to step, and lets
+the class's own code run:
+
+    elementwise classes   flat runs: neighbouring parameters of a unit in one tensor, so that a
+                          unit and group are one fused call (engine/flat.py)
+    all others            whole matrices, each on the one rank that owns it (engine/matrix.py)
+
+Afterwards the groups hold faces again and `optimizer.state[face]` shows the moments as the face
+shows its weight, so state dicts, schedulers and checkpoints see ordinary per-parameter state.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onefold.engine.blocks import reserve_room
+from onefold.engine.engine import Engine
+from onefold.engine.flat import NUMBERS, FlatStep
+from onefold.engine.matrix import WholeStep
+from onefold.engine.rules import Rule, may_fuse, moments_after_first_step, rule_of
+from onefold.engine.waiting_state import settled
+from onefold.errors import ConfigError, expected
+from onefold.unit.parameter import UnitParameter
+from onefold.unit.unit import Unit
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
+    torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
+"""Classes whose update of an element depends on that element alone; subclasses may not."""
+
+State = dict[str, Any]
+
+
+def steps_elements(optimizer: Optimizer) -> bool:
+    """True if the optimizer's class steps each element by itself."""
+    return type(optimizer) in ELEMENTWISE
+
+
+class StepStrategy(Protocol):
+    """What stands in an optimizer's groups while it steps."""
+
+    def import_state(self, parameter: UnitParameter, state: State) -> None:
+        """Take over per-parameter state: of own rows, whole, or shown like the face."""
+        ...
+
+    def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
+        """Those whose state this rank keeps: own rows of each, or some of them whole."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of all state: other state will be imported before the next step."""
+        ...
+
+    def enter(self, groups: list[list[UnitParameter]], rules: Sequence[Rule]) -> list[list[Tensor]]:
+        """For each group, the tensors to step, with their `.grad`."""
+        ...
+
+    @property
+    def rounded(self) -> set[Unit]:
+        """Units whose weights `enter` has stepped, and rounded from their masters already."""
+        ...
+
+    def state_of(self, stand_in: Tensor) -> State | None:
+        """The optimizer's state of a tensor that `enter` gave."""
+        ...
+
+    def leave(self, state: dict[Tensor, State]) -> dict[UnitParameter, State]:
+        """The step is done: keep its state, return what each parameter shows of it."""
+        ...
+
+    def recover(self) -> None:
+        """The step raised: bring what happened to stand-ins since then to the faces."""
+        ...
+
+
+class OptimizerBinding:
+    """Joins one optimizer to the engines whose parameters it holds."""
+
+    def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
+        self.engines: list[Engine] = []
+        self.is_elementwise = steps_elements(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS) and engine.setting.rest_world > 1:
+            raise ConfigError(
+                expected(
+                    "an optimizer whose parameters can be stepped one by one",
+                    "LBFGS, which searches over all of them at once",
+                    hint="use stage=0, or another optimizer",
+                )
+            )
+        self._strategy: StepStrategy = FlatStep() if self.is_elementwise else WholeStep()
+        self._shown: dict[Tensor, State] = {}
+        self._is_entered = False
+        self._restore: list[tuple[State, State]] = []
+        self._group_of: dict[int, int] | None = None  # by id, while units are stepped in backward
+        self._optimizer = ref(optimizer)
+        self._pre = optimizer.register_step_pre_hook(self.before_step)
+        self._post = optimizer.register_step_post_hook(self.after_step)
+        self.stand_innermost(optimizer)
+        self.join(optimizer, engine)
+
+    def join(self, optimizer: Optimizer, engine: Engine) -> None:
+        """Step the parameters of one more engine."""
+        self._check_tiers(optimizer, engine)
+        self.engines.append(engine)
+        engine.steppers.add(self)
+        self._reserve(optimizer)
+
+    def _check_tiers(self, optimizer: Optimizer, engine: Engine) -> None:
+        if not self.is_elementwise and any(unit.steps_in_blocks for unit in engine.units):
+            raise ConfigError(
+                expected(
+                    "an optimizer of torch.optim that steps each element alone, for offloaded "
+                    "states: they are stepped in blocks",
+                    f"{type(optimizer).__name__}",
+                    hint="offload=None, or AdamW, SGD, RMSprop and their like",
+                )
+            )
+
+    def _reserve(self, optimizer: Optimizer) -> None:
+        """Take the room for states that will rest off the device now, before the first step."""
+        if not self.is_elementwise:
+            return
+        for group in optimizer.param_groups:
+            found = [self.parameter(tensor) for tensor in group["params"]]
+            held = [p for p in found if p is not None and p.unit.steps_in_blocks]
+            for dtype in {parameter.unit.stepped.dtype for parameter in held}:
+                wanted = moments_after_first_step(rule_of(optimizer, group), dtype)
+                for unit in dict.fromkeys(p.unit for p in held if p.unit.stepped.dtype == dtype):
+                    unit.make_moments(wanted)
+                    reserve_room(unit)
+
+    def stand_innermost(self, optimizer: Optimizer) -> None:
+        """Keep the user's own step hooks outside the swap: they see faces, whenever registered."""
+        before: OrderedDict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
+        after: OrderedDict[int, Any] = optimizer._optimizer_step_post_hooks  # type: ignore[assignment]
+        before.move_to_end(self._pre.id)
+        after.move_to_end(self._post.id, last=False)
+
+    def parameter(self, tensor: Tensor) -> UnitParameter | None:
+        for engine in self.engines:
+            found = engine.by_face.get(id(tensor))
+            if found is not None:
+                return found
+        return None
+
+    def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
+        """Those of the optimizer's parameters whose state this rank keeps."""
+        return self._strategy.kept_here(parameters)
+
+    def holds(self, parameter: UnitParameter) -> bool:
+        """True if the parameter is in one of the optimizer's groups."""
+        optimizer = self._optimizer()
+        groups = optimizer.param_groups if optimizer is not None else []
+        return any(tensor is parameter.face for group in groups for tensor in group["params"])
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Free the optimizer's state of our parameters, before other state is read."""
+        self._strategy.forget()
+        self._shown, self._group_of = {}, None
+        for tensor in [tensor for tensor in optimizer.state if self.parameter(tensor) is not None]:
+            del optimizer.state[tensor]
+
+    def take_over(self, flats: Sequence[Tensor]) -> None:
+        """Step states that will be assigned as views of `flats` where they lie, without a copy.
+
+        Each is [own rows of a unit], laid out as its weight; nobody else may use it.
+        """
+        if isinstance(self._strategy, FlatStep):
+            self._strategy.own += flats
+
+    # around the class's own step
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
+    ) -> tuple[tuple[Any, ...], State] | None:
+        """Swap faces for what is stepped. Runs after every other pre-hook."""
+        if self._is_entered:  # a subclass's step that calls its base class's
+            return None
+        self._group_of = None
+        searches = isinstance(optimizer, torch.optim.LBFGS)  # calls its closure many times
+        replaced = None if searches else self._evaluate_closure(args, kwargs)
+        for engine in self.engines:
+            engine.before_step()
+        self._import_changed(optimizer)
+        is_sound = self._is_sound()
+        groups: list[list[UnitParameter]] = []
+        foreign: list[list[Tensor]] = []
+        for group in optimizer.param_groups:
+            known = [(tensor, self.parameter(tensor)) for tensor in group["params"]]
+            groups.append([p for _, p in known if p and is_sound and _grad(p) is not None])
+            foreign.append([tensor for tensor, p in known if p is None])
+        is_flat = self.is_elementwise
+        rules = [rule_of(optimizer, group) for group in optimizer.param_groups] if is_flat else []
+        stand_ins = self._strategy.enter(groups, rules)
+        state: defaultdict[Tensor, State] = defaultdict(dict)
+        for tensor in (tensor for group in foreign for tensor in group):
+            if tensor in optimizer.state:
+                state[tensor] = optimizer.state[tensor]
+        for tensor in (tensor for group in stand_ins for tensor in group):
+            kept = self._strategy.state_of(tensor)
+            if kept:
+                state[tensor] = kept
+        self._restore = [(group, dict(group)) for group in optimizer.param_groups]
+        for group, mine, others in zip(optimizer.param_groups, stand_ins, foreign, strict=True):
+            group["params"] = mine + others
+            if may_fuse(optimizer, group):
+                group["fused"] = True
+        optimizer.state = state
+        self._is_entered = True
+        return replaced
+
+    def _is_sound(self) -> bool:
+        """False if coded gradients were not finite somewhere: then no rank steps, and all say so.
+
+        What was rounded cannot be told from what it was, so a loss scale might not see it either.
+        Where messages are exact nobody asks, and gradients are as in plain PyTorch. A collective.
+        """
+        coded = [e for e in self.engines if e.setting.routes.rounds_gradients]
+        unsound = [engine for engine in coded if not engine.reducer.is_sound()]
+        for engine in unsound:
+            engine.ledger.skipped += 1
+            if engine.group.rank == 0:
+                message = (
+                    f"step {engine.ledger.steps + 1} is skipped on every rank: gradients are not "
+                    "finite on at least one"
+                )
+                warnings.warn(message, RuntimeWarning, stacklevel=5)
+        return not unsound
+
+    def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
+        """Swap back. Runs before every other post-hook."""
+        if not self._is_entered:
+            return
+        self._put_back(optimizer)
+        stepped = optimizer.state
+        shown = self._strategy.leave(stepped)
+        state: defaultdict[Tensor, State] = defaultdict(dict)
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                parameter = self.parameter(tensor)
+                entry = shown.get(parameter) if parameter else stepped.get(tensor)
+                if entry:
+                    state[tensor] = entry
+        self._shown = _copied(state)
+        optimizer.state = settled(state, self.engines)
+        for engine in self.engines:
+            engine.after_step(self._state_nbytes(state, engine), self._strategy.rounded)
+
+    def step_early(self, unit: Unit) -> None:
+        """Begin to step what the optimizer holds of a unit, in the midst of a backward."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        groups = optimizer.param_groups
+        if self._group_of is None:  # the first unit of a backward: the optimizer may have changed
+            self._import_changed(optimizer)
+            self._group_of = {id(t): i for i, group in enumerate(groups) for t in group["params"]}
+        members: list[list[UnitParameter]] = [[] for _ in groups]
+        for parameter in unit.parameters:
+            index = self._group_of.get(id(parameter.face))
+            if index is not None and _grad(parameter) is not None:
+                members[index].append(parameter)
+        if any(members) and isinstance(self._strategy, FlatStep):
+            rules = [rule_of(optimizer, group) for group in groups]
+            self._strategy.begin(unit, members, rules)
+            unit.publish(is_rounded=True)
+
+    def recover(self) -> None:
+        """Put faces back after a step that raised; gradients cleared since then are cleared."""
+        optimizer = self._optimizer()
+        if self._is_entered and optimizer is not None:
+            self._strategy.recover()
+            self._put_back(optimizer)
+            optimizer.state = settled(_copied(self._shown), self.engines)
+
+    def _put_back(self, optimizer: Optimizer) -> None:
+        self._is_entered = False
+        for group, before in self._restore:
+            group["params"] = before["params"]
+            if "fused" in before:
+                group["fused"] = before["fused"]
+        self._restore = []
+
+    def _evaluate_closure(
+        self, args: tuple[Any, ...], kwargs: State
+    ) -> tuple[tuple[Any, ...], State] | None:
+        """Run the closure before the swap: it runs forward, backward and zero_grad on faces."""
+        optimizer, *rest = args
+        closure = rest[0] if rest else kwargs.get("closure")
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        return (optimizer, lambda: loss), {k: v for k, v in kwargs.items() if k != "closure"}
+
+    # state
+
+    def _import_changed(self, optimizer: Optimizer) -> None:
+        """Follow state that was loaded, cleared or edited since the last step."""
+        state = optimizer.state
+        if len(state) == len(self._shown) and all(
+            _same_entry(dict.get(state, tensor), entry) for tensor, entry in self._shown.items()
+        ):
+            return
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                parameter = self.parameter(tensor)
+                if parameter is not None:
+                    self._strategy.import_state(parameter, dict(dict.get(state, tensor, {})))
+        self._shown = _copied(state)
+
+    def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
+        """Bytes of per-element state on the device, once per storage."""
+        elsewhere = {
+            buffer.tensor.untyped_storage().data_ptr()
+            for unit in engine.units
+            for buffer in unit.moments.values()
+            if unit.state_store is not engine.setting.store
+        }
+        storages: dict[int, int] = {}
+        for tensor, entry in state.items():
+            if id(tensor) in engine.by_face:
+                for name, value in entry.items():
+                    is_moment = tensor.dim() == 0 and name not in NUMBERS
+                    if isinstance(value, Tensor) and (value.dim() > 0 or is_moment):
+                        local: Tensor = getattr(value, "_local_tensor", value)
+                        storage = local.untyped_storage()
+                        storages[storage.data_ptr()] = storage.nbytes()
+        return sum(nbytes for start, nbytes in storages.items() if start not in elsewhere)
+
+
+def _grad(parameter: UnitParameter) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.face.grad
+
+
+def _copied(state: Mapping[Tensor, State]) -> dict[Tensor, State]:
+    """Entries of our own: a user may replace what is in those of the optimizer."""
+    return {tensor: dict(entry) for tensor, entry in dict.items(state)}  # type: ignore[arg-type]
+
+
+def _same_entry(now: State | None, then: State) -> bool:
+    return (
+        now is not None
+        and len(now) == len(then)
+        and all(now.get(key) is value for key, value in then.items())
+    )

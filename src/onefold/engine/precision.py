@@ -1,0 +1,69 @@
+"""Casting what enters a unit, and a loss scale that every rank agrees on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from onefold.unit.sharded import ShardedFace
+from onefold.wire.collectives import Group
+
+
+def cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """The floating-point tensors in tuples, lists and dicts as `dtype`; everything else as it is.
+
+    Objects of other classes (caches, masks) pass through untouched and keep their identity.
+    """
+    if isinstance(values, Tensor):
+        return values.to(dtype) if values.is_floating_point() else values
+    if type(values) in (tuple, list):
+        return type(values)(cast_floating(value, dtype) for value in values)
+    if type(values) is dict:
+        return {key: cast_floating(value, dtype) for key, value in values.items()}
+    return values
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's dynamic loss scale, with one verdict for all ranks.
+
+    Each rank sees only its shard of the gradients. An overflow in any of them skips the step, and
+    lowers the scale, on every rank alike. `device` defaults to CUDA where there is one, else CPU.
+    """
+
+    def __init__(self, device: str | None = None, **options: Any) -> None:
+        super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        groups: dict[int, Group] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if isinstance(parameter, ShardedFace):
+                summoner = parameter.summoner()
+                if summoner is not None:
+                    groups[id(summoner.group)] = summoner.group
+                grad = grad._local_tensor if isinstance(grad, DTensor) else grad.detach()
+            by_kind[grad.device, grad.dtype].append(grad)
+        verdicts: dict[torch.device, Tensor] = {found_inf.device: found_inf.clone()}
+        for (device, _), grads in by_kind.items():
+            verdict = verdicts.setdefault(device, found_inf.to(device, copy=True))
+            with torch.no_grad():
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    grads, verdict, inv_scale.to(device)
+                )
+        for group in groups.values():
+            for verdict in verdicts.values():
+                group.all_reduce_max(verdict)
+        return verdicts

@@ -1,0 +1,114 @@
+"""The update of one parameter group, on a block of flat state at a time.
+
+The optimizer's class defines it: for most, its own step is run on the block as if that were a
+parameter. Adam and AdamW have a shorter way with the same bits (engine/blocked_adam.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from onefold.engine.blocked_adam import MOMENTS, BlockedAdam, frozen
+
+State = dict[str, Any]
+
+
+class Rule(Protocol):
+    """How a group's elements are stepped; hyper-parameters are those of when it was made."""
+
+    def start(self, moments: dict[str, Tensor]) -> State:
+        """The state before the first step: in the room of `moments`, or empty, to be made."""
+        ...
+
+    def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: State) -> None:
+        """Step `stepped` [numel] by `grad`, in place; round it into `weight` if that is another.
+
+        `state` is the class's, of one parameter; empty before the first step, which makes it.
+        """
+        ...
+
+
+class ClassRule:
+    """What the class's own `step` does, in a copy of the optimizer that holds nothing else."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self._kind = type(optimizer)
+        own = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
+        hooks = [name for name, value in own.items() if isinstance(value, OrderedDict)]
+        self._own = {**own, **{name: OrderedDict() for name in hooks}}
+        self._group = {k: frozen(v) for k, v in group.items() if k != "params"}
+        if may_fuse(optimizer, group):
+            self._group["fused"] = True
+        step: Any = self._kind.step
+        while getattr(step, "__wrapped__", None) is not None:  # torch wraps it to call hooks
+            step = step.__wrapped__
+        self._step = step
+
+    def start(self, moments: dict[str, Tensor]) -> State:
+        """See `Rule.start`: the class alone knows how it begins."""
+        return {}
+
+    def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: State) -> None:
+        """See `Rule.step`."""
+        parameter = nn.Parameter(stepped)
+        parameter.grad = grad.to(stepped.dtype)
+        optimizer = object.__new__(self._kind)
+        optimizer.__dict__.update(self._own)
+        optimizer.param_groups = [{**self._group, "params": [parameter]}]
+        optimizer.state = defaultdict(dict, {parameter: state} if state else {})
+        self._step(optimizer)
+        state.update(optimizer.state.get(parameter, {}))
+        if weight is not stepped:
+            weight.copy_(stepped)
+
+
+def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule:
+    """The rule of a group as it is now."""
+    return BlockedAdam.of(optimizer, group) or ClassRule(optimizer, group)
+
+
+FUSED: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad,
+)  # fmt: skip
+
+
+def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """The class has a fused step, the user left that open, and nothing in the group forbids it."""
+    return (
+        type(optimizer) in FUSED
+        and group.get("fused", False) is None
+        and not group.get("foreach")
+        and not group.get("differentiable")
+        and not group.get("capturable")
+        and all(tensor.is_floating_point() for tensor in group["params"])
+    )
+
+
+PROBE_NUMEL = 2
+
+
+def state_after_first_step(rule: Rule, dtype: torch.dtype) -> State:
+    """What a class keeps per parameter, found by stepping one of two elements by nothing."""
+    state: State = {}
+    probe = torch.zeros(PROBE_NUMEL, dtype=dtype)
+    with torch.no_grad():
+        rule.step(probe, torch.zeros_like(probe), probe, state)
+    return state
+
+
+def is_moment(value: object) -> bool:
+    """True for what the probe's state has an element of for each of the parameter's."""
+    return isinstance(value, Tensor) and tuple(value.shape) == (PROBE_NUMEL,)
+
+
+def moments_after_first_step(rule: Rule, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Those of them that have an element for each of the parameter's, by name."""
+    if isinstance(rule, BlockedAdam):
+        return dict.fromkeys(MOMENTS, dtype)
+    state = state_after_first_step(rule, dtype)
+    return {name: value.dtype for name, value in state.items() if is_moment(value)}

@@ -1,0 +1,101 @@
+"""Whole parameters for the user: `onefold.unsharded`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from onefold.engine.calls import in_backward
+from onefold.engine.engine import Engine
+from onefold.errors import StateError, expected
+from onefold.ledger import Kind
+from onefold.unit.buffer import Buffer
+from onefold.unit.parameter import UnitParameter
+from onefold.unit.unit import Unit, UnitState
+
+
+@contextmanager
+def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
+    """Modules show whole, plain parameters in their own dtype; edits are kept with `writeback`.
+
+    The buffers are temporary ones, apart from those that compute uses: what a graph refers to
+    stays, and without `writeback` nothing an edit could reach is kept.
+    """
+    if engine.forward_depth > 0 or in_backward():
+        raise StateError(
+            expected(
+                "onefold.unsharded outside forward and backward",
+                "a call from within one",
+                where=f"rank {engine.group.rank}",
+                hint="modules that run already see whole weights",
+            )
+        )
+    if engine.is_summoned:
+        yield
+        return
+    for unit in engine.units:
+        unit.reshard(release=False)
+    buffers = [_summon(unit) for unit in engine.units]
+    engine.setting.routes.rest()
+    engine.is_summoned = True
+    try:
+        yield
+    finally:
+        engine.is_summoned = False
+        edited = [entry for unit in engine.units for entry in _left_by_user(unit)]
+        for unit in engine.units:
+            for parameter in unit.parameters:
+                parameter.show(parameter.face)
+            unit.state = UnitState.RESTING
+        if writeback:
+            _write_back(edited)
+        buffers.clear()
+
+
+def _summon(unit: Unit) -> Buffer:
+    """Gather a unit into a buffer of its own and show plain parameters over it."""
+    unit.check_untouched()
+    setting = unit.setting
+    numel = unit.gather.full_numel
+    buffer = Buffer(numel, unit.dtype, Kind.UNSHARDED, setting.store, setting.ledger)
+    unit.exact_gather.start(buffer).wait()
+    unit.exact_gather.check(buffer)
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in unit.parameters:
+            view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
+            parameter.show(nn.Parameter(view, requires_grad=parameter.face.requires_grad))
+    unit.state = UnitState.SUMMONED
+    return buffer
+
+
+def _left_by_user(unit: Unit) -> Iterator[tuple[UnitParameter, Tensor | None]]:
+    """What stands in the module for each parameter: ours, edited or not, or one in its place."""
+    for parameter in unit.parameters:
+        owner, name = parameter.owners[0]
+        module = owner()
+        yield parameter, module._parameters.get(name) if module else None
+
+
+def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
+    """Keep own rows of every parameter; nothing is written unless all shapes fit."""
+    rows: list[tuple[UnitParameter, Tensor]] = []
+    for parameter, current in edited:
+        setting = parameter.unit.setting
+        if current is None or tuple(current.shape) != parameter.slot.shape:
+            raise StateError(
+                expected(
+                    f"parameter {parameter.fqn!r} to keep shape {list(parameter.slot.shape)}",
+                    "none" if current is None else f"shape {list(current.shape)}",
+                    where=setting.where,
+                    hint="resize or remove parameters before onefold.shard",
+                )
+            )
+        start, stop = parameter.slot.pieces[setting.rest_rank]
+        rows.append((parameter, current.detach().reshape(-1)[start:stop]))
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        for parameter, own in rows:
+            parameter.local.copy_(own.view(parameter.local.shape))
+            parameter.unit.gather.forget_base()

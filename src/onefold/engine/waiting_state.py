@@ -1,0 +1,58 @@
+"""An optimizer's state, as users read it, while steps run in the background."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from onefold.engine.engine import Engine
+
+State = dict[str, Any]
+
+
+def settled(state: Mapping[Tensor, State], engines: Sequence[Engine]) -> defaultdict[Tensor, State]:
+    """The state; where steps run in the background, one whose readers wait for them."""
+    if any(unit.steps_in_blocks for engine in engines for unit in engine.units):
+        return SettledState(state, engines)
+    return defaultdict(dict, state)
+
+
+class SettledState(defaultdict[Tensor, State]):
+    """An optimizer's state that is read only when no step is under way in the background."""
+
+    def __init__(self, state: Mapping[Tensor, State], engines: Sequence[Engine]) -> None:
+        super().__init__(dict, state)
+        self._engines = [ref(engine) for engine in engines]
+
+    def _settle(self) -> None:
+        for engine in filter(None, (alive() for alive in self._engines)):
+            for unit in engine.units:
+                unit.settle()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._settle()  # so that a copy, dict(state), waits too
+        return super().__iter__()
+
+    def __getitem__(self, tensor: Tensor) -> State:
+        self._settle()
+        return super().__getitem__(tensor)
+
+    def get(self, tensor: Tensor, default: Any = None) -> Any:
+        self._settle()
+        return super().get(tensor, default)
+
+    def items(self) -> Any:
+        self._settle()
+        return super().items()
+
+    def values(self) -> Any:
+        self._settle()
+        return super().values()
+
+    def __reduce__(self) -> Any:
+        self._settle()
+        return (defaultdict, (dict, dict(self)))

@@ -1,0 +1,96 @@
+"""Facts about this host: cores, memory and versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+MIB, GIB = 2**20, 2**30
+DISK_NBYTES = 192 * MIB
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "onefold": version("onefold"),
+    }
+
+
+def cores_of(local_rank: int, local_world_size: int) -> tuple[int, ...]:
+    """This rank's share of the cores that its processes may run on; at least one."""
+    if sys.platform != "linux":
+        return tuple(range(max(1, (os.cpu_count() or 1) // local_world_size)))
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < local_world_size:
+        return (usable[local_rank % len(usable)],)
+    first, last = (i * len(usable) // local_world_size for i in (local_rank, local_rank + 1))
+    return tuple(usable[first:last])
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(cores_of(0, 1))
+
+
+def memory_nbytes() -> tuple[int, int]:
+    """Bytes of memory, total and free, within the limit of this container."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path, _ in _CGROUP_MEMORY:
+        text = path.read_text().strip() if path.exists() else "max"
+        if text.isdigit():
+            total = min(total, int(text))
+    return total, min(total, free_host_nbytes())
+
+
+def free_host_nbytes() -> int:
+    """Bytes of memory that processes here may still take, within the limit of this container."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        free = int(line.split()[1]) * 1024
+    for limit, used in _CGROUP_MEMORY:
+        with suppress(OSError, ValueError):  # also "max", which is no number
+            lines = (used.parent / "memory.stat").read_text().splitlines()
+            stat = dict(line.split() for line in lines)
+            cached = int(stat.get("inactive_file", 0))  # given up when memory is wanted
+            free = min(free, int(limit.read_text()) - int(used.read_text()) + cached)
+    return max(0, free)
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_MEMORY = (
+    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
+    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+)
+
+
+def in_bytes(nbytes: float) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def measure_disk(folder: str) -> float:
+    """Bytes per second of writing one file and waiting until it is on the disk."""
+    block = bytes(8 * MIB)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        begun = time.perf_counter()
+        written = 0
+        while written < DISK_NBYTES and time.perf_counter() - begun < 2.0:
+            written += file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return written / (time.perf_counter() - begun)

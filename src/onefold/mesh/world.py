@@ -1,0 +1,141 @@
+"""Joining the ranks that a launcher started, and leaving them in every case."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from onefold.errors import ConfigError, WireError, expected
+from onefold.mesh.interfaces import GLOO, use_link_to_hosts
+from onefold.wire.collectives import Group
+
+T = TypeVar("T")
+
+TIMEOUT_S = 120
+"""After this long without its peers, a rank gives up."""
+
+SPARE_S = 10
+"""More than that is waited for the message of whoever keeps the timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank among its peers."""
+
+    group: Group
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's small value, in rank order; a collective."""
+        if self.world_size == 1:
+            return [value]
+        return cast("list[T]", self.group.all_gather_object(value))
+
+    def mean(self, values: list[float]) -> list[float]:
+        """The mean over ranks of each number; a collective."""
+        columns = zip(*self.gather(values), strict=True)
+        return [sum(column) / self.world_size for column in columns]
+
+
+@contextmanager
+def joined(*, use_gpus: bool = True) -> Iterator[World]:
+    """The default process group as the launcher describes it: NCCL on GPUs, otherwise gloo.
+
+    Raises `ConfigError` for an environment that describes none, `WireError` if the ranks do not
+    find each other.
+    """
+    _check_launcher()
+    device = torch.device("cpu")
+    is_cuda = use_gpus and torch.cuda.is_available()
+    if is_cuda:
+        device = torch.device("cuda", _own_gpu())
+        torch.cuda.set_device(device)
+    else:
+        use_link_to_hosts()
+    variable = "NCCL_SOCKET_IFNAME" if is_cuda else GLOO
+    try:
+        with ending_process(TIMEOUT_S + SPARE_S, lambda: _not_met("no answer", variable)):
+            dist.init_process_group(
+                "nccl" if is_cuda else "gloo",
+                timeout=timedelta(seconds=TIMEOUT_S),
+                device_id=device if is_cuda else None,
+            )
+    except RuntimeError as error:  # of the store, of gloo, of NCCL
+        raise WireError(_not_met(str(error).splitlines()[0], variable)) from error
+    try:
+        yield World(Group.of(dist.group.WORLD), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_launcher() -> None:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            expected(
+                f"{', '.join(names)} in the environment of a rank",
+                f"no {', '.join(missing)}",
+                hint="launch ranks with torchrun, or unset RANK to have them launched",
+            )
+        )
+
+
+@contextmanager
+def ending_process(seconds: float, why: Callable[[], str]) -> Iterator[None]:
+    """End this process, with a message and exit code 1, if the block takes longer.
+
+    gloo's listening side outlasts its timeout: 230 s on, it waited for a peer that had given up.
+    """
+
+    def end() -> None:
+        os.write(2, f"onefold: {why()}\n".encode())
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _not_met(got: str, variable: str) -> str:
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    interface = os.environ.get(variable) or "not set"
+    return expected(
+        f"rank {rank} to meet the other ranks, {world_size} in all, within {TIMEOUT_S} s",
+        f"{got} ({variable} is {interface})",
+        hint=f"start every host; {variable} names the interface that leads to the others "
+        "(docs/cluster.md)",
+    )
+
+
+def _own_gpu() -> int:
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            expected(
+                f"at most {count} ranks on this machine, one for each GPU",
+                f"a rank number {index + 1}",
+                hint="lower --ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use the CPU",
+            )
+        )
+    return index

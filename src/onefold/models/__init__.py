@@ -1,0 +1,1 @@
+"""Models that the command knows by name, and how others are loaded."""

@@ -1,0 +1,1 @@
+"""What `onefold check`, `bench` and `doctor` run."""

@@ -1,0 +1,306 @@
+"""The training loop of `onefold train`: an ordinary script around one call of `onefold.shard`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from math import cos, pi, prod
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import onefold
+from onefold.config import Offload, offload_of, placements_of, precision_of
+from onefold.errors import ConfigError, expected
+from onefold.mesh.world import World
+from onefold.models.loader import build_model, default_lr, logits_of, recompute, refuse
+from onefold.record.files import prepare
+from onefold.train.checkpoints import Checkpoints, Resumed
+from onefold.train.checkpoints import preflight as preflight_checkpoints
+from onefold.train.corpus import Corpus, Windows, open_corpus, own_rows
+from onefold.train.job import Job
+from onefold.train.memory_table import ParameterShape, RankMemory, expected_nbytes, measure
+from onefold.train.prediction import Prediction, predict, trace_of
+from onefold.train.run_record import Course, Recorded, write_report
+from onefold.train.sample import generate
+from onefold.train.signals import StopRequests
+from onefold.wire_config import wire_of
+
+WARMUP_STEPS = 20
+FINAL_LR = 0.05
+"""The learning rate rises linearly, then falls along a cosine to this share of its peak."""
+
+LOG_STEPS = 10
+"""Ranks tell each other their losses once in this many steps."""
+
+HELD_OUT_SHARE, MAX_HELD_OUT_BATCHES = 5, 64
+"""The held-out loss is over one batch for this many steps, and over so many at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run is."""
+
+    step: int  # steps done
+    loss: float  # nats per token, mean over ranks, of the last LOG_STEPS
+    tokens_per_s: float
+    seconds_left: float
+
+
+class Observer(Protocol):
+    """Who is told how a run goes, on each rank."""
+
+    def started(self, job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> None: ...
+
+    def resumed(self, resumed: Resumed) -> None: ...
+
+    def stepped(self, progress: Progress) -> None: ...
+
+    def trained(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a run has come to; the same on every rank."""
+
+    first_step: int  # steps that were done before this run, by the one it resumed
+    losses: list[float]  # per step of this run, nats per token, mean over the global batch
+    held_out: float  # nats per token, of files that were not trained on
+    seconds: float  # of the steps alone
+    tokens_per_s: float
+    text: str  # generated; empty if none was asked for
+    num_parameters: int
+    offload: str  # what was planned for the tiers of rank 0; empty: all on the device
+    memory: list[RankMemory]  # per rank
+    stage0: dict[str, int]  # bytes by kind that each rank would hold at stage 0
+    predicted: Prediction | None  # of rank 0; None on others, and where it cannot be traced
+    report: str  # the page about the run; empty if none was asked for, or no step was left to do
+
+
+def preflight(job: Job, world_size: int) -> Corpus:
+    """Refuse what cannot work, before any rank is started; the text to train on."""
+    precision_of(job.precision)
+    offload_for(job)
+    wire_of(job.wire)
+    if job.batch < world_size * job.accumulate:
+        rows = f"{world_size} ranks"
+        if job.accumulate > 1:
+            rows += f" times {job.accumulate} micro-batches"
+        raise ConfigError(
+            expected(
+                f"at least {world_size * job.accumulate} rows in a batch, one for each of {rows}",
+                f"{job.batch}",
+                hint="raise --batch, or lower --ranks or --accumulate",
+            )
+        )
+    refuse(job.model, job.seq)
+    preflight_checkpoints(job)
+    if job.report is not None:
+        prepare(job.report)
+    return open_corpus(job.data, job.seq)
+
+
+def offload_for(job: Job) -> Offload:
+    """The tiers that the job asks for."""
+    chosen = offload_of(job.offload, placements_of(3 if job.stage == "auto" else job.stage))
+    if job.offload is None:
+        if job.fraction != 1:
+            raise ConfigError(
+                expected(
+                    "--offload beside --fraction",
+                    f"--fraction {job.fraction} alone",
+                    hint="--offload optimizer --fraction 0.5 steps half of the state on the CPU",
+                )
+            )
+        return chosen
+    early = job.steps_in_backward
+    return replace(chosen, fraction=job.fraction, step_in_backward=early)
+
+
+def train(job: Job, world: World, observer: Observer) -> TrainResult:
+    """Run the job on this rank; every rank calls it. A collective."""
+    corpus = preflight(job, world.world_size)
+    trainer = Trainer(job, world, corpus)
+    observer.started(job, corpus, trainer.num_parameters, world.world_size)
+    resumed = trainer.checkpoints.resume()
+    if resumed is not None:
+        observer.resumed(resumed)
+    first = resumed.step if resumed else 0
+    meter = Meter(job, world, observer, first)
+    recorded = Recorded(job, trainer.module, first)
+    with StopRequests(is_active=job.checkpoint is not None) as requests:
+        for step in range(first, job.steps):
+            with recorded.around(step):
+                loss = trainer.step(step)
+            meter.note(loss)
+            trainer.checkpoints.after(step + 1, requests)
+    observer.trained()
+    module = trainer.module.eval()
+    held_out = held_out_loss(job, world, module, corpus)
+    options = {"seq": job.seq, "seed": job.seed, "num_bytes": job.sample}
+    text = generate(module, corpus.prompt, **options, device=world.device) if job.sample else ""
+    memory = trainer.memory
+    predicted = trainer.predicted()
+    course = Course(
+        meter.losses, meter.step_seconds, first, held_out, trainer.num_parameters,
+        memory.resident_peak, predicted,
+    )  # fmt: skip
+    return TrainResult(
+        first_step=first,
+        losses=meter.losses,
+        held_out=held_out,
+        seconds=meter.seconds,
+        tokens_per_s=meter.tokens_per_s,
+        text=text,
+        num_parameters=trainer.num_parameters,
+        offload=onefold.report(trainer.module).offload,
+        memory=world.gather(memory),
+        stage0=expected_nbytes(trainer.shapes, world_size=world.world_size),
+        report=write_report(recorded, world, course),
+        predicted=predicted,
+    )
+
+
+class Trainer:
+    """The module, its optimizer and this rank's rows of the corpus."""
+
+    def __init__(self, job: Job, world: World, corpus: Corpus) -> None:
+        self.job = job
+        self.world = world
+        self.peak_lr = default_lr(job.model) if job.lr is None else job.lr
+        torch.manual_seed(job.seed)
+        self.module = build_model(job.model, job.seq)
+        if job.recompute:
+            recompute(self.module, job.model)
+        if not any(parameter.is_meta for parameter in self.module.parameters()):
+            self.module.to(world.device)
+        self.seen = trace_of(job, self.module, world) if world.rank == 0 else None
+        self.shapes = ParameterShape.of(self.module)
+        self.num_parameters = sum(prod(each.shape) for each in self.shapes)
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=self.peak_lr, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        onefold.shard(
+            self.module, self.optimizer, stage=job.stage, precision=job.precision,
+            offload=offload_for(job), wire=job.wire,
+        )  # fmt: skip
+        self.scaler = onefold.GradScaler(world.device.type, enabled=job.precision == "fp16")
+        own = own_rows(job.batch, world.rank, world.world_size)
+        self.windows = Windows(corpus.train, rows=job.batch, seq=job.seq, seed=job.seed, own=own)
+        stateful = {"windows": self.windows, "scaler": self.scaler}
+        self.checkpoints = Checkpoints(job, world, self.module, self.optimizer, stateful)
+        self._memory: RankMemory | None = None
+
+    @property
+    def memory(self) -> RankMemory:
+        """What this rank held at the end of the last step; now, if it resumed behind that."""
+        return self._memory or self._measure()
+
+    def predicted(self) -> Prediction | None:
+        """What this rank was to hold, if it looked before it began."""
+        report, device = onefold.report(self.module), self.world.device.type
+        return predict(self.job, offload_for(self.job), self.seen, report, device)
+
+    def _measure(self) -> RankMemory:
+        return measure(
+            self.shapes, onefold.report(self.module), is_offloaded=self.job.offload is not None,
+            steps_in_backward=self.job.steps_in_backward and self.job.fraction == 1,
+        )  # fmt: skip
+
+    def step(self, step: int) -> Tensor:
+        """One optimizer step; this rank's loss, whose mean over ranks is the batch's."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.peak_lr * schedule(step, self.job.steps)
+        total = self._backward(next(self.windows).to(self.world.device))
+        if self.job.clip > 0:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.job.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if step + 1 == self.job.steps:  # at the end of a step everything that rests is held
+            self._memory = self._measure()
+        self.optimizer.zero_grad()
+        return total
+
+    def _backward(self, rows: Tensor) -> Tensor:
+        """Gradients of the mean loss over the whole batch, from own rows [R, T + 1]."""
+        parts = self.job.accumulate
+        # ranks are averaged; the weight makes that the mean over tokens for uneven rows too
+        weight = self.world.world_size / self.job.tokens_per_step
+        total = torch.zeros((), device=rows.device)
+        for part in range(parts):
+            own = own_rows(len(rows), part, parts)
+            is_last = part + 1 == parts
+            with nullcontext() if is_last else onefold.accumulate(self.module):
+                loss = summed_loss(self.module, rows[own.start : own.stop]) * weight
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+
+class Meter:
+    """Losses of all ranks and the speed, told to an observer every LOG_STEPS."""
+
+    def __init__(self, job: Job, world: World, observer: Observer, first: int) -> None:
+        self.losses: list[float] = []  # per step, mean over ranks
+        self.step_seconds: list[float] = []  # per step, on this rank
+        self._first = first
+        self._job = job
+        self._world = world
+        self._observer = observer
+        self._waiting: list[Tensor] = []
+        self._begun = self._last = self._latest = time.perf_counter()
+        self.seconds = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second, over all steps so far."""
+        return len(self.losses) * self._job.tokens_per_step / max(self.seconds, 1e-9)
+
+    def note(self, loss: Tensor) -> None:
+        """One step is done."""
+        self._waiting.append(loss)
+        before, self._latest = self._latest, time.perf_counter()
+        self.step_seconds.append(self._latest - before)
+        done = len(self.losses) + len(self._waiting)
+        steps = self._first + done
+        every = LOG_STEPS if self._job.steps > LOG_STEPS else 1
+        if steps % every and steps != self._job.steps:
+            return
+        latest = self._world.mean(torch.stack(self._waiting).tolist())
+        self._waiting.clear()
+        self.losses += latest
+        now = time.perf_counter()
+        self.seconds = now - self._begun
+        speed = len(latest) * self._job.tokens_per_step / max(now - self._last, 1e-9)
+        self._last = now
+        left = self.seconds / done * (self._job.steps - steps)
+        self._observer.stepped(Progress(steps, sum(latest) / len(latest), speed, left))
+
+
+def summed_loss(module: nn.Module, rows: Tensor) -> Tensor:
+    """Cross-entropy in nats, summed over the tokens of rows [R, T + 1]."""
+    logits = logits_of(module, rows[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum")
+
+
+@torch.no_grad()
+def held_out_loss(job: Job, world: World, module: nn.Module, corpus: Corpus) -> float:
+    """Nats per byte over windows of held-out files, the same for every run; a collective."""
+    batches = min(max(1, job.steps // HELD_OUT_SHARE), MAX_HELD_OUT_BATCHES)
+    own = own_rows(job.batch, world.rank, world.world_size)
+    windows = Windows(corpus.held_out, rows=job.batch, seq=job.seq, seed=0, own=own)
+    total = 0.0
+    for _ in range(batches):
+        total += summed_loss(module, next(windows).to(world.device)).item()
+    mean = world.mean([total])[0]
+    return mean * world.world_size / (batches * job.tokens_per_step)
+
+
+def schedule(step: int, steps: int) -> float:
+    """Share of the peak learning rate at a step: up along a line, down along a cosine."""
+    warmup = min(1.0, (step + 1) / min(WARMUP_STEPS, steps))
+    return warmup * (FINAL_LR + (1 - FINAL_LR) * (1 + cos(pi * step / steps)) / 2)

@@ -1,0 +1,146 @@
+"""What a run was to hold, beside what it held: traced before it starts, compared when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from onefold.config import Offload, precision_of
+from onefold.mesh.ranks import local_place
+from onefold.mesh.world import World
+from onefold.plan.byte_counter import ACTIVATION, LOGITS, Moment
+from onefold.plan.memory import Forecast, forecast
+from onefold.plan.setup import Setup
+from onefold.plan.sizes import told
+from onefold.plan.storages import Untraceable
+from onefold.plan.trace import Trace, tokens_of, trace
+from onefold.plan.wires import candidates
+from onefold.record.report import AT_MOST, TOLERANCE, Report
+from onefold.record.step_record import TORCH
+from onefold.train.corpus import own_rows
+from onefold.train.job import Job
+from onefold.wire.collectives import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What rank 0 was to hold; `by_kind` is the most of each kind, bytes."""
+
+    peak_nbytes: int  # on the device, activations included
+    phase: str
+    unit: str
+    by_kind: dict[str, int]
+    verdict: str  # beside what was measured, in a sentence
+    timeline: tuple[dict[str, Any], ...]
+
+    def as_plan(self, stage: int) -> dict[str, Any]:
+        """The part of a report that draws the predicted line."""
+        predicted = {
+            "peak_nbytes": self.peak_nbytes, "by_kind": self.by_kind,
+            "timeline": list(self.timeline),
+        }  # fmt: skip
+        return {"stage": stage, "predicted": predicted}
+
+
+def loss_of_rows(outputs: Any) -> Tensor:
+    """The loss of the training loop, of labels that nobody reads."""
+    logits = getattr(outputs, "logits", outputs)
+    del outputs
+    labels = torch.zeros(logits.shape[:-1].numel(), dtype=torch.int64, device=logits.device)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels, reduction="sum")
+
+
+def trace_of(job: Job, module: nn.Module, world: World) -> Trace | None:
+    """One micro-batch of this rank, before the module is sharded; None if it cannot be traced."""
+    rows = own_rows(job.batch, world.rank, world.world_size)
+    part = own_rows(rows.stop - rows.start, 0, job.accumulate)
+    try:
+        return trace(
+            module, tokens_of(part.stop - part.start, job.seq), loss=loss_of_rows,
+            precision=precision_of(job.precision), device_type=world.device.type,
+        )  # fmt: skip
+    except Untraceable:
+        return None
+
+
+def predict(
+    job: Job, offload: Offload, seen: Trace | None, report: Report, device_type: str
+) -> Prediction | None:
+    """What this rank was to hold, beside its report."""
+    if seen is None or report.steps == 0:
+        return None
+    world_size = report.world_size
+    near = local_place(Group(report.rank, world_size, None))[1]
+    (candidate,) = candidates(job.wire, nodes=world_size // near)
+    wire, neighbours = candidate.at(report.stage, offload, ranks=near, nodes=world_size // near)
+    setup = Setup(
+        stage=report.stage,
+        world_size=world_size,
+        ranks_per_host=near,
+        neighbours=neighbours,
+        wire=wire,
+        accumulate=job.accumulate,
+        precision=precision_of(job.precision),
+        offload=offload,
+        device_type=device_type,
+    )
+    found = forecast(seen, setup, has_timeline=True)
+    moments = [(moment.phase, moment.unit, _by_kind(moment)) for moment in found.timeline]
+    by_kind: dict[str, int] = {}
+    for _, _, held in moments:
+        by_kind |= {kind: max(n, by_kind.get(kind, 0)) for kind, n in held.items()}
+    return Prediction(
+        found.memory_nbytes, found.peak.phase, found.peak.unit, by_kind,
+        _verdict(found, by_kind, report), _timeline(moments) if job.report else (),
+    )  # fmt: skip
+
+
+def _by_kind(moment: Moment) -> dict[str, int]:
+    """Bytes in memory by the kinds of a report, which calls what torch holds by one name."""
+    held: dict[str, int] = {}
+    for (kind, tier), nbytes in moment.held.items():
+        if tier != "disk":
+            name = TORCH if kind in (ACTIVATION, LOGITS, "batch", "buffer") else kind
+            held[name] = held.get(name, 0) + nbytes
+    return held
+
+
+def _verdict(found: Forecast, by_kind: dict[str, int], report: Report) -> str:
+    kept = by_kind.get(TORCH, 0)
+    where = f"in {found.peak.phase}" + (f" of {found.peak.unit}" if found.peak.unit else "")
+    line = f"predicted {told(found.memory_nbytes)} at the peak, {where}; "
+    line += f"up to {told(kept)} of activations"
+    off: list[str] = []
+    for kind, tiers in report.memory.items():
+        held = sum(usage.peak for tier, usage in tiers.items() if tier != "disk")
+        wanted = by_kind.get(kind, 0)
+        slack = wanted if kind in AT_MOST and held < wanted else 0
+        if abs(held - wanted) > max(TOLERANCE * held, found.memory_nbytes / 100) + slack:
+            off.append(f"{kind} {told(wanted)} but {told(held)}")
+    if off:
+        return f"{line}; more than 5 % off: {', '.join(off)}"
+    return f"{line}; each kind within 5 % of what was held"
+
+
+def _timeline(moments: Sequence[tuple[str, str, dict[str, int]]]) -> tuple[dict[str, Any], ...]:
+    """Moments as a report draws them: the highest of each phase and unit in turn.
+
+    Before the first unit there is nothing to draw them over: only the step has a phase of its own.
+    """
+    entries: list[dict[str, Any]] = []
+    for phase, unit, held in moments:
+        if not unit and phase != "step":
+            continue
+        entry = {"phase": phase, "unit": unit, "nbytes_by_kind": held}
+        last = entries[-1] if entries else None
+        if last is not None and (last["phase"], last["unit"]) == (phase, unit):
+            if sum(last["nbytes_by_kind"].values()) < sum(held.values()):
+                entries[-1] = entry
+            continue
+        entries.append(entry)
+    return tuple(entries)

@@ -1,0 +1,61 @@
+"""Own rows of a unit's weight, brought near when they are to be sent or computed with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from onefold.observer import Stream, watched
+from onefold.ticket import Work
+from onefold.tier.slots import Room
+from onefold.tier.workers import Task
+from onefold.unit.buffer import Buffer
+from onefold.unit.context import Setting
+
+
+class OwnRows:
+    """The flat rows [own rows of a unit] of a weight that may rest far."""
+
+    def __init__(self, weight: Buffer, setting: Setting, unit: str) -> None:
+        self._weight = weight
+        self._ledger = setting.ledger
+        self._unit = unit
+        self._tiers = setting.tiers
+        self._slot: Room | None = None
+        self._task: Task | None = None
+        self._edits = -1  # of the weight, when it was fetched
+
+    def start(self, edits: int, after: Work | None) -> None:
+        """Begin to fetch them, once `after` is over; nothing where they rest near."""
+        far = self._weight.far
+        if far is None or (self._task is not None and self._edits == edits):
+            return
+        self.give_back()
+        self._edits = edits
+        slot = self._slot = self._tiers.slots.take(self._weight.tensor.nbytes)
+        near = slot.tensor(len(self._weight.tensor), self._weight.tensor.dtype)
+
+        def fetch() -> None:
+            if after is not None:
+                after.wait()
+            with watched(self._ledger.observer, Stream.TIER, "fetch", self._unit, near.nbytes):
+                far.fetch(0, near)
+
+        self._task = self._tiers.fetchers.give(fetch)
+
+    def take(self, edits: int) -> Tensor:
+        """The rows as they are after `edits`, valid until `give_back`. Raises `TierError`."""
+        if self._weight.far is None:
+            return self._weight.tensor
+        self.start(edits, None)
+        assert self._task is not None, "a fetch was just begun"
+        assert self._slot is not None, "a fetch has a slot"
+        self._task.wait()
+        return self._slot.tensor(len(self._weight.tensor), self._weight.tensor.dtype)
+
+    def give_back(self) -> None:
+        """Let go of what was fetched; waits for a fetch that nobody will use."""
+        task, self._task = self._task, None
+        slot, self._slot = self._slot, None
+        if task is not None and slot is not None:
+            task.finish()
+            self._tiers.slots.give(slot)

@@ -1,0 +1,349 @@
+"""A weight that is never whole: gathered, used and reduced in row blocks.
+
+For a `Linear` or `Embedding` too large for the memory of one unit (memory-centric tiling of
+ZeRO-Infinity, arXiv 2104.07857, section 5.1.3; there the user replaces the module, and its
+parameters get other names). Here the parameter stays one, cut by rows over the ranks as ever. A
+*tile* is the next few own rows of every rank. `F.linear` and `F.embedding` meet the face in the
+module, which hands them to this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from onefold.errors import StateError, expected
+from onefold.layout.rows import Slot, round_up
+from onefold.ledger import Kind
+from onefold.observer import Stream, watched
+from onefold.ticket import DONE, Ticket
+from onefold.tier.store import GRAIN_NUMEL
+from onefold.unit.buffer import Buffer
+from onefold.unit.gather import tags_of
+from onefold.wire.cut import Cut
+
+if TYPE_CHECKING:
+    from onefold.unit.gradient import UnitGradient
+    from onefold.unit.parameter import UnitParameter
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Some rows of every rank: what is whole at one moment."""
+
+    rows: tuple[tuple[int, int], ...]  # per rank: [start, stop) of the weight
+    own: tuple[int, int]  # [start, stop) in elements of this rank's piece
+    gather: Cut
+    reduce: Cut
+
+    @property
+    def num_rows(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+
+class _Use:
+    """One use in a forward, alive as long as its graph."""
+
+    __slots__ = ("__weakref__",)
+
+
+class TiledWeight:
+    """The two uses of a tiled weight [R, C], their gradients, and its tiles."""
+
+    def __init__(self, parameter: UnitParameter, tile_nbytes: int) -> None:
+        self._parameter = ref(parameter)
+        unit = parameter.unit
+        self.num_rows, self.num_columns = parameter.slot.shape
+        self.dtype = unit.compute_dtype
+        self.tiles = _tiles(parameter, tile_nbytes)
+        numel = max(tile.num_rows for tile in self.tiles) * self.num_columns
+        numel += unit.setting.world_size  # for tags
+        store, ledger = unit.setting.store, unit.setting.ledger
+        self._rooms = [Buffer(numel, self.dtype, Kind.UNSHARDED, store, ledger) for _ in "ab"]
+        for room in self._rooms:
+            room.release()
+        self._open: WeakSet[_Use] = WeakSet()  # uses that backward has not come by
+        self.on_reduced: Callable[[UnitGradient], None] | None = None
+
+    @property
+    def parameter(self) -> UnitParameter:
+        parameter = self._parameter()
+        assert parameter is not None, "a tiled weight outlived its parameter"
+        return parameter
+
+    # what faces ask for
+
+    def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`F.linear` or `F.embedding` by tiles; None for what needs no whole weight.
+
+        A collective. Raises `StateError` for any other use that would need the weight whole.
+        """
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        if func is F.embedding:
+            return self._embedding(*args, **kwargs)
+        if self.parameter.is_differentiable_use():
+            name = getattr(func, "__name__", repr(func))
+            raise self._refused(f"{name}()")
+        return None
+
+    def _refused(self, got: str) -> StateError:
+        return StateError(
+            expected(
+                f"tiled weight {self.parameter.fqn!r} to be used by Linear or Embedding",
+                got,
+                where=self.parameter.unit.setting.where,
+                hint="a larger Offload.tile keeps this weight whole while it is used",
+            )
+        )
+
+    def _linear(self, x: Tensor, weight: object, bias: Tensor | None = None) -> Tensor:
+        y: Tensor = _Linear.apply(x, self._anchor(), self)  # type: ignore[no-untyped-call]
+        return y if bias is None else y + bias
+
+    def _embedding(
+        self, tokens: Tensor, weight: object, padding_idx: int | None = None,
+        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if max_norm is not None or scale_grad_by_freq or sparse:
+            raise self._refused("an Embedding with max_norm, scale_grad_by_freq or sparse")
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += self.num_rows
+        return _Embedding.apply(tokens, self._anchor(), self, padding_idx)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _anchor(self) -> Tensor:
+        """What makes autograd come by where the weight trains, whatever the input does."""
+        with torch._C.DisableTorchFunctionSubclass():
+            wants = self.parameter.face.requires_grad and torch.is_grad_enabled()
+        return torch.empty(0, requires_grad=wants)
+
+    def opened(self) -> _Use:
+        """A forward has used the weight, and backward will come by."""
+        use = _Use()
+        self._open.add(use)
+        return use
+
+    # tiles
+
+    def whole_tiles(self) -> Iterator[tuple[Tile, Tensor]]:
+        """Each tile with its rows [num_rows, C], in the order of ranks; the next is on its way."""
+        following = self._start(0)
+        for number, tile in enumerate(self.tiles):
+            ticket = following
+            room = self._rooms[number % 2]
+            following = self._start(number + 1) if number + 1 < len(self.tiles) else DONE
+            ticket.wait()
+            numel = tile.num_rows * self.num_columns
+            self.parameter.unit.gather.check_tags(room.tensor[numel : numel + len(tile.rows)])
+            yield tile, room.tensor[:numel].view(tile.num_rows, self.num_columns)
+            room.release()
+
+    def _start(self, number: int) -> Ticket:
+        """Begin to gather a tile into its room."""
+        tile, room, unit = self.tiles[number], self._rooms[number % 2], self.parameter.unit
+        rank, world_size = unit.setting.rank, unit.setting.world_size
+        room.reallocate()
+        numel = tile.num_rows * self.num_columns
+        before = sum(stop - start for start, stop in tile.rows[:rank]) * self.num_columns
+        own = room.tensor[before : before + tile.own[1] - tile.own[0]]
+        tags = room.tensor[numel : numel + world_size]
+        unit.gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags, rank)
+        if world_size == 1:
+            return DONE
+        where = f"gather of a tile of {self.parameter.fqn!r} on rank {rank}"
+        return unit.setting.transport.gather(room.tensor[: numel + world_size], tile.gather, where)
+
+    def _copy_near(self, span: tuple[int, int], into: Tensor) -> None:
+        """Own elements [start, stop) of the weight at rest, in the compute dtype."""
+        unit, slot = self.parameter.unit, self.parameter.slot
+        offset = slot.shard_offsets[unit.setting.rest_rank]
+        start, stop = offset + span[0], offset + span[1]
+        weight = unit.weight
+        if weight.far is None:
+            into.copy_(weight.tensor[start:stop])
+            return
+        first = start // GRAIN_NUMEL * GRAIN_NUMEL
+        last = min(round_up(stop, GRAIN_NUMEL), len(weight.tensor))
+        dtype = weight.tensor.dtype
+        with unit.setting.tiers.slots.lend((last - first) * dtype.itemsize) as room:
+            near = room.tensor(last - first, dtype)
+            observer = unit.setting.ledger.observer
+            with watched(observer, Stream.TIER, "fetch", unit.name, near.nbytes):
+                weight.far.fetch(first, near)
+            into.copy_(near[start - first : stop - first])
+
+    # gradients
+
+    def reducer(self) -> _TileReducer:
+        """Takes this rank's gradient tile by tile; a use in backward."""
+        return _TileReducer(self)
+
+    def closed(self, use: _Use) -> None:
+        """Backward is through with a use; with the last of them the gradient is complete."""
+        self._open.discard(use)
+        if not self._open and self.on_reduced is not None:
+            self.on_reduced(self.parameter.unit.gradient)
+
+
+class _TileReducer:
+    """Averages one use's gradient over the ranks, tile by tile, one of them under way."""
+
+    def __init__(self, tiled: TiledWeight) -> None:
+        self._parameter = tiled.parameter
+        gradient = self._parameter.unit.gradient
+        gradient.unit.await_step()  # it may still read what is written now
+        gradient.check_there(self._parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient.drop_cleared()
+            (self._fresh,) = gradient.prepare_reduced([self._parameter])
+        self._rows = gradient.rest_rows(self._parameter)
+        self._ticket = DONE
+
+    def reduce(self, tile: Tile, partial: Tensor) -> None:
+        """`partial` [num_rows, C]: this rank's gradient of a tile."""
+        setting = self._parameter.unit.setting
+        own = self._rows[slice(*tile.own)]
+        flat = partial.reshape(-1)
+        self._ticket.wait()
+        if setting.world_size == 1:
+            own.copy_(flat) if self._fresh else own.add_(flat)
+            return
+        where = f"reduce_scatter of a tile of {self._parameter.fqn!r} on {setting.where}"
+        ticket = setting.transport.reduce_scatter([flat], tile.reduce, [own], [self._fresh], where)
+        self._ticket = ticket
+
+    def finish(self) -> None:
+        """Wait for the last tile, and show the mean."""
+        self._ticket.wait()
+        self._parameter.unit.gradient.show_all([self._parameter])
+
+
+def _tiles(parameter: UnitParameter, tile_nbytes: int) -> list[Tile]:
+    """Tiles of about `tile_nbytes` in the compute dtype, each with rows of every rank."""
+    unit, slot = parameter.unit, parameter.slot
+    setting, columns = unit.setting, prod(slot.shape[1:])
+    ranks, itemsize = range(setting.world_size), unit.compute_dtype.itemsize
+    height = max(1, tile_nbytes // (columns * itemsize * setting.world_size))
+    bounds = [slot.rows(rank) for rank in ranks]
+    tiles: list[Tile] = []
+    for first in range(0, max(stop - start for start, stop in bounds), height):
+        rows = tuple(
+            (min(start + first, stop), min(start + first + height, stop)) for start, stop in bounds
+        )
+        own_start = bounds[setting.rank][0]
+        own = tuple((row - own_start) * columns for row in rows[setting.rank])
+        ends = [0]
+        for start, stop in rows:
+            ends.append(ends[-1] + (stop - start) * columns)
+        pieces = tuple(pairwise(ends))
+        region = Slot(slot.fqn, (ends[-1],), 0, pieces, ())
+        group, tags = setting.transport.group, tags_of(setting.world_size)
+        tiles.append(
+            Tile(
+                rows, (own[0], own[1]),
+                Cut([region, tags], [0, ends[-1]], group, itemsize, unit.name),
+                Cut([region], None, group, itemsize, unit.name),
+            )
+        )  # fmt: skip
+    return tiles
+
+
+def _columns(flat: Tensor, tile: Tile) -> Tensor:
+    """[T, num_rows]: the tile's columns of a gradient of outputs [T, R]."""
+    return torch.cat([flat[:, start:stop] for start, stop in tile.rows], dim=1)
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., C] times the transpose of a tiled weight [R, C]: [..., R]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, tiled: TiledWeight) -> Tensor:
+        ctx.tiled = tiled
+        ctx.use = tiled.opened() if anchor.requires_grad or x.requires_grad else None
+        ctx.save_for_backward(x)
+        flat = x.reshape(-1, tiled.num_columns)
+        y = x.new_empty(len(flat), tiled.num_rows, dtype=tiled.dtype)
+        for tile, weight in tiled.whole_tiles():
+            first = 0
+            for start, stop in tile.rows:
+                y[:, start:stop] = flat @ weight[first : first + stop - start].t()
+                first += stop - start
+        return y.view(*x.shape[:-1], tiled.num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (x,), tiled = ctx.saved_tensors, ctx.tiled
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        flat, out = x.reshape(-1, tiled.num_columns), grad.reshape(-1, tiled.num_rows)
+        grad_x = torch.zeros_like(flat) if wants_x else None
+        reducer = tiled.reducer() if wants_weight else None
+        tiles = tiled.whole_tiles() if wants_x else ((tile, None) for tile in tiled.tiles)
+        for tile, weight in tiles:
+            columns = _columns(out, tile)
+            if grad_x is not None and weight is not None:
+                grad_x.addmm_(columns, weight)
+            if reducer is not None:
+                reducer.reduce(tile, columns.t() @ flat)
+        if reducer is not None:
+            reducer.finish()
+            tiled.closed(ctx.use)
+        return None if grad_x is None else grad_x.view(x.shape), None, None
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a tiled weight [R, C] for tokens [...]: [..., C]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, anchor: Tensor, tiled: TiledWeight, padding_idx: int | None
+    ) -> Tensor:
+        ctx.tiled, ctx.padding_idx = tiled, padding_idx
+        ctx.use = tiled.opened() if anchor.requires_grad else None
+        ctx.save_for_backward(tokens)
+        flat = tokens.reshape(-1)
+        with suppress(RuntimeError):  # of an empty batch
+            low, high = (int(bound) for bound in torch.aminmax(flat))
+            if low < 0 or high >= tiled.num_rows:
+                raise IndexError("index out of range in self")
+        y = torch.empty(len(flat), tiled.num_columns, dtype=tiled.dtype, device=flat.device)
+        for tile, weight in tiled.whole_tiles():
+            for places, rows in _found(flat, tile):
+                y[places] = weight[rows]
+        return y.view(*tokens.shape, tiled.num_columns)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (tokens,), tiled = ctx.saved_tensors, ctx.tiled
+        if ctx.needs_input_grad[1]:
+            flat, out = tokens.reshape(-1), grad.reshape(-1, tiled.num_columns)
+            if ctx.padding_idx is not None:
+                out = out.masked_fill((flat == ctx.padding_idx).unsqueeze(1), 0)
+            reducer = tiled.reducer()
+            for tile in tiled.tiles:
+                partial = out.new_zeros(tile.num_rows, tiled.num_columns)
+                for places, rows in _found(flat, tile):
+                    partial.index_add_(0, rows, out[places])
+                reducer.reduce(tile, partial)
+            reducer.finish()
+            tiled.closed(ctx.use)
+        return None, None, None, None
+
+
+def _found(tokens: Tensor, tile: Tile) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each rank's rows of a tile: places of the tokens [T] that mean them, and rows there."""
+    first = 0
+    for start, stop in tile.rows:
+        places = ((tokens >= start) & (tokens < stop)).nonzero().squeeze(1)
+        if len(places):
+            yield places, tokens[places] - start + first
+        first += stop - start
