@@ -34,7 +34,7 @@ from onefold.config import Offload, offload_of, placements_of, precision_of
 from onefold.engine.registry import engine_of
 from onefold.plan.memory import forecast
 from onefold.plan.setup import Setup
-from onefold.plan.storages import Live
+from onefold.plan.storages import Storages
 from onefold.plan.trace import default_loss, trace
 
 DOCS = Path(__file__).parent.parent / "docs" / "memory.md"
@@ -45,7 +45,7 @@ BY_TORCH = ("wire", "partial_grad", "activation")
 """Kinds whose bytes operations of torch make, and a watch of them sees."""
 
 
-class Measured(Live):
+class Measured(Storages):
     """Everything that is held, by torch and by the engine, at every operation."""
 
     def __init__(self, ledger: Any, kinds: tuple[str, ...]) -> None:

@@ -35,7 +35,7 @@ from onefold.plan.run import Run
 from onefold.plan.search import work_of
 from onefold.plan.simulate import simulate
 from onefold.plan.trace import tokens_of, trace
-from onefold.plan.work import Work
+from onefold.plan.work import ModelWork
 
 DOCS = Path(__file__).parent.parent / "docs" / "time.md"
 BEGIN, END = "<!-- steps: begin -->", "<!-- steps: end -->"
@@ -54,7 +54,7 @@ def predict(case: Case, calibration: Calibration) -> dict[int, float]:
     return {stage: simulate(work, _run(case, stage), machine).seconds for stage in STAGES}
 
 
-def _work(case: Case) -> Work:
+def _work(case: Case) -> ModelWork:
     return work_of(trace(case.build(), tokens_of(ROWS, SEQ)), ROWS * SEQ)
 
 

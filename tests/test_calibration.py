@@ -17,7 +17,7 @@ from onefold.plan.calibration import (
     Collective,
     MicroBatch,
     Speeds,
-    Transfer,
+    TransferRate,
     Whole,
 )
 from onefold.plan.planning import Cluster, plan
@@ -25,7 +25,7 @@ from onefold.plan.run import Run
 from onefold.plan.simulate import simulate, slowest_of
 from onefold.plan.trace import tokens_of, trace
 from onefold.plan.whole_steps import told, with_whole_steps
-from onefold.plan.work import UnitWork, Work
+from onefold.plan.work import ModelWork, UnitWork
 from tests.commands import onefold
 
 MIB = 2**20
@@ -34,13 +34,13 @@ MICRO = MicroBatch(
     nbytes=1e9, memory_seconds=0.1, num_kernels=1000, host_seconds=0.1,
 )  # fmt: skip
 ALONE = Speeds(1, 2, 2, "fp32", MICRO, step_nbytes=28e6, step_seconds=2.8e-3, spread=0.0)
-GATHER = Collective(Transfer(2e6, 3e-3, 2e-3), Transfer(10e6, 7e-3, 5e-3))
-REDUCE = Collective(Transfer(2e6, 4e-3, 2e-3), Transfer(10e6, 12e-3, 9e-3))
+GATHER = Collective(TransferRate(2e6, 3e-3, 2e-3), TransferRate(10e6, 7e-3, 5e-3))
+REDUCE = Collective(TransferRate(2e6, 4e-3, 2e-3), TransferRate(10e6, 12e-3, 9e-3))
 TOGETHER = replace(ALONE, ranks=2, threads=1, gather=GATHER, reduce=REDUCE)
 MADE = Calibration("made", 7_000, 512, (ALONE, TOGETHER), disk_rate=1e9)
 
 UNIT = UnitWork("unit", 2_000_000, 1e9, 1e7, 2e9, 2e7, 30, 1e8, 2e8)
-WORK = Work((UNIT, UNIT), 512)
+WORK = ModelWork((UNIT, UNIT), 512)
 """Two units: in forward and backward 3 GFLOP, 30 MB, 30 kernels and 0.3 GFLOP of attention each."""
 
 
@@ -77,7 +77,7 @@ def test_random_numbers_take_time_of_their_own_and_are_drawn_again_by_a_recomput
     drawing = replace(UNIT, forward_drawn=3e6, backward_drawn=1e6)
     machine = replace(ALONE, draw_rate=2e8).machine(1, 1e9)
     without, once, again = (
-        simulate(Work((unit,), 512), fp32(0, 1, recompute=share), machine)
+        simulate(ModelWork((unit,), 512), fp32(0, 1, recompute=share), machine)
         for unit, share in ((UNIT, 0.0), (drawing, 0.0), (drawing, 1.0))
     )
     assert once.memory == pytest.approx(without.memory + 4e6 / 2e8)

@@ -27,7 +27,7 @@ from onefold.cli.main import main
 from onefold.errors import ConfigError
 from onefold.mesh.world import World
 from onefold.tools import bandwidth, bandwidth_link
-from onefold.tools.bandwidth import ADAM_NBYTES, Ask, Entry, Rate, in_rounds
+from onefold.tools.bandwidth import ADAM_NBYTES, Ask, BandwidthRow, Rate, in_rounds
 from onefold.tools.bandwidth_disk import STATE_NBYTES
 from onefold.tools.bandwidth_link import measure_wire
 from onefold.wire.collectives import Group
@@ -252,7 +252,9 @@ def test_ranks_that_fail_end_the_command_with_their_code(capsys, monkeypatch):
 def test_rounds_run_in_turn_after_a_warm_up_and_as_often_as_the_seconds_allow():
     order: list[str] = []
     entries = [
-        Entry(name, name, "", 8, lambda name=name: order.append(name), "" if name == "a" else "a")
+        BandwidthRow(
+            name, name, "", 8, lambda name=name: order.append(name), "" if name == "a" else "a"
+        )
         for name in "ab"
     ]
     asked: list[list[int]] = []

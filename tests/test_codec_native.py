@@ -15,7 +15,7 @@ from onefold.native import compiling
 from onefold.native.library import opened
 from onefold.wire import quantised
 from onefold.wire.codec import codec_of, encode_with_feedback
-from onefold.wire.native import Kernel, kernels
+from onefold.wire.native import CodecKernel, kernels
 
 WORDS = ["int8", "int4", "int8+h", "int4+h"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -23,7 +23,7 @@ ODD = [0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3.4e38, -3.4e38, math.inf, -math.inf, 
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[CodecKernel]:
     """Every loop of the source that lies here that this CPU runs, the fastest first."""
     if which("cc") is None:
         pytest.skip("needs a C compiler")
@@ -57,7 +57,7 @@ def bits(tensor: Tensor) -> Tensor:
     return narrow.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
 
 
-def with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel | None) -> None:
+def with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: CodecKernel | None) -> None:
     monkeypatch.setattr(quantised, "kernel", lambda: kernel)
 
 

@@ -17,7 +17,7 @@ import onefold
 from onefold import Offload
 from onefold.engine import adam_kernel as native
 from onefold.engine import blocked_adam as adam
-from onefold.engine.adam_kernel import Flats, Kernel, kernels
+from onefold.engine.adam_kernel import AdamKernel, Flats, kernels
 from onefold.native import compiling
 from onefold.native.library import opened
 from tests.models import Model, next_token_loss, token_batches
@@ -37,7 +37,7 @@ ODD = [0.0, -0.0, 1e-40, -1e-45, 3e38, math.inf, -math.inf, math.nan]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[AdamKernel]:
     """Every loop of the source that lies here that this CPU runs, the fastest first."""
     if which("cc") is None:
         pytest.skip("needs a C compiler")
@@ -263,7 +263,7 @@ def test_each_unit_and_group_is_one_call(compiled, monkeypatch):
     calls: list[int] = []
 
     class Counting:
-        takes = staticmethod(Kernel.takes)
+        takes = staticmethod(AdamKernel.takes)
 
         def step(self, flat: Flats, options: Any, steps: float) -> None:
             calls.append(len(flat.param))

@@ -27,10 +27,10 @@ from onefold.plan.auto import ACTIVATIONS_SHARE
 from onefold.plan.estimate import estimated
 from onefold.plan.memory import Forecast, forecast
 from onefold.plan.planning import Cluster, plan
-from onefold.plan.search import Room, Search, extrapolated, nearest
+from onefold.plan.search import Capacity, Search, extrapolated, nearest
 from onefold.plan.setup import Setup, unit_bytes
 from onefold.plan.sizes import parse_nbytes, told
-from onefold.plan.storages import Live, Untraceable
+from onefold.plan.storages import Storages, Untraceable
 from onefold.plan.trace import Trace, What, default_loss, tokens_of, trace, without_values
 from tests.models import Model
 from tests.ranks import run_processes, run_ranks, seeded
@@ -253,7 +253,7 @@ def test_a_trace_counts_what_real_tensors_take(name, precision):
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with Live() as live:
+    with Storages() as live:
         for tensor in (*module.parameters(), *module.buffers()):
             live.ignore(tensor)
         loss_of(module(*inputs_of(name))).backward()
@@ -294,7 +294,7 @@ def test_an_operation_gives_the_same_on_meta_however_often_it_is_asked():
                  t.untyped_storage()._cdata in own) for t in outs]  # fmt: skip
 
     wanted = {name: told_of("cpu", name) for name in OPERATIONS}
-    with Live() as live:
+    with Storages() as live:
         for name in [*OPERATIONS, *reversed(OPERATIONS), *OPERATIONS]:
             assert told_of("meta", name) == wanted[name], name
         assert live.now == 0
@@ -445,7 +445,7 @@ def traced_rows(rows: int) -> Trace:
 def test_auto_batch_fits_and_twice_as_much_does_not(memory, stage):
     one, two = traced_rows(1), traced_rows(2)
     setup = Setup(stage=3, world_size=4, device_type="cuda")
-    search = Search(one, two, setup, Room(memory * 2**20), None, SEQ)
+    search = Search(one, two, setup, Capacity(memory * 2**20), None, SEQ)
     row = search.largest(stage, "none")
     if row.rows > 1 or row.fits:
         assert row.fits

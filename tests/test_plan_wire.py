@@ -26,7 +26,7 @@ from onefold.plan.estimate import estimated
 from onefold.plan.machines import machine_of
 from onefold.plan.memory import Forecast, forecast
 from onefold.plan.planning import Cluster, plan
-from onefold.plan.search import Room, Search
+from onefold.plan.search import Capacity, Search
 from onefold.plan.setup import Setup
 from onefold.plan.show import wire_lines
 from onefold.plan.sizes import told
@@ -315,7 +315,7 @@ def test_as_many_rows_as_fit_are_looked_for_on_every_wire(memory):
     """A wire with a second shard may lose to one that has room for more rows, and may not."""
     one, two = (estimated(_PLANS, rows * 32, Precision()) for rows in (1, 2))
     setup = Setup(stage=3, world_size=4, ranks_per_host=2, device_type="cuda")
-    room = Room(memory * 2**17)
+    room = Capacity(memory * 2**17)
     search = Search(one, two, setup, room, machine_of("a100-40"), 32, candidates("auto", nodes=2))
     best = search.largest(3, "none")
     alone = [replace(search, wires=(each,)).largest(3, "none") for each in search.wires]

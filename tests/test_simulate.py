@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from onefold.errors import ConfigError
 from onefold.plan.goodput import goodput, young_interval
-from onefold.plan.links import Group, gather_cost, replica_group
+from onefold.plan.links import LinkGroup, gather_cost, replica_group
 from onefold.plan.machines import MACHINES, Efficiency, Link, Machine, machine_of
 from onefold.plan.run import Run
 from onefold.plan.simulate import scaling_curve, simulate, slowest_of
 from onefold.plan.work import (
+    ModelWork,
     TransformerShape,
     UnitWork,
-    Work,
     block_activation_nbytes,
     transformer_work,
 )
@@ -44,7 +44,9 @@ FAST_COMPUTE = replace(MACHINE, flops={"bf16": 1e24}, memory_rate=1e24)
 
 def work_of(units=UNITS, numel=NUMEL, flops=1e9):
     unit = UnitWork("", numel, flops, 0.0, 2 * flops, 0.0)
-    return Work(tuple(replace(unit, name=f"unit {index}") for index in range(units)), tokens=1024)
+    return ModelWork(
+        tuple(replace(unit, name=f"unit {index}") for index in range(units)), tokens=1024
+    )
 
 
 RUNS = st.builds(
@@ -79,7 +81,7 @@ def test_a_step_that_links_bound_takes_bytes_over_bandwidth(stage, passes):
 def test_between_nodes_the_network_cards_of_a_node_carry_its_share():
     """k nodes of 8: (k-1)/k of the bytes enter each node over 8 cards."""
     machine = replace(MACHINE, inside=Link(1e12, 0.0))
-    cost = gather_cost(8 * MIB, Group(32, 8), machine)
+    cost = gather_cost(8 * MIB, LinkGroup(32, 8), machine)
     assert cost.seconds == pytest.approx(8 * MIB * 3 / 4 / 8 / 10e9)
     assert cost.nbytes == pytest.approx(8 * MIB * 31 / 32)
     assert set(cost.links) == {"inside", "outside"}
@@ -87,9 +89,9 @@ def test_between_nodes_the_network_cards_of_a_node_carry_its_share():
 
 def test_a_ring_pays_one_hop_for_each_rank_and_more_between_nodes():
     machine = replace(MACHINE, inside=Link(1e18, 1.0), outside=Link(1e18, 100.0))
-    assert gather_cost(1.0, Group(8, 8), machine).seconds == pytest.approx(7)
-    assert gather_cost(1.0, Group(32, 8), machine).seconds == pytest.approx(27 + 4 * 100)
-    assert gather_cost(1.0, Group(4, 1), machine).seconds == pytest.approx(3 * 100)
+    assert gather_cost(1.0, LinkGroup(8, 8), machine).seconds == pytest.approx(7)
+    assert gather_cost(1.0, LinkGroup(32, 8), machine).seconds == pytest.approx(27 + 4 * 100)
+    assert gather_cost(1.0, LinkGroup(4, 1), machine).seconds == pytest.approx(3 * 100)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -133,7 +135,7 @@ def test_a_hybrid_gathers_inside_the_node_and_reduces_its_shards_outside_once_a_
     inside = step.sent_nbytes("gather") + step.sent_nbytes("reduce")
     assert inside == pytest.approx(3 * 4 * model * 7 / 8)
     assert step.sent_nbytes("replica") == pytest.approx(2 * model / 8 * 7 / 8)
-    assert gather_cost(1.0, Group(8, 8), MACHINE).links == ("inside",)
+    assert gather_cost(1.0, LinkGroup(8, 8), MACHINE).links == ("inside",)
     assert gather_cost(1.0, replica_group(64, 8, 8), MACHINE).links == ("outside",)
 
 
@@ -350,11 +352,11 @@ def test_a_run_that_cannot_be_is_an_error_with_a_hint(wrong):
 
 def test_a_unit_takes_as_long_as_the_host_needs_to_launch_its_kernels():
     unit = UnitWork("small", 0, 1.0, 1.0, 2.0, 2.0, num_kernels=300)
-    step = simulate(Work((unit,), 1), Run(3, 1), replace(MACHINE, kernel_seconds=1e-5))
+    step = simulate(ModelWork((unit,), 1), Run(3, 1), replace(MACHINE, kernel_seconds=1e-5))
     assert step.seconds == pytest.approx(300e-5)
     assert step.bound == "memory"
     step = simulate(
-        Work((unit,), 1), Run(3, 1, recompute=1.0), replace(MACHINE, kernel_seconds=1e-5)
+        ModelWork((unit,), 1), Run(3, 1, recompute=1.0), replace(MACHINE, kernel_seconds=1e-5)
     )
     assert step.seconds == pytest.approx(400e-5)
 

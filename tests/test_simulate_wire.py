@@ -16,7 +16,7 @@ from onefold.config import Precision
 from onefold.layout.units import plan_units
 from onefold.plan.coding import CPU_RATES, GPU_NBYTES, seconds_of
 from onefold.plan.estimate import estimated
-from onefold.plan.links import Group, gather_cost, reduce_cost
+from onefold.plan.links import LinkGroup, gather_cost, reduce_cost
 from onefold.plan.machines import Link
 from onefold.plan.memory import forecast
 from onefold.plan.run import Element, Run, Travel
@@ -166,14 +166,14 @@ def test_fewer_bytes_win_on_slow_links_and_coding_costs_on_fast_ones():
 
 def test_pieces_that_go_straight_to_every_rank_cross_once_for_each_of_them():
     """A sum on one axis crosses p times as often as in a ring, or in two hops (docs/wire.md)."""
-    group = Group(32, 8)
+    group = LinkGroup(32, 8)
     machine = replace(MACHINE, inside=Link(1e18, 0.0))
     ring, straight = (
         reduce_cost(1e9, group, machine, is_straight=each).seconds for each in (False, True)
     )
     assert straight == pytest.approx(1e9 * 3 / 4 / 10e9)
     assert straight / ring == pytest.approx(8)
-    inside = Group(8, 8)
+    inside = LinkGroup(8, 8)
     assert gather_cost(1e9, inside, MACHINE) == gather_cost(1e9, inside, MACHINE, is_straight=True)
 
 

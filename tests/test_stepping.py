@@ -23,7 +23,7 @@ from onefold.models.loader import build_model
 from onefold.plan.memory import forecast
 from onefold.plan.setup import Setup
 from onefold.plan.trace import tokens_of, trace
-from onefold.tier.step_device import NUM_STREAMS, DevicePlace
+from onefold.tier.step_device import NUM_STREAMS, DeviceStep
 from onefold.wire.collectives import Group
 from tests.ranks import run_ranks
 from tests.test_offload import batches, build, same_as_on_device, small_blocks, train
@@ -132,7 +132,7 @@ def test_rates_are_measured_in_a_moment(monkeypatch):
 
 def test_a_device_without_room_for_slots_says_what_was_wanted_and_what_helps():
     with pytest.raises(TierError, match=r"bytes on cpu for states .*\n.*step=\"cpu\"") as caught:
-        DevicePlace(CPU, Ledger()).reserve(1 << 60)
+        DeviceStep(CPU, Ledger()).reserve(1 << 60)
     assert f"{1 << 60:,}" in str(caught.value)
 
 

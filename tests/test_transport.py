@@ -13,7 +13,7 @@ from onefold.ledger import Kind, Ledger
 from onefold.wire.codec import codec_of
 from onefold.wire.coded import Coded
 from onefold.wire.collectives import Group
-from onefold.wire.cut import SHARE_NBYTES, Cut
+from onefold.wire.cut import SHARE_NBYTES, MessageLayout
 from onefold.wire.exchange import PACK_NBYTES, Exchange
 from onefold.wire.transport import Composed
 from tests.ranks import run_processes, run_ranks
@@ -30,7 +30,7 @@ shape_lists = st.lists(
 def gather(rank, world_size, shapes, native):
     layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], world_size)
     group = Group.of(dist.group.WORLD)
-    cut = Cut(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
+    cut = MessageLayout(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
     truth = torch.arange(layout.full_numel).float()
     full = torch.full_like(truth, -1.0)
     for slot in layout.slots:
@@ -51,7 +51,7 @@ def reduce(rank, world_size, shapes, dtype, fresh):
     ]
     out = [torch.full((slot.piece_numel(rank),), 0.5) for slot in layout.slots]
     group = Group.of(dist.group.WORLD)
-    cut = Cut(layout.slots, None, group, dtype.itemsize)
+    cut = MessageLayout(layout.slots, None, group, dtype.itemsize)
     transport = Composed(Exchange(group, Ledger()))
     transport.reduce_scatter(all_ranks[rank], cut, out, [fresh] * len(out), "reduce").wait()
     for index, slot in enumerate(layout.slots):
@@ -82,7 +82,7 @@ def counted(rank, world_size, shapes):
     """Collectives of one gather, and what its packed message held meanwhile."""
     layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], world_size)
     group, ledger = Group.of(dist.group.WORLD), Ledger()
-    cut = Cut(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
+    cut = MessageLayout(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
     transport, full = Composed(Exchange(group, ledger)), torch.empty(layout.full_numel)
     for _ in range(2):
         ticket = transport.gather(full, cut, "gather")
@@ -130,7 +130,7 @@ def coded(rank, world_size):
     transport = Coded(Composed(Exchange(group, ledger)), codec_of("int8"))
     partials = [torch.full((slot.numel,), float(rank)) for slot in layout.slots]
     out = [torch.empty(slot.piece_numel(rank)) for slot in layout.slots]
-    cut = Cut(layout.slots, None, group, 4)
+    cut = MessageLayout(layout.slots, None, group, 4)
     transport.reduce_scatter(partials, cut, out, [True, True], "reduce").wait()
     parcels = [
         round_up(codec_of("int8").nbytes(matrix), 16) + round_up(4 * vector, 16)

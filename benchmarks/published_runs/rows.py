@@ -9,7 +9,7 @@ from pathlib import Path
 from onefold.plan.machines import Efficiency, machine_of
 from onefold.plan.run import Run
 from onefold.plan.simulate import StepTime, simulate
-from onefold.plan.work import TransformerShape, Work, transformer_work
+from onefold.plan.work import ModelWork, TransformerShape, transformer_work
 
 HERE = Path(__file__).parent
 MPT_VOCAB, MEGATRON_VOCAB = 50368, 51200
@@ -61,7 +61,7 @@ class Row:
         return LLAMA_8B
 
     @property
-    def work(self) -> Work:
+    def work(self) -> ModelWork:
         """What one rank does in one micro-batch."""
         return transformer_work(
             self.shape,

@@ -8,14 +8,14 @@ from statistics import mean
 
 from onefold.plan.drawing import drawn
 from onefold.plan.goodput import HOUR, LLAMA3_DEVICE_MTBF, goodput, young_interval
-from onefold.plan.links import Group, all_reduce_cost
+from onefold.plan.links import LinkGroup, all_reduce_cost
 from onefold.plan.machines import FITS, MACHINES, Efficiency, Link, machine_of
 from onefold.plan.run import Run
 from onefold.plan.simulate import scaling_curve, simulate, slowest_of
 from onefold.plan.work import (
+    ModelWork,
     TransformerShape,
     UnitWork,
-    Work,
     block_activation_nbytes,
     transformer_work,
 )
@@ -167,7 +167,7 @@ def links() -> list[str]:
     lines = []
     for name, ranks, measured in MEASURED_LINKS:
         for nbytes, found in measured:
-            cost = all_reduce_cost(nbytes, Group(ranks, 8), machine_of(name))
+            cost = all_reduce_cost(nbytes, LinkGroup(ranks, 8), machine_of(name))
             told = cost.nbytes / cost.seconds / 1e9
             lines.append((name, str(ranks), f"{nbytes // MIB}", f"{found}", f"{told:.1f}"))
     return table(("machine", "ranks", "MiB", "measured GB/s", "simulated GB/s"), lines)
@@ -289,7 +289,7 @@ def every_row(told: Sequence[Told]) -> list[str]:
 def drawing() -> list[str]:
     """One step of four equal units at stage 3, at half the speed of the links that would do."""
     unit = UnitWork("", 10_000_000, 2e11, 0.0, 4e11, 0.0)
-    work = Work(tuple(replace(unit, name=str(index)) for index in range(4)), tokens=1)
+    work = ModelWork(tuple(replace(unit, name=str(index)) for index in range(4)), tokens=1)
     machine = replace(
         machine_of("h100-80"), flops={"bf16": 1e15}, inside=Link(20e9, 0.0),
         efficiency=Efficiency(1.0, 1.0),

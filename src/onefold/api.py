@@ -42,7 +42,7 @@ from onefold.plan.auto import Expectation, lowest_stage
 from onefold.record.report import Report, copied, snapshot, unit_lines
 from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory
-from onefold.unit.context import Setting, Tiers
+from onefold.unit.context import Context, Tiers
 from onefold.unit.init import (
     PROMISED,
     Initialisers,
@@ -305,14 +305,14 @@ def _wire_at(job: _Job, stage: int, *, is_named: bool) -> Wire:
     return wire
 
 
-def _setting(job: _Job, store: DeviceStore, ledger: Ledger, tiers: Tiers) -> Setting:
+def _setting(job: _Job, store: DeviceStore, ledger: Ledger, tiers: Tiers) -> Context:
     is_sharded = job.placements.optimizer is Placement.SHARD
     shards, device = job.shards, store.device
     mesh = job.ranks.mesh if shards is job.ranks.everyone else None
     if mesh is None and shards.handle is not None and is_sharded:
         mesh = DeviceMesh.from_group(shards.handle, device.type)
     links = Links(device, ledger, job.precision.reduce)
-    return Setting(
+    return Context(
         routes=routes_of(job.wire, job.ranks, job.placements, links),
         store=store,
         ledger=ledger,

@@ -12,7 +12,7 @@ from typing import Protocol
 from onefold.errors import OnefoldError, WireError
 
 
-class Work(Protocol):
+class Waitable(Protocol):
     """What a ticket can wait for: `torch.distributed.Work` fits."""
 
     def wait(self) -> object: ...
@@ -30,11 +30,11 @@ class Ticket:
 
     def __init__(
         self,
-        works: Sequence[Work] = (),
+        works: Sequence[Waitable] = (),
         finish: Callable[[], None] | None = None,
         label: str = "",
     ) -> None:
-        self._works: Sequence[Work] = works
+        self._works: Sequence[Waitable] = works
         self._finish = finish
         self._label = label
 
@@ -50,7 +50,7 @@ class Ticket:
         return Ticket(self._works, both, self._label)
 
     @property
-    def works(self) -> Sequence[Work]:
+    def works(self) -> Sequence[Waitable]:
         """What is still to be waited for."""
         return self._works
 

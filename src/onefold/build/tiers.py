@@ -31,13 +31,13 @@ from onefold.engine.rules import moments_after_first_step, rule_of
 from onefold.unit.context import Tiers
 from onefold.tier.device import DeviceStore
 from onefold.tier.disk import DiskStore, SwapFile
-from onefold.tier.host import HostStore
+from onefold.tier.cpu import HostStore
 from onefold.tier.scratch import DiskScratch, HostScratch, Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import Store, whole_pages
 from onefold.host import cores_of
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS, Workers
-from onefold.tier.step_device import NUM_STREAMS, DevicePlace, HostPlace, Workplace
+from onefold.tier.step_device import NUM_STREAMS, DeviceStep, HostStep, StepDevice
 from onefold.wire.collectives import Group
 from onefold.wire_config import Wire
 
@@ -275,9 +275,9 @@ def _build(
     num_near = max(1, len(cores) - 1)  # and whoever waits
     num_steppers = max(num_near, NUM_DISK_STEPPERS) if is_far else num_near
     slots = SlotPool.on_host(ledger)
-    workplace: Workplace = HostPlace(slots)
+    workplace: StepDevice = HostStep(slots)
     if offload.step == "device":
-        workplace, num_steppers = DevicePlace(store.device, ledger), NUM_STREAMS - 1
+        workplace, num_steppers = DeviceStep(store.device, ledger), NUM_STREAMS - 1
     return Tiers(
         weight=stores[offload.parameters],
         state=stores[offload.optimizer],

@@ -38,7 +38,7 @@ GRAD, PARTIAL = "grad", "partial"
 
 
 @dataclass(slots=True)
-class Subject:
+class SavedState:
     """What is saved or loaded: a sharded module and the optimizers of its parameters."""
 
     engine: Engine
@@ -46,10 +46,10 @@ class Subject:
     optimizers: list[Optimizer]
 
     @staticmethod
-    def of(engine: Engine, module: nn.Module, optimizer: object) -> Subject:
+    def of(engine: Engine, module: nn.Module, optimizer: object) -> SavedState:
         """Check that `optimizer` is one or several optimizers of this module's parameters."""
         given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        subject = Subject(engine, module, [])
+        subject = SavedState(engine, module, [])
         for each in given:
             if each is None:
                 continue
@@ -155,7 +155,7 @@ def settle(engine: Engine) -> None:
         unit.refresh_master()
 
 
-def collect(subject: Subject) -> dict[str, Any]:
+def collect(subject: SavedState) -> dict[str, Any]:
     """This rank's part of the shared state, as views; nested as `torch.distributed.checkpoint` has.
 
     Replicated tensors (stage 0, scalars, buffers) are there on every rank; torch's planner lets one
@@ -191,7 +191,7 @@ def collect(subject: Subject) -> dict[str, Any]:
     return found
 
 
-def _named(group: dict[str, Any], subject: Subject) -> dict[str, Any]:
+def _named(group: dict[str, Any], subject: SavedState) -> dict[str, Any]:
     names = [subject.parameter(tensor).fqn for tensor in group["params"]]
     return {**{key: plain(v) for key, v in group.items() if key != "params"}, "params": names}
 
@@ -270,7 +270,7 @@ def plain(value: object) -> Any:
     return plain(state_dict()) if callable(state_dict) else value
 
 
-def of_rank(subject: Subject, extra: object) -> dict[str, Any]:
+def of_rank(subject: SavedState, extra: object) -> dict[str, Any]:
     """What this rank alone has; buffers that differ between ranks come later.
 
     Raises `CheckpointError` for an `extra` that could not be read again without running code.

@@ -23,9 +23,9 @@ from onefold.checkpoint.directory import Draft, Found, find
 from onefold.checkpoint.pretrained import write_small_files
 from onefold.checkpoint.safetensors import (
     MAX_SHARD_NBYTES,
-    Entry,
     OffsetWriter,
     Output,
+    TensorEntry,
     plan_outputs,
 )
 from onefold.checkpoint.storage import bytes_of, chunk_of, data_offset, read_metadata
@@ -92,7 +92,7 @@ def export(
 class _Weight:
     """One output tensor, and the name in the checkpoint that it comes from."""
 
-    entry: Entry
+    entry: TensorEntry
     source: str
 
 
@@ -110,7 +110,7 @@ def _weights(metadata: Metadata, dtype: torch.dtype | None) -> Iterator[tuple[st
         wanted = dtype if dtype is not None and own.is_floating_point else own
         master = f"{MASTER}.{shown}"
         is_wider = master in names and wanted.itemsize > own.itemsize
-        entry = Entry(shown, tuple(saved.size), wanted)
+        entry = TensorEntry(shown, tuple(saved.size), wanted)
         yield shown, _Weight(entry, master if is_wider else name)
 
 
@@ -157,7 +157,7 @@ def _copy(
 
 def _copy_piece(
     reader: BlockReader, info: Any, saved: TensorStorageMetadata, chunk: ChunkStorageMetadata,
-    entry: Entry, writer: OffsetWriter,
+    entry: TensorEntry, writer: OffsetWriter,
 ) -> None:  # fmt: skip
     numel = prod(chunk.sizes)
     if numel == 0:

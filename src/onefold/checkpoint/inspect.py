@@ -17,7 +17,7 @@ from onefold.checkpoint.storage import read_metadata
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class InspectedRow:
     """One tensor."""
 
     name: str
@@ -34,7 +34,7 @@ class Inspection:
 
     found: Found
     metadata: Metadata
-    rows: list[Row]
+    rows: list[InspectedRow]
     other_names: list[str]  # of what is not a tensor
     files: dict[str, int]  # bytes
     is_verified: bool
@@ -66,7 +66,7 @@ def inspect(directory: Path, *, verify: bool) -> Inspection:
     )
 
 
-def _rows(metadata: Metadata) -> Iterator[tuple[str, Row]]:
+def _rows(metadata: Metadata) -> Iterator[tuple[str, InspectedRow]]:
     paths = metadata.planner_data or {}
     for name, saved in metadata.state_dict_metadata.items():
         if isinstance(saved, TensorStorageMetadata):
@@ -75,7 +75,9 @@ def _rows(metadata: Metadata) -> Iterator[tuple[str, Row]]:
             dtype = str(saved.properties.dtype).removeprefix("torch.")
             yield (
                 name,
-                Row(shown, kind, tuple(saved.size), dtype, numel * itemsize, len(saved.chunks)),
+                InspectedRow(
+                    shown, kind, tuple(saved.size), dtype, numel * itemsize, len(saved.chunks)
+                ),
             )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from onefold.checkpoint.blocks import Damaged
-from onefold.checkpoint.contents import RANK, Subject, restore_random_states, settle
+from onefold.checkpoint.contents import RANK, SavedState, restore_random_states, settle
 from onefold.checkpoint.directory import Found, find
 from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
@@ -50,11 +50,11 @@ def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object
     """
     engine = engine_of(module)
     finish_pending(module, engine)
-    subjects: list[Subject] = []
+    subjects: list[SavedState] = []
 
     def look() -> tuple[str, list[Found]]:
         path = Path(os.path.abspath(directory))
-        subjects.append(Subject.of(engine, module, optimizer))
+        subjects.append(SavedState.of(engine, module, optimizer))
         settle(engine)
         return str(path), find(path) if engine.group.rank == 0 else []
 
@@ -78,7 +78,7 @@ def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object
     raise AssertionError("there is at least one candidate, and the last returns or raises")
 
 
-def _load(subject: Subject, found: Found) -> Any:
+def _load(subject: SavedState, found: Found) -> Any:
     """Load one checkpoint; returns this rank's `extra`."""
     group = subject.engine.group
     plans: list[Targets] = []
@@ -102,13 +102,13 @@ def _load(subject: Subject, found: Found) -> Any:
     return of_rank["extra"]
 
 
-def _targets(subject: Subject, found: Found) -> Targets:
+def _targets(subject: SavedState, found: Found) -> Targets:
     metadata = read_metadata(found.path, found.manifest)
     return Targets(subject, found, metadata)
 
 
 def _read(
-    subject: Subject, found: Found, targets: Targets, wanted: dict[str, Any]
+    subject: SavedState, found: Found, targets: Targets, wanted: dict[str, Any]
 ) -> dict[str, Any]:
     """Read by name: tensors in place, objects as new values."""
     handle = subject.engine.group.handle

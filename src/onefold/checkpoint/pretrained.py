@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.checkpoint.contents import Subject, config_of, persistent_buffers, settle
+from onefold.checkpoint.contents import SavedState, config_of, persistent_buffers, settle
 from onefold.checkpoint.directory import Draft
 from onefold.checkpoint.safetensors import (
     INDEX,
     MAX_SHARD_NBYTES,
-    Entry,
     OffsetWriter,
     Output,
     PretrainedFiles,
+    TensorEntry,
     index_of,
     plan_outputs,
 )
@@ -62,7 +62,7 @@ def save_pretrained(
     paths = together(engine.group, look)
     check_same(paths, "directory", hint="every rank writes into the same files")
     draft = Draft(Path(paths[0]))
-    subject = Subject(engine, module, [])
+    subject = SavedState(engine, module, [])
     outputs = plan_outputs(_entries(subject), max_shard_nbytes)
 
     def begin() -> None:
@@ -81,18 +81,18 @@ def save_pretrained(
         raise
 
 
-def _entries(subject: Subject) -> list[Entry]:
+def _entries(subject: SavedState) -> list[TensorEntry]:
     """Every tensor once, in the module's order."""
     by_name = {p.fqn: p for p in subject.parameters()}
     found = [
-        Entry(name, by_name[name].slot.shape, by_name[name].unit.dtype)
+        TensorEntry(name, by_name[name].slot.shape, by_name[name].unit.dtype)
         for name, _ in subject.module.named_parameters()
     ]
     buffers = subject.buffers()
-    return found + [Entry(name, tuple(b.shape), b.dtype) for name, b in buffers.items()]
+    return found + [TensorEntry(name, tuple(b.shape), b.dtype) for name, b in buffers.items()]
 
 
-def _write_own(subject: Subject, folder: Path, outputs: list[Output]) -> None:
+def _write_own(subject: SavedState, folder: Path, outputs: list[Output]) -> None:
     """This rank's rows of every parameter; of what other ranks hold as well, its share."""
     writer = OffsetWriter(folder, outputs)
     group, setting = subject.engine.group, subject.engine.setting
@@ -156,13 +156,13 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
         found.append(Pretrained(module, Path(os.path.abspath(directory))))
 
     together(engine.group, look)
-    subject = Subject(engine, module, [])
+    subject = SavedState(engine, module, [])
     together(engine.group, lambda: _fill(subject, found[0]))
     return module
 
 
 @torch.no_grad()
-def _fill(subject: Subject, values: Pretrained) -> None:
+def _fill(subject: SavedState, values: Pretrained) -> None:
     for parameter in subject.parameters():
         rank = subject.engine.setting.rest_rank
         values.fill(parameter.fqn, parameter.slot.rows(rank), parameter.stepped)

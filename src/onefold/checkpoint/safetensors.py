@@ -34,7 +34,7 @@ MAX_SHARD_NBYTES = 5_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor that will be written."""
 
     name: str
@@ -56,7 +56,7 @@ class Output:
     nbytes: int
 
     @staticmethod
-    def of(name: str, entries: Iterable[Entry]) -> Output:
+    def of(name: str, entries: Iterable[TensorEntry]) -> Output:
         listed: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         starts: dict[str, int] = {}
@@ -81,7 +81,7 @@ class Output:
             file.truncate(self.nbytes)
 
 
-def _code(entry: Entry) -> str:
+def _code(entry: TensorEntry) -> str:
     if entry.dtype not in CODES:
         raise CheckpointError(
             expected(
@@ -93,9 +93,9 @@ def _code(entry: Entry) -> str:
     return CODES[entry.dtype]
 
 
-def plan_outputs(entries: Iterable[Entry], max_nbytes: int) -> list[Output]:
+def plan_outputs(entries: Iterable[TensorEntry], max_nbytes: int) -> list[Output]:
     """Deal tensors out to files in order, each as full as it may be."""
-    parts: list[list[Entry]] = [[]]
+    parts: list[list[TensorEntry]] = [[]]
     held = 0
     for entry in entries:
         if parts[-1] and held + entry.nbytes > max_nbytes:

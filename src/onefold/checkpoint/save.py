@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from onefold.checkpoint import contents
 from onefold.checkpoint import manifest as manifests
 from onefold.checkpoint.blocks import FileRecord
-from onefold.checkpoint.contents import MODEL, RANK, Subject
+from onefold.checkpoint.contents import MODEL, RANK, SavedState
 from onefold.checkpoint.directory import Draft, prune
 from onefold.checkpoint.manifest import Manifest
 from onefold.checkpoint.storage import WritePlanner, Writer
@@ -118,11 +118,11 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _WriteJob:
     """A save that every rank can do."""
 
     draft: Draft
-    subject: Subject
+    subject: SavedState
     state: dict[str, Any]
     manifest: Manifest
 
@@ -137,9 +137,9 @@ class _Told:
     save_id: str
 
 
-def _agree(engine: Engine, asked: _Asked) -> _Job:
+def _agree(engine: Engine, asked: _Asked) -> _WriteJob:
     """Look at what could go wrong; refuse on every rank before anything is written."""
-    jobs: list[_Job] = []
+    jobs: list[_WriteJob] = []
 
     def look() -> _Told:
         keep = asked.keep
@@ -147,7 +147,7 @@ def _agree(engine: Engine, asked: _Asked) -> _Job:
             hint = "keep=2 leaves this checkpoint and the one before it"
             raise CheckpointError(expected("keep to be None or at least 1", repr(keep), hint=hint))
         draft = Draft(Path(os.path.abspath(asked.directory)))
-        subject = Subject.of(engine, asked.module, asked.optimizer)
+        subject = SavedState.of(engine, asked.module, asked.optimizer)
         contents.settle(engine)
         if engine.group.rank == 0:
             draft.check()
@@ -161,7 +161,7 @@ def _agree(engine: Engine, asked: _Asked) -> _Job:
             world_size=engine.group.world_size, optimizers=subject.records(),
             config=contents.config_of(asked.module), **manifests.stamp(),
         )  # fmt: skip
-        jobs.append(_Job(draft, subject, state, manifest))
+        jobs.append(_WriteJob(draft, subject, state, manifest))
         choices = (str(draft.target), asked.wait, keep)
         return _Told(choices, contents.fingerprints(subject.buffers()), nbytes, manifest.save_id)
 
@@ -203,7 +203,7 @@ def _check_room(draft: Draft, nbytes: int) -> None:
         )
 
 
-def _write(engine: Engine, job: _Job, *, is_cached: bool) -> Writer:
+def _write(engine: Engine, job: _WriteJob, *, is_cached: bool) -> Writer:
     """Plan together, and write this rank's pieces, to the disk or to the system's page cache."""
     names = job.subject.aliases().items()
     aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in names}

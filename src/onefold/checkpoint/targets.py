@@ -17,7 +17,7 @@ from onefold.checkpoint.contents import (
     OPTIM,
     PARTIAL,
     RANK,
-    Subject,
+    SavedState,
     state_path,
 )
 from onefold.checkpoint.directory import Found
@@ -35,7 +35,7 @@ class Targets:
     Raises `CheckpointError` for a checkpoint of another module, with all that does not match.
     """
 
-    def __init__(self, subject: Subject, found: Found, metadata: Metadata) -> None:
+    def __init__(self, subject: SavedState, found: Found, metadata: Metadata) -> None:
         self.subject = subject
         self.manifest: Manifest | None = found.manifest
         self.metadata = metadata

@@ -29,9 +29,9 @@ def together(group: Group, act: Callable[[], T]) -> list[T]:
     said = f"{type(problem).__name__}: {problem}"
     if problem is None or isinstance(problem, OnefoldError):
         said = str(problem)
-    told = Verdict(mine, said if problem else None, isinstance(problem, Damaged))
+    told = RankVerdict(mine, said if problem else None, isinstance(problem, Damaged))
     found = [told] if group.world_size == 1 else group.all_gather_object(told)
-    verdicts = cast("list[Verdict]", found)
+    verdicts = cast("list[RankVerdict]", found)
     is_damaged = any(each.is_damaged for each in verdicts)
     for rank, each in enumerate(verdicts):
         if each.problem is not None:
@@ -50,7 +50,7 @@ def check_same(everyone: list[T], what: str, *, hint: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RankVerdict:
     """What one rank tells the others."""
 
     result: object

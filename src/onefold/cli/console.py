@@ -67,7 +67,7 @@ class Lines(Silent):
             print(f"{line}   {progress.seconds_left:4.0f} s left", file=self._stream, flush=True)
 
 
-class Live(Silent):
+class LiveDisplay(Silent):
     """A bar on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -101,9 +101,9 @@ class Live(Silent):
         self._bar.stop()
 
 
-def display(stream: TextIO) -> Lines | Live:
+def display(stream: TextIO) -> Lines | LiveDisplay:
     """A bar where somebody watches, lines where nobody does."""
-    return Live(stream) if stream.isatty() else Lines(stream)
+    return LiveDisplay(stream) if stream.isatty() else Lines(stream)
 
 
 def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> str:

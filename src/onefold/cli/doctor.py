@@ -17,7 +17,7 @@ from onefold.cli.failures import is_rank
 from onefold.cli.launch import end_with_launcher, launch
 
 if TYPE_CHECKING:
-    from onefold.tools.machine import Machine
+    from onefold.tools.machine import HostReport
 
 DESCRIPTION = """\
 Measure memory, disk and the link between two local ranks, and list versions, backends and limits
@@ -67,7 +67,9 @@ def _run_rank(*, is_json: bool) -> int:
     return 0
 
 
-def _print(machine: Machine, link: dict[str, Any] | None, stream: TextIO, *, is_json: bool) -> None:
+def _print(
+    machine: HostReport, link: dict[str, Any] | None, stream: TextIO, *, is_json: bool
+) -> None:
     if is_json:
         print(json.dumps({**asdict(machine), "link": link}), file=stream)
         return

@@ -212,7 +212,7 @@ class SavedView:
         return view.set_(near.untyped_storage(), offset, self._shape, self._stride)
 
 
-class Kept:
+class SavedEntry:
     """A tensor that stays where it is: its graph may hold it, but not its own node."""
 
     __slots__ = ("_tensor", "_version")
@@ -308,7 +308,7 @@ class SavedActivations:
         with torch._C.DisableTorchFunctionSubclass():
             stretch = self._stretch(tensor)
             if stretch is None:
-                return Kept(tensor)
+                return SavedEntry(tensor)
             start, stop = stretch
             key = (_address(tensor), start, stop, tensor._version)
             counter = tensor.detach()

@@ -50,7 +50,7 @@ class _Flats(ctypes.Structure):
     ]
 
 
-class Kernel:
+class AdamKernel:
     """One of the library's loops: AdamW and Adam in one pass, the same bits however it is cut."""
 
     def __init__(self, library: ctypes.CDLL, index: int, name: str) -> None:
@@ -104,14 +104,14 @@ def _numbers(options: Mapping[str, Any], steps: float) -> _Step:
     )
 
 
-def kernels(found: ctypes.CDLL | None) -> list[Kernel]:
+def kernels(found: ctypes.CDLL | None) -> list[AdamKernel]:
     """Those of a library that this CPU runs, the fastest first."""
     if found is None:
         return []
-    return [Kernel(found, index, name) for index, name in enumerate(names(found, "adam"))]
+    return [AdamKernel(found, index, name) for index, name in enumerate(names(found, "adam"))]
 
 
 @cache
-def kernel() -> Kernel | None:
+def kernel() -> AdamKernel | None:
     """The one to use, if there is one."""
     return next(iter(kernels(library())), None)

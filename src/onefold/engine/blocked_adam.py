@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from onefold.engine.adam_kernel import Flats, Kernel, kernel
+from onefold.engine.adam_kernel import AdamKernel, Flats, kernel
 
 CPU_BLOCK_NUMEL = 512 * 1024
 """Measured best of 64 Ki to 1 Mi: a block stays in the cache, and the calls for it do not show."""
@@ -46,7 +46,7 @@ class BlockedAdam:
     def __init__(self, group: dict[str, Any], *, is_decoupled: bool) -> None:
         beta1, beta2 = group["betas"]
         self._scratch = threading.local()  # several workers may step blocks
-        self._kernel: Kernel | None = kernel()
+        self._kernel: AdamKernel | None = kernel()
         self._is_decoupled = is_decoupled
         self._update = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
         self._options = {
@@ -80,7 +80,7 @@ class BlockedAdam:
         is_narrow = weight is not stepped and grad.dtype == weight.dtype
         return is_narrow or self._native(stepped, grad, weight) is not None
 
-    def _native(self, stepped: Tensor, grad: Tensor, weight: Tensor) -> Kernel | None:
+    def _native(self, stepped: Tensor, grad: Tensor, weight: Tensor) -> AdamKernel | None:
         found = self._kernel
         return found if found is not None and found.takes(stepped, grad, weight) else None
 

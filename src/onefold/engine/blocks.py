@@ -24,7 +24,7 @@ from onefold.engine.rules import Rule
 from onefold.errors import TierError, expected
 from onefold.observer import Observer, Stream, watched
 from onefold.tier.slots import Room
-from onefold.tier.step_device import Workplace
+from onefold.tier.step_device import StepDevice
 from onefold.tier.store import whole_pages
 from onefold.tier.workers import Task, one_thread
 from onefold.unit.buffer import Buffer
@@ -78,7 +78,7 @@ class UnitStep:
             stop = min(start + BLOCK_NUMEL, numel)
             inside = [s for s in ordered if s.start < stop and start < s.stop]
             if inside:
-                block = _Block(self, unit, start, stop, inside)
+                block = _StepBlock(self, unit, start, stop, inside)
                 self._tasks.append(unit.setting.tiers.steppers.give(block.run))
 
     def is_completed(self) -> bool:
@@ -110,7 +110,7 @@ class UnitStep:
             self._ready.synchronize()
 
 
-class _Block:
+class _StepBlock:
     """One block of a unit's step."""
 
     def __init__(
@@ -238,7 +238,7 @@ def reserve_room(unit: Unit) -> None:
     place.reserve(sum(_room_nbytes(buffer, numel, place) for buffer in buffers))
 
 
-def _room_nbytes(buffer: Buffer, numel: int, place: Workplace) -> int:
+def _room_nbytes(buffer: Buffer, numel: int, place: StepDevice) -> int:
     """Bytes of a slot that a block of the buffer needs; none where it can be stepped in place."""
     if buffer.far is None and place.is_at(buffer.tensor, buffer.tier):
         return 0

@@ -37,7 +37,7 @@ from onefold.engine.structure import check_structure, edited
 from onefold.engine.watch import watch_outputs
 from onefold.errors import StateError, expected
 from onefold.ledger import Kind
-from onefold.unit.context import Setting
+from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -55,7 +55,7 @@ class Engine:
     """Runs the units of one sharded module through forward, backward and step."""
 
     def __init__(
-        self, module: nn.Module, units: list[Unit], setting: Setting, *, stage: int,
+        self, module: nn.Module, units: list[Unit], setting: Context, *, stage: int,
         steps_in_backward: bool = False,
     ) -> None:  # fmt: skip
         self.module = ref(module)

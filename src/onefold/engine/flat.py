@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class FlatGroup:
     """Neighbouring parameters of one unit, stepped as one flat tensor."""
 
     parameters: list[UnitParameter]
@@ -53,8 +53,8 @@ class FlatStep:
 
     def __init__(self) -> None:
         self._keys: dict[Unit, object] = {}  # how each unit's runs are cut
-        self._runs: dict[Unit, list[list[Run]]] = {}  # by group
-        self._by_tensor: dict[Tensor, Run] = {}  # those that the class's own step sees
+        self._runs: dict[Unit, list[list[FlatGroup]]] = {}  # by group
+        self._by_tensor: dict[Tensor, FlatGroup] = {}  # those that the class's own step sees
         self._imported: dict[UnitParameter, State] = {}
         self._shown: dict[UnitParameter, State] = {}
         self.rounded: set[Unit] = set()
@@ -105,7 +105,7 @@ class FlatStep:
         self.own.clear()
         return stand_ins
 
-    def _step_at_once(self, run: Run, rule: Rule) -> bool:
+    def _step_at_once(self, run: FlatGroup, rule: Rule) -> bool:
         """Step a run, and round it into its weight, if its rule does that better than the class."""
         unit, grad, stepped = run.parameters[0].unit, _run_grad(run), run.tensor.detach()
         weight = stepped if unit.master is None else run.weight
@@ -151,13 +151,13 @@ class FlatStep:
                     parameter.face.grad = None
             run.tensor.grad = None
 
-    def _is_shown(self, run: Run) -> bool:
+    def _is_shown(self, run: FlatGroup) -> bool:
         shown = self._shown.get(run.parameters[0])
         return shown is not None and shown.keys() == run.state.keys()
 
     # cutting
 
-    def _runs_of(self, unit: Unit, members: list[list[UnitParameter]]) -> list[list[Run]]:
+    def _runs_of(self, unit: Unit, members: list[list[UnitParameter]]) -> list[list[FlatGroup]]:
         """The runs of a unit by group, cut anew if other parameters are stepped than last time."""
         key = [[(id(p), _is_flat(p)) for p in group] for group in members]
         if self._keys.get(unit) != key:
@@ -176,7 +176,7 @@ class FlatStep:
                     for name, value in run.state.items()
                 }
 
-    def _cut_unit(self, unit: Unit, members: list[UnitParameter]) -> list[Run]:
+    def _cut_unit(self, unit: Unit, members: list[UnitParameter]) -> list[FlatGroup]:
         index = {parameter: i for i, parameter in enumerate(unit.parameters)}
         runs: list[list[UnitParameter]] = []
         for parameter in sorted(members, key=index.__getitem__):
@@ -190,7 +190,7 @@ class FlatStep:
             runs[-1].append(parameter) if joins else runs.append([parameter])
         return [self._make_run(unit, parameters) for parameters in runs]
 
-    def _taken_over(self, run: Run, rows: dict[UnitParameter, Tensor]) -> Tensor | None:
+    def _taken_over(self, run: FlatGroup, rows: dict[UnitParameter, Tensor]) -> Tensor | None:
         """One state of a run where it lies, if it lies as a run's in a tensor that is ours."""
         first = rows[run.parameters[0]]
         if run.parameters[0].unit.steps_in_blocks:  # its states have their place
@@ -212,14 +212,14 @@ class FlatStep:
             for name, value in sorted(state.items())
         ]
 
-    def _make_run(self, unit: Unit, parameters: list[UnitParameter]) -> Run:
+    def _make_run(self, unit: Unit, parameters: list[UnitParameter]) -> FlatGroup:
         rank = unit.setting.rest_rank
         first, last = (unit.parameters.index(p) for p in (parameters[0], parameters[-1]))
         start, stop = unit.rest.span(first, last, rank)
         if not _is_flat(parameters[0]):  # its gradient has no gap behind it
             stop = start + parameters[0].local.numel()
         weight, stepped = unit.weight.tensor[start:stop], unit.stepped[start:stop]
-        run = Run(parameters, start, weight, nn.Parameter(stepped))
+        run = FlatGroup(parameters, start, weight, nn.Parameter(stepped))
         states = {p: self._imported.get(p, {}) for p in parameters}
         for name, value in states[parameters[0]].items():
             if not _is_rows(parameters[0], name, value):
@@ -236,7 +236,7 @@ class FlatStep:
         return run
 
 
-def _joined(run: Run, rows: dict[UnitParameter, Tensor], name: str) -> Tensor:
+def _joined(run: FlatGroup, rows: dict[UnitParameter, Tensor], name: str) -> Tensor:
     """One state of a run as one flat tensor, where such states of its unit rest."""
     first, unit = rows[run.parameters[0]], run.parameters[0].unit
     if unit.steps_in_blocks:
@@ -260,7 +260,7 @@ def _by_unit(groups: list[list[UnitParameter]]) -> dict[Unit, list[list[UnitPara
     return found
 
 
-def _segment(run: Run, rule: Rule) -> Segment:
+def _segment(run: FlatGroup, rule: Rule) -> Segment:
     """What a unit's step needs to know of a run; at the first step, where its states will be."""
     unit, dtype = run.parameters[0].unit, run.tensor.dtype
     is_new = not run.state
@@ -284,7 +284,7 @@ def _is_flat(parameter: UnitParameter) -> bool:
     return gradient.reduced is not None and parameter.face.grad is gradient.shown.get(parameter)
 
 
-def _run_grad(run: Run) -> Tensor:
+def _run_grad(run: FlatGroup) -> Tensor:
     """The run's mean gradient [numel], in the dtype in which it was reduced."""
     unit = run.parameters[0].unit
     if _is_flat(run.parameters[0]) and unit.gradient.reduced is not None:
@@ -294,7 +294,7 @@ def _run_grad(run: Run) -> Tensor:
     return parameter.unwrap(parameter.face.grad).reshape(-1)
 
 
-def _show(run: Run, parameter: UnitParameter) -> State:
+def _show(run: FlatGroup, parameter: UnitParameter) -> State:
     return {
         name: parameter.wrap(run.view(value, parameter)) if run.is_elementwise(value) else value
         for name, value in run.state.items()

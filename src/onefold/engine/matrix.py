@@ -20,7 +20,7 @@ from onefold.unit.unit import Unit
 State = dict[str, Any]
 
 
-class WholeStep:
+class MatrixStep:
     """Groups of faces become the whole parameters that this rank owns, and back."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from onefold.engine.blocks import reserve_room
 from onefold.engine.engine import Engine
 from onefold.engine.flat import NUMBERS, FlatStep
-from onefold.engine.matrix import WholeStep
+from onefold.engine.matrix import MatrixStep
 from onefold.engine.rules import Rule, may_fuse, moments_after_first_step, rule_of
 from onefold.engine.waiting_state import settled
 from onefold.errors import ConfigError, expected
@@ -100,7 +100,7 @@ class OptimizerBinding:
                     hint="use stage=0, or another optimizer",
                 )
             )
-        self._strategy: StepStrategy = FlatStep() if self.is_elementwise else WholeStep()
+        self._strategy: StepStrategy = FlatStep() if self.is_elementwise else MatrixStep()
         self._shown: dict[Tensor, State] = {}
         self._is_entered = False
         self._restore: list[tuple[State, State]] = []

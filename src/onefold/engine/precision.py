@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from onefold.unit.sharded import ShardedFace
+from onefold.unit.sharded import ShardedParameter
 from onefold.wire.collectives import Group
 
 
@@ -50,7 +50,7 @@ class GradScaler(torch.amp.GradScaler):
             grad = parameter.grad
             if grad is None:
                 continue
-            if isinstance(parameter, ShardedFace):
+            if isinstance(parameter, ShardedParameter):
                 summoner = parameter.summoner()
                 if summoner is not None:
                     groups[id(summoner.group)] = summoner.group

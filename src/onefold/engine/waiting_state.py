@@ -17,11 +17,11 @@ State = dict[str, Any]
 def settled(state: Mapping[Tensor, State], engines: Sequence[Engine]) -> defaultdict[Tensor, State]:
     """The state; where steps run in the background, one whose readers wait for them."""
     if any(unit.steps_in_blocks for engine in engines for unit in engine.units):
-        return SettledState(state, engines)
+        return WaitingState(state, engines)
     return defaultdict(dict, state)
 
 
-class SettledState(defaultdict[Tensor, State]):
+class WaitingState(defaultdict[Tensor, State]):
     """An optimizer's state that is read only when no step is under way in the background."""
 
     def __init__(self, state: Mapping[Tensor, State], engines: Sequence[Engine]) -> None:

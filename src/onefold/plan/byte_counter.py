@@ -28,7 +28,7 @@ class Moment:
         return self.nbytes("device") + (self.nbytes("cpu") if device_type == "cpu" else 0)
 
 
-class Held:
+class ByteCounter:
     """What is held now; the most of each kind, of each tier, and of all at a time."""
 
     def __init__(self, device_type: str) -> None:
@@ -86,12 +86,12 @@ class Held:
             self._highest, self.peak = highest, moment
 
 
-class Kept:
+class KeptBuffers:
     """Buffers of messages over one link: on the CPU kept until the next message took what it can
     use, see `onefold.wire.exchange.Buffers`.
     """
 
-    def __init__(self, held: Held, device_type: str) -> None:
+    def __init__(self, held: ByteCounter, device_type: str) -> None:
         self._held = held
         self._keeps = device_type == "cpu"
         self._spare: Counter[int] = Counter()  # by length, of the message that was read last

@@ -20,7 +20,7 @@ from onefold.plan.search import DTYPES, work_of
 from onefold.plan.sizes import told
 from onefold.plan.trace import Untraceable, tokens_of, trace
 from onefold.plan.whole_steps import with_whole_steps
-from onefold.plan.work import Work
+from onefold.plan.work import ModelWork
 
 ENTRY = "onefold.tools.calibration_rank:main"
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
@@ -88,7 +88,7 @@ def middle(runs: Sequence[Speeds]) -> Speeds:
     return sorted(runs, key=lambda speeds: speeds.micro_batch.seconds)[(len(runs) - 1) // 2]
 
 
-def _work(sample: Sample, module: nn.Module) -> Work | None:
+def _work(sample: Sample, module: nn.Module) -> ModelWork | None:
     """What the sample does, as plans count it; None where a plan would only estimate it."""
     try:
         seen = trace(module, tokens_of(sample.rows, sample.seq), precision=sample.precision)

@@ -45,7 +45,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TransferRate:
     """One collective of a unit with nothing beside it.
 
     `nbytes` of the whole unit; `cpu_seconds` that one rank's threads computed meanwhile.
@@ -60,8 +60,8 @@ class Transfer:
 class Collective:
     """The same collective of a small and of a large unit: a line through two points."""
 
-    small: Transfer
-    large: Transfer
+    small: TransferRate
+    large: TransferRate
 
     def rate(self, ranks: int) -> float:
         """Bytes that one rank sends in a second, beyond what every message costs."""
@@ -218,7 +218,7 @@ def speeds_of(told_by: Mapping[str, Any]) -> Speeds:
     for name in ("gather", "reduce"):
         if plain[name] is not None:
             plain[name] = Collective(
-                **{size: Transfer(**each) for size, each in plain[name].items()}
+                **{size: TransferRate(**each) for size, each in plain[name].items()}
             )
     return Speeds(**plain)
 

@@ -8,7 +8,7 @@ from onefold.plan.coding import seconds_of
 from onefold.plan.links import (
     NO_COST,
     Cost,
-    Group,
+    LinkGroup,
     all_reduce_cost,
     gather_cost,
     reduce_cost,
@@ -64,7 +64,7 @@ def _travelling(numel: int, run: Run, travel: Travel, machine: Machine) -> UnitC
                 _gather(part, between, copies, machine, True),
             ),
         )
-    inside, between = Group(near, near), Group(nodes, 1)
+    inside, between = LinkGroup(near, near), LinkGroup(nodes, 1)
     return UnitCosts(
         gather=_gather(numel, travel.weights, inside, machine, False),
         reduce=_reduce(numel, travel.gradients, inside, machine, False),
@@ -74,7 +74,7 @@ def _travelling(numel: int, run: Run, travel: Travel, machine: Machine) -> UnitC
 
 
 def _gather(
-    numel: float, element: Element, group: Group, machine: Machine, is_straight: bool
+    numel: float, element: Element, group: LinkGroup, machine: Machine, is_straight: bool
 ) -> Cost:
     """Own rows are coded once; everyone reads all messages, its own too."""
     cost = gather_cost(numel * element.itemsize, group, machine, is_straight=is_straight)
@@ -85,7 +85,7 @@ def _gather(
 
 
 def _reduce(
-    numel: float, element: Element, group: Group, machine: Machine, is_straight: bool
+    numel: float, element: Element, group: LinkGroup, machine: Machine, is_straight: bool
 ) -> Cost:
     """A message for every other rank, and one from each."""
     cost = reduce_cost(numel * element.itemsize, group, machine, is_straight=is_straight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onefold.plan.simulate import StepTime
-from onefold.plan.streams import Span
+from onefold.plan.streams import PlannedSpan
 
 ORDER = (
     "fetch", "cross", "gather", "compute", "reduce", "settle", "replica", "flush", "disk", "cpu",
@@ -27,7 +27,7 @@ def drawn(step: StepTime, *, width: int = 84) -> list[str]:
     return lines
 
 
-def _line(spans: list[Span], marks: dict[str, str], seconds: float, width: int) -> str:
+def _line(spans: list[PlannedSpan], marks: dict[str, str], seconds: float, width: int) -> str:
     columns = [" "] * width
     for span in spans:
         first, last = (round(at / seconds * width) for at in (span.start, span.end))

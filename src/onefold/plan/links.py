@@ -8,7 +8,7 @@ from onefold.plan.machines import Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LinkGroup:
     """`ranks` that talk, `neighbours` of which share a node."""
 
     ranks: int
@@ -34,21 +34,26 @@ class Cost:
     decode: float = 0.0
 
 
-def sharding_group(shard_ranks: int, ranks_per_node: int) -> Group:
+def sharding_group(shard_ranks: int, ranks_per_node: int) -> LinkGroup:
     """The `shard_ranks` that hold one copy together: neighbours first."""
-    return Group(shard_ranks, min(shard_ranks, ranks_per_node))
+    return LinkGroup(shard_ranks, min(shard_ranks, ranks_per_node))
 
 
-def replica_group(world_size: int, shard_ranks: int, ranks_per_node: int) -> Group:
+def replica_group(world_size: int, shard_ranks: int, ranks_per_node: int) -> LinkGroup:
     """The ranks of all copies that hold the same shard."""
-    return Group(world_size // shard_ranks, max(1, ranks_per_node // shard_ranks))
+    return LinkGroup(world_size // shard_ranks, max(1, ranks_per_node // shard_ranks))
 
 
 NO_COST = Cost(0.0, 0.0, ())
 
 
 def gather_cost(
-    nbytes: float, group: Group, machine: Machine, *, speed: float = 1.0, is_straight: bool = False
+    nbytes: float,
+    group: LinkGroup,
+    machine: Machine,
+    *,
+    speed: float = 1.0,
+    is_straight: bool = False,
 ) -> Cost:
     """An all-gather to `nbytes` on every rank, or a reduce-scatter from them, by rings.
 
@@ -79,14 +84,14 @@ def gather_cost(
 
 
 def reduce_cost(
-    nbytes: float, group: Group, machine: Machine, *, is_straight: bool = False
+    nbytes: float, group: LinkGroup, machine: Machine, *, is_straight: bool = False
 ) -> Cost:
     """A reduce-scatter from `nbytes` on every rank, at its own speed."""
     speed = machine.efficiency.reduce
     return gather_cost(nbytes, group, machine, speed=speed, is_straight=is_straight)
 
 
-def all_reduce_cost(nbytes: float, group: Group, machine: Machine) -> Cost:
+def all_reduce_cost(nbytes: float, group: LinkGroup, machine: Machine) -> Cost:
     """A reduce-scatter and an all-gather."""
     first, second = reduce_cost(nbytes, group, machine), gather_cost(nbytes, group, machine)
     return sum_of(first, second)

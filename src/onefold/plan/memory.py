@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from onefold.config import Offload
 from onefold.engine import blocks
 from onefold.engine.schedule import Phase, Schedule
-from onefold.plan.byte_counter import Held, Holding, Kept, Moment
+from onefold.plan.byte_counter import ByteCounter, Holding, KeptBuffers, Moment
 from onefold.plan.reductions import Reductions
 from onefold.plan.setup import Setup, UnitBytes, unit_bytes
 from onefold.plan.trace import Event, Trace, What
@@ -144,7 +144,7 @@ class _Replay:
         self._setup = setup
         self._units = units
         self._chosen = chosen
-        self.held = Held(setup.device_type)
+        self.held = ByteCounter(setup.device_type)
         self.sent: Counter[str] = Counter()
         early = setup.offload.step_in_backward
         self._reductions = Reductions(
@@ -153,8 +153,12 @@ class _Replay:
         self._whole: set[int] = set()
         self._unread: set[int] = set()  # whole, of weights that have been stepped since
         self._uncrossed: set[int] = set()  # the second shard is of weights from before the step
-        self._gathers = {where: Kept(self.held, setup.device_type) for where in ("", "between")}
-        self._staged: dict[int, list[tuple[Kept, tuple[int, ...]]]] = {}  # by unit, on their way
+        self._gathers = {
+            where: KeptBuffers(self.held, setup.device_type) for where in ("", "between")
+        }
+        self._staged: dict[
+            int, list[tuple[KeptBuffers, tuple[int, ...]]]
+        ] = {}  # by unit, on their way
         self._next: int | None = None
         self.resting: Holding = {}
         self._schedule = Schedule(list(range(len(units))))

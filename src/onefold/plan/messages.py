@@ -26,7 +26,7 @@ from onefold.wire_config import DIFFERENCE, EXACT, Wire
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PlannedMessage:
     """One collective: bytes that this rank sends, and what it holds for it in the meantime.
 
     `buffers`: each one that it fills or packs: coded messages, those that regions share, and what a
@@ -39,7 +39,7 @@ class Message:
     owed: int = 0
 
 
-NOTHING = Message()
+NOTHING = PlannedMessage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class UnitMessages:
     weights (with a tag of every node) and for gradients.
     """
 
-    gather: Message = NOTHING
-    cross: Message = NOTHING
-    reduce: Message = NOTHING
-    settle: Message = NOTHING
-    share: Message = NOTHING
+    gather: PlannedMessage = NOTHING
+    cross: PlannedMessage = NOTHING
+    reduce: PlannedMessage = NOTHING
+    settle: PlannedMessage = NOTHING
+    share: PlannedMessage = NOTHING
     second: int = 0
     sums: int = 0
 
@@ -188,13 +188,13 @@ def _two_hops(
     )
 
 
-def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> Message:
+def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> PlannedMessage:
     """Own rows to all others; `tags` elements of each rank ride along."""
     sharded = [region for region in regions if not region.is_replicated]
     ranks = len(sharded[0].numels) if sharded else 1
     if word == EXACT:
         sent = sum(region.numels[0] for region in sharded) * itemsize * (ranks - 1)
-        return Message(sent, _shared(sharded, tags, itemsize))
+        return PlannedMessage(sent, _shared(sharded, tags, itemsize))
     codec = codec_of(word.removesuffix(DIFFERENCE))
     rest = tags * round_up(itemsize, ALIGN_NBYTES)
     parcels = [each + rest for each in _parcels(sharded, codec, itemsize)]
@@ -202,10 +202,10 @@ def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> 
     staged = sum(parcels)
     if word.endswith(DIFFERENCE):  # the first message is exact: differences refer to it
         staged = max((staged, *_shared(sharded, tags, itemsize)))
-    return Message(parcels[0] * (ranks - 1), (staged,), owed) if sharded else NOTHING
+    return PlannedMessage(parcels[0] * (ranks - 1), (staged,), owed) if sharded else NOTHING
 
 
-def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> Message:
+def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> PlannedMessage:
     """To each rank its rows of everyone's gradients; flags go whole to every rank."""
     trained = [region for region in regions if region.is_trained]
     if not trained:
@@ -216,14 +216,14 @@ def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) ->
         parcels = [each + rest for each in _parcels(trained, codec_of(word), itemsize)]
         sent = sum(parcels[1:])
         owed = sum(sum(region.numels[1:]) for region in trained if region.is_matrix)
-        return Message(sent, (sent, (ranks - 1) * parcels[0]), owed)
+        return PlannedMessage(sent, (sent, (ranks - 1) * parcels[0]), owed)
     sharded = [region for region in trained if not region.is_replicated]
     sent = sum(sum(region.numels[1:]) for region in sharded) * itemsize
     apart = [region.numels[0] for region in sharded if region.size(itemsize) is Size.LARGE]
     packed = sum(region.numels[0] for region in trained) - sum(apart) + flags
     each = itemsize * (ranks if ranks > 2 else 1)  # of two, the own part does not travel
     received = [numel * each for numel in (*apart, packed)]
-    return Message(sent, (*received, *_shared(trained, flags, itemsize)))
+    return PlannedMessage(sent, (*received, *_shared(trained, flags, itemsize)))
 
 
 def _shared(regions: Sequence[_Region], extra: int, itemsize: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class Like(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-class Remembered(Generic[T]):
+class MetaCache(Generic[T]):
     """By operation and arguments: what came out, and a note of the caller's."""
 
     def __init__(self) -> None:

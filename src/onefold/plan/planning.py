@@ -20,7 +20,7 @@ from onefold.plan.calibration import Calibration
 from onefold.plan.estimate import estimated
 from onefold.plan.machines import Machine, machine_of
 from onefold.plan.result import Plan, Request
-from onefold.plan.search import Room, Row, Search, best_of, nearest
+from onefold.plan.search import Capacity, Row, Search, best_of, nearest
 from onefold.plan.setup import Setup
 from onefold.plan.storages import Untraceable
 from onefold.plan.strategies import OFFLOADS, WAYS
@@ -186,13 +186,13 @@ def _calibration(where: Cluster, sample: Sample) -> Calibration:
     return measured_here(sample, [min(where.ranks, max(2, usable_cores()))])
 
 
-def _room(where: Cluster) -> Room:
+def _room(where: Cluster) -> Capacity:
     memory = where.memory
     if memory is None and isinstance(where.machine, str):
         memory = int(machine_of(where.machine).memory_nbytes)
     if memory is None:
         memory = free_host_nbytes() // where.ranks
-    return Room(memory, where.host_memory, where.disk)
+    return Capacity(memory, where.host_memory, where.disk)
 
 
 def _model(

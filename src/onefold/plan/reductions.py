@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from onefold.plan.byte_counter import Held, Kept
+from onefold.plan.byte_counter import ByteCounter, KeptBuffers
 from onefold.plan.setup import Setup, UnitBytes
 
 
@@ -17,7 +17,7 @@ class Reductions:
     """Which gradients are where. `steps_early`: units that are stepped as they are reduced."""
 
     def __init__(
-        self, setup: Setup, units: list[UnitBytes], held: Held, sent: Counter[str],
+        self, setup: Setup, units: list[UnitBytes], held: ByteCounter, sent: Counter[str],
         steps_early: list[bool],
     ) -> None:  # fmt: skip
         self._setup = setup
@@ -26,7 +26,9 @@ class Reductions:
         self._sent = sent
         self._steps_early = steps_early
         self.is_last = True  # of the micro-batches
-        self._first, self._second, self._third = (Kept(held, setup.device_type) for _ in range(3))
+        self._first, self._second, self._third = (
+            KeptBuffers(held, setup.device_type) for _ in range(3)
+        )
         self._partial: dict[int, dict[int, int]] = {}
         self._fired: dict[int, set[int]] = {}
         self._sums: set[int] = set()

@@ -14,7 +14,7 @@ from onefold.plan.simulate import StepTime, simulate
 from onefold.plan.strategies import OFFLOADS
 from onefold.plan.trace import Event, Trace
 from onefold.plan.wires import Candidate
-from onefold.plan.work import UnitWork, Work
+from onefold.plan.work import ModelWork, UnitWork
 from onefold.wire.codec import codec_of
 from onefold.wire_config import DIFFERENCE, EXACT, Wire
 
@@ -34,7 +34,7 @@ GROUPS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     """Bytes there are: on each device, and on each host and its disk for all its ranks (None: not
     asked about).
     """
@@ -52,7 +52,7 @@ class Row:
     offload: str
     rows: int  # of one micro-batch on one rank
     forecast: Forecast
-    room: Room
+    room: Capacity
     step: StepTime | None
     wire: Candidate = EXACT_WIRE
 
@@ -112,7 +112,7 @@ class Search:
     one: Trace
     two: Trace | None
     setup: Setup
-    room: Room
+    room: Capacity
     machine: Machine | None
     tokens: int  # of one row
     wires: tuple[Candidate, ...] = (EXACT_WIRE,)
@@ -231,9 +231,9 @@ def extrapolated(one: Trace, two: Trace, rows: int) -> Trace:
     return Trace(units, events, batch, one.buffers_nbytes)
 
 
-def work_of(trace: Trace, tokens: int) -> Work:
+def work_of(trace: Trace, tokens: int) -> ModelWork:
     """What a micro-batch computes, for the simulator; recompute is in its backward."""
-    return Work(
+    return ModelWork(
         units=tuple(
             UnitWork(
                 name=unit.name,

@@ -27,8 +27,8 @@ from onefold.plan.costs import costs_of
 from onefold.plan.links import Cost
 from onefold.plan.machines import Machine
 from onefold.plan.run import Run
-from onefold.plan.streams import Span, Streams
-from onefold.plan.work import UnitWork, Work
+from onefold.plan.streams import PlannedSpan, Streams
+from onefold.plan.work import ModelWork, UnitWork
 
 STREAMS = {"spread": "gather"}  # collectives that share another's stream
 CAUSES = {"device": "host", "cpu": "host", "disk": "disk"}  # what a wait for a tier is called
@@ -55,7 +55,7 @@ class StepTime:
     optimizer: float
     stragglers: float
     tokens_per_s: float
-    spans: tuple[Span, ...]
+    spans: tuple[PlannedSpan, ...]
 
     @property
     def bound(self) -> str:
@@ -74,7 +74,7 @@ class StepTime:
         return sum(span.nbytes for span in self.spans if span.what == what)
 
 
-def simulate(work: Work, run: Run, machine: Machine) -> StepTime:
+def simulate(work: ModelWork, run: Run, machine: Machine) -> StepTime:
     """The time of one step of `work` under `run` on `machine`, seconds.
 
     With states off the device it is the second of two steps, which waits for the first's.
@@ -115,7 +115,7 @@ STREAMED_NBYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers:
+class TierSeconds:
     """Seconds per element that one rank's state off the device costs on each stream."""
 
     optimizer: str
@@ -132,7 +132,7 @@ class Tiers:
         return self.optimizer != "device" or self.parameters != "device"
 
     @classmethod
-    def of(cls, run: Run, machine: Machine) -> Tiers:
+    def of(cls, run: Run, machine: Machine) -> TierSeconds:
         """The tiers of `run` on `machine`; each rank has its own rows only."""
         host, own = machine.host_rate, 1.0 / run.shards
         rate = machine.disk_rate if run.parameters == "disk" else host
@@ -158,10 +158,10 @@ class Tiers:
 class _Rank:
     """One rank as the engine drives it: forward, backward and step fill its streams."""
 
-    def __init__(self, work: Work, run: Run, machine: Machine) -> None:
+    def __init__(self, work: ModelWork, run: Run, machine: Machine) -> None:
         self.work, self.run, self.machine = work, run, machine
         self.streams = Streams(machine.efficiency.contention)
-        self.tiers = Tiers.of(run, machine)
+        self.tiers = TierSeconds.of(run, machine)
         known = {unit.numel: costs_of(unit.numel, run, machine) for unit in work.units}
         self.costs = [known[unit.numel] for unit in work.units]
         self.durations = [durations(unit, run, machine) for unit in work.units]
@@ -345,7 +345,7 @@ def durations(
     return forward, backward
 
 
-def far_units(work: Work, run: Run) -> frozenset[int]:
+def far_units(work: ModelWork, run: Run) -> frozenset[int]:
     """Units whose states are off the device: whole units from the last, `fraction` of elements."""
     if run.optimizer == "device":
         return frozenset()
@@ -373,7 +373,7 @@ class ScalePoint:
 
 
 def scaling_curve(
-    work: Work, run: Run, machine: Machine, world_sizes: Sequence[int]
+    work: ModelWork, run: Run, machine: Machine, world_sizes: Sequence[int]
 ) -> list[ScalePoint]:
     """Weak scaling: the same micro-batch on every rank, at each world size in turn."""
     points: list[ScalePoint] = []

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from onefold.errors import OnefoldError
-from onefold.plan.meta_cache import Remembered, key_of
+from onefold.plan.meta_cache import MetaCache, key_of
 
 ATEN = torch.ops.aten
 
@@ -40,7 +40,7 @@ class WorkDone(NamedTuple):
     drawn: float = 0.0
 
 
-class Live(TorchDispatchMode):
+class Storages(TorchDispatchMode):
     """Counts storages that operations make; `on_work` is told what each does."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Live(TorchDispatchMode):
         self._logits = 0
         self._peak = self._peak_logits = 0
         self._held: dict[int, object] = {}
-        self._remembered: Remembered[WorkDone] = Remembered()
+        self._remembered: MetaCache[WorkDone] = MetaCache()
         self._scalars: dict[int, str] = {}  # which operation made a tensor of one element
 
     @contextmanager

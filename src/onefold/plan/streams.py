@@ -8,7 +8,7 @@ from onefold.plan.links import Cost
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PlannedSpan:
     """What one stream does from `start` to `end`, in seconds; `nbytes` that this rank sends."""
 
     stream: str
@@ -24,7 +24,7 @@ class Streams:
 
     def __init__(self, contention: float) -> None:
         self.now = 0.0  # the end of the compute stream
-        self.spans: list[Span] = []
+        self.spans: list[PlannedSpan] = []
         self.parts: dict[str, float] = {}  # where the compute stream's time went
         self._rate = 1.0 - contention
         self._free: dict[str, float] = {}  # when a stream or a link is free again
@@ -48,7 +48,7 @@ class Streams:
             self._free[key] = end
         self._free[stream] = end + cost.decode
         self._talking.append((start, end))
-        self.spans.append(Span(stream, unit, what, start, end, cost.nbytes))
+        self.spans.append(PlannedSpan(stream, unit, what, start, end, cost.nbytes))
         return end + cost.decode
 
     def move(self, stream: str, unit: str, what: str, seconds: float, ready: float) -> float:
@@ -57,7 +57,7 @@ class Streams:
             return ready
         start = max(ready, self._free.get(stream, 0.0))
         end = self._free[stream] = start + seconds
-        self.spans.append(Span(stream, unit, what, start, end))
+        self.spans.append(PlannedSpan(stream, unit, what, start, end))
         return end
 
     def wait(self, until: float, cause: str) -> None:
@@ -76,7 +76,7 @@ class Streams:
         self.now = start + seconds + lost
         for part, own in {**parts, "contention": lost}.items():
             self._spend(part, own)
-        self.spans.append(Span("compute", unit, what, start, self.now))
+        self.spans.append(PlannedSpan("compute", unit, what, start, self.now))
 
     def _lost(self, start: float, seconds: float) -> float:
         """What `seconds` of work from `start` on lose beside collectives that are under way."""

@@ -27,7 +27,7 @@ from onefold.engine.hooks import install
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
 from onefold.layout.units import UnitChoice, UnitPlan, plan_units
-from onefold.plan.storages import Live, Untraceable, WorkDone
+from onefold.plan.storages import Storages, Untraceable, WorkDone
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 """Arguments of the module's forward: by name, or in order."""
@@ -170,7 +170,7 @@ def trace(
     inputs = _on_meta(inputs)
     plans = plan_units(skeleton, units, tile_nbytes)
     tracer = _Tracer(skeleton, plans, chosen)
-    live = tracer.live = Live(device_type, tracer.note_work)
+    live = tracer.live = Storages(device_type, tracer.note_work)
     for tensor in (*skeleton.parameters(), *skeleton.buffers(), *tensors_in(inputs)):
         live.ignore(tensor)
     with torch.enable_grad(), live.watching():
@@ -245,7 +245,7 @@ class _Tracer:
         self.saved, self.ledger, self.is_summoned = None, None, False
         self.units: list[UnitTrace] = []
         self.events: list[Event] = []
-        self.live: Live
+        self.live: Storages
         self._clock = self._depth = 0
         self._users: Counter[int] = Counter()
         self._seen: dict[int, set[int]] = {index: set() for index in range(len(plans))}

@@ -15,14 +15,14 @@ from dataclasses import replace
 from onefold.plan.calibration import Speeds, Whole
 from onefold.plan.run import Run
 from onefold.plan.simulate import simulate
-from onefold.plan.work import Work
+from onefold.plan.work import ModelWork
 
 MOST_CROWDING = 0.1
 """Seconds of one collective: more than any system's scheduler lets it wait."""
 HALVINGS = 40
 
 
-def with_whole_steps(speeds: Speeds, work: Work) -> Speeds:
+def with_whole_steps(speeds: Speeds, work: ModelWork) -> Speeds:
     """`speeds` whose constants give its measured whole steps of `work`, as far as they can.
 
     Without collectives `around` is what is left of the step. With them it is what is left of the
@@ -41,7 +41,7 @@ def with_whole_steps(speeds: Speeds, work: Work) -> Speeds:
     return at(_root(lambda crowding: told(at(crowding), work, many) - many.seconds))
 
 
-def told(speeds: Speeds, work: Work, whole: Whole) -> float:
+def told(speeds: Speeds, work: ModelWork, whole: Whole) -> float:
     """Seconds that the simulator gives one of the measured steps."""
     itemsize = 2 if speeds.dtype == "bf16" else 4
     run = Run(

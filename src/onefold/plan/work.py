@@ -1,7 +1,7 @@
 """What a model does in one micro-batch on one rank: products and memory traffic, unit by unit.
 
-`Work` is what the simulator needs to know of a model. It comes from tracing a module, or in closed
-form from the shapes of a decoder (`transformer_work`). No torch here.
+`ModelWork` is what the simulator needs to know of a model. It comes from tracing a module, or in
+closed form from the shapes of a decoder (`transformer_work`). No torch here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class UnitWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ModelWork:
     """All units in forward order, and the tokens that one rank sees in one micro-batch."""
 
     units: tuple[UnitWork, ...]
@@ -199,7 +199,7 @@ def transformer_work(
     itemsize: int = 2,
     fused_attention: bool = True,
     fused_elementwise: bool = False,
-) -> Work:
+) -> ModelWork:
     """The work of a decoder on `microbatch` sequences of `seq` tokens, from its shapes alone.
 
     Units are the embedding, each block, and the head; activations have `itemsize` bytes. A product
@@ -240,7 +240,7 @@ def transformer_work(
         is_recomputed=False,
     )
     blocks = (replace(block, name=f"layer {index}") for index in range(shape.layers))
-    return Work((embedding, *blocks, head), tokens)
+    return ModelWork((embedding, *blocks, head), tokens)
 
 
 def block_activation_nbytes(

@@ -186,7 +186,7 @@ class Extent:
     def __init__(self, numel: int, dtype: torch.dtype, stripes: list[Stripe]) -> None:
         self._stripes = stripes
         self._itemsize = dtype.itemsize
-        self._mapping = Mapping(stripes)
+        self._mapping = MappedFile(stripes)
         self.tensor = self._mapping.tensor(numel, dtype)
 
     is_mapped = True
@@ -232,7 +232,7 @@ def page_view(flat: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())).cast("B")
 
 
-class Mapping:
+class MappedFile:
     """Stripes of files, one after another in memory; unmapped with the last view."""
 
     def __init__(self, stripes: Sequence[Stripe]) -> None:

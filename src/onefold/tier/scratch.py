@@ -17,8 +17,8 @@ from torch import Tensor
 from onefold.errors import TierError
 from onefold.ledger import Ledger
 from onefold.tier.area import Area, Lease
+from onefold.tier.cpu import HostStore
 from onefold.tier.disk import SwapFile, page_view
-from onefold.tier.host import HostStore
 from onefold.tier.pages import return_free_memory
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import PAGE_NBYTES, whole_pages

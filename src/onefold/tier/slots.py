@@ -30,7 +30,7 @@ class Room(Protocol):
         ...
 
 
-class Slot:
+class NearSlot:
     """One piece of host memory, page-aligned, in huge pages where the system has them."""
 
     __slots__ = ("_ledger", "_mapping", "_start", "nbytes")
@@ -82,8 +82,8 @@ class SlotPool:
 
     @staticmethod
     def on_host(ledger: Ledger) -> SlotPool:
-        """A pool of `Slot`s."""
-        return SlotPool(lambda nbytes: Slot(nbytes, ledger))
+        """A pool of `NearSlot`s."""
+        return SlotPool(lambda nbytes: NearSlot(nbytes, ledger))
 
     def take(self, nbytes: int) -> Room:
         """A slot of at least `nbytes`, uninitialised: the smallest that is free, or a new one."""

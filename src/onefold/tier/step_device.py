@@ -27,7 +27,7 @@ NUM_STREAMS = 3
 comes, another may be stepped, and a third go."""
 
 
-class Workplace(Protocol):
+class StepDevice(Protocol):
     """See the module."""
 
     @property
@@ -52,7 +52,7 @@ class Workplace(Protocol):
         ...
 
 
-class HostPlace:
+class HostStep:
     """The CPU steps."""
 
     is_queued = False
@@ -61,22 +61,22 @@ class HostPlace:
         self._slots = slots
 
     def is_at(self, tensor: Tensor, tier: str) -> bool:
-        """See `Workplace.is_at`: whatever lies in CPU memory."""
+        """See `StepDevice.is_at`: whatever lies in CPU memory."""
         return tensor.device.type == "cpu"
 
     def reserve(self, nbytes: int) -> None:
-        """See `Workplace.reserve`: the system gives the host's memory as it is touched."""
+        """See `StepDevice.reserve`: the system gives the host's memory as it is touched."""
 
     def lend(self, nbytes: int) -> AbstractContextManager[Room]:
-        """See `Workplace.lend`."""
+        """See `StepDevice.lend`."""
         return self._slots.lend(nbytes)
 
     def working(self) -> AbstractContextManager[None]:
-        """See `Workplace.working`: nothing runs on by itself."""
+        """See `StepDevice.working`: nothing runs on by itself."""
         return nullcontext()
 
 
-class DevicePlace:
+class DeviceStep:
     """The device steps. Each thread has a stream of its own, so that copies run beside kernels.
 
     Where the CPU computes, the device's memory is CPU memory: blocks are copied all the same.
@@ -89,18 +89,18 @@ class DevicePlace:
         self.is_queued = device.type == "cuda"
 
     def is_at(self, tensor: Tensor, tier: str) -> bool:
-        """See `Workplace.is_at`: what rests on the device."""
+        """See `StepDevice.is_at`: what rests on the device."""
         return tier == "device"
 
     def reserve(self, nbytes: int) -> None:
-        """See `Workplace.reserve`. Whatever had this memory before is through with it then."""
+        """See `StepDevice.reserve`. Whatever had this memory before is through with it then."""
         self._slots.reserve(NUM_STREAMS, nbytes)
         if self.is_queued:
             torch.cuda.synchronize(self._device)
 
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[Room]:
-        """See `Workplace.lend`; what `reserve` has taken."""
+        """See `StepDevice.lend`; what `reserve` has taken."""
         with self._slots.lend(nbytes) as slot:
             try:
                 yield slot
@@ -109,7 +109,7 @@ class DevicePlace:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """See `Workplace.working`: the host waits for this thread's stream, and for no other."""
+        """See `StepDevice.working`: the host waits for this thread's stream, and for no other."""
         stream = self._stream()
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             try:

@@ -109,7 +109,7 @@ class Bandwidths:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BandwidthRow:
     """One entry of the rounds: `action` moves `nbytes`; `finish` waits for what it left behind."""
 
     name: str
@@ -131,7 +131,7 @@ class Entry:
 
 
 def in_rounds(
-    entries: Sequence[Entry],
+    entries: Sequence[BandwidthRow],
     seconds: float,
     agree: Callable[[list[int]], list[int]] = lambda counts: counts,
 ) -> tuple[dict[str, Rate], int, float]:
@@ -155,7 +155,7 @@ def in_rounds(
     return _rates(entries, found), rounds, time.perf_counter() - begun
 
 
-def _rates(entries: Sequence[Entry], found: dict[str, list[float]]) -> dict[str, Rate]:
+def _rates(entries: Sequence[BandwidthRow], found: dict[str, list[float]]) -> dict[str, Rate]:
     middle = {name: median(values) for name, values in found.items()}
     return {
         each.name: Rate(
@@ -259,7 +259,7 @@ def measure_cpu(ask: Ask) -> Bandwidths:
             ("step_bf16", "engine, bf16", narrow),
         ):
             entries.append(
-                Entry(name, "AdamW", way, ADAM_NBYTES * numel, stepped.step, "adamw", numel,
+                BandwidthRow(name, "AdamW", way, ADAM_NBYTES * numel, stepped.step, "adamw", numel,
                       stepped.finish)
             )  # fmt: skip
         rates, rounds, seconds = in_rounds(entries, ask.seconds)
@@ -271,15 +271,15 @@ def measure_cpu(ask: Ask) -> Bandwidths:
                       notes=notes)  # fmt: skip
 
 
-def _plain_entries(numel: int) -> Iterator[Entry]:
+def _plain_entries(numel: int) -> Iterator[BandwidthRow]:
     a, b, c = (torch.randn(numel) for _ in range(3))
-    yield Entry("copy", "memory", "copy", 8 * numel, lambda: a.copy_(b))
-    yield Entry("triad", "memory", "a = b + 3 c", 12 * numel,
+    yield BandwidthRow("copy", "memory", "copy", 8 * numel, lambda: a.copy_(b))
+    yield BandwidthRow("triad", "memory", "a = b + 3 c", 12 * numel,
                 lambda: torch.add(b, c, alpha=3, out=a))  # fmt: skip
     parameter = nn.Parameter(torch.randn(numel))
     parameter.grad = torch.randn(numel)
     optimizer = torch.optim.AdamW([parameter], lr=LR, fused=True)
-    yield Entry("adamw", "AdamW", "torch", ADAM_NBYTES * numel, optimizer.step,
+    yield BandwidthRow("adamw", "AdamW", "torch", ADAM_NBYTES * numel, optimizer.step,
                 parameters=numel)  # fmt: skip
 
 

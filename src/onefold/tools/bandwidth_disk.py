@@ -24,14 +24,14 @@ from onefold.errors import ConfigError, expected
 from onefold.host import MIB, free_host_nbytes, in_bytes, usable_cores
 from onefold.ledger import Ledger
 from onefold.tier.disk import DiskStore, SwapFile
-from onefold.tier.slots import Slot
+from onefold.tier.slots import NearSlot
 from onefold.tier.workers import NUM_DISK_STEPPERS
 from onefold.tools.bandwidth import (
     MOST_ROUNDS,
     ROW,
     Ask,
+    BandwidthRow,
     Bandwidths,
-    Entry,
     PathFacts,
     Rate,
     Stepped,
@@ -78,7 +78,7 @@ class Requests:
         """End the threads."""
         self._pool.shutdown()
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[BandwidthRow]:
         """Reads, writes, and half of each: by a plain loop, and by the engine's files."""
         kinds: dict[str, Callable[[int], bool]] = {
             "read": lambda _: True,
@@ -89,8 +89,8 @@ class Requests:
         for group, is_read in kinds.items():
             plain = partial(self._each, _plain_move(is_read))
             own = partial(self._each, _own_move(is_read))
-            yield Entry(f"plain_{group}", group, "plain loop", nbytes, plain)
-            yield Entry(group, group, "engine's files", nbytes, own, f"plain_{group}")
+            yield BandwidthRow(f"plain_{group}", group, "plain loop", nbytes, plain)
+            yield BandwidthRow(group, group, "engine's files", nbytes, own, f"plain_{group}")
 
     def _each(self, move: Move) -> None:
         """Move all requests, each on the next thread that is free."""
@@ -112,7 +112,7 @@ def _nbytes_at(file: SwapFile, offset: int) -> int:
 
 def _slot(nbytes: int) -> Tensor:
     """Memory as the engine's blocks pass through it: what suits a disk best."""
-    return Slot(nbytes, Ledger()).tensor(nbytes // 4, torch.float32)
+    return NearSlot(nbytes, Ledger()).tensor(nbytes // 4, torch.float32)
 
 
 def _filled(flat: Tensor) -> memoryview:
@@ -155,7 +155,7 @@ def measure_disk(paths: Sequence[Path], ask: Ask) -> Bandwidths:
     for file in files:
         os.fsync(file.fd)  # the first weights came through the page cache
     requests = Requests(files, threads)
-    step = Entry(
+    step = BandwidthRow(
         "step", "AdamW", "engine's step", 2 * STATE_NBYTES * numel, stepped.step,
         "plain_mixed", numel, stepped.finish,
     )  # fmt: skip

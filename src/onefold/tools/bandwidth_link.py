@@ -19,9 +19,9 @@ from onefold.errors import ConfigError, expected
 from onefold.host import MIB
 from onefold.layout.rows import Layout
 from onefold.mesh.world import World
-from onefold.tier.host import HostStore
-from onefold.tools.bandwidth import ROW, Ask, Bandwidths, Entry, Rate, in_rounds
-from onefold.wire.cut import Cut
+from onefold.tier.cpu import HostStore
+from onefold.tools.bandwidth import ROW, Ask, BandwidthRow, Bandwidths, Rate, in_rounds
+from onefold.wire.cut import MessageLayout
 
 LINK_NBYTES = 32 * MIB
 NUM_REGIONS = 4
@@ -52,7 +52,7 @@ def measure_wire(world: World, ask: Ask) -> Bandwidths:
                       ranks=world.world_size, backend=backend)  # fmt: skip
 
 
-def _wire_entries(world: World, shape: tuple[int, int]) -> Iterator[Entry]:
+def _wire_entries(world: World, shape: tuple[int, int]) -> Iterator[BandwidthRow]:
     group, rank, world_size = world.group, world.rank, world.world_size
     probe = onefold.shard(nn.Linear(1, 1, device=world.device), mesh=group.handle)
     transport = engine_of(probe).setting.transport
@@ -62,8 +62,8 @@ def _wire_entries(world: World, shape: tuple[int, int]) -> Iterator[Entry]:
     received = len(full) // world_size * (world_size - 1)
     others = [0 if each == rank else len(shard) for each in range(world_size)]
     arriving = torch.zeros(received, device=world.device)
-    cut = Cut(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
-    spread = Cut(layout.slots, None, group, 4)
+    cut = MessageLayout(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
+    spread = MessageLayout(layout.slots, None, group, 4)
     partials = [full[slot.full_offset :][: slot.numel] for slot in layout.slots]
     out = [torch.zeros(slot.piece_numel(rank), device=world.device) for slot in layout.slots]
     fresh = [True] * len(out)
@@ -80,7 +80,7 @@ def _wire_entries(world: World, shape: tuple[int, int]) -> Iterator[Entry]:
     ]  # fmt: skip
     for name, told, way, action in ways:
         of = "" if name == "exchange" else "exchange"
-        yield Entry(name, told, way, 4 * received, action, of, finish=finish)
+        yield BandwidthRow(name, told, way, 4 * received, action, of, finish=finish)
 
 
 def measure_copies(ask: Ask) -> tuple[dict[str, Rate], list[str]]:
@@ -94,7 +94,7 @@ def measure_copies(ask: Ask) -> tuple[dict[str, Rate], list[str]]:
     pinned = HostStore(4 * numel).allocate(numel, torch.float32).tensor.zero_()
     pageable = torch.zeros(numel)
     entries = [
-        Entry(
+        BandwidthRow(
             f"{way}_{name}", group, name, near.nbytes,
             partial(_copy, near if is_in else host, host if is_in else near),
             of="" if name == "pinned" else f"{way}_pinned", finish=torch.cuda.synchronize,

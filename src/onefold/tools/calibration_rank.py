@@ -29,7 +29,7 @@ from onefold.mesh.local_ranks import ASKED, FAILED, TOLD, end_with_starter
 from onefold.mesh.world import World, joined
 from onefold.models.gpt import VOCAB
 from onefold.models.loader import build_model, described, recompute
-from onefold.plan.calibration import Collective, MicroBatch, Speeds, Transfer, Whole
+from onefold.plan.calibration import Collective, MicroBatch, Speeds, TransferRate, Whole
 from onefold.plan.storages import WorkDone, work_of_call
 from onefold.plan.trace import default_loss
 
@@ -76,7 +76,7 @@ def measure(world: World, asked: dict[str, Any]) -> Speeds:
     tokens = torch.randint(VOCAB, (asked["rows"], asked["seq"]))
     module = _module(asked, compute)
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
-    ranks = _Ranks(world, asked["patience"])
+    ranks = _MeasuredRanks(world, asked["patience"])
     micro, spread = _micro_batch(ranks, module, tokens, threads)
     del module
     gather = reduce = None
@@ -94,7 +94,7 @@ def measure(world: World, asked: dict[str, Any]) -> Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranks:
+class _MeasuredRanks:
     """All ranks, which begin everything together, and how long they take for it."""
 
     world: World
@@ -176,7 +176,7 @@ class Clocked(TorchDispatchMode):
         return out
 
 
-def _micro_batch(ranks: _Ranks, module: nn.Module, tokens: Tensor, threads: int) -> _Found:
+def _micro_batch(ranks: _MeasuredRanks, module: nn.Module, tokens: Tensor, threads: int) -> _Found:
     """A micro-batch of `tokens`, and one so short that only the host takes time.
 
     What of the long one's seconds is neither inside a kernel nor of the host, as memory that is
@@ -220,7 +220,7 @@ class _Passes:
 
 
 def _passes(
-    ranks: _Ranks, train: Callable[[], None], clock: Callable[[], float], seconds: float
+    ranks: _MeasuredRanks, train: Callable[[], None], clock: Callable[[], float], seconds: float
 ) -> tuple[_Passes, float]:
     """Plain passes and watched ones in turn, for about so long; and how much plain ones vary."""
     train()
@@ -258,7 +258,7 @@ def _inside(calls: Sequence[tuple[WorkDone, float]]) -> tuple[float, ...]:
 # collectives and the optimizer's step
 
 
-class Held(nn.Module):
+class MeasuredRank(nn.Module):
     """A unit of one weight [rows, ROW] of which a forward reads one row: it computes nothing."""
 
     def __init__(self, rows: int, dtype: torch.dtype) -> None:
@@ -271,7 +271,7 @@ class Held(nn.Module):
 
 
 def _stack(rows: int, units: int, dtype: torch.dtype) -> nn.Sequential:
-    return nn.Sequential(*(Held(rows, dtype) for _ in range(units)))
+    return nn.Sequential(*(MeasuredRank(rows, dtype) for _ in range(units)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ class _Taken:
     cpu_seconds: float
 
 
-def _fastest(ranks: _Ranks, ready: Callable[[], Callable[[], object]]) -> _Taken:
+def _fastest(ranks: _MeasuredRanks, ready: Callable[[], Callable[[], object]]) -> _Taken:
     """Of some calls of what `ready` gives, begun together by all ranks."""
     found: list[_Taken] = []
     for _ in ranks.rounds(REPEATS, REPEAT_SECONDS):
@@ -292,11 +292,11 @@ def _fastest(ranks: _Ranks, ready: Callable[[], Callable[[], object]]) -> _Taken
     return _Taken(min(each.seconds for each in found), min(each.cpu_seconds for each in found))
 
 
-def _collectives(ranks: _Ranks, dtype: torch.dtype) -> tuple[Collective, Collective]:
+def _collectives(ranks: _MeasuredRanks, dtype: torch.dtype) -> tuple[Collective, Collective]:
     """Gathers and reductions of small and large units, through the engine."""
     sizes = {"small": (SMALL_ROWS, SMALL_UNITS), "large": (LARGE_ROWS, LARGE_UNITS)}
-    gathers: dict[str, Transfer] = {}
-    reduces: dict[str, Transfer] = {}
+    gathers: dict[str, TransferRate] = {}
+    reduces: dict[str, TransferRate] = {}
     for size, (rows, units) in sizes.items():
         nbytes = float(rows * ROW * dtype.itemsize)
         gathers[size] = _per_unit(nbytes, units, *_gathers(ranks, rows, units, dtype))
@@ -304,19 +304,21 @@ def _collectives(ranks: _Ranks, dtype: torch.dtype) -> tuple[Collective, Collect
     return Collective(**gathers), Collective(**reduces)
 
 
-def _per_unit(nbytes: float, units: int, whole: _Taken, plain: _Taken) -> Transfer:
+def _per_unit(nbytes: float, units: int, whole: _Taken, plain: _Taken) -> TransferRate:
     """What the sharded stack takes more than the plain one."""
     seconds = max(whole.seconds - plain.seconds, 1e-9) / units
     cpu_seconds = max(whole.cpu_seconds - plain.cpu_seconds, 1e-9) / units
-    return Transfer(nbytes, max(seconds, cpu_seconds), cpu_seconds)
+    return TransferRate(nbytes, max(seconds, cpu_seconds), cpu_seconds)
 
 
-def _sharded(module: nn.Sequential, ranks: _Ranks, stage: int) -> nn.Module:
+def _sharded(module: nn.Sequential, ranks: _MeasuredRanks, stage: int) -> nn.Module:
     units = list(module)
     return onefold.shard(module, stage=stage, units=units, mesh=ranks.world.group.handle)
 
 
-def _gathers(ranks: _Ranks, rows: int, units: int, dtype: torch.dtype) -> tuple[_Taken, _Taken]:
+def _gathers(
+    ranks: _MeasuredRanks, rows: int, units: int, dtype: torch.dtype
+) -> tuple[_Taken, _Taken]:
     """A forward without gradients at stage 3 gathers and frees each unit once."""
     x = torch.zeros(ROW, dtype=dtype)
 
@@ -332,7 +334,9 @@ def _gathers(ranks: _Ranks, rows: int, units: int, dtype: torch.dtype) -> tuple[
     return sharded, alone
 
 
-def _reduces(ranks: _Ranks, rows: int, units: int, dtype: torch.dtype) -> tuple[_Taken, _Taken]:
+def _reduces(
+    ranks: _MeasuredRanks, rows: int, units: int, dtype: torch.dtype
+) -> tuple[_Taken, _Taken]:
     """A backward at stage 2, whose weights are there already, reduces each unit once."""
     x = torch.zeros(ROW, dtype=dtype)
 
@@ -349,7 +353,9 @@ def _reduces(ranks: _Ranks, rows: int, units: int, dtype: torch.dtype) -> tuple[
     return sharded, alone
 
 
-def _step(ranks: _Ranks, dtype: torch.dtype, clock: Callable[[], float]) -> tuple[float, float]:
+def _step(
+    ranks: _MeasuredRanks, dtype: torch.dtype, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Bytes that AdamW moves and the seconds of a step, states on the device."""
     rows = LARGE_ROWS * ranks.world.world_size
     module = _stack(rows, LARGE_UNITS, dtype if dtype is torch.float32 else torch.float32)
@@ -372,7 +378,7 @@ def _step(ranks: _Ranks, dtype: torch.dtype, clock: Callable[[], float]) -> tupl
     return float(LARGE_ROWS * LARGE_UNITS * ROW * moved), median(found[1:])
 
 
-def _draw_rate(ranks: _Ranks, dtype: torch.dtype, clock: Callable[[], float]) -> float:
+def _draw_rate(ranks: _MeasuredRanks, dtype: torch.dtype, clock: Callable[[], float]) -> float:
     """Random numbers a second, as dropout draws them, beyond what filling memory takes."""
     room = torch.empty(DRAWN, dtype=dtype)
     found: list[float] = []
@@ -386,7 +392,11 @@ def _draw_rate(ranks: _Ranks, dtype: torch.dtype, clock: Callable[[], float]) ->
 
 
 def _whole(
-    ranks: _Ranks, asked: dict[str, Any], tokens: Tensor, way: tuple[int, int], micro_seconds: float
+    ranks: _MeasuredRanks,
+    asked: dict[str, Any],
+    tokens: Tensor,
+    way: tuple[int, int],
+    micro_seconds: float,
 ) -> Whole:
     """The median step of the model itself, sharded, in turn with plain micro-batches.
 

@@ -44,7 +44,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class GatherRate:
     """How fast whole weights are gathered: each rank broadcasts its piece into place."""
 
     backend: str
@@ -54,7 +54,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class HostReport:
     """What one host has; bytes, and bytes per second."""
 
     versions: dict[str, str]
@@ -72,12 +72,12 @@ class Machine:
     limits: list[Limit]
 
 
-def describe(folder: str | None = None) -> Machine:
+def describe(folder: str | None = None) -> HostReport:
     """Look at this host and measure it, in about two seconds; writes to `folder`, or TMPDIR."""
     folder = folder or tempfile.gettempdir()
     total, free = memory_nbytes()
     disk_free = shutil.disk_usage(folder).free
-    return Machine(
+    return HostReport(
         versions=versions(),
         system=f"{platform.system()} {platform.machine()}",
         cores=usable_cores(),
@@ -104,7 +104,7 @@ def measure_copy() -> float:
     return COPY_NBYTES / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=5))
 
 
-def measure_link(world: World) -> Link:
+def measure_link(world: World) -> GatherRate:
     """Gather one flat buffer as units do; a collective."""
     group, world_size = world.group, world.world_size
     whole = torch.zeros(LINK_NBYTES // 4, device=world.device)
@@ -121,7 +121,7 @@ def measure_link(world: World) -> Link:
     received = whole.nbytes - pieces[world.rank].nbytes
     seconds = min(timeit.repeat(gather, number=1, repeat=8))
     backend = "nccl" if group.is_nccl else "gloo"
-    return Link(backend, world_size, whole.nbytes, received / seconds)
+    return GatherRate(backend, world_size, whole.nbytes, received / seconds)
 
 
 def find_limits(memory_total: int, disk_free: int) -> list[Limit]:

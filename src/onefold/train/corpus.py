@@ -28,7 +28,7 @@ _SNIFF_NBYTES = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class CorpusSpan:
     """Bytes [start, stop) of one file."""
 
     path: Path
@@ -40,7 +40,7 @@ class Span:
 class Split:
     """Spans read as one long row of bytes."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[CorpusSpan, ...]
     ends: tuple[int, ...] = field(init=False)  # where each span ends in the row
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ def _files(root: Path, without: set[str]) -> list[Path]:
     return sorted(found)
 
 
-def _text_span(path: Path) -> Span | None:
+def _text_span(path: Path) -> CorpusSpan | None:
     """All of a file, or None where it is empty, unreadable or not text (has a zero byte)."""
     try:
         with path.open("rb") as file:
@@ -165,15 +165,15 @@ def _text_span(path: Path) -> Span | None:
             nbytes = os.fstat(file.fileno()).st_size
     except OSError:
         return None
-    return Span(path, 0, nbytes) if head and b"\0" not in head else None
+    return CorpusSpan(path, 0, nbytes) if head and b"\0" not in head else None
 
 
-def _split(root: Path, spans: list[Span]) -> tuple[Split, Split]:
+def _split(root: Path, spans: list[CorpusSpan]) -> tuple[Split, Split]:
     """Training and held-out spans, by the hash of each file's name relative to `root`."""
     if len(spans) == 1:
         path, nbytes = spans[0].path, spans[0].stop
         cut = nbytes - max(1, int(nbytes * HELD_OUT_SHARE))
-        return Split((Span(path, 0, cut),)), Split((Span(path, cut, nbytes),))
+        return Split((CorpusSpan(path, 0, cut),)), Split((CorpusSpan(path, cut, nbytes),))
     draws = {span: _draw(span.path.relative_to(root)) for span in spans}
     held_out = {span for span in spans if draws[span] < HELD_OUT_SHARE}
     if not held_out:
@@ -191,7 +191,7 @@ def _draw(name: Path) -> float:
     return int.from_bytes(sha256(name.as_posix().encode()).digest()[:8], "big") / 2**64
 
 
-def _read(span: Span, offset: int, count: int) -> bytes:
+def _read(span: CorpusSpan, offset: int, count: int) -> bytes:
     with span.path.open("rb") as file:
         file.seek(span.start + offset)
         got = file.read(count)

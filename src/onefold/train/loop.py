@@ -50,7 +50,7 @@ class Progress:
     seconds_left: float
 
 
-class Observer(Protocol):
+class TrainObserver(Protocol):
     """Who is told how a run goes, on each rank."""
 
     def started(self, job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> None: ...
@@ -120,7 +120,7 @@ def offload_for(job: Job) -> Offload:
     return replace(chosen, fraction=job.fraction, step_in_backward=early)
 
 
-def train(job: Job, world: World, observer: Observer) -> TrainResult:
+def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
     """Run the job on this rank; every rank calls it. A collective."""
     corpus = preflight(job, world.world_size)
     trainer = Trainer(job, world, corpus)
@@ -244,7 +244,7 @@ class Trainer:
 class Meter:
     """Losses of all ranks and the speed, told to an observer every LOG_STEPS."""
 
-    def __init__(self, job: Job, world: World, observer: Observer, first: int) -> None:
+    def __init__(self, job: Job, world: World, observer: TrainObserver, first: int) -> None:
         self.losses: list[float] = []  # per step, mean over ranks
         self.step_seconds: list[float] = []  # per step, on this rank
         self._first = first

@@ -11,7 +11,7 @@ from onefold.layout.axes import Axes
 from onefold.ledger import Ledger
 from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
-from onefold.tier.step_device import Workplace
+from onefold.tier.step_device import StepDevice
 from onefold.tier.store import Store
 from onefold.tier.workers import Workers
 from onefold.wire.collectives import Group
@@ -27,7 +27,7 @@ class Tiers:
     slots: SlotPool
     fetchers: Workers  # bring own rows of weights
     steppers: Workers  # step units in blocks
-    workplace: Workplace  # where they do
+    workplace: StepDevice  # where they do
     scratch: Scratch | None = None  # where activations go
 
 
@@ -84,7 +84,7 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Context:
     """What all units of one sharded module share: where state rests and how it travels."""
 
     routes: Routes

@@ -23,10 +23,10 @@ import torch
 
 from onefold.ledger import Kind
 from onefold.unit.buffer import Buffer
-from onefold.wire.transport import Owed
+from onefold.wire.transport import ErrorFeedback
 
 if TYPE_CHECKING:
-    from onefold.unit.context import Setting
+    from onefold.unit.context import Context
     from onefold.unit.parameter import UnitParameter
 
 Region = tuple["UnitParameter", int] | None
@@ -36,11 +36,11 @@ Region = tuple["UnitParameter", int] | None
 class Feedback:
     """What a unit's messages owe, fp32: made with the first of them that is coded."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Context) -> None:
         self._setting = setting
         self._owed: dict[tuple[UnitParameter, str, int], Buffer] = {}
 
-    def of(self, hop: str, regions: Sequence[Region]) -> Owed | None:
+    def of(self, hop: str, regions: Sequence[Region]) -> ErrorFeedback | None:
         """What a transport asks for the `regions` of a message; None where nothing is fed back."""
         if not self._setting.routes.feeds_back:
             return None

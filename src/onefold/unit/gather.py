@@ -19,13 +19,13 @@ from onefold.errors import TierError, WireError, expected
 from onefold.layout.rows import Slot
 from onefold.ticket import DONE, Ticket
 from onefold.unit.buffer import Buffer
-from onefold.wire.cut import Cut
-from onefold.wire.transport import Own, Transport
+from onefold.wire.cut import MessageLayout
+from onefold.wire.transport import SendRows, Transport
 
 if TYPE_CHECKING:
     from onefold.unit.unit import Unit
 
-Span = tuple[int, int]
+Stretch = tuple[int, int]
 """[start, stop) in elements."""
 
 FAILED_TAG = 0
@@ -38,11 +38,11 @@ def tags_of(world_size: int) -> Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class GatherMessage:
     """A buffer that one hop fills: how it is cut, its tags and which is ours, what carries it."""
 
     flat: Tensor
-    cut: Cut | None
+    cut: MessageLayout | None
     tags_at: int
     own_tag: int
     transport: Transport
@@ -54,10 +54,10 @@ class UnitGather:
     def __init__(self, unit: Unit, transport: Transport) -> None:
         self._unit = ref(unit)
         self._transport = transport
-        self._cut: Cut | None = None
-        self._copies: list[tuple[Span, Span]] = []  # in the buffer to fill, in the shard
-        self._always: list[tuple[Span, Span]] = []  # those of them that no transport codes
-        self._coded: list[Span] = []  # own rows of the others in the shard
+        self._cut: MessageLayout | None = None
+        self._copies: list[tuple[Stretch, Stretch]] = []  # in the buffer to fill, in the shard
+        self._always: list[tuple[Stretch, Stretch]] = []  # those of them that no transport codes
+        self._coded: list[Stretch] = []  # own rows of the others in the shard
         self._has_base = False  # the buffer holds what every rank has read last
         self._edits: list[int] = []  # of each parameter, when it was gathered last
 
@@ -105,7 +105,7 @@ class UnitGather:
             self._plan(full)
         where = self._label("gather")
         rank = unit.setting.rest_rank
-        message = Message(full.tensor, self._cut, unit.rest.full_numel, rank, self._transport)
+        message = GatherMessage(full.tensor, self._cut, unit.rest.full_numel, rank, self._transport)
         return self._send(message, where)
 
     def _label(self, what: str) -> str:
@@ -116,7 +116,7 @@ class UnitGather:
         since = f", where {edited!r} was edited," if edited else ""
         return f"{what} of unit {self.unit.name!r} on {self.unit.setting.where}{since}"
 
-    def _send(self, message: Message, where: str) -> Ticket:
+    def _send(self, message: GatherMessage, where: str) -> Ticket:
         """Put own rows and the tag into a message, and begin to exchange it."""
         unit, flat = self.unit, message.flat
         own = self._own(message)
@@ -144,15 +144,15 @@ class UnitGather:
     def _note_base(self) -> None:
         self._has_base = True
 
-    def _own(self, message: Message) -> Own | None:
+    def _own(self, message: GatherMessage) -> SendRows | None:
         """For a coding transport: whether it sends differences. The same on every rank."""
         if not self._transport.is_coded or message.cut is None:
             return None
         keeps = self.unit.setting.routes.sends_differences
         rows: list[Tensor | None] = [None] * len(message.cut.numels)
-        return Own(rows, has_base=keeps and self._has_base, is_base_kept=keeps)
+        return SendRows(rows, has_base=keeps and self._has_base, is_base_kept=keeps)
 
-    def _take_rows(self, near: Tensor, own: Own) -> None:
+    def _take_rows(self, near: Tensor, own: SendRows) -> None:
         """Let a coding transport send rows of the master, so that they are rounded once."""
         unit = self.unit
         is_near = not unit.steps_in_blocks and unit.stepped.device == near.device
@@ -186,7 +186,7 @@ class UnitGather:
         if setting.rest_world > 1:
             sharded = [slot for slot in rest.slots if not slot.replicated]
             offsets = [slot.full_offset for slot in sharded]
-            self._cut = Cut(
+            self._cut = MessageLayout(
                 [*sharded, tags_of(setting.world_size)], [*offsets, rest.full_numel],
                 setting.transport.group, full.tensor.itemsize, self.unit.name,
             )  # fmt: skip

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from onefold.errors import StateError
 
 
-class Logical(DTensor):
+class LogicalValues(DTensor):
     """A DTensor that may stand beside plain tensors, as a parameter of a plain module may."""
 
 
@@ -32,7 +32,7 @@ def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
         return False
     if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
         return True
-    return any(isinstance(leaf, Logical) for leaf in leaves) and any(
+    return any(isinstance(leaf, LogicalValues) for leaf in leaves) and any(
         isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
         for leaf in leaves
     )
@@ -63,7 +63,7 @@ _READS = {
 }  # fmt: skip
 
 
-class LogicalTensor(Logical):
+class LogicalTensor(LogicalValues):
     """A gradient, or what was computed from faces and gradients: a DTensor that reads as a whole.
 
     A read of a number completes the value first: a collective, as all of DTensor's operations.

@@ -24,7 +24,7 @@ from onefold.unit.context import Hops
 from onefold.unit.feedback import Region
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.reduction import Key, OneHop, Spread, flags_of, regions_of
-from onefold.wire.cut import Cut
+from onefold.wire.cut import MessageLayout
 from onefold.wire.transport import Transport
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Replicated(OneHop):
         super().__init__(gradient)
         self._replicas = replicas
         self._waits = False
-        self._between: dict[Key, tuple[Cut, Cut, list[tuple[int, int]]]] = {}
+        self._between: dict[Key, tuple[MessageLayout, MessageLayout, list[tuple[int, int]]]] = {}
 
     def start(
         self, parameters: list[UnitParameter], partials: list[Tensor], used: list[bool]
@@ -117,7 +117,7 @@ class Replicated(OneHop):
 
     def _cuts_between(
         self, parameters: list[UnitParameter]
-    ) -> tuple[Cut, Cut, list[tuple[int, int]]]:
+    ) -> tuple[MessageLayout, MessageLayout, list[tuple[int, int]]]:
         """Own rows of each parameter, cut by elements over the nodes; and this node's span."""
         key = tuple(map(id, parameters))
         if key not in self._between:
@@ -157,7 +157,7 @@ class TwoHop(OneHop):
         self._entered: list[UnitParameter] = []  # of the first hop that is under way
         self._used: dict[UnitParameter, Tensor] = {}  # counts of those that the sums hold
         self._users: dict[UnitParameter, None] = {}  # those of them that a rank of the node used
-        self._cuts_between: dict[Key, Cut] = {}
+        self._cuts_between: dict[Key, MessageLayout] = {}
 
     def start(
         self, parameters: list[UnitParameter], partials: list[Tensor], used: list[bool]
@@ -245,7 +245,7 @@ class TwoHop(OneHop):
         if not self._used:
             self._sums = None
 
-    def _cut(self, parameters: list[UnitParameter], transport: Transport) -> Cut:
+    def _cut(self, parameters: list[UnitParameter], transport: Transport) -> MessageLayout:
         key = tuple(map(id, parameters))
         if key not in self._cuts:
             indices = [self.unit.parameters.index(p) for p in parameters]
@@ -254,7 +254,7 @@ class TwoHop(OneHop):
             self._cuts[key] = self._made([*slots, flags], None, transport)
         return self._cuts[key]
 
-    def _cut_between(self, parameters: list[UnitParameter]) -> Cut:
+    def _cut_between(self, parameters: list[UnitParameter]) -> MessageLayout:
         key = tuple(map(id, parameters))
         if key not in self._cuts_between:
             between = self._hops.reduce_between

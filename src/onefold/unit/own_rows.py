@@ -5,17 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from onefold.observer import Stream, watched
-from onefold.ticket import Work
+from onefold.ticket import Waitable
 from onefold.tier.slots import Room
 from onefold.tier.workers import Task
 from onefold.unit.buffer import Buffer
-from onefold.unit.context import Setting
+from onefold.unit.context import Context
 
 
 class OwnRows:
     """The flat rows [own rows of a unit] of a weight that may rest far."""
 
-    def __init__(self, weight: Buffer, setting: Setting, unit: str) -> None:
+    def __init__(self, weight: Buffer, setting: Context, unit: str) -> None:
         self._weight = weight
         self._ledger = setting.ledger
         self._unit = unit
@@ -24,7 +24,7 @@ class OwnRows:
         self._task: Task | None = None
         self._edits = -1  # of the weight, when it was fetched
 
-    def start(self, edits: int, after: Work | None) -> None:
+    def start(self, edits: int, after: Waitable | None) -> None:
         """Begin to fetch them, once `after` is over; nothing where they rest near."""
         far = self._weight.far
         if far is None or (self._task is not None and self._edits == edits):

@@ -187,9 +187,9 @@ class UnitParameter:
             original.data = self.local
             faces.introduce(original, ref(self))
             if not self.unit.computes_on_faces:
-                original.__class__ = faces.ReplicatedFace
+                original.__class__ = faces.ReplicatedParameter
             elif self.unit.master is not None:
-                original.__class__ = faces.PlainFace
+                original.__class__ = faces.PlainSharded
             self.face = original
         if not self.unit.computes_on_faces and requires_grad:
             self.face.register_post_accumulate_grad_hook(_DirectUse(ref(self)))

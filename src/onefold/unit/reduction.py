@@ -25,7 +25,7 @@ from onefold.layout.rows import Slot
 from onefold.ticket import Ticket
 from onefold.unit.feedback import Feedback, Region
 from onefold.unit.parameter import UnitParameter
-from onefold.wire.cut import Cut
+from onefold.wire.cut import MessageLayout
 from onefold.wire.transport import Transport
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class OneHop:
 
     def __init__(self, gradient: UnitGradient) -> None:
         self._gradient = ref(gradient)
-        self._cuts: dict[Key, Cut] = {}
+        self._cuts: dict[Key, MessageLayout] = {}
         self.feedback = Feedback(gradient.unit.setting)
         self._told: tuple[list[bool], Tensor] = [], torch.empty(0)  # the last flags
         self.counts: Tensor  # of the hop that has landed last: [parameters + 1]
@@ -131,7 +131,7 @@ class OneHop:
         unit = self.unit
         return [unit.wire.slots[unit.parameters.index(p)] for p in parameters]
 
-    def _cut(self, parameters: list[UnitParameter], transport: Transport) -> Cut:
+    def _cut(self, parameters: list[UnitParameter], transport: Transport) -> MessageLayout:
         """How these parameters' gradients, and one flag for each, are cut over the ranks."""
         key = tuple(map(id, parameters))
         if key not in self._cuts:
@@ -139,8 +139,10 @@ class OneHop:
             self._cuts[key] = self._made([*self._slots(parameters), flags], None, transport)
         return self._cuts[key]
 
-    def _made(self, slots: list[Slot], offsets: list[int] | None, transport: Transport) -> Cut:
-        return Cut(
+    def _made(
+        self, slots: list[Slot], offsets: list[int] | None, transport: Transport
+    ) -> MessageLayout:
+        return MessageLayout(
             slots, offsets, transport.group, self.unit.compute_dtype.itemsize, self.unit.name
         )
 
@@ -152,7 +154,7 @@ class Spread(OneHop):
 
     def __init__(self, gradient: UnitGradient) -> None:
         super().__init__(gradient)
-        self._spread_cuts: dict[Key, Cut] = {}
+        self._spread_cuts: dict[Key, MessageLayout] = {}
 
     def go_on(self, parameters: list[UnitParameter], users: list[UnitParameter]) -> Ticket:
         """See `OneHop.go_on`."""
@@ -163,7 +165,7 @@ class Spread(OneHop):
             slots = [slot for slot in self._slots(parameters) if not slot.replicated]
             offsets = [slot.full_offset for slot in slots]
             group, itemsize = setting.transport.group, reduced.tensor.itemsize
-            self._spread_cuts[key] = Cut(slots, offsets, group, itemsize, self.unit.name)
+            self._spread_cuts[key] = MessageLayout(slots, offsets, group, itemsize, self.unit.name)
         with torch.no_grad():
             return setting.transport.gather(
                 reduced.tensor, self._spread_cuts[key], self._where("gather of gradients")

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
-from onefold.unit.logical import Logical, as_logical, count_edits, dtensor_over, needs_plain
+from onefold.unit.logical import LogicalValues, as_logical, count_edits, dtensor_over, needs_plain
 from onefold.wire.collectives import Group
 
 
@@ -36,7 +36,7 @@ class Tiled(Protocol):
         ...
 
 
-class Summoner(Protocol):
+class ParameterOwner(Protocol):
     """What a face needs from its parameter: the fqn, and the whole weight on demand."""
 
     fqn: str
@@ -141,7 +141,7 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             owner.check_grad()
         if func is Tensor.register_hook:
             raise StateError(owner.why_no_hook())
-        if func is Tensor.detach and isinstance(face, ShardedFace):  # as state_dict() does
+        if func is Tensor.detach and isinstance(face, ShardedParameter):  # as state_dict() does
             return owner.detached()
         if func == _SET_DATA:
             owner.refuse_other_data(args[1])
@@ -153,7 +153,7 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 def _own_memory(outputs: Any, whole: list[Tensor]) -> Any:
     """An output that outlives the moment in which the weights are whole for it."""
-    if isinstance(outputs, WholeParameter):  # a function that gave back its argument
+    if isinstance(outputs, UnshardedParameter):  # a function that gave back its argument
         outputs = outputs.view_as(outputs)
     if isinstance(outputs, Tensor) and not torch.is_grad_enabled():
         storages = {weight.untyped_storage().data_ptr() for weight in whole}
@@ -162,15 +162,15 @@ def _own_memory(outputs: Any, whole: list[Tensor]) -> Any:
     return outputs
 
 
-class ShardedFace(Logical):
+class ShardedParameter(LogicalValues):
     """This rank's rows of a sharded parameter, as a `DTensor` with the parameter's logical shape.
 
     `nn.Parameter` for every `isinstance` check.
     """
 
-    _summoner: ReferenceType[Summoner]
+    _summoner: ReferenceType[ParameterOwner]
 
-    def summoner(self) -> Summoner | None:
+    def summoner(self) -> ParameterOwner | None:
         return self._summoner()
 
     def to_local(self, **options: Any) -> Tensor:  # type: ignore[override]
@@ -197,12 +197,12 @@ class ShardedFace(Logical):
         return _dispatch(func, args, kwargs)
 
 
-class ReplicatedFace(nn.Parameter):
+class ReplicatedParameter(nn.Parameter):
     """The whole weight at rest, where forward computes with a narrower copy of it."""
 
-    _summoner: ReferenceType[Summoner]
+    _summoner: ReferenceType[ParameterOwner]
 
-    def summoner(self) -> Summoner | None:
+    def summoner(self) -> ParameterOwner | None:
         return self._summoner()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -220,14 +220,14 @@ class ReplicatedFace(nn.Parameter):
         return _dispatch(func, args, kwargs)
 
 
-FACES = (ShardedFace, ReplicatedFace)
+FACES = (ShardedParameter, ReplicatedParameter)
 
 
-class WholeParameter(nn.Parameter):
+class UnshardedParameter(nn.Parameter):
     """A whole weight while its modules run. Notices when `.data` is taken, perhaps to be edited."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _summoner: Callable[[], Summoner | None] = staticmethod(lambda: None)  # until introduced
+    _summoner: Callable[[], ParameterOwner | None] = staticmethod(lambda: None)  # until introduced
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -245,7 +245,7 @@ class WholeParameter(nn.Parameter):
             summoner.note_whole_edit()
 
 
-class PlainFace(WholeParameter):
+class PlainSharded(UnshardedParameter):
     """A weight that rests whole where forward reads it, and has a master to follow its edits."""
 
     def _expect_edit(self) -> None:
@@ -259,7 +259,7 @@ class PlainFace(WholeParameter):
         return copied
 
 
-class GoneParameter(nn.Parameter):
+class StaleParameter(nn.Parameter):
     """A tensor object whose bytes have moved. Any use of its value raises `StateError`."""
 
     _why: str
@@ -272,7 +272,7 @@ class GoneParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        gone = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, GoneParameter))
+        gone = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, StaleParameter))
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in ("__hash__", "__repr__", "__format__"):
                 return func(torch.empty(0), *args[1:])
@@ -281,23 +281,25 @@ class GoneParameter(nn.Parameter):
 
 def bury(parameter: nn.Parameter, why: str) -> None:
     """Make every later use of the object a `StateError` that says `why`."""
-    parameter.__class__ = GoneParameter
+    parameter.__class__ = StaleParameter
     setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
 
 
-def introduce(parameter: Tensor, summoner: ReferenceType[Summoner]) -> None:
+def introduce(parameter: Tensor, summoner: ReferenceType[ParameterOwner]) -> None:
     """Tell a parameter object of whatever face, or a gradient, whose it is."""
     setattr(parameter, "_summoner", summoner)  # noqa: B010 - torch declares no such attribute
 
 
 def revive(parameter: nn.Parameter) -> None:
     """Undo `bury`: the object is a whole weight that may be read."""
-    parameter.__class__ = WholeParameter
+    parameter.__class__ = UnshardedParameter
 
 
-def sharded_face(local: Tensor, like: DTensor, summoner: ReferenceType[Summoner]) -> nn.Parameter:
+def sharded_face(
+    local: Tensor, like: DTensor, summoner: ReferenceType[ParameterOwner]
+) -> nn.Parameter:
     """A face over `local` [own rows] with the placement and logical shape of `like`."""
-    face: Any = dtensor_over(ShardedFace, local, like._spec)
+    face: Any = dtensor_over(ShardedParameter, local, like._spec)
     face._is_param = True
     face._summoner = summoner
     return face

@@ -29,7 +29,7 @@ from onefold.ticket import DONE, Ticket
 from onefold.tier.store import GRAIN_NUMEL
 from onefold.unit.buffer import Buffer
 from onefold.unit.gather import tags_of
-from onefold.wire.cut import Cut
+from onefold.wire.cut import MessageLayout
 
 if TYPE_CHECKING:
     from onefold.unit.gradient import UnitGradient
@@ -42,8 +42,8 @@ class Tile:
 
     rows: tuple[tuple[int, int], ...]  # per rank: [start, stop) of the weight
     own: tuple[int, int]  # [start, stop) in elements of this rank's piece
-    gather: Cut
-    reduce: Cut
+    gather: MessageLayout
+    reduce: MessageLayout
 
     @property
     def num_rows(self) -> int:
@@ -251,8 +251,8 @@ def _tiles(parameter: UnitParameter, tile_nbytes: int) -> list[Tile]:
         tiles.append(
             Tile(
                 rows, (own[0], own[1]),
-                Cut([region, tags], [0, ends[-1]], group, itemsize, unit.name),
-                Cut([region], None, group, itemsize, unit.name),
+                MessageLayout([region, tags], [0, ends[-1]], group, itemsize, unit.name),
+                MessageLayout([region], None, group, itemsize, unit.name),
             )
         )  # fmt: skip
     return tiles

@@ -21,8 +21,8 @@ from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
-from onefold.unit.gather import Message, Span, UnitGather, tags_of
-from onefold.wire.cut import Cut
+from onefold.unit.gather import GatherMessage, Stretch, UnitGather, tags_of
+from onefold.wire.cut import MessageLayout
 
 if TYPE_CHECKING:
     from onefold.unit.unit import Unit
@@ -37,9 +37,11 @@ class TwoHopGather(UnitGather):
         self._second: Buffer | None = None  # the node's shard of weights, and a tag for each node
         self._filled = -1  # `edits` of the unit when it was filled
         self._between = DONE  # what fills it
-        self._cut_between: Cut
-        self._cut_inside: Cut
-        self._from_second: list[tuple[Span, Span]] = []  # in the full buffer, in the second shard
+        self._cut_between: MessageLayout
+        self._cut_inside: MessageLayout
+        self._from_second: list[
+            tuple[Stretch, Stretch]
+        ] = []  # in the full buffer, in the second shard
         self._layout = NodeLayout.build(unit.rest.slots, hops.axes)  # of the second shard
         if hops.keeps_weights:
             setting, numel = unit.setting, self._layout.numel + hops.axes.nodes
@@ -114,7 +116,7 @@ class TwoHopGather(UnitGather):
 
     def _cross(self, flat: Tensor, tags_at: int, own_tag: int) -> Ticket:
         where = self._label("gather between nodes")
-        message = Message(flat, self._cut_between, tags_at, own_tag, self._transport)
+        message = GatherMessage(flat, self._cut_between, tags_at, own_tag, self._transport)
         return self._send(message, where)
 
     def _plan_once(self, full: Buffer) -> None:
@@ -127,7 +129,9 @@ class TwoHopGather(UnitGather):
         tags = tags_of(rest.world_size)
         regions = [(part, slot.full_offset) for _, slot in sharded for part in axes.inside(slot)]
         regions += [(part, rest.full_numel) for part in axes.inside(tags)]
-        self._cut_inside = Cut(*_unzipped(regions), hops.gather_inside.group, itemsize, name)
+        self._cut_inside = MessageLayout(
+            *_unzipped(regions), hops.gather_inside.group, itemsize, name
+        )
         if self._second is None:
             regions = [(axes.between(slot), slot.full_offset) for _, slot in sharded]
             regions.append((axes.between(tags), rest.full_numel))
@@ -144,7 +148,9 @@ class TwoHopGather(UnitGather):
                 for (start, stop), span in zip(pieces, spans, strict=True):
                     target = (slot.full_offset + start, slot.full_offset + stop)
                     self._from_second.append((target, span))
-        self._cut_between = Cut(*_unzipped(regions), hops.gather_between.group, itemsize, name)
+        self._cut_between = MessageLayout(
+            *_unzipped(regions), hops.gather_between.group, itemsize, name
+        )
 
 
 def _unzipped(regions: list[tuple[Slot, int]]) -> tuple[list[Slot], list[int]]:

@@ -28,11 +28,11 @@ from onefold.layout.rows import Layout
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Kind
 from onefold.observer import Stream, watched
-from onefold.ticket import DONE, Ticket, Work
+from onefold.ticket import DONE, Ticket, Waitable
 from onefold.tier.store import Store
 from onefold.unit import sharded as faces
 from onefold.unit.buffer import Buffer
-from onefold.unit.context import Setting
+from onefold.unit.context import Context
 from onefold.unit.gather import UnitGather
 from onefold.unit.init import Values
 from onefold.unit.own_rows import OwnRows
@@ -59,7 +59,7 @@ class Unit:
     """The weights of one unit, and the two moves: `unshard` and `reshard`."""
 
     def __init__(
-        self, plan: UnitPlan, setting: Setting, index: int = 0, *, is_offloaded: bool = False
+        self, plan: UnitPlan, setting: Context, index: int = 0, *, is_offloaded: bool = False
     ) -> None:
         self.is_offloaded = is_offloaded  # masters and moments rest in tiers.state
         self.name = plan.name
@@ -93,7 +93,7 @@ class Unit:
         self.keeps_bytes = False  # of whole weights that are not to be read any more
         self.on_demand: Callable[[Unit, object], None] | None = None
         self.is_wanted: Callable[[bool], bool] = bool
-        self.pending: Work | None = None  # the step that is under way in the background
+        self.pending: Waitable | None = None  # the step that is under way in the background
         self.failure: TierError | None = None  # of that step, or of a fetch: it stays
         self._ticket: Ticket = DONE
         self._fresh = False

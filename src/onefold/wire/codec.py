@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from onefold.errors import ConfigError, WireError, expected
-from onefold.wire.checks import check_decoding, check_encoding
 from onefold.wire.quantised import GROUPS, Quantised, Word
+from onefold.wire.sized import check_decoding, check_encoding
 
 ALIGNMENT = 16
 """Bytes at which a message in a larger buffer has to begin."""

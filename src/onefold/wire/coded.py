@@ -20,9 +20,9 @@ from torch import Tensor
 from onefold.layout.rows import round_up
 from onefold.ticket import Ticket
 from onefold.wire.codec import Codec, encode_with_feedback
-from onefold.wire.cut import Cut
+from onefold.wire.cut import MessageLayout
 from onefold.wire.exchange import Span
-from onefold.wire.transport import Composed, Owed, Own
+from onefold.wire.transport import Composed, ErrorFeedback, SendRows
 
 ALIGN_NBYTES = 16
 """Parts of a message start at multiples of this, so that they can be read as wider numbers."""
@@ -37,11 +37,16 @@ class Part(NamedTuple):
     rows: slice  # in elements of the full buffer, or of the region's flat partial
 
 
-class Parcel:
+class CodedChunk:
     """One rank's message: a part for each region of which it has elements."""
 
     def __init__(
-        self, cut: Cut, rank: int, rows: Sequence[Sequence[Span]], codec: Codec, itemsize: int
+        self,
+        cut: MessageLayout,
+        rank: int,
+        rows: Sequence[Sequence[Span]],
+        codec: Codec,
+        itemsize: int,
     ) -> None:
         """`rows`: by region and rank, where they lie; coded, or elements of `itemsize` bytes."""
         self.parts: list[Part] = []
@@ -59,7 +64,7 @@ class Parcel:
 class _Messages:
     """The parcels of one cut, and how those of all ranks lie in one buffer."""
 
-    def __init__(self, parcels: list[Parcel], left_out: int | None = None) -> None:
+    def __init__(self, parcels: list[CodedChunk], left_out: int | None = None) -> None:
         self.parcels = parcels
         self.numels = [parcel.nbytes for parcel in parcels]
         if left_out is not None:
@@ -69,7 +74,7 @@ class _Messages:
 
 
 class Coded:
-    """See the module. `Own.has_base` makes a gather send differences to what `full` holds."""
+    """See the module. `SendRows.has_base` makes a gather send differences to what `full` holds."""
 
     is_coded = True
 
@@ -78,18 +83,20 @@ class Coded:
         self.codec = codec
         self._exact = exact
         self._exchange = exact.exchange
-        self._gathered: dict[tuple[Cut, torch.dtype], _Messages] = {}
-        self._reduced: dict[tuple[Cut, torch.dtype], _Messages] = {}
+        self._gathered: dict[tuple[MessageLayout, torch.dtype], _Messages] = {}
+        self._reduced: dict[tuple[MessageLayout, torch.dtype], _Messages] = {}
 
     def _parcels(
-        self, cut: Cut, dtype: torch.dtype, rows: Sequence[Sequence[Span]]
-    ) -> list[Parcel]:
+        self, cut: MessageLayout, dtype: torch.dtype, rows: Sequence[Sequence[Span]]
+    ) -> list[CodedChunk]:
         ranks = range(self.group.world_size)
-        return [Parcel(cut, rank, rows, self.codec, dtype.itemsize) for rank in ranks]
+        return [CodedChunk(cut, rank, rows, self.codec, dtype.itemsize) for rank in ranks]
 
     # gather
 
-    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
+    def gather(
+        self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
+    ) -> Ticket:
         """See `Transport.gather`; own pieces become what every other rank reads, too."""
         if own is not None and own.starts_base:
             return self._exact.gather(full, cut, label)
@@ -119,7 +126,9 @@ class Coded:
 
         return Ticket(works, read, label)
 
-    def _write(self, full: Tensor, message: Tensor, parcel: Parcel, own: Own | None) -> None:
+    def _write(
+        self, full: Tensor, message: Tensor, parcel: CodedChunk, own: SendRows | None
+    ) -> None:
         """Code own rows; where there is a base, how they differ from what `full` holds."""
         for index, is_coded, place, rows in parcel.parts:
             part, target = message[place], full[rows]
@@ -148,11 +157,11 @@ class Coded:
     def reduce_scatter(
         self,
         partials: Sequence[Tensor],
-        cut: Cut,
+        cut: MessageLayout,
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
-        owed: Owed | None = None,
+        owed: ErrorFeedback | None = None,
     ) -> Ticket:
         """See `Transport.reduce_scatter`. What is not finite is not, either, where it arrives."""
         flags, exchange, rank = partials[-1], self._exchange, self.group.rank
@@ -179,7 +188,13 @@ class Coded:
         """See `Transport.rest`."""
         self._exchange.rest()
 
-    def _pack(self, partials: Sequence[Tensor], cut: Cut, sent: Tensor, owed: Owed | None) -> None:
+    def _pack(
+        self,
+        partials: Sequence[Tensor],
+        cut: MessageLayout,
+        sent: Tensor,
+        owed: ErrorFeedback | None,
+    ) -> None:
         """Write each other rank's message."""
         rank, dtype = self.group.rank, partials[-1].dtype
         messages = self._reduced[cut, dtype]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.errors import WireError
-from onefold.ticket import Work
+from onefold.ticket import Waitable
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,17 @@ class Group:
         """True if tensors of a GPU go by NCCL, maybe beside another backend for the CPU's."""
         return self.handle is not None and "cuda:nccl" in dist.get_backend_config(self.handle)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Waitable:
         """Start sending `tensor` of rank `source` into `tensor` of all others, in place."""
         return _issued(
             lambda: dist.broadcast(tensor, group=self.handle, group_src=source, async_op=True)
         )
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Waitable:
         """Start gathering equal shards in rank order into `out`."""
         return _issued(lambda: dist.all_gather_single(out, shard, group=self.handle, async_op=True))
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Waitable:
         """Start summing `full` over the ranks; rank r gets the r-th of equal pieces in `out`."""
         return _issued(
             lambda: dist.reduce_scatter_single(out, full, group=self.handle, async_op=True)
@@ -52,7 +52,7 @@ class Group:
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, numels_out: list[int], numels_sent: list[int]
-    ) -> Work:
+    ) -> Waitable:
         """Start sending consecutive pieces of `sent` to ranks 0, 1, ...; `out` likewise."""
         return _issued(
             lambda: dist.all_to_all_single(
@@ -72,7 +72,7 @@ class Group:
         return values
 
 
-def _issued(start: Callable[[], Work | None]) -> Work:
+def _issued(start: Callable[[], Waitable | None]) -> Waitable:
     try:
         work = start()
     except RuntimeError as error:

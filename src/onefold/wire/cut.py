@@ -39,7 +39,7 @@ def size_of(numels: Sequence[int], itemsize: int, *, is_replicated: bool, is_ncc
     return Size.MEDIUM if shares else Size.LARGE
 
 
-class Cut:
+class MessageLayout:
     """How the regions of one message are cut over the ranks: made once, used for every transfer.
 
     `large` regions travel from and to where they lie. The others share one message, which has for
@@ -111,10 +111,10 @@ class Cut:
         return self._index
 
 
-class Parcel:
+class RankChunk:
     """One rank's part of a packed message: its pieces of medium regions, then of small ones."""
 
-    def __init__(self, cut: Cut, rank: int, packed: Tensor) -> None:
+    def __init__(self, cut: MessageLayout, rank: int, packed: Tensor) -> None:
         numels = cut.medium_numels[rank]
         mine = packed[slice(*cut.packed_spans[rank])]
         *self.medium, self.small = mine.split([*numels, len(mine) - sum(numels)])
@@ -127,14 +127,14 @@ class Parcel:
         torch.index_select(whole, 0, self.index, out=self.small)
 
 
-def unpack(full: Tensor, cut: Cut, packed: Tensor, own: int) -> None:
+def unpack(full: Tensor, cut: MessageLayout, packed: Tensor, own: int) -> None:
     """Put everybody's parcels where they go in the flat `full`."""
     if not cut.medium:
         full.index_copy_(0, cut.packed_index(full.device), packed)
         return
     for rank in range(len(cut.packed_numels)):
         if rank != own:
-            parcel = Parcel(cut, rank, packed)
+            parcel = RankChunk(cut, rank, packed)
             places = [full[slice(*cut.spans[index][rank])] for index in cut.medium]
             torch._foreach_copy_(places, parcel.medium)
             full.index_copy_(0, parcel.index, parcel.small)

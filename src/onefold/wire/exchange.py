@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onefold.ledger import Kind, Ledger
-from onefold.ticket import Work
+from onefold.ticket import Waitable
 from onefold.wire.collectives import Group
 
 PACK_NBYTES = 64 * 1024
@@ -54,7 +54,7 @@ class Exchange:
         """Note what one collective sends, under the name of the links it uses."""
         self.ledger.sent(collective + self._where, nbytes)
 
-    def all_gather(self, flat: Tensor, spans: Sequence[Span]) -> list[Work]:
+    def all_gather(self, flat: Tensor, spans: Sequence[Span]) -> list[Waitable]:
         """Begin to send each rank's span of `flat` to all others.
 
         One collective where pieces are equal, lie together and are small: latency counts then.
@@ -73,7 +73,7 @@ class Exchange:
 
     def all_to_all(
         self, sent: Tensor, numels: Sequence[int], own: int
-    ) -> tuple[Work, Tensor, list[Tensor]]:
+    ) -> tuple[Waitable, Tensor, list[Tensor]]:
         """Begin to send consecutive pieces of `sent`, of `numels` elements, to ranks 0, 1, ...
 
         Each other rank has a piece of `own` elements for us. They fill the second of what is

@@ -39,7 +39,7 @@ class _Message(ctypes.Structure):
     ]
 
 
-class Kernel:
+class CodecKernel:
     """Quantised messages, int8 and int4, in one pass, on this thread: the bits of the torch way."""
 
     def __init__(self, library: ctypes.CDLL, index: int, name: str) -> None:
@@ -79,14 +79,14 @@ class Kernel:
         call(self._index, ctypes.addressof(message))
 
 
-def kernels(found: ctypes.CDLL | None) -> list[Kernel]:
+def kernels(found: ctypes.CDLL | None) -> list[CodecKernel]:
     """Those of a library that this CPU runs, the fastest first."""
     if found is None:
         return []
-    return [Kernel(found, index, name) for index, name in enumerate(names(found, "codec"))]
+    return [CodecKernel(found, index, name) for index, name in enumerate(names(found, "codec"))]
 
 
 @cache
-def kernel() -> Kernel | None:
+def kernel() -> CodecKernel | None:
     """The one to use, if there is one."""
     return next(iter(kernels(library())), None)

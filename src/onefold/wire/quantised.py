@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from onefold.errors import ConfigError, expected
-from onefold.wire.checks import check_decoding, check_encoding
-from onefold.wire.native import Kernel, Parts, kernel
+from onefold.wire.native import CodecKernel, Parts, kernel
 from onefold.wire.rotation import WIDTH, rotate, rotate_back
+from onefold.wire.sized import check_decoding, check_encoding
 
 Word = Literal["int8", "int4", "fp8"]
 
@@ -111,7 +111,7 @@ class Quantised:
         else:
             _decode(self, scales, payload, out, adds=adds)
 
-    def _native(self, values: Tensor) -> Kernel | None:
+    def _native(self, values: Tensor) -> CodecKernel | None:
         found = kernel()
         return found if found is not None and found.takes(self.word, values) else None
 
@@ -145,7 +145,7 @@ class _Rooms:
         return self.other, self.third
 
 
-class _Block(NamedTuple):
+class _CodedBlock(NamedTuple):
     """Where the parts of a block lie, and of how many elements its groups are."""
 
     elements: slice
@@ -154,7 +154,7 @@ class _Block(NamedTuple):
     width: int
 
 
-def _blocks(codec: Quantised, numel: int, block: int) -> Iterator[_Block]:
+def _blocks(codec: Quantised, numel: int, block: int) -> Iterator[_CodedBlock]:
     """All of them; the last group has one of its own if it is a short one."""
     whole = numel // codec.group * codec.group
     for start in (*range(0, whole, block), *([whole] if whole < numel else [])):
@@ -163,7 +163,7 @@ def _blocks(codec: Quantised, numel: int, block: int) -> Iterator[_Block]:
         first = start // codec.group
         groups = slice(first, first + (stop - start) // width)
         payload = slice(codec.payload_nbytes(start), codec.payload_nbytes(stop))
-        yield _Block(slice(start, stop), groups, payload, width)
+        yield _CodedBlock(slice(start, stop), groups, payload, width)
 
 
 def _encode(codec: Quantised, values: Tensor, scales: Tensor, payload: Tensor) -> None:

@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onefold.ticket import DONE, Ticket, Work
+from onefold.ticket import DONE, Ticket, Waitable
 from onefold.wire.collectives import Group
-from onefold.wire.cut import Cut, Parcel, unpack
+from onefold.wire.cut import MessageLayout, RankChunk, unpack
 from onefold.wire.exchange import Exchange
 
 MEAN_NUMEL = 64 * 1024
@@ -29,7 +29,7 @@ MEAN_NUMEL = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class SendRows:
     """What a rank sends of its own rows where messages are coded, instead of what lies in place.
 
     `rows`: per region a flat tensor of any floating dtype, so that values are rounded once; None
@@ -48,7 +48,7 @@ class Own:
         return self.is_base_kept and not self.has_base
 
 
-Owed = Callable[[int, int], Tensor | None]
+ErrorFeedback = Callable[[int, int], Tensor | None]
 """What earlier messages rounded off a region, to be sent with this one, and kept anew (error
 feedback, see `onefold.unit.feedback`): from the region's index and the elements of it that go to
 other ranks, fp32 [of them, in rank order]; None if nothing is fed back. Asked by who codes."""
@@ -65,7 +65,9 @@ class Transport(Protocol):
         """True if matrices are rounded on the way."""
         ...
 
-    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
+    def gather(
+        self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
+    ) -> Ticket:
         """Fill every region of the flat `full` from its owners; own pieces are in place already.
 
         `full` may not be read or freed before the ticket is waited for. `own` is for transports
@@ -76,11 +78,11 @@ class Transport(Protocol):
     def reduce_scatter(
         self,
         partials: Sequence[Tensor],
-        cut: Cut,
+        cut: MessageLayout,
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
-        owed: Owed | None = None,
+        owed: ErrorFeedback | None = None,
     ) -> Ticket:
         """Put the mean over ranks of this rank's piece of every flat partial into `out`.
 
@@ -106,18 +108,20 @@ class Wrapped(ABC):
     def around(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
         """Have `start` begin a "gather" or "reduce_scatter" of a unit."""
 
-    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
+    def gather(
+        self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
+    ) -> Ticket:
         """See `Transport.gather`."""
         return self.around("gather", cut.name, lambda: self.inner.gather(full, cut, label, own))
 
     def reduce_scatter(
         self,
         partials: Sequence[Tensor],
-        cut: Cut,
+        cut: MessageLayout,
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
-        owed: Owed | None = None,
+        owed: ErrorFeedback | None = None,
     ) -> Ticket:
         """See `Transport.reduce_scatter`."""
 
@@ -139,18 +143,20 @@ class LocalTransport:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
+    def gather(
+        self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
+    ) -> Ticket:
         """Nothing to do."""
         return DONE
 
     def reduce_scatter(
         self,
         partials: Sequence[Tensor],
-        cut: Cut,
+        cut: MessageLayout,
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
-        owed: Owed | None = None,
+        owed: ErrorFeedback | None = None,
     ) -> Ticket:
         """The mean over one rank is its own gradient."""
         for partial, target, is_fresh in zip(partials, out, fresh, strict=True):
@@ -173,7 +179,9 @@ class Composed:
 
     # gather
 
-    def gather(self, full: Tensor, cut: Cut, label: str, own: Own | None = None) -> Ticket:
+    def gather(
+        self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
+    ) -> Ticket:
         """See `Transport.gather`."""
         exchange, others = self.exchange, self.group.world_size - 1
         works = [
@@ -186,7 +194,7 @@ class Composed:
                 staged = exchange.gathering.take(numel, full.dtype, full.device)
             else:  # what small regions alone take is too little to keep and count
                 staged = full.new_empty(numel)
-            Parcel(cut, self.group.rank, staged).fill(
+            RankChunk(cut, self.group.rank, staged).fill(
                 [full[slice(*cut.spans[index][self.group.rank])] for index in cut.medium], full
             )
             works += exchange.all_gather(staged, cut.packed_spans)
@@ -207,14 +215,14 @@ class Composed:
     def reduce_scatter(
         self,
         partials: Sequence[Tensor],
-        cut: Cut,
+        cut: MessageLayout,
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
-        owed: Owed | None = None,
+        owed: ErrorFeedback | None = None,
     ) -> Ticket:
         """See `Transport.reduce_scatter`."""
-        works: list[Work] = []
+        works: list[Waitable] = []
         received: list[Tensor] = []
         parts = [  # by large region: what each rank had of our piece
             self._exchange(partials[index], cut.numels[index], works, received)
@@ -243,7 +251,7 @@ class Composed:
         self.exchange.rest()
 
     def _exchange(
-        self, sent: Tensor, numels: Sequence[int], works: list[Work], buffers: list[Tensor]
+        self, sent: Tensor, numels: Sequence[int], works: list[Waitable], buffers: list[Tensor]
     ) -> list[Tensor]:
         """Send each rank its piece of `sent`; what every rank had of ours, in rank order.
 
@@ -262,7 +270,7 @@ class Composed:
             pieces[rank] = ours
         return pieces
 
-    def _packed(self, partials: Sequence[Tensor], cut: Cut) -> Tensor:
+    def _packed(self, partials: Sequence[Tensor], cut: MessageLayout) -> Tensor:
         """All pieces for rank 0, then for rank 1, ...: what regions send together."""
         if not cut.packed_spans[-1][1]:
             return partials[0].new_empty(0)
@@ -273,17 +281,17 @@ class Composed:
         packed = self.exchange.reducing.take(cut.packed_spans[-1][1], whole.dtype, whole.device)
         for rank in range(self.group.world_size):
             pieces = [partials[index][slice(*cut.pieces[index][rank])] for index in cut.medium]
-            Parcel(cut, rank, packed).fill(pieces, whole)
+            RankChunk(cut, rank, packed).fill(pieces, whole)
         return packed
 
-    def _count(self, cut: Cut, itemsize: int) -> None:
+    def _count(self, cut: MessageLayout, itemsize: int) -> None:
         """Sharded gradients are the law's bytes; what every rank must know whole is `control`."""
         exchange, others = self.exchange, self.group.world_size - 1
         exchange.count("reduce_scatter", (cut.sharded_numel - cut.own_numel) * itemsize)
         exchange.ledger.sent("control", others * cut.control_numel * itemsize, 0)
 
     def _spread_packed(
-        self, found: list[Tensor], cut: Cut, out: Sequence[Tensor], fresh: Sequence[bool]
+        self, found: list[Tensor], cut: MessageLayout, out: Sequence[Tensor], fresh: Sequence[bool]
     ) -> None:
         """Average the packed message and put each region's piece where it goes."""
         numels = [*cut.medium_numels[self.group.rank], sum(cut.own_small_numels)]
