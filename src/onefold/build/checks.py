@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from onefold.errors import ConfigError, expected
-from onefold.layout.units import Owned
 from onefold.engine.joining import check_state
 from onefold.engine.registry import ENGINE
+from onefold.errors import ConfigError, expected
+from onefold.layout.units import Owned
 
 
 def as_list(optimizer: object) -> list[Optimizer]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from onefold.config import Placement, Placements
-from onefold.mesh.ranks import Ranks
 from onefold.ledger import Ledger
+from onefold.mesh.ranks import Ranks
 from onefold.unit.context import Hops, Routes
 from onefold.wire.codec import codec_of
 from onefold.wire.coded import Coded

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from onefold.config import Offload
+from onefold.host import cores_of
 from onefold.mesh.ranks import local_place
 from onefold.plan.simulate import STREAMED_NBYTES
-from onefold.host import cores_of
 from onefold.tier.workers import Workers
 from onefold.wire.collectives import Group
 

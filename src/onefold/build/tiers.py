@@ -18,26 +18,25 @@ import torch
 from torch.optim import Optimizer
 
 from onefold.config import Offload, Precision
-from onefold.host import free_host_nbytes
-from onefold.mesh.ranks import Ranks, local_place
+from onefold.engine.optimizer import steps_elements
+from onefold.engine.rules import moments_after_first_step, rule_of
 from onefold.errors import TierError, expected
+from onefold.host import cores_of, free_host_nbytes
 from onefold.layout.rows import Layout
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
+from onefold.mesh.ranks import Ranks, local_place
 from onefold.plan.auto import Subject, least_fraction
 from onefold.plan.memory import last_share
-from onefold.engine.optimizer import steps_elements
-from onefold.engine.rules import moments_after_first_step, rule_of
-from onefold.unit.context import Tiers
+from onefold.tier.cpu import HostStore
 from onefold.tier.device import DeviceStore
 from onefold.tier.disk import DiskStore, SwapFile
-from onefold.tier.cpu import HostStore
 from onefold.tier.scratch import DiskScratch, HostScratch, Scratch
 from onefold.tier.slots import SlotPool
-from onefold.tier.store import Store, whole_pages
-from onefold.host import cores_of
-from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS, Workers
 from onefold.tier.step_device import NUM_STREAMS, DeviceStep, HostStep, StepDevice
+from onefold.tier.store import Store, whole_pages
+from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS, Workers
+from onefold.unit.context import Tiers
 from onefold.wire.collectives import Group
 from onefold.wire_config import Wire
 

@@ -1,0 +1,1 @@
+"""From a choice to objects: tiers, routes, checks of arguments."""
