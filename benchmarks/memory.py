@@ -4,7 +4,7 @@
     python benchmarks/memory.py --only llama    the cases whose names have that in them
 
 Measured is what a rank really holds in its third step: everything that operations of torch make,
-from the first moment to the last (plan/storages.py on real tensors), and what the ledger has
+from the first moment to the last (planner/storages.py on real tensors), and what the ledger has
 counted for buffers that torch does not make. The prediction has seen neither: it comes from a copy
 of the module without values, and from the closed forms.
 """
@@ -32,10 +32,10 @@ from memory_cases import BATCH, MODELS, Case
 import onefold
 from onefold.config import Offload, offload_of, placements_of, precision_of
 from onefold.engine.registry import engine_of
-from onefold.plan.memory import forecast
-from onefold.plan.setup import Setup
-from onefold.plan.storages import Storages
-from onefold.plan.trace import default_loss, trace
+from onefold.planner.memory import forecast
+from onefold.planner.setup import Setup
+from onefold.planner.storages import Storages
+from onefold.planner.trace import default_loss, trace
 
 DOCS = Path(__file__).parent.parent / "docs" / "memory.md"
 BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"

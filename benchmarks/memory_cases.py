@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onefold.models.loader import build_model
-from onefold.plan.trace import Inputs
+from onefold.planner.trace import Inputs
 
 BATCH = 4
 

@@ -29,13 +29,13 @@ from contest.results import RESULTS, provenance, rounded
 from contest.world import run_ranks
 from step_time_cases import CALIBRATED, CASES, ROWS, SEQ, STAGES, Case, train
 
-from onefold.plan.calibrate import Sample, calibrate
-from onefold.plan.calibration import Calibration
-from onefold.plan.run import Run
-from onefold.plan.search import work_of
-from onefold.plan.simulate import simulate
-from onefold.plan.trace import tokens_of, trace
-from onefold.plan.work import ModelWork
+from onefold.planner.calibrate import Sample, calibrate
+from onefold.planner.calibration import Calibration
+from onefold.planner.run import Run
+from onefold.planner.search import work_of
+from onefold.planner.simulate import simulate
+from onefold.planner.trace import tokens_of, trace
+from onefold.planner.work import ModelWork
 
 DOCS = Path(__file__).parent.parent / "docs" / "time.md"
 BEGIN, END = "<!-- steps: begin -->", "<!-- steps: end -->"

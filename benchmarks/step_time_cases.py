@@ -16,7 +16,7 @@ from torch import nn
 
 import onefold
 from onefold.models.gpt import GPT, PRESETS, GPTConfig
-from onefold.plan.trace import default_loss
+from onefold.planner.trace import default_loss
 from onefold.tools.calibration_rank import train_once
 
 CALIBRATED = "mini"

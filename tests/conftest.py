@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from onefold.plan import messages
+from onefold.planner import messages
 from onefold.wire import cut
 
 torch.set_num_threads(1)

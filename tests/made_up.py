@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from onefold.ledger import Kind
-from onefold.record.report import UnitLine
-from onefold.record.run_report import RankLine, RunReport, Training
-from onefold.record.step_record import TORCH, Change, Sent, Series, SpanLine, StepRecord
+from onefold.recording.report import UnitLine
+from onefold.recording.run_report import RankLine, RunReport, Training
+from onefold.recording.step_record import TORCH, Change, Sent, Series, SpanLine, StepRecord
 
 MIB = 2**20
 AWKWARD = "<script>alert('x')</script> & \"blocks\"]]>"

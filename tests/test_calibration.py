@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from onefold.errors import ConfigError
-from onefold.plan.calibrate import Sample, calibrate, middle
-from onefold.plan.calibration import (
+from onefold.planner.calibrate import Sample, calibrate, middle
+from onefold.planner.calibration import (
     Calibration,
     Collective,
     MicroBatch,
@@ -20,12 +20,12 @@ from onefold.plan.calibration import (
     TransferRate,
     Whole,
 )
-from onefold.plan.planning import Cluster, plan
-from onefold.plan.run import Run
-from onefold.plan.simulate import simulate, slowest_of
-from onefold.plan.trace import tokens_of, trace
-from onefold.plan.whole_steps import told, with_whole_steps
-from onefold.plan.work import ModelWork, UnitWork
+from onefold.planner.planning import Cluster, plan
+from onefold.planner.run import Run
+from onefold.planner.simulate import simulate, slowest_of
+from onefold.planner.trace import tokens_of, trace
+from onefold.planner.whole_steps import told, with_whole_steps
+from onefold.planner.work import ModelWork, UnitWork
 from tests.commands import onefold
 
 MIB = 2**20
@@ -249,7 +249,7 @@ def test_what_runs_is_what_a_trace_without_values_counts(measured):
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_a_plan_that_calibrates_tells_step_times_of_this_machine(monkeypatch):
-    monkeypatch.setattr("onefold.plan.planning.measured_here", impatient)
+    monkeypatch.setattr("onefold.planner.planning.measured_here", impatient)
     done = onefold("plan", "--seq", "64", "--calibrate", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

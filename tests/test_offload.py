@@ -595,7 +595,7 @@ def test_a_fraction_of_the_states_leaves_the_device_from_the_last_unit_on(fracti
 
 @pytest.mark.parametrize(("free", "share"), [(1 << 40, 0.0), (1000, 1.0), (6_200_000, 0.5)])
 def test_auto_sends_away_what_has_no_room_and_says_why(free, share, tmp_path, monkeypatch):
-    for reader in ("onefold.build.tiers", "onefold.plan.auto"):
+    for reader in ("onefold.build.tiers", "onefold.planner.auto"):
         monkeypatch.setattr(f"{reader}.free_host_nbytes", lambda: free)
 
     def body(rank: int) -> tuple[float, str]:

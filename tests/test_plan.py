@@ -23,15 +23,15 @@ from onefold.errors import ConfigError, TierError
 from onefold.layout.units import plan_units
 from onefold.models.gpt import GPT, GPTConfig
 from onefold.models.loader import build_model
-from onefold.plan.auto import ACTIVATIONS_SHARE
-from onefold.plan.estimate import estimated
-from onefold.plan.memory import Forecast, forecast
-from onefold.plan.planning import Cluster, plan
-from onefold.plan.search import Capacity, Search, extrapolated, nearest
-from onefold.plan.setup import Setup, unit_bytes
-from onefold.plan.sizes import parse_nbytes, told
-from onefold.plan.storages import Storages, Untraceable
-from onefold.plan.trace import Trace, What, default_loss, tokens_of, trace, without_values
+from onefold.planner.auto import ACTIVATIONS_SHARE
+from onefold.planner.estimate import estimated
+from onefold.planner.memory import Forecast, forecast
+from onefold.planner.planning import Cluster, plan
+from onefold.planner.search import Capacity, Search, extrapolated, nearest
+from onefold.planner.setup import Setup, unit_bytes
+from onefold.planner.sizes import parse_nbytes, told
+from onefold.planner.storages import Storages, Untraceable
+from onefold.planner.trace import Trace, What, default_loss, tokens_of, trace, without_values
 from tests.models import Model
 from tests.ranks import run_processes, run_ranks, seeded
 
@@ -599,11 +599,11 @@ def test_auto_takes_the_lowest_stage_whose_states_fit_on_every_rank(world, monke
 
     for stage in (0, 1, 3) if world > 1 else (0,):
         free = int(world * (needs(stage) + 1) / (1 - ACTIVATIONS_SHARE)) + 2 * world
-        monkeypatch.setattr("onefold.plan.auto.free_host_nbytes", lambda free=free: free)
+        monkeypatch.setattr("onefold.planner.auto.free_host_nbytes", lambda free=free: free)
         for got, why in run_ranks(world, body):
             assert got == stage
             assert f"stage {stage} holds" in why
-    monkeypatch.setattr("onefold.plan.auto.free_host_nbytes", lambda: 1000)
+    monkeypatch.setattr("onefold.planner.auto.free_host_nbytes", lambda: 1000)
     for got, why in run_ranks(world, body):
         assert got == 3
         assert "no stage holds less" in why

@@ -21,17 +21,17 @@ from onefold import Wire
 from onefold.config import Offload, Precision, placements_of, precision_of
 from onefold.errors import ConfigError
 from onefold.layout.units import plan_units
-from onefold.plan.auto import ACTIVATIONS_SHARE
-from onefold.plan.estimate import estimated
-from onefold.plan.machines import machine_of
-from onefold.plan.memory import Forecast, forecast
-from onefold.plan.planning import Cluster, plan
-from onefold.plan.search import Capacity, Search
-from onefold.plan.setup import Setup
-from onefold.plan.show import wire_lines
-from onefold.plan.sizes import told
-from onefold.plan.trace import Trace, trace, without_values
-from onefold.plan.wires import candidates
+from onefold.planner.auto import ACTIVATIONS_SHARE
+from onefold.planner.estimate import estimated
+from onefold.planner.machines import machine_of
+from onefold.planner.memory import Forecast, forecast
+from onefold.planner.planning import Cluster, plan
+from onefold.planner.search import Capacity, Search
+from onefold.planner.setup import Setup
+from onefold.planner.show import wire_lines
+from onefold.planner.sizes import told
+from onefold.planner.trace import Trace, trace, without_values
+from onefold.planner.wires import candidates
 from onefold.wire_config import PRESETS, check_wire, fitted
 from tests.ranks import run_ranks, seeded
 
@@ -202,7 +202,7 @@ def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(m
 
     for name, stage in (("replicas", 1), ("replicas", 3), ("hybrid", 3), ("recommended", 1)):
         free = int(4 * (needs(stage, name) + 1) / (1 - ACTIVATIONS_SHARE)) + 8
-        monkeypatch.setattr("onefold.plan.auto.free_host_nbytes", lambda free=free: free)
+        monkeypatch.setattr("onefold.planner.auto.free_host_nbytes", lambda free=free: free)
         for got, why in run_ranks(4, body, name):
             assert got == stage, name
             assert f"stage {stage} holds {told(needs(stage, name))} of" in why

@@ -10,11 +10,11 @@ from published_runs.fits import CLASSES, GRID, loss
 from published_runs.rows import all_rows, llm_foundry
 from published_runs.tables import memory_rows, parts
 
-from onefold.plan.drawing import drawn
-from onefold.plan.machines import machine_of
-from onefold.plan.run import Run
-from onefold.plan.simulate import simulate
-from onefold.plan.work import TransformerShape, transformer_work
+from onefold.planner.drawing import drawn
+from onefold.planner.machines import machine_of
+from onefold.planner.run import Run
+from onefold.planner.simulate import simulate
+from onefold.planner.work import TransformerShape, transformer_work
 
 
 @pytest.fixture(scope="module")

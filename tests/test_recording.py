@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.errors import StateError
 from onefold.observer import Stream
-from onefold.record.heap import held_now
-from onefold.record.perfetto import as_chrome, rows
-from onefold.record.run_report import RunReport
-from onefold.record.step_record import TORCH, StepRecord, union
+from onefold.recording.heap import held_now
+from onefold.recording.perfetto import as_chrome, rows
+from onefold.recording.run_report import RunReport
+from onefold.recording.step_record import TORCH, StepRecord, union
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 

@@ -16,13 +16,13 @@ import torch
 
 import onefold
 from onefold.errors import ConfigError
-from onefold.record.files import read, write
-from onefold.record.kinds import KINDS, VERBS
-from onefold.record.markup import bytes_text, count_text, el, seconds_text, share_text
-from onefold.record.memory_chart import MAX_COLUMNS, ROOM, panels, predicted_line
-from onefold.record.page import page
-from onefold.record.run_report import RunReport
-from onefold.record.step_record import Change
+from onefold.recording.files import read, write
+from onefold.recording.kinds import KINDS, VERBS
+from onefold.recording.markup import bytes_text, count_text, el, seconds_text, share_text
+from onefold.recording.memory_chart import MAX_COLUMNS, ROOM, panels, predicted_line
+from onefold.recording.page import page
+from onefold.recording.run_report import RunReport
+from onefold.recording.step_record import Change
 from tests import made_up
 from tests.commands import onefold as command
 from tests.models import Model, next_token_loss, token_batches

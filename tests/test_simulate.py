@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.errors import ConfigError
-from onefold.plan.goodput import goodput, young_interval
-from onefold.plan.links import LinkGroup, gather_cost, replica_group
-from onefold.plan.machines import MACHINES, Efficiency, Link, Machine, machine_of
-from onefold.plan.run import Run
-from onefold.plan.simulate import scaling_curve, simulate, slowest_of
-from onefold.plan.work import (
+from onefold.planner.goodput import goodput, young_interval
+from onefold.planner.links import LinkGroup, gather_cost, replica_group
+from onefold.planner.machines import MACHINES, Efficiency, Link, Machine, machine_of
+from onefold.planner.run import Run
+from onefold.planner.simulate import scaling_curve, simulate, slowest_of
+from onefold.planner.work import (
     ModelWork,
     TransformerShape,
     UnitWork,
@@ -485,7 +485,7 @@ def test_failures_come_as_often_as_there_are_devices():
 
 def test_the_simulator_imports_no_torch():
     code = (
-        "import sys, onefold.plan.simulate, onefold.plan.goodput;"
+        "import sys, onefold.planner.simulate, onefold.planner.goodput;"
         "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,15 +14,15 @@ from torch import nn
 
 from onefold.config import Precision
 from onefold.layout.units import plan_units
-from onefold.plan.coding import CPU_RATES, GPU_NBYTES, seconds_of
-from onefold.plan.estimate import estimated
-from onefold.plan.links import LinkGroup, gather_cost, reduce_cost
-from onefold.plan.machines import Link
-from onefold.plan.memory import forecast
-from onefold.plan.run import Element, Run, Travel
-from onefold.plan.search import run_of, work_of
-from onefold.plan.setup import Setup
-from onefold.plan.simulate import simulate
+from onefold.planner.coding import CPU_RATES, GPU_NBYTES, seconds_of
+from onefold.planner.estimate import estimated
+from onefold.planner.links import LinkGroup, gather_cost, reduce_cost
+from onefold.planner.machines import Link
+from onefold.planner.memory import forecast
+from onefold.planner.run import Element, Run, Travel
+from onefold.planner.search import run_of, work_of
+from onefold.planner.setup import Setup
+from onefold.planner.simulate import simulate
 from onefold.wire_config import PRESETS, Wire
 from tests import test_simulate
 from tests.test_plan_wire import CASES, setup_of, traced

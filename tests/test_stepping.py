@@ -20,9 +20,9 @@ from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, TierError
 from onefold.ledger import Ledger
 from onefold.models.loader import build_model
-from onefold.plan.memory import forecast
-from onefold.plan.setup import Setup
-from onefold.plan.trace import tokens_of, trace
+from onefold.planner.memory import forecast
+from onefold.planner.setup import Setup
+from onefold.planner.trace import tokens_of, trace
 from onefold.tier.step_device import NUM_STREAMS, DeviceStep
 from onefold.wire.collectives import Group
 from tests.ranks import run_ranks

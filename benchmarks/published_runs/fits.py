@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from onefold.plan.machines import FITS, Efficiency
+from onefold.planner.machines import FITS, Efficiency
 from published_runs.rows import Row, all_rows
 
 GRID = 0.01

@@ -6,10 +6,10 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onefold.plan.machines import Efficiency, machine_of
-from onefold.plan.run import Run
-from onefold.plan.simulate import StepTime, simulate
-from onefold.plan.work import ModelWork, TransformerShape, transformer_work
+from onefold.planner.machines import Efficiency, machine_of
+from onefold.planner.run import Run
+from onefold.planner.simulate import StepTime, simulate
+from onefold.planner.work import ModelWork, TransformerShape, transformer_work
 
 HERE = Path(__file__).parent
 MPT_VOCAB, MEGATRON_VOCAB = 50368, 51200

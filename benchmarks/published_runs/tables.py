@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from onefold.plan.drawing import drawn
-from onefold.plan.goodput import HOUR, LLAMA3_DEVICE_MTBF, goodput, young_interval
-from onefold.plan.links import LinkGroup, all_reduce_cost
-from onefold.plan.machines import FITS, MACHINES, Efficiency, Link, machine_of
-from onefold.plan.run import Run
-from onefold.plan.simulate import scaling_curve, simulate, slowest_of
-from onefold.plan.work import (
+from onefold.planner.drawing import drawn
+from onefold.planner.goodput import HOUR, LLAMA3_DEVICE_MTBF, goodput, young_interval
+from onefold.planner.links import LinkGroup, all_reduce_cost
+from onefold.planner.machines import FITS, MACHINES, Efficiency, Link, machine_of
+from onefold.planner.run import Run
+from onefold.planner.simulate import scaling_curve, simulate, slowest_of
+from onefold.planner.work import (
     ModelWork,
     TransformerShape,
     UnitWork,

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
         TierError,
         WireError,
     )
-    from onefold.plan.planning import Cluster, plan
-    from onefold.plan.result import Plan
-    from onefold.record.recorder import record
-    from onefold.record.report import Report
+    from onefold.planner.planning import Cluster, plan
+    from onefold.planner.result import Plan
+    from onefold.recording.recorder import record
+    from onefold.recording.report import Report
     from onefold.wire_config import Wire
 
 __version__ = "0.1.0"
@@ -51,12 +51,12 @@ _HOMES = {
     "StateError": "onefold.errors",
     "TierError": "onefold.errors",
     "WireError": "onefold.errors",
-    "record": "onefold.record.recorder",
-    "Report": "onefold.record.report",
+    "record": "onefold.recording.recorder",
+    "Report": "onefold.recording.report",
     "GradScaler": "onefold.engine.precision",
-    "Cluster": "onefold.plan.planning",
-    "Plan": "onefold.plan.result",
-    "plan": "onefold.plan.planning",
+    "Cluster": "onefold.planner.planning",
+    "Plan": "onefold.planner.result",
+    "plan": "onefold.planner.planning",
     "Wire": "onefold.wire_config",
 }
 

@@ -38,8 +38,8 @@ from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, 
 from onefold.ledger import Ledger
 from onefold.mesh import ranks as meshes
 from onefold.mesh.ranks import Ranks, two_axes_of_launcher
-from onefold.plan.auto import Expectation, lowest_stage
-from onefold.record.report import Report, copied, snapshot, unit_lines
+from onefold.planner.auto import Expectation, lowest_stage
+from onefold.recording.report import Report, copied, snapshot, unit_lines
 from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory
 from onefold.unit.context import Context, Tiers

@@ -26,8 +26,8 @@ from onefold.layout.rows import Layout
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
 from onefold.mesh.ranks import Ranks, local_place
-from onefold.plan.auto import Subject, least_fraction
-from onefold.plan.memory import last_share
+from onefold.planner.auto import Subject, least_fraction
+from onefold.planner.memory import last_share
 from onefold.tier.cpu import HostStore
 from onefold.tier.device import DeviceStore
 from onefold.tier.disk import DiskStore, SwapFile

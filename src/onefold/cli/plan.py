@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from onefold.cli.arguments import SubParsers, add_json, whole, word_or_number
 from onefold.collecting import no_garbage
 from onefold.errors import ConfigError, expected
-from onefold.plan.sizes import parse_nbytes
+from onefold.planner.sizes import parse_nbytes
 
 if TYPE_CHECKING:
-    from onefold.plan.planning import Cluster
-    from onefold.plan.result import Plan
+    from onefold.planner.planning import Cluster
+    from onefold.planner.result import Plan
 
 DESCRIPTION = """\
 Every way to train a model on the devices there are: bytes per device, host and disk, whether they
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Plan, and print. Exit code 2 where nothing fits."""
     _check_calibrate(arguments)
     with no_garbage():  # importing torch makes half a million objects
-        from onefold.plan.planning import plan
+        from onefold.planner.planning import plan
 
     batch: int | str = arguments.batch
     if batch != "auto":
@@ -128,8 +128,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
     from onefold.cli.launch import default_ranks
     from onefold.host import free_host_nbytes
-    from onefold.plan.machines import machine_of
-    from onefold.plan.planning import Cluster
+    from onefold.planner.machines import machine_of
+    from onefold.planner.planning import Cluster
 
     if arguments.gpus is not None and arguments.ranks is not None:
         raise ConfigError(
@@ -174,9 +174,9 @@ def _size(flag: str, text: str | None) -> int | None:
 
 def _curve(made: Plan) -> list[dict[str, float]]:
     """Tokens/s per device of the way to take, on more and more nodes, and what failures leave."""
-    from onefold.plan.goodput import goodput
-    from onefold.plan.search import run_of, work_of
-    from onefold.plan.simulate import scaling_curve
+    from onefold.planner.goodput import goodput
+    from onefold.planner.search import run_of, work_of
+    from onefold.planner.simulate import scaling_curve
 
     row, request, machine = made.best, made.request, made.search.machine
     if row is None or machine is None:

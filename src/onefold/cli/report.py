@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.cli.arguments import SubParsers, add_json
 
 if TYPE_CHECKING:
-    from onefold.record.run_report import RunReport
+    from onefold.recording.run_report import RunReport
 
 DESCRIPTION = """\
 Draw index.html from the report.json that `onefold train --report DIR` or Recording.save wrote, and
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Draw, and print the table, or the JSON."""
     from pathlib import Path
 
-    from onefold.record.files import draw, read
+    from onefold.recording.files import draw, read
 
     found = read(arguments.directory)
     target = str(draw(Path(arguments.directory), found))
@@ -58,8 +58,8 @@ def print_summary(found: RunReport, target: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from onefold.record.kinds import KINDS
-    from onefold.record.markup import bytes_text, seconds_text, share_text
+    from onefold.recording.kinds import KINDS
+    from onefold.recording.markup import bytes_text, seconds_text, share_text
 
     console = Console(highlight=False, markup=False)
     about, step, shown = found.about, found.step, found.ranks[:4]

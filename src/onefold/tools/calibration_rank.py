@@ -29,9 +29,9 @@ from onefold.mesh.local_ranks import ASKED, FAILED, TOLD, end_with_starter
 from onefold.mesh.world import World, joined
 from onefold.models.gpt import VOCAB
 from onefold.models.loader import build_model, described, recompute
-from onefold.plan.calibration import Collective, MicroBatch, Speeds, TransferRate, Whole
-from onefold.plan.storages import WorkDone, work_of_call
-from onefold.plan.trace import default_loss
+from onefold.planner.calibration import Collective, MicroBatch, Speeds, TransferRate, Whole
+from onefold.planner.storages import WorkDone, work_of_call
+from onefold.planner.trace import default_loss
 
 MICRO_SECONDS = 6.0
 """About how long micro-batches are measured, half of them watched."""
@@ -116,7 +116,7 @@ def _clock(threads: int) -> Callable[[], float]:
 
 def _mean(world: World, own: Speeds) -> Speeds:
     """The mean over ranks of every measured number."""
-    from onefold.plan.calibration import speeds_of
+    from onefold.planner.calibration import speeds_of
 
     def mean(values: Sequence[Any]) -> Any:
         first = values[0]
@@ -374,7 +374,7 @@ def _step(
         optimizer.step()
         found.append(clock() - begun)
         optimizer.zero_grad()
-    moved = 28 if dtype is torch.float32 else 30  # bytes per own element: plan/run.py
+    moved = 28 if dtype is torch.float32 else 30  # bytes per own element: planner/run.py
     return float(LARGE_ROWS * LARGE_UNITS * ROW * moved), median(found[1:])
 
 

@@ -17,7 +17,7 @@ from onefold.config import Offload, offload_of, placements_of, precision_of
 from onefold.errors import ConfigError, expected
 from onefold.mesh.world import World
 from onefold.models.loader import build_model, default_lr, logits_of, recompute, refuse
-from onefold.record.files import prepare
+from onefold.recording.files import prepare
 from onefold.train.checkpoints import Checkpoints, Resumed
 from onefold.train.checkpoints import preflight as preflight_checkpoints
 from onefold.train.corpus import Corpus, Windows, open_corpus, own_rows

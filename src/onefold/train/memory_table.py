@@ -20,7 +20,7 @@ from math import prod
 
 from torch import nn
 
-from onefold.record.report import Report
+from onefold.recording.report import Report
 
 KINDS: tuple[str, ...] = ("weight", "master", "grad", "optimizer")
 """Kinds of state that rest, and that the closed form knows."""

@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from onefold.config import Offload, precision_of
 from onefold.mesh.ranks import local_place
 from onefold.mesh.world import World
-from onefold.plan.byte_counter import ACTIVATION, LOGITS, Moment
-from onefold.plan.memory import Forecast, forecast
-from onefold.plan.setup import Setup
-from onefold.plan.sizes import told
-from onefold.plan.storages import Untraceable
-from onefold.plan.trace import Trace, tokens_of, trace
-from onefold.plan.wires import candidates
-from onefold.record.report import AT_MOST, TOLERANCE, Report
-from onefold.record.step_record import TORCH
+from onefold.planner.byte_counter import ACTIVATION, LOGITS, Moment
+from onefold.planner.memory import Forecast, forecast
+from onefold.planner.setup import Setup
+from onefold.planner.sizes import told
+from onefold.planner.storages import Untraceable
+from onefold.planner.trace import Trace, tokens_of, trace
+from onefold.planner.wires import candidates
+from onefold.recording.report import AT_MOST, TOLERANCE, Report
+from onefold.recording.step_record import TORCH
 from onefold.train.corpus import own_rows
 from onefold.train.job import Job
 from onefold.wire.collectives import Group

@@ -13,10 +13,10 @@ from torch import nn
 import onefold
 from onefold.host import memory_nbytes, usable_cores, versions
 from onefold.mesh.world import World
-from onefold.record.files import write
-from onefold.record.recorder import Recording
-from onefold.record.run_report import Fact, RunReport, Training
-from onefold.record.step_record import StepRecord
+from onefold.recording.files import write
+from onefold.recording.recorder import Recording
+from onefold.recording.run_report import Fact, RunReport, Training
+from onefold.recording.step_record import StepRecord
 from onefold.train.job import Job
 from onefold.train.prediction import Prediction
 

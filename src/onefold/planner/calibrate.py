@@ -1,0 +1,133 @@
+"""A calibration: a model of one size runs on the CPU ranks of this machine, and rates are taken."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from onefold.config import Precision
+from onefold.errors import ConfigError, expected
+from onefold.host import free_host_nbytes, measure_disk, usable_cores
+from onefold.mesh.local_ranks import run_local
+from onefold.models.loader import build_model, described, recompute, refuse
+from onefold.planner.calibration import Calibration, Speeds, speeds_of
+from onefold.planner.search import DTYPES, work_of
+from onefold.planner.sizes import told
+from onefold.planner.trace import Untraceable, tokens_of, trace
+from onefold.planner.whole_steps import with_whole_steps
+from onefold.planner.work import ModelWork
+
+ENTRY = "onefold.tools.calibration_rank:main"
+WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
+HELD_NBYTES = 8
+"""Copies of the weights that a rank of a calibration holds: of a plain module they and their
+gradients, of a sharded one the same, and own rows of both and of two moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What is run: a model by name or as a module, and a micro-batch of rows of `seq` tokens."""
+
+    model: nn.Module | str
+    seq: int = 128
+    rows: int = 4
+    precision: Precision | None = None
+    recompute: bool = False
+
+
+def calibrate(
+    sample: Sample, worlds: Sequence[int] = (1, 2), *, patience: float = 1.0, runs: int = 3
+) -> Calibration:
+    """Measure what CPU ranks reach on this machine, in each world of `worlds`; half a minute to
+    a minute each.
+
+    Every rank gets its share of the cores as threads, as `onefold train` gives it. `patience` is
+    the share of those seconds to take: at 0 every median is of the fewest passes that have one.
+    They are spread over `runs` in processes of their own, of which the middle one counts by its
+    micro-batch: where memory and threads come to lie makes one process faster than the next by as
+    much as a fifth, for all its life.
+
+    Raises:
+        ConfigError: a model that cannot be built, does not fit, or does not run.
+    """
+    name, module = _look_at(sample, max(worlds))
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    itemsize = next((parameter.itemsize for parameter in module.parameters()), 4)
+    word = None
+    if sample.precision is not None and sample.precision.compute is not None:
+        word, itemsize = WORDS[sample.precision.compute], sample.precision.compute.itemsize
+    asked = {
+        "name": name, "pickled": None, "seq": sample.seq, "rows": sample.rows, "precision": word,
+        "recompute": sample.recompute, "dtype": DTYPES.get(itemsize, "fp32"),
+        "patience": patience / runs,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
+        if isinstance(sample.model, nn.Module):
+            asked["pickled"] = _pickled(sample.model, Path(folder, "module.pt"))
+        work = _work(sample, module)
+        speeds = tuple(_measured(asked, ranks, runs) for ranks in worlds)
+        if work is not None:
+            speeds = tuple(with_whole_steps(each, work) for each in speeds)
+        disk_rate = measure_disk(folder)
+    return Calibration(name, numel, sample.rows * sample.seq, speeds, disk_rate)
+
+
+def _measured(asked: dict[str, object], ranks: int, runs: int) -> Speeds:
+    threads = max(1, usable_cores() // ranks)
+    found = [speeds_of(run_local(ENTRY, asked, ranks=ranks, threads=threads)) for _ in range(runs)]
+    return middle(found)
+
+
+def middle(runs: Sequence[Speeds]) -> Speeds:
+    """By their micro-batches; of an even number the faster of the two."""
+    return sorted(runs, key=lambda speeds: speeds.micro_batch.seconds)[(len(runs) - 1) // 2]
+
+
+def _work(sample: Sample, module: nn.Module) -> ModelWork | None:
+    """What the sample does, as plans count it; None where a plan would only estimate it."""
+    try:
+        seen = trace(module, tokens_of(sample.rows, sample.seq), precision=sample.precision)
+    except Untraceable:
+        return None
+    return work_of(seen, sample.rows * sample.seq)
+
+
+def _look_at(sample: Sample, ranks: int) -> tuple[str, nn.Module]:
+    """The name of a model that fits, and the model, without values if it was named."""
+    module = sample.model
+    if isinstance(module, str):
+        refuse(module, sample.seq)
+        with torch.device("meta"):
+            module = build_model(module, sample.seq)
+        if sample.recompute:
+            recompute(module, str(sample.model))
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    name = sample.model if isinstance(sample.model, str) else type(module).__name__
+    if (needed := HELD_NBYTES * weights * ranks) > (free := free_host_nbytes()):
+        raise ConfigError(
+            expected(
+                f"{name} to fit into memory once for each of {ranks} ranks, with Adam's states",
+                f"{told(needed)} where {told(free)} are free",
+                hint="calibrate at a smaller model: rates carry over to other sizes",
+            )
+        )
+    return name, module
+
+
+def _pickled(module: nn.Module, path: Path) -> str:
+    try:
+        torch.save(module, path)
+    except Exception as error:
+        raise ConfigError(
+            expected(
+                f"{type(module).__name__} to be pickled, so that other processes can run it",
+                described(error),
+                hint="name the model instead: module:function, a config.json or a preset",
+            )
+        ) from error
+    return str(path)

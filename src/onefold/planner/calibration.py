@@ -1,0 +1,278 @@
+"""From what was measured on this machine, at one size, to a `Machine` that steps are told for.
+
+Every constant is a quotient of two things that were measured in the same run: work and the seconds
+it took. docs/time.md says how each was measured and what the quotients assume. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from onefold.planner.machines import Efficiency, Link, Machine
+from onefold.planner.simulate import slowest_of
+from onefold.planner.sizes import told
+
+THIS_MACHINE = "this machine"
+FASTEST = 1e18
+"""Of what there was nothing to measure, as attention in a model without: it takes no time."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One real forward and backward on one rank, and its operations by what they do.
+
+    `seconds` is all of it: products, fused attention, every other kernel, and the host around them
+    (Python, autograd, views), which was measured where kernels take next to no time; and kernels
+    that draw random numbers, which are measured by themselves.
+    """
+
+    seconds: float
+    flops: float
+    product_seconds: float
+    attention_flops: float
+    attention_seconds: float
+    nbytes: float
+    memory_seconds: float
+    num_kernels: int
+    host_seconds: float
+
+    @property
+    def kernel_seconds(self) -> float:
+        """Of the host around one kernel."""
+        return self.host_seconds / max(1, self.num_kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRate:
+    """One collective of a unit with nothing beside it.
+
+    `nbytes` of the whole unit; `cpu_seconds` that one rank's threads computed meanwhile.
+    """
+
+    nbytes: float
+    seconds: float
+    cpu_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The same collective of a small and of a large unit: a line through two points."""
+
+    small: TransferRate
+    large: TransferRate
+
+    def rate(self, ranks: int) -> float:
+        """Bytes that one rank sends in a second, beyond what every message costs."""
+        sent = (self.large.nbytes - self.small.nbytes) * (ranks - 1) / ranks
+        return sent / max(self.large.seconds - self.small.seconds, 1e-9)
+
+    def latency(self, ranks: int) -> float:
+        """Seconds of one hop, of n - 1."""
+        moving = self.small.nbytes * (ranks - 1) / ranks / self.rate(ranks)
+        return max(0.0, self.small.seconds - moving) / (ranks - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole step of the model through the engine: micro-batches, AdamW, gradients cleared."""
+
+    stage: int
+    accumulate: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What one rank reached while `ranks` of them worked side by side on `cores`, the mean of all.
+
+    `step_nbytes` is what AdamW moved in `step_seconds`, `draw_rate` random numbers a second beyond
+    filling memory. A lone rank has no collectives. What the parts do not add up to, `wholes` tell
+    (planner/whole_steps.py): seconds that every collective takes in a step beyond those that it
+    takes alone (`crowding`), and those `around` every step.
+    """
+
+    ranks: int
+    threads: int
+    cores: int
+    dtype: str
+    micro_batch: MicroBatch
+    step_nbytes: float
+    step_seconds: float
+    spread: float
+    gather: Collective | None = None
+    reduce: Collective | None = None
+    wholes: tuple[Whole, ...] = ()
+    crowding: float = 0.0
+    around: float = 0.0
+    draw_rate: float = FASTEST
+
+    @property
+    def contention(self) -> float:
+        """What compute loses of its speed beside a collective, by the cores that are left for it.
+
+        Gloo's threads compute, for so many cores of every rank while they transfer. What a rank's
+        share of the cores has no room for, they take from its compute.
+        """
+        if self.gather is None or self.reduce is None:
+            return 0.0
+        both = (self.gather.large, self.reduce.large)
+        busy = sum(each.cpu_seconds for each in both) / sum(each.seconds for each in both)
+        room = max(0.0, self.cores / self.ranks - self.threads)
+        return min(1.0, max(0.0, busy - room) / self.threads)
+
+    def machine(self, ranks: int, disk_rate: float) -> Machine:
+        """Rates of one of `ranks` ranks, which do together what these did together."""
+        share = self.ranks / ranks
+        link, reduce = Link(FASTEST, 0.0), 1.0
+        if self.gather is not None and self.reduce is not None:
+            n = self.ranks
+            hop = (self.gather.latency(n) + self.reduce.latency(n)) / 2
+            hop += self.crowding / max(1, ranks - 1)  # once a collective, of ranks - 1 hops
+            link = Link(self.gather.rate(n) * share, hop / share)
+            reduce = self.reduce.rate(n) / self.gather.rate(n)
+        micro = self.micro_batch
+        products = _rate(micro.flops, micro.product_seconds)
+        memory = _rate(micro.nbytes, micro.memory_seconds)
+        attention = _rate(micro.attention_flops, micro.attention_seconds)
+        stepped = _rate(self.step_nbytes, self.step_seconds)
+        # ranks that share a core do not wait for a slow one: it has the core while they would
+        waits = slowest_of(self.ranks) / slowest_of(ranks) if ranks > self.ranks > 1 else 1.0
+        return Machine(
+            THIS_MACHINE,
+            {self.dtype: products * share},
+            memory_rate=memory * share,
+            memory_nbytes=0.0,
+            inside=link,
+            outside=link,
+            efficiency=Efficiency(
+                matmul=1.0,
+                attention=attention / products,
+                contention=self.contention,
+                memory=1.0,
+                reduce=reduce,
+                optimizer=stepped / memory,
+            ),
+            ranks_per_node=ranks,
+            cpu_rate=stepped * share,
+            disk_rate=disk_rate / ranks,
+            kernel_seconds=micro.kernel_seconds / share,
+            launches_hide=False,
+            step_seconds=self.around / share,
+            spread=self.spread * waits,
+            draw_rate=self.draw_rate * share,
+        )
+
+
+def _rate(work: float, seconds: float) -> float:
+    return work / seconds if work > 0 and seconds > 0 else FASTEST
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """One calibration: the model that ran, and what ranks reached, alone or side by side."""
+
+    model: str
+    numel: int
+    tokens: int  # of its micro-batch on one rank
+    speeds: tuple[Speeds, ...]
+    disk_rate: float  # bytes per second of this host's disk, for all ranks
+
+    def machine(self, ranks: int) -> Machine:
+        """This machine for so many ranks, measured or told from the nearest number that was.
+
+        More ranks than were measured share the same cores: together they are as fast.
+        """
+        fewer = [each for each in self.speeds if each.ranks <= ranks]
+        if ranks > 1:
+            fewer = [each for each in fewer if each.ranks > 1]
+        nearest = max(fewer, key=lambda each: each.ranks, default=None)
+        chosen = nearest or min(self.speeds, key=lambda each: each.ranks)
+        return chosen.machine(ranks, self.disk_rate)
+
+    def lines(self) -> list[str]:
+        """What was measured, for people."""
+        return [line for each in self.speeds for line in _lines(self, each)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts and numbers, for JSON: what was measured, and the constants made of it."""
+        return {
+            **asdict(self),
+            "speeds": [asdict(each) | {"constants": _constants(each)} for each in self.speeds],
+        }
+
+    @staticmethod
+    def of(told_by: Mapping[str, Any]) -> Calibration:
+        """The same from `as_dict`."""
+        speeds = tuple(speeds_of(each) for each in told_by["speeds"])
+        names = ("model", "numel", "tokens", "disk_rate")
+        return Calibration(**{name: told_by[name] for name in names}, speeds=speeds)
+
+
+def speeds_of(told_by: Mapping[str, Any]) -> Speeds:
+    """`Speeds` from plain dicts, as they come out of JSON."""
+    plain = {key: value for key, value in told_by.items() if key != "constants"}
+    plain["micro_batch"] = MicroBatch(**plain["micro_batch"])
+    plain["wholes"] = tuple(Whole(**each) for each in plain["wholes"])
+    for name in ("gather", "reduce"):
+        if plain[name] is not None:
+            plain[name] = Collective(
+                **{size: TransferRate(**each) for size, each in plain[name].items()}
+            )
+    return Speeds(**plain)
+
+
+def _constants(speeds: Speeds) -> dict[str, float]:
+    """The numbers that the simulator reads, in units of a rank."""
+    machine = speeds.machine(speeds.ranks, 1.0)
+    efficiency = machine.efficiency
+    products = machine.peak(speeds.dtype)
+    found = {
+        "products_flops_per_s": products,
+        "memory_bytes_per_s": machine.memory_rate,
+        "kernel_seconds": machine.kernel_seconds,
+        "optimizer_bytes_per_s": machine.cpu_rate,
+        "seconds_around_a_step": machine.step_seconds,
+        "spread": machine.spread,
+        "random_numbers_per_s": machine.draw_rate,
+    }
+    if speeds.micro_batch.attention_flops:
+        found["attention_flops_per_s"] = products * efficiency.attention
+    if speeds.gather is not None:
+        found |= {
+            "gather_bytes_per_s": machine.inside.nbytes_per_second,
+            "reduce_bytes_per_s": machine.inside.nbytes_per_second * efficiency.reduce,
+            "latency_seconds": machine.inside.latency,
+            "contention": efficiency.contention,
+        }
+    return found
+
+
+def _lines(made: Calibration, speeds: Speeds) -> list[str]:
+    found = _constants(speeds)
+    ranks = f"{speeds.ranks} ranks" if speeds.ranks > 1 else "1 rank"
+    threads = f"{speeds.threads} threads" if speeds.threads > 1 else "1 thread"
+    parts = [f"products {found['products_flops_per_s'] / 1e9:.0f} GFLOP/s"]
+    if "attention_flops_per_s" in found:
+        parts.append(f"attention {found['attention_flops_per_s'] / 1e9:.0f}")
+    parts += [
+        f"the rest {found['memory_bytes_per_s'] / 1e9:.1f} GB/s",
+        f"{found['kernel_seconds'] * 1e6:.0f} us around a kernel",
+        f"{found['random_numbers_per_s'] / 1e9:.2f} G random numbers/s",
+        f"AdamW {found['optimizer_bytes_per_s'] / 1e9:.1f} GB/s",
+        f"{found['seconds_around_a_step'] * 1e3:.0f} ms around a step",
+    ]
+    if "contention" in found:
+        parts += [
+            f"gathers {found['gather_bytes_per_s'] / 1e9:.2f} GB/s",
+            f"reductions {found['reduce_bytes_per_s'] / 1e9:.2f} GB/s",
+            f"{found['latency_seconds'] * 1e3:.2f} ms a hop in a step",
+            f"compute beside them {1 - found['contention']:.0%}",
+        ]
+    seconds = speeds.micro_batch.seconds
+    head = (
+        f"measured here, {ranks} of {threads}: a micro-batch of {made.model} "
+        f"({told(4 * made.numel)} of weights in fp32, {made.tokens} tokens) in {seconds:.3f} s"
+    )
+    return [head, "  " + ", ".join(parts)]

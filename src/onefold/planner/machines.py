@@ -1,0 +1,144 @@
+"""Machines as data: peak speeds from data sheets, links from measurements, three fitted constants.
+
+docs/time.md says where every figure comes from, and how far off the published runs it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from types import MappingProxyType
+
+from onefold.errors import ConfigError, expected
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`nbytes_per_second` of one rank in one direction; `latency`: seconds of one hop of a ring."""
+
+    nbytes_per_second: float
+    latency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What of the data sheet is reached: shares between 0 and 1.
+
+    `matmul` and `attention` (a fused kernel) are shares of the peak FLOP/s, `memory` of the memory
+    bandwidth, `link` of both links'. `contention` is the share of its speed that compute loses
+    while a collective runs beside it. `reduce` is the speed of a reduction against a gather,
+    `optimizer` the share of the memory bandwidth of one kernel over long tensors.
+    """
+
+    matmul: float
+    attention: float
+    contention: float = 0.0
+    memory: float = 0.85
+    link: float = 1.0
+    reduce: float = 1.0
+    optimizer: float = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of node and the network between nodes; rates in bytes per second of one rank.
+
+    `flops` is the dense peak per dtype, FLOP/s. `inside` is the bus bandwidth of a collective in
+    the node, `outside` one rank's share of the node's network cards. `host_rate` is one direction
+    between device and host, `cpu_rate` a rank's share of host memory traffic, `disk_rate` of the
+    disks. `kernel_seconds` is the host time of one kernel launch, which hides behind the kernel
+    before it on a device of its own (`launches_hide`) and adds up where the host computes, as do
+    `step_seconds` of every step, whatever the model. `spread` is the standard deviation of a rank's
+    compute time relative to its mean, for stragglers. `draw_rate`: random numbers a second beyond
+    the memory that they fill; a device draws them on the way.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory_rate: float
+    memory_nbytes: float
+    inside: Link
+    outside: Link
+    efficiency: Efficiency
+    ranks_per_node: int = 8
+    host_rate: float = 25e9
+    cpu_rate: float = 20e9
+    disk_rate: float = 2e9
+    kernel_seconds: float = 5e-6
+    launches_hide: bool = True
+    step_seconds: float = 0.0
+    spread: float = 0.0
+    draw_rate: float = inf
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak of `dtype` in FLOP/s; raises `ConfigError` for one that is not known."""
+        if dtype not in self.flops:
+            raise ConfigError(
+                expected(
+                    f"a dtype that {self.name} has a peak for: {', '.join(self.flops)}",
+                    repr(dtype),
+                    hint="name the dtype of matrix products, as in Run(dtype='bf16')",
+                )
+            )
+        return self.flops[dtype]
+
+
+NVLINK_HOP, NETWORK_HOP = 4e-6, 20e-6  # seconds, derived in docs/time.md
+NETWORK_SHARE = 0.74  # of a card's rate that collectives reach: 8x B200, 400 Gb/s cards
+
+
+def _network(gigabits: float) -> Link:
+    """One network card per rank."""
+    return Link(gigabits / 8 * 1e9 * NETWORK_SHARE, NETWORK_HOP)
+
+
+_AMPERE = MappingProxyType({"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12})
+_HOPPER = MappingProxyType(
+    {"fp8": 1979e12, "bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}
+)
+_BLACKWELL = MappingProxyType(
+    {"fp8": 4500e12, "bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12}
+)
+FITS: Mapping[str, Efficiency] = MappingProxyType(
+    {
+        "FSDP 2023, H100": Efficiency(0.80, 0.16, 0.95, 0.26),
+        "FSDP 2023, A100": Efficiency(0.87, 0.33, 0.95, 0.25),
+        "FSDP2 2024, H100": Efficiency(0.47, 0.35, 0.50, 0.54),
+        "ZeRO-3 2021, A100": Efficiency(0.59, 0.33, 0.15, 0.50, link=0.11),
+    }
+)
+"""What published runs reached, fitted by benchmarks/published.py, which docs/time.md shows."""
+
+MACHINES: Mapping[str, Machine] = MappingProxyType(
+    {
+        machine.name: machine
+        for machine in (
+            Machine("a100-40", _AMPERE, 1.555e12, 40e9, Link(235e9, NVLINK_HOP), _network(200),
+                    FITS["FSDP 2023, A100"]),
+            Machine("a100-80", _AMPERE, 2.039e12, 80e9, Link(235e9, NVLINK_HOP), _network(200),
+                    FITS["FSDP 2023, A100"]),
+            Machine("h100-80", _HOPPER, 3.35e12, 80e9, Link(360e9, NVLINK_HOP), _network(400),
+                    FITS["FSDP2 2024, H100"], host_rate=50e9),
+            Machine("h100-96-500w", _HOPPER, 2.4e12, 96e9, Link(360e9, NVLINK_HOP), _network(400),
+                    FITS["FSDP2 2024, H100"], host_rate=50e9),
+            Machine("h200", _HOPPER, 4.8e12, 141e9, Link(360e9, NVLINK_HOP), _network(400),
+                    FITS["FSDP2 2024, H100"], host_rate=50e9),
+            Machine("b200", _BLACKWELL, 8.0e12, 180e9, Link(720e9, NVLINK_HOP), _network(400),
+                    FITS["FSDP2 2024, H100"], host_rate=50e9),
+        )
+    }
+)  # fmt: skip
+
+
+def machine_of(name: str) -> Machine:
+    """The machine called `name`, or `ConfigError` with those there are."""
+    if name not in MACHINES:
+        raise ConfigError(
+            expected(
+                f"one of {', '.join(MACHINES)}",
+                repr(name),
+                hint="describe any other machine with onefold.planner.machines.Machine(...)",
+            )
+        )
+    return MACHINES[name]

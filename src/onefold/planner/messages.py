@@ -1,0 +1,251 @@
+"""What one unit sends: the messages of one gather and one reduction, to the byte.
+
+    one axis    gather                                      reduce; at stage 0 -> settle (means)
+    two hops    cross (between nodes) -> gather (inside)    reduce (inside) -> settle (between)
+    replicas    gather (inside)                             reduce (inside) -> settle, share
+
+All figures are those of rank 0, whose pieces are the longest, by the rules of layout/axes.py (who
+sends which rows), wire/cut.py (what shares a message) and wire/coded.py (how long one is).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+
+from onefold.layout.rows import PIECE_NUMEL, round_up, row_bounds
+from onefold.planner.trace import Member
+from onefold.wire.codec import Codec, codec_of
+from onefold.wire.coded import ALIGN_NBYTES
+from onefold.wire.cut import Size, size_of
+from onefold.wire_config import DIFFERENCE, EXACT, Wire
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMessage:
+    """One collective: bytes that this rank sends, and what it holds for it in the meantime.
+
+    `buffers`: each one that it fills or packs: coded messages, those that regions share, and what a
+    reduction receives. On the CPU they are kept for the next message; `owed`: elements that this
+    rank sends coded.
+    """
+
+    sent: int = 0
+    buffers: tuple[int, ...] = ()
+    owed: int = 0
+
+
+NOTHING = PlannedMessage()
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMessages:
+    """See the module. `second`, `sums`: elements that a rank keeps of its node's buffer, for
+    weights (with a tag of every node) and for gradients.
+    """
+
+    gather: PlannedMessage = NOTHING
+    cross: PlannedMessage = NOTHING
+    reduce: PlannedMessage = NOTHING
+    settle: PlannedMessage = NOTHING
+    share: PlannedMessage = NOTHING
+    second: int = 0
+    sums: int = 0
+
+    @property
+    def owed(self) -> int:
+        """Elements of gradients that are fed back, if they are (unit/feedback.py)."""
+        return self.reduce.owed + self.settle.owed + self.share.owed
+
+
+def messages_of(
+    members: Sequence[Member], ranks: int, neighbours: int, wire: Wire, *, is_nccl: bool = False
+) -> UnitMessages:
+    """Of a unit with these members over `ranks`, `neighbours` of which are a node; 0: one axis.
+
+    With `secondary="optimizer"` nodes are replicas.
+    """
+    alike = tuple(replace(member, fqn="") for member in members)
+    return _messages_of(alike, ranks, neighbours, wire, is_nccl)
+
+
+def spread_of(members: Sequence[Member], ranks: int, *, is_nccl: bool = False) -> UnitMessages:
+    """At stage 0: gradients are reduced, and their means gathered in the parameters' own dtype."""
+    trained = [member for member in members if member.requires_grad]
+    regions = [_Region.of(member, pieces_of(member.shape, ranks), is_nccl) for member in trained]
+    reduce = messages_of(members, ranks, 0, Wire(), is_nccl=is_nccl).reduce
+    return UnitMessages(reduce=reduce, settle=_gather(regions, 0, EXACT, members[0].itemsize))
+
+
+@lru_cache(maxsize=256)  # blocks are alike, and ways to train are many
+def _messages_of(
+    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, is_nccl: bool
+) -> UnitMessages:
+    if not neighbours:
+        return _one_axis(members, ranks, wire.weights_between, wire.gradients_between, is_nccl)
+    if wire.secondary == "optimizer":
+        inside = _one_axis(members, neighbours, wire.weights_inside, wire.gradients_inside, is_nccl)
+        return _with_replicas(inside, members, (neighbours, ranks // neighbours), wire, is_nccl)
+    return _two_hops(members, ranks, neighbours, wire, is_nccl)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """One parameter, or a part of it, as the ranks of a group have it."""
+
+    numels: tuple[int, ...]  # by rank of the group
+    is_replicated: bool
+    is_matrix: bool
+    is_trained: bool
+    is_nccl: bool
+
+    @staticmethod
+    def of(member: Member, numels: Sequence[int], is_nccl: bool) -> _Region:
+        shape, is_trained = member.shape, member.requires_grad
+        return _Region(tuple(numels), not shape, len(shape) > 1, is_trained, is_nccl)
+
+    def size(self, itemsize: int) -> Size:
+        """How it travels if it is not coded."""
+        return size_of(
+            self.numels, itemsize, is_replicated=self.is_replicated, is_nccl=self.is_nccl
+        )
+
+
+@lru_cache(maxsize=1024)  # of few shapes, for hundreds of ranks, again for every way to train
+def pieces_of(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    """Elements of the rows that `torch.chunk` gives each rank; one of a 0-dim parameter."""
+    if not shape:
+        return (1,) * world_size
+    numel = prod(shape[1:])
+    bounds = pairwise(row_bounds(shape[0], world_size))
+    return tuple((stop - start) * numel for start, stop in bounds)
+
+
+def _one_axis(
+    members: tuple[Member, ...], ranks: int, weights: str, gradients: str, is_nccl: bool
+) -> UnitMessages:
+    if ranks == 1:
+        return UnitMessages()
+    first = members[0]
+    regions = [_Region.of(member, pieces_of(member.shape, ranks), is_nccl) for member in members]
+    flags = 1 + sum(region.is_trained for region in regions)
+    return UnitMessages(
+        gather=_gather(regions, 1, weights if first.is_floating else EXACT, first.compute_itemsize),
+        reduce=_reduce(regions, flags, gradients, first.compute_itemsize),
+    )
+
+
+def _with_replicas(
+    inside: UnitMessages, members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire,
+    is_nccl: bool,
+) -> UnitMessages:  # fmt: skip
+    """Own rows of a node's mean: each node's part of them is averaged, then all gather them."""
+    neighbours, nodes = mesh
+    regions = []
+    for member in members:
+        own = pieces_of(member.shape, neighbours)[0]
+        bounds = [own * part // nodes for part in range(nodes + 1)]
+        parts = [stop - start for start, stop in pairwise(bounds)] if member.shape else [1] * nodes
+        regions.append(_Region.of(member, parts, is_nccl))
+    trained = [region for region in regions if region.is_trained]
+    itemsize, word = members[0].compute_itemsize, wire.gradients_between
+    wide = itemsize if word == EXACT else members[0].itemsize  # of means: they are rounded once
+    return replace(
+        inside,
+        settle=_reduce(regions, 1 + len(trained), word, itemsize),
+        share=_gather(trained, 0, word, wide),
+    )
+
+
+def _two_hops(
+    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, is_nccl: bool
+) -> UnitMessages:
+    if not members[0].is_floating:
+        return _one_axis(members, ranks, EXACT, EXACT, is_nccl)
+    nodes, itemsize = ranks // neighbours, members[0].compute_itemsize
+    near: list[_Region] = []  # every node's stretch of rows, cut over its ranks
+    far: list[_Region] = []  # this place's piece of every node's rows
+    kept = 0
+    for member in members:
+        pieces = pieces_of(member.shape, ranks)
+        own = pieces[::neighbours]
+        far.append(_Region.of(member, own, is_nccl))
+        starts = range(0, ranks, neighbours) if member.shape else (0,)
+        near += [_Region.of(member, pieces[at : at + neighbours], is_nccl) for at in starts]
+        kept += round_up(sum(own) if member.shape else 1, PIECE_NUMEL)
+    flags = 1 + sum(region.is_trained for region in far)
+    return UnitMessages(
+        gather=_gather(near, nodes, wire.weights_inside, itemsize),
+        cross=_gather(far, 1, wire.weights_between, itemsize),
+        reduce=_reduce(near, flags, wire.gradients_inside, itemsize),
+        settle=_reduce(far, flags, wire.gradients_between, itemsize),
+        second=kept + nodes,
+        sums=kept,
+    )
+
+
+def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> PlannedMessage:
+    """Own rows to all others; `tags` elements of each rank ride along."""
+    sharded = [region for region in regions if not region.is_replicated]
+    ranks = len(sharded[0].numels) if sharded else 1
+    if word == EXACT:
+        sent = sum(region.numels[0] for region in sharded) * itemsize * (ranks - 1)
+        return PlannedMessage(sent, _shared(sharded, tags, itemsize))
+    codec = codec_of(word.removesuffix(DIFFERENCE))
+    rest = tags * round_up(itemsize, ALIGN_NBYTES)
+    parcels = [each + rest for each in _parcels(sharded, codec, itemsize)]
+    owed = sum(region.numels[0] for region in sharded if region.is_matrix)
+    staged = sum(parcels)
+    if word.endswith(DIFFERENCE):  # the first message is exact: differences refer to it
+        staged = max((staged, *_shared(sharded, tags, itemsize)))
+    return PlannedMessage(parcels[0] * (ranks - 1), (staged,), owed) if sharded else NOTHING
+
+
+def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> PlannedMessage:
+    """To each rank its rows of everyone's gradients; flags go whole to every rank."""
+    trained = [region for region in regions if region.is_trained]
+    if not trained:
+        return NOTHING
+    ranks = len(trained[0].numels)
+    if word != EXACT:
+        rest = round_up(flags * itemsize, ALIGN_NBYTES)
+        parcels = [each + rest for each in _parcels(trained, codec_of(word), itemsize)]
+        sent = sum(parcels[1:])
+        owed = sum(sum(region.numels[1:]) for region in trained if region.is_matrix)
+        return PlannedMessage(sent, (sent, (ranks - 1) * parcels[0]), owed)
+    sharded = [region for region in trained if not region.is_replicated]
+    sent = sum(sum(region.numels[1:]) for region in sharded) * itemsize
+    apart = [region.numels[0] for region in sharded if region.size(itemsize) is Size.LARGE]
+    packed = sum(region.numels[0] for region in trained) - sum(apart) + flags
+    each = itemsize * (ranks if ranks > 2 else 1)  # of two, the own part does not travel
+    received = [numel * each for numel in (*apart, packed)]
+    return PlannedMessage(sent, (*received, *_shared(trained, flags, itemsize)))
+
+
+def _shared(regions: Sequence[_Region], extra: int, itemsize: int) -> tuple[int, ...]:
+    """Bytes of the message that regions share, none if no medium ones do: `extra` elements for each
+    rank ride along.
+    """
+    packed = [region for region in regions if region.size(itemsize) is not Size.LARGE]
+    if all(region.size(itemsize) is Size.SMALL for region in packed):
+        return ()
+    ranks = len(packed[0].numels)
+    return ((sum(sum(region.numels) for region in packed) + extra * ranks) * itemsize,)
+
+
+def _parcels(regions: Sequence[_Region], codec: Codec, itemsize: int) -> list[int]:
+    """Bytes of the coded message of each rank: matrices are coded, all else is as it is."""
+    lengths: list[int] = []
+    for rank in range(len(regions[0].numels) if regions else 0):
+        parts = Counter((region.numels[rank], region.is_matrix) for region in regions)
+        lengths.append(
+            sum(
+                count * round_up(codec.nbytes(n) if coded else n * itemsize, ALIGN_NBYTES)
+                for (n, coded), count in parts.items()
+            )
+        )
+    return lengths

@@ -1,0 +1,280 @@
+"""`onefold.plan`: from a model, by name or as a module, to a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from onefold.config import PRECISIONS, Precision, precision_of
+from onefold.errors import ConfigError, expected
+from onefold.host import free_host_nbytes, usable_cores
+from onefold.layout.units import plan_units
+from onefold.models.loader import build_model, recompute, refuse
+from onefold.planner.calibrate import Sample
+from onefold.planner.calibrate import calibrate as measured_here
+from onefold.planner.calibration import Calibration
+from onefold.planner.estimate import estimated
+from onefold.planner.machines import Machine, machine_of
+from onefold.planner.result import Plan, Request
+from onefold.planner.search import Capacity, Row, Search, best_of, nearest
+from onefold.planner.setup import Setup
+from onefold.planner.storages import Untraceable
+from onefold.planner.strategies import OFFLOADS, WAYS
+from onefold.planner.trace import Trace, tokens_of, trace, without_values
+from onefold.planner.wires import candidates, lossy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The devices there are: `ranks` on each of `nodes`, which compute on "cuda" or "cpu".
+
+    `memory`: bytes of each device, or CPU rank; `host_memory` and `disk`: of each node, for all its
+    ranks. `machine`: what step times are told for, by name (`planner/machines.py`) or described.
+    """
+
+    ranks: int = 1
+    nodes: int = 1
+    device_type: str = "cuda"
+    memory: int | None = None
+    host_memory: int | None = None
+    disk: int | None = None
+    machine: str | Machine | None = None
+
+
+def plan(  # noqa: PLR0913 - the contract
+    module_or_config: nn.Module | str | os.PathLike[str],
+    *,
+    world_size: int = 1,
+    cluster: Cluster | None = None,
+    seq: int = 1024,
+    batch: int | str = 1,
+    accumulate: int = 1,
+    precision: object = None,
+    stage: int | str = "auto",
+    offload: str | None = "auto",
+    wire: object = "auto",
+    recompute: bool = False,
+    calibrate: bool | nn.Module | str = False,
+) -> Plan:
+    """Which ways to train a model fit, how fast each is, and which to take.
+
+    Runs nothing, unless it is to calibrate.
+
+    Args:
+        module_or_config: a module that takes tokens [batch, seq] (its values are not read), a
+            preset, a Hugging Face config.json, or "module:function".
+        world_size: ranks on this machine, where no `cluster` is given: GPUs if torch sees one,
+            else processes on the CPU.
+        cluster: the devices; default: those of this machine.
+        batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two.
+        stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
+        wire: None (exact, one axis), a preset's name or a `Wire`. "auto": on several nodes the
+            exact preset that is fastest, or sends least between them; `Plan.wires` has what each
+            would give, the lossy ones too.
+        recompute: blocks run again in backward (a module has to have been told so itself).
+        calibrate: measure CPU ranks of this machine first, up to a minute, and tell step times for
+            them: with the model itself (True), or with another one, by name or as a module.
+
+    Raises:
+        ConfigError: a model that cannot be built, counts below 1, words that are not known; a wire
+            that `onefold.shard` refuses at that stage or on so many nodes; a calibration for other
+            devices than this machine's CPU, or of a model that does not run.
+    """
+    where = cluster or _this_machine(world_size)
+    _check(where, seq=seq, batch=batch, accumulate=accumulate)
+    chosen = precision_of(precision)
+    name, module = _model(module_or_config, seq, recompute=recompute)
+    word = next((word for word, each in PRECISIONS.items() if each == chosen), None)
+    request = Request(
+        name, where.ranks, where.nodes, seq, word if precision is not None else None, accumulate,
+        recompute,
+    )  # fmt: skip
+    device_type = where.device_type
+    one, two, estimates = _traces(module, seq, chosen, device_type, batch)
+    rows = 1 if batch == "auto" else int(batch)
+    machine = machine_of(where.machine) if isinstance(where.machine, str) else where.machine
+    calibration = None
+    if calibrate is not False:
+        runs = module_or_config if calibrate is True else calibrate
+        sample = Sample(
+            model=runs if isinstance(runs, nn.Module) else os.fspath(runs), seq=seq, rows=rows,
+            precision=chosen, recompute=recompute,
+        )  # fmt: skip
+        calibration = _calibration(where, sample)
+        machine = calibration.machine(where.ranks)
+    search = Search(
+        one=one,
+        two=two,
+        setup=Setup(
+            stage=3, world_size=request.world_size, ranks_per_host=where.ranks,
+            accumulate=accumulate, precision=chosen, device_type=device_type,
+            itemsize=next((p.itemsize for p in module.parameters()), 4),
+        ),
+        room=_room(where),
+        machine=machine,
+        tokens=seq,
+        wires=candidates(wire, nodes=where.nodes),
+    )  # fmt: skip
+    found = _found(search, _ways(stage, offload, device_type), None if batch == "auto" else rows)
+    if batch == "auto" and two is not None:
+        found = _confirmed(
+            found, search, lambda rows: _trace(module, rows, seq, chosen, device_type)
+        )
+    best, closest = best_of(found), nearest(found)
+    compared = _compared(search, best or closest) if wire == "auto" and where.nodes > 1 else ()
+    return Plan(request, search, found, best, closest, estimates, calibration, compared)
+
+
+def _found(search: Search, ways: Sequence[tuple[int, str]], rows: int | None) -> tuple[Row, ...]:
+    """A row for each way that has such a wire, with as many rows as fit, or as were asked for."""
+    found: list[Row] = []
+    refused: list[ConfigError] = []
+    for stage, offload in ways:
+        try:
+            largest = rows is None
+            found.append(
+                search.largest(stage, offload) if largest else search.row(stage, offload, rows)
+            )
+        except ConfigError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return tuple(found)
+
+
+def _compared(search: Search, row: Row) -> tuple[Row, ...]:
+    """The same way on every wire; none where the stage has but one."""
+    wires = (*search.wires, *lossy())
+    found = search.over(wires, row.stage, row.offload, row.rows)
+    found = [row if each.wire == row.wire else each for each in found]
+    return tuple(found) if len(found) > 1 else ()
+
+
+def _check(where: Cluster, **counts: int | str) -> None:
+    for name, count in {"ranks": where.ranks, "nodes": where.nodes, **counts}.items():
+        if count == "auto" and name == "batch":
+            continue
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(
+                expected(f"{name} to be a whole number of at least 1", repr(count),
+                         hint=f"{name}=1 or more")
+            )  # fmt: skip
+
+
+def _this_machine(world_size: int) -> Cluster:
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+        return Cluster(ranks=world_size, memory=memory, host_memory=free_host_nbytes())
+    share = free_host_nbytes() // max(1, world_size)
+    return Cluster(ranks=world_size, device_type="cpu", memory=share)
+
+
+def _calibration(where: Cluster, sample: Sample) -> Calibration:
+    """What so many CPU ranks reach here; of more than there are cores, what one a core does."""
+    wanted = "a calibration for ranks on the CPU of this machine"
+    if where.machine is not None:
+        name = where.machine if isinstance(where.machine, str) else where.machine.name
+        raise ConfigError(expected(wanted, f"one beside {name!r}", hint="leave one of the two out"))
+    if where.device_type != "cpu" or where.nodes > 1:
+        got = f"{where.nodes} nodes" if where.nodes > 1 else "one for GPUs"
+        hint = "step times on those come from their data: --cluster h100-80"
+        raise ConfigError(expected(wanted, got, hint=hint))
+    return measured_here(sample, [min(where.ranks, max(2, usable_cores()))])
+
+
+def _room(where: Cluster) -> Capacity:
+    memory = where.memory
+    if memory is None and isinstance(where.machine, str):
+        memory = int(machine_of(where.machine).memory_nbytes)
+    if memory is None:
+        memory = free_host_nbytes() // where.ranks
+    return Capacity(memory, where.host_memory, where.disk)
+
+
+def _model(
+    given: nn.Module | str | os.PathLike[str], seq: int, *, recompute: bool
+) -> tuple[str, nn.Module]:
+    if isinstance(given, nn.Module):
+        return type(given).__name__, given.train()
+    name = os.fspath(given)
+    refuse(name, seq)
+    with torch.device("meta"):
+        module = build_model(name, seq)
+    if recompute:
+        _recompute(module, name)
+    return name, module.train()
+
+
+_recompute = recompute
+
+
+def _traces(
+    module: nn.Module, seq: int, precision: Precision, device_type: str, batch: int | str
+) -> tuple[Trace, Trace | None, tuple[str, ...]]:
+    """The traces of one row and of two; what is only estimated."""
+    rows = 1 if batch == "auto" else int(batch)
+
+    try:
+        one = _trace(module, rows, seq, precision, device_type)
+        two = _trace(module, 2, seq, precision, device_type) if batch == "auto" else None
+        if two is not None and len(one.events) != len(two.events):
+            two = None
+    except Untraceable as error:
+        parts = (f"activations and work, as the forward cannot be traced ({error})",)
+        plans = plan_units(without_values(module))
+        return estimated(plans, rows * seq, precision), None, parts
+    return one, two, ()
+
+
+def _trace(module: nn.Module, rows: int, seq: int, precision: Precision, device_type: str) -> Trace:
+    return trace(module, tokens_of(rows, seq), precision=precision, device_type=device_type)
+
+
+def _confirmed(
+    found: tuple[Row, ...], search: Search, direct: Callable[[int], Trace]
+) -> tuple[Row, ...]:
+    """The rows, where the one to take has been traced as it is.
+
+    From one row and two, a moment is told along a line; the most of several moments is above it.
+    """
+    while (best := best_of(found)) is not None and best.rows > 2:
+        search = replace(search, wires=(best.wire,))
+        exact = replace(search, one=direct(best.rows), two=None)
+        row = exact.row(best.stage, best.offload, best.rows)
+        if row.fits:
+            return tuple(row if each is best else each for each in found)
+        fewer = search.row(best.stage, best.offload, best.rows // 2)
+        found = tuple(fewer if each is best else each for each in found)
+    return found
+
+
+def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[tuple[int, str]]:
+    stages = (0, 1, 2, 3) if stage == "auto" else (stage,)
+    word = "none" if offload is None else offload
+    if word != "auto" and word.partition(":")[0] not in OFFLOADS:
+        raise ConfigError(
+            expected(
+                f"offload to be auto, {', '.join(OFFLOADS)}", repr(offload),
+                hint="auto looks at all of them",
+            )
+        )  # fmt: skip
+    if any(each not in (0, 1, 2, 3) for each in stages):
+        raise ConfigError(
+            expected("stage to be auto, 0, 1, 2 or 3", repr(stage), hint="auto looks at all")
+        )
+    words = (word.partition(":")[0],)
+    if word == "auto":  # where the CPU computes, its memory is no other tier
+        words = ("none", "disk") if device_type == "cpu" else tuple(OFFLOADS)
+    found = [(s, o) for s, o in WAYS if s in stages and o in words]
+    if not found:
+        raise ConfigError(
+            expected(
+                f"offload={word!r} at a stage that has it", f"stage {stage}",
+                hint="optimizer needs stage 1 to 3, cpu and disk need stage 3",
+            )
+        )  # fmt: skip
+    return found
