@@ -518,7 +518,7 @@ def test_a_step_that_is_cut_short_by_any_error_stays_an_error(error, tmp_path, m
         train(module, optimizer, batches(1))
         settle(module)
         with monkeypatch.context() as broken:
-            broken.setattr(blocks._Block, "_step_segment", fail)
+            broken.setattr(blocks._StepBlock, "_step_segment", fail)
             loss_of(module, batches(1)[0]).backward()
             optimizer.step()
             for unit in engine_of(module).units:

@@ -135,7 +135,7 @@ def shard(  # noqa: PLR0913 - the contract
         weights = [buffer.tensor for unit in built for buffer in (unit.weight, unit.full)]
         engine.saved = SavedActivations(setting.tiers.scratch, device, weights, module)
     module.__dict__[ENGINE] = engine
-    install(engine, module, dict(zip(built, [plan.modules for plan in job.plans], strict=True)))
+    install(engine, module, {index: plan.modules for index, plan in enumerate(job.plans)})
     guards.install(module, engine)
     faces = {p.fqn: p.face for unit in built for p in unit.parameters}
     replaced = {id(owned.parameter): faces[owned.fqn] for owned in job.parameters} | {

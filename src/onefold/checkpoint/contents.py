@@ -148,7 +148,7 @@ def settle(engine: Engine) -> None:
     """Everything at rest and true: no whole weights, masters that follow edited weights."""
     engine.rest()
     if any(unit.gradient.reduction.waits for unit in engine.units):
-        engine.reducer.complete()  # sums of one node are no mean that a checkpoint could keep
+        engine.complete()  # sums of one node are no mean that a checkpoint could keep
     for unit in engine.units:
         unit.settle()
         unit.check_untouched()

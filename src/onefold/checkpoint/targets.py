@@ -287,7 +287,7 @@ class Targets:
         for unit in engine.units:
             unit.replaced()
             unit.forget()
-        engine.early.mend()
+        engine.mend()
         extra_states = _nested(objects, self._extra_paths)
         for name, part in self.subject.extra_states().items():
             if name in extra_states:

@@ -1,4 +1,4 @@
-"""One use of a unit, from its forward to its backward, and what whoever watches sees of it."""
+"""The spans of calls and phases that a recording sees."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from onefold.engine.schedule import Call
 from onefold.ledger import Ledger
 from onefold.observer import Span, Stream
-from onefold.unit.unit import Unit
 
 
 def in_backward() -> bool:
@@ -16,21 +16,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Call:
-    """One forward of a module that uses a unit, as backward will meet it again."""
-
-    __slots__ = ("__weakref__", "edits", "finished", "is_begun", "started", "unit")
-
-    def __init__(self, unit: Unit, started: int) -> None:
-        self.unit = unit
-        self.started = started
-        self.finished = started
-        self.is_begun = False
-        self.edits = unit.edits_at_rest()
-
-
 class Marks:
-    """Tells whoever watches the ledger when calls compute, and which phase of a step it is."""
+    """Tells the ledger's observer when calls compute, and which phase of a step it is."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -49,11 +36,10 @@ class Marks:
         if phase is not None:
             phase.end()
 
-    def enter(self, call: Call, verb: str) -> None:
-        """A call's unit is whole, and it computes from here on."""
+    def enter(self, call: Call, verb: str, unit: str) -> None:
+        """A call's unit is unsharded, and it computes from here on."""
         if self._ledger.observer is not None:
-            begun = self._ledger.observer.begin(Stream.COMPUTE, verb, call.unit.name)
-            self._calls[call] = begun
+            self._calls[call] = self._ledger.observer.begin(Stream.COMPUTE, verb, unit)
 
     def leave(self, call: Call) -> None:
         """A call has computed: its forward, or its part of backward."""

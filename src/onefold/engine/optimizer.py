@@ -229,7 +229,7 @@ class OptimizerBinding:
         Where messages are exact nobody asks, and gradients are as in plain PyTorch. A collective.
         """
         coded = [e for e in self.engines if e.setting.routes.rounds_gradients]
-        unsound = [engine for engine in coded if not engine.reducer.is_sound()]
+        unsound = [engine for engine in coded if not engine.are_gradients_finite()]
         for engine in unsound:
             engine.ledger.skipped += 1
             if engine.group.rank == 0:

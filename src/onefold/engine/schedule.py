@@ -1,54 +1,403 @@
-"""In which order units are used, remembered per phase, so that the next gather can start early.
+"""What is done when: the one place that decides it, for engine, planner and tests. No torch here.
 
-A wrong guess costs one gather that nobody waited for; it never changes a result and resets nothing.
+A schedule takes events and returns actions. It touches nothing: the engine executes actions on
+tensors (engine/engine.py), the planner on byte counters (planner/memory.py) and on clocks
+(planner/simulate.py), tests on nothing at all.
+
+One step, event by event (units are numbers, in the order of the module):
+
+    begin_forward    the root's forward starts
+      enter          a module that uses a unit starts: gather the unit and the next ones
+      leave          it is over: once all modules of the unit have run, the unit may be freed
+    end_forward
+    begin_backward   autograd reaches the first unit
+      enter_backward the outputs of a call: gather again; units used later in forward are done
+      gradient       the last gradient of a unit makes it ready to be reduced
+    end_backward     reduce what is left, wait for everything
+    rest             before the optimizer's step nothing unsharded stays
+    stepped          weights have changed: unsharded ones are out of date
+
+A pipeline schedule, streamed inference and accumulation by layers are other sources of the same
+events, or other policies.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
-from itertools import pairwise
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Sequence
+from weakref import WeakSet
 
-U = TypeVar("U")
+from onefold.engine.actions import NO_UNIT, Action, Verb
+from onefold.engine.policy import Policy, UnitFacts
+from onefold.engine.reductions import Reductions
+from onefold.engine.successors import Phase, Successors
 
-
-class Phase(StrEnum):
-    """Which walk over the units is under way; each has an order of its own."""
-
-    FORWARD = "forward"
-    EVALUATION = "evaluation"
-    BACKWARD = "backward"  # recompute belongs to it: it uses units in backward's order
+MAX_PENDING = 2
+"""Units whose background steps may be under way while backward goes on: each holds its gradient
+until then. Where the tier is slower than backward, all units would otherwise pile up."""
 
 
-class Schedule(Generic[U]):
-    """Successors of each unit per phase, learned from the last walk."""
+class Call:
+    """One forward of a module that uses a unit, from its start until backward is through with it.
 
-    def __init__(self, units: list[U]) -> None:
-        forward = dict(pairwise(units))
-        backward = {after: before for before, after in forward.items()}
-        self._after: dict[Phase, dict[U, U]] = {
-            Phase.FORWARD: dict(forward),
-            Phase.EVALUATION: dict(forward),
-            Phase.BACKWARD: backward,
-        }
-        self._last: dict[Phase, U | None] = dict.fromkeys(Phase)
+    `edits` is the executor's own: what it needs to see that weights have changed since.
+    """
 
-    def begin(self, phase: Phase) -> None:
-        """A new walk starts; its first unit has no predecessor."""
-        self._last[phase] = None
+    __slots__ = ("__weakref__", "edits", "finished", "is_begun", "started", "unit")
 
-    def enter(self, unit: U, phase: Phase) -> U | None:
-        """Note that `unit` is used now; the unit that was used next last time, if any."""
-        last = self._last[phase]
-        if last is unit:
-            return None
-        if last is not None:
-            self._after[phase][last] = unit
-            if phase is Phase.FORWARD:
-                self._after[Phase.BACKWARD].setdefault(unit, last)
-        self._last[phase] = unit
-        return self._after[phase].get(unit)
+    def __init__(self, unit: int, started: int) -> None:
+        self.unit = unit
+        self.started = self.finished = started
+        self.is_begun = False  # backward has reached it
+        self.edits = 0
 
-    def after(self, unit: U | None, phase: Phase) -> U | None:
-        """The unit that was used after `unit` last time, if any."""
-        return None if unit is None else self._after[phase].get(unit)
+
+class Schedule:
+    """Decides, under a policy, what to do with each unit at each event of a step."""
+
+    def __init__(self, policy: Policy, units: Sequence[UnitFacts]) -> None:
+        self.policy = policy
+        self.units = units
+        self.reductions = Reductions(policy, units)
+        self.forward_depth = 0
+        self.is_backward = False
+        self.ended: list[Call] = []  # calls that the last event ended in backward
+        self._successors = Successors([i for i, unit in enumerate(units) if not unit.is_tiled])
+        self._clock = 0
+        self._users = [0] * len(units)
+        self._seen: list[set[Hashable]] = [set() for _ in units]
+        self._begun: list[Call] = []
+        self._open: list[WeakSet[Call]] = [WeakSet() for _ in units]  # backward will come by
+        self._whole: set[int] = set()  # unsharded bytes exist, or are about to
+        self._fresh: set[int] = set()  # and hold the weights as they rest
+        self._shown: set[int] = set()  # and modules see them
+        self._held: set[int] = set()  # and a graph or an output refers to them
+        self._filled: set[int] = set()  # the node's second shard is up to date
+        self._late: list[int] = []  # to be gathered with the next gradient
+        self.builds_graph = False
+        self._to_step: list[int] = []  # reduced; stepped once backward is through with them
+        self._stepped: list[int] = []  # stepped in backward, since the last step
+        self.is_suspended = False  # inside onefold.unsharded: nothing is decided
+
+    # forward
+
+    def begin_forward(self, phase: Phase) -> list[Action]:
+        """The root module's forward starts; a nested one inside it only counts."""
+        out: list[Action] = []
+        if self.forward_depth == 0 and phase is not Phase.BACKWARD:
+            self._successors.begin(phase)
+            self._users = [0] * len(self.units)
+            for seen in self._seen:
+                seen.clear()
+            if self.policy.fills_early:
+                for unit, facts in enumerate(self.units):
+                    if not facts.is_offloaded:
+                        self._fill(unit, out)
+        self.forward_depth += 1
+        return out
+
+    def enter(self, unit: int, phase: Phase) -> tuple[Call, list[Action]]:
+        """A module that uses `unit` starts; in `Phase.BACKWARD` it runs again (recompute)."""
+        out: list[Action] = []
+        self._clock += 1
+        self._users[unit] += 1
+        if not self.is_suspended:
+            self._make_whole(unit, phase, out)
+        return Call(unit, self._clock), out
+
+    def leave(
+        self, call: Call, module: Hashable, num_modules: int, *, is_recompute: bool
+    ) -> list[Action]:
+        """The module's forward is over; the unit may be freed once all its modules have run.
+
+        `module` None: it ended by an exception.
+        """
+        self._clock += 1
+        call.finished = self._clock
+        unit = call.unit
+        self._users[unit] -= 1
+        out: list[Action] = []
+        if is_recompute or self.is_suspended or self._users[unit] > 0:
+            return out
+        seen = self._seen[unit]
+        if module is not None:
+            seen.add(module)
+        is_last = len(seen) >= num_modules or self.forward_depth == 0
+        if is_last:
+            seen.clear()
+        self._hide(unit, out, frees=is_last and self.policy.frees_after_forward)
+        return out
+
+    def end_forward(self, phase: Phase) -> list[Action]:
+        """The root's forward is over, by return or exception."""
+        out: list[Action] = []
+        self.forward_depth = max(0, self.forward_depth - 1)
+        if self.forward_depth == 0 and phase is not Phase.BACKWARD:
+            self._users = [0] * len(self.units)
+            for unit in range(len(self.units)):
+                self._hide(unit, out, frees=self.policy.frees_after_forward)
+            if phase is Phase.EVALUATION:  # else backward follows
+                out.append((Verb.REST, NO_UNIT))
+        return out
+
+    def use(self, unit: int, *, is_recorded: bool) -> tuple[Call, list[Action]]:
+        """Unsharded weights were used outside the unit's modules. `is_recorded`: autograd saw it.
+
+        The next use elsewhere must meet the sharded parameter again.
+        """
+        self._clock += 1
+        out: list[Action] = []
+        self._whole.add(unit)
+        self._fresh.add(unit)
+        self._shown.add(unit)
+        if is_recorded:
+            self._held.add(unit)
+        if self._users[unit] == 0:
+            is_over = self.forward_depth == 0 and not is_recorded
+            self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
+            if is_over:
+                out.append((Verb.REST, NO_UNIT))
+        return Call(unit, self._clock), out
+
+    def hold(self, unit: int) -> None:
+        """A graph or an output refers to the unsharded weights: they stay until backward ends."""
+        self._held.add(unit)
+
+    # backward
+
+    def begin_backward(self, trained: Sequence[int], *, is_last: bool) -> None:
+        """Autograd reaches this module's graph. `trained`: parameters of each unit that train."""
+        self.is_backward = True
+        self.reductions.begin(trained, is_last=is_last)
+        self._successors.begin(Phase.BACKWARD)
+
+    def expect_backward(self, call: Call) -> None:
+        """The outputs of `call` are watched: backward will come by, if it comes at all."""
+        self._open[call.unit].add(call)
+
+    def enter_backward(self, call: Call, *, builds_graph: bool = False) -> list[Action]:
+        """Autograd reaches the outputs of `call`.
+
+        Autograd runs nodes in the reverse order of their creation. So every call that started
+        after this one had finished is through with its weights.
+        """
+        out: list[Action] = []
+        if builds_graph:  # create_graph: the next graph refers to these weights
+            self.builds_graph = True
+            self._held.add(call.unit)
+        call.is_begun = True
+        self.ended = [other for other in self._begun if other.started > call.finished]
+        for later in self.ended:
+            self._begun.remove(later)
+            later.is_begun = False
+            self._open[later.unit].discard(later)
+            self._leave_backward(later.unit, out)
+        self._begun.append(call)
+        self._make_whole(call.unit, Phase.BACKWARD, out)
+        return out
+
+    def _leave_backward(self, unit: int, out: list[Action]) -> None:
+        """Backward is through with one call of `unit`; after the last call, reduce and free.
+
+        Every rank meets this point in the same order, also a rank that used only a part of the
+        unit (an expert that got no token) and will never see its last gradient.
+        """
+        if any(call.unit == unit for call in self._begun):
+            return
+        is_through = not self._open[unit]  # else it is used again: unsharded weights stay
+        if is_through and not self.reductions.defers:
+            self.reductions.note_ready(unit, out)
+        self._hide(unit, out, frees=self.policy.frees_after_backward and is_through)
+        self._step_reduced(out)
+
+    def gradient(self, unit: int, member: int) -> list[Action]:
+        """Autograd has accumulated the gradient of one parameter of `unit`."""
+        out: list[Action] = []
+        late, self._late = self._late, []
+        for successor in late:
+            self._gather(successor, out, is_ahead=True)
+        self.reductions.note_gradient(unit, member, out)
+        self._step_reduced(out)
+        return out
+
+    def landed(self) -> list[Action]:
+        """The reduction of `reductions.may_land` is over: its gradients and buffers go early."""
+        out: list[Action] = []
+        self.reductions.land(out)
+        self._step_reduced(out)
+        return out
+
+    def note_reduced(self, unit: int) -> list[Action]:
+        """The gradient of a tiled unit is reduced."""
+        out: list[Action] = []
+        self.reductions.settled.append(unit)
+        self._step_reduced(out)
+        return out
+
+    def end_backward(self) -> list[Action]:
+        """Autograd is done: free units, finish reductions."""
+        out: list[Action] = []
+        self._end_calls()
+        for unit in range(len(self.units)):
+            if not self.builds_graph:
+                self._held.discard(unit)
+            self._hide(unit, out, frees=self.policy.frees_after_backward)
+        if self.reductions.defers:
+            self.reductions.defer()
+        else:
+            self.reductions.finish(out)
+            self._step_reduced(out)
+        out.append((Verb.REST, NO_UNIT))
+        return out
+
+    def abort_backward(self) -> list[Action]:
+        """An exception ended backward: finish what other ranks take part in, forget the rest."""
+        out: list[Action] = []
+        self._end_calls()
+        self.reductions.drain(out)
+        self.reductions.forget()
+        self.reductions.settled.clear()
+        self._to_step.clear()
+        self._stepped.clear()
+        return out + self.rest()
+
+    def _end_calls(self) -> None:
+        self.is_backward = False
+        self._late.clear()
+        self.ended, self._begun = self._begun, []
+        for call in self.ended:
+            call.is_begun = False
+        for calls in self._open:
+            calls.clear()
+
+    # step
+
+    def complete(self, trained: Sequence[int]) -> list[Action]:
+        """Reduce gradients that an accumulation left which ended without its last micro-batch."""
+        out: list[Action] = []
+        self.reductions.begin(trained, is_last=True)
+        self.reductions.finish(out)
+        self.reductions.settled.clear()
+        out.append((Verb.REST, NO_UNIT))
+        return out
+
+    def rest(self) -> list[Action]:
+        """Before a step, a load or an edit: no unsharded weights may be read from here on."""
+        out: list[Action] = []
+        self.builds_graph = False
+        self.forward_depth = 0  # Ctrl-C ends a forward without saying so
+        self._held.clear()
+        for unit in range(len(self.units)):
+            self._hide(unit, out, frees=True)
+        out.append((Verb.REST, NO_UNIT))
+        return out
+
+    def take_stepped(self) -> set[int]:
+        """The optimizer's step begins: return the units that were stepped in backward already."""
+        stepped, self._stepped = set(self._stepped), []
+        return stepped
+
+    def stepped(self) -> None:
+        """Weights have changed: unsharded weights and second shards are out of date."""
+        self._fresh.clear()
+        self._filled.clear()
+
+    def skipped(self, unit: int) -> None:
+        """A step in backward was not due after all: no rank has a gradient for the unit."""
+        if unit in self._stepped:
+            self._stepped.remove(unit)
+
+    def lost(self, unit: int) -> None:
+        """An action on the unit failed: nothing is known of its unsharded weights."""
+        self._fresh.discard(unit)
+        self._filled.discard(unit)
+
+    # rules
+
+    def _make_whole(self, unit: int, phase: Phase, out: list[Action]) -> None:
+        """Gather a unit and begin the gathers of the next ones: far ones only come near."""
+        ahead: list[int] = []
+        successor = self._successors.enter(unit, phase)
+        while successor not in (None, unit, *ahead) and len(ahead) <= self.policy.prefetch:
+            assert successor is not None, "the loop ends where there is no successor"
+            ahead.append(successor)
+            successor = self._successors.after(successor, phase)
+        to_gather, to_fetch = ahead[: self.policy.prefetch], ahead[self.policy.prefetch :]
+        self._make_room(unit, out)
+        self._gather(unit, out)
+        if phase is Phase.BACKWARD and self.policy.prefetches_late:
+            self._late = to_gather
+        else:
+            for each in to_gather:
+                self._gather(each, out, is_ahead=True)
+        out += [(Verb.FETCH, each) for each in to_fetch if each not in self._fresh]
+        out.append((Verb.SHOW, unit))
+        self._shown.add(unit)
+
+    def _gather(self, unit: int, out: list[Action], *, is_ahead: bool = False) -> None:
+        if unit in self._fresh or self.units[unit].is_resident:
+            return
+        if is_ahead and not self._has_room(unit):
+            return
+        if self.policy.keeps_second_shard:
+            self._fill(unit, out)
+        self._whole.add(unit)
+        self._fresh.add(unit)
+        out.append((Verb.GATHER, unit))
+
+    def _fill(self, unit: int, out: list[Action]) -> None:
+        if unit not in self._filled:
+            self._filled.add(unit)
+            out.append((Verb.FILL, unit))
+
+    def _has_room(self, unit: int) -> bool:
+        cap = self.policy.cap
+        alive = sum(self.units[each].nbytes for each in self._whole | {unit})
+        return cap is None or alive <= cap
+
+    def _make_room(self, unit: int, out: list[Action]) -> None:
+        """Free units that nobody uses now, the ones gathered ahead or kept, until `unit` fits."""
+        if self.policy.cap is None:
+            return
+        in_use = {call.unit for call in self._begun} | self._held | {unit}
+        for other in sorted(self._whole - in_use):
+            if self._has_room(unit):
+                return
+            if self._users[other] == 0:
+                self._free(other, out, Verb.FREE)
+
+    def _hide(self, unit: int, out: list[Action], *, frees: bool) -> None:
+        if frees and unit in self._whole and unit not in self._held:
+            self._free(unit, out, Verb.INVALIDATE if self.policy.keeps_bytes else Verb.FREE)
+        elif unit in self._shown:
+            self._shown.discard(unit)
+            out.append((Verb.HIDE, unit))
+
+    def _free(self, unit: int, out: list[Action], verb: Verb) -> None:
+        self._shown.discard(unit)
+        self._fresh.discard(unit)
+        if verb is Verb.FREE:
+            self._whole.discard(unit)
+        out.append((verb, unit))
+
+    def _step_reduced(self, out: list[Action]) -> None:
+        """Step reduced units that backward is through with, a few at a time."""
+        settled, self.reductions.settled = self.reductions.settled, []
+        if not self.policy.steps_in_backward or not self.reductions.is_last:
+            return
+        self._to_step += [unit for unit in settled if self.units[unit].is_offloaded]
+        for unit in [each for each in self._to_step if self.is_through(each)]:
+            self._to_step.remove(unit)
+            if len(self._stepped) >= MAX_PENDING:
+                out.append((Verb.WAIT_STEP, self._stepped[-MAX_PENDING]))
+            self._stepped.append(unit)
+            out.append((Verb.STEP, unit))
+
+    def is_through(self, unit: int) -> bool:
+        """True if the running backward will not use the unit again, as far as calls tell."""
+        is_begun = any(call.unit == unit for call in self._begun)
+        return not (is_begun or self._open[unit] or self.reductions.has_fired(unit))
+
+    @property
+    def has_stepped(self) -> bool:
+        """True if units were stepped in backward since the last step."""
+        return bool(self._stepped)

@@ -24,7 +24,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     The buffers are temporary ones, apart from those that compute uses: what a graph refers to
     stays, and without `writeback` nothing an edit could reach is kept.
     """
-    if engine.forward_depth > 0 or in_backward():
+    if engine.schedule.forward_depth > 0 or in_backward():
         raise StateError(
             expected(
                 "onefold.unsharded outside forward and backward",
@@ -40,11 +40,11 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
         unit.reshard(release=False)
     buffers = [_summon(unit) for unit in engine.units]
     engine.setting.routes.rest()
-    engine.is_summoned = True
+    engine.schedule.is_suspended = True
     try:
         yield
     finally:
-        engine.is_summoned = False
+        engine.schedule.is_suspended = False
         edited = [entry for unit in engine.units for entry in _left_by_user(unit)]
         for unit in engine.units:
             for parameter in unit.parameters:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from onefold.config import Offload
 from onefold.engine import blocks
-from onefold.engine.schedule import Phase, Schedule
+from onefold.engine.successors import Phase
+from onefold.engine.successors import Successors as Schedule
 from onefold.planner.byte_counter import ByteCounter, Holding, KeptBuffers, Moment
 from onefold.planner.reductions import Reductions
 from onefold.planner.setup import Setup, UnitBytes, unit_bytes

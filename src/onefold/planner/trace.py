@@ -311,13 +311,13 @@ class _Tracer:
         """The root's forward starts."""
         self._depth += 1
 
-    def enter(self, unit: int) -> _Call:
+    def enter(self, index: int) -> _Call:
         """A module that uses the unit starts."""
         self._clock += 1
-        self._users[unit] += 1
-        self._working.append(unit)
-        self._note(What.AGAIN if self._is_backward else What.ENTER, unit)
-        return _Call(unit, self._clock)
+        self._users[index] += 1
+        self._working.append(index)
+        self._note(What.AGAIN if self._is_backward else What.ENTER, index)
+        return _Call(index, self._clock)
 
     def leave(self, call: _Call, module: nn.Module | None, num_modules: int) -> None:
         """And is over; the unit may rest once all its modules have run."""
@@ -343,7 +343,7 @@ class _Tracer:
     def hold_alias(self, tensor: Tensor) -> None:
         """A module gave out a weight."""
 
-    def hold_hidden(self, unit: int) -> None:
+    def hold_hidden(self, index: int) -> None:
         """A forward showed no tensor for backward to come by."""
 
     def begin_backward(self) -> None:

@@ -1,0 +1,77 @@
+"""The rules by which a schedule decides, one frozen value a sharded module. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """The facts about one unit that decisions depend on.
+
+    `nbytes` are those of its unsharded weights. A resident unit computes on the weights where they
+    rest: it is never gathered or freed. A tiled unit is never unsharded as a whole. States of an
+    offloaded unit are stepped in the background.
+    """
+
+    nbytes: int = 0
+    is_resident: bool = False
+    is_tiled: bool = False
+    is_offloaded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """When unsharded weights are freed, what is gathered ahead, when gradients are reduced.
+
+    frees_after_forward: stage 3 frees unsharded weights between forward and backward.
+    frees_after_backward: otherwise they stay until the step (stages 1 and 2).
+    keeps_bytes: their memory then stays over the step, too (docs/adr/0006).
+    defers_reduction: gradients of all but the last micro-batch rest on their rank (stages 0 to 2).
+    prefetch: how many units are gathered ahead.
+    prefetches_late: in backward, those gathers begin with the first gradient of the unit before.
+        Backward starts with all activations alive. Later some are gone, and so is the reduction of
+        the unit before that: the peak is lower. A GPU's queue wants the gather sooner.
+    cap: bytes of unsharded weights that may be alive besides the units in use; None: no limit.
+    max_in_flight: reductions that may be under way while backward computes. One hides behind the
+        next unit's compute; each further one holds another unit's gradients and receive buffer.
+    has_second_hop: a collective follows the first hop of a reduction, so every rank finishes
+        reductions at the same places in the order.
+    sums_rest: the second hop waits for the last micro-batch.
+    keeps_second_shard: each node keeps a second shard of weights, filled once a step.
+    fills_early: that begins with forward, for all units.
+    steps_in_backward: offloaded units are stepped as soon as they are reduced.
+    """
+
+    frees_after_forward: bool
+    frees_after_backward: bool
+    keeps_bytes: bool
+    defers_reduction: bool
+    prefetch: int = 1
+    prefetches_late: bool = True
+    cap: int | None = None
+    max_in_flight: int = 1
+    has_second_hop: bool = False
+    sums_rest: bool = False
+    keeps_second_shard: bool = False
+    fills_early: bool = False
+    steps_in_backward: bool = False
+
+
+def last_units(numels: Iterable[int], fraction: float) -> list[bool]:
+    """Choose the units whose states leave the device: the last ones, up to `fraction` of elements.
+
+    The first units' gradients come last in backward and their weights are wanted first in forward,
+    so they have the least time to hide a step on another tier (SuperOffload, arXiv 2509.21271,
+    keeps the buckets that backward fills last on the GPU for the same reason).
+    """
+    each = list(numels)
+    wanted, taken = fraction * sum(each), 0
+    chosen = [False] * len(each)
+    for index in reversed(range(len(each))):
+        if fraction == 0 or taken + each[index] / 2 > wanted:
+            break
+        chosen[index] = True
+        taken += each[index]
+    return chosen

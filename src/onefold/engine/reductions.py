@@ -1,0 +1,132 @@
+"""When units are reduced in a backward, and how many reductions are under way. No torch here.
+
+Every rank reduces units in the same order, whatever parts of the module it used: the last unit of
+the module first. So ranks never reduce different units at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from onefold.engine.actions import Action, Verb
+from onefold.engine.policy import Policy, UnitFacts
+
+
+class Reductions:
+    """Starts the reduction of each unit once in a backward, and finishes reductions in order."""
+
+    def __init__(self, policy: Policy, units: Sequence[UnitFacts]) -> None:
+        self._policy = policy
+        # tiled units are reduced tile by tile, where they are used
+        self._order = [index for index, unit in enumerate(units) if not unit.is_tiled][::-1]
+        self._trained: Sequence[int] = ()
+        self._fired: list[set[int]] = [set() for _ in units]
+        self._ready: set[int] = set()
+        self._started: set[int] = set()
+        self._in_flight: deque[int] = deque()
+        self._following: int | None = None  # landed last; its second hop may be under way
+        self.settled: list[int] = []  # whose averaged gradients are there, for the schedule to take
+        self.is_last = True  # of the micro-batches
+
+    @property
+    def defers(self) -> bool:
+        """True for a micro-batch that is not the last, where gradients rest on their rank."""
+        return self._policy.defers_reduction and not self.is_last
+
+    @property
+    def may_land(self) -> int | None:
+        """The unit whose reduction may finish early, where that needs no other rank."""
+        return None if self._policy.has_second_hop or not self._in_flight else self._in_flight[0]
+
+    def has_fired(self, unit: int) -> bool:
+        """True if gradients of the unit wait to be reduced in this backward."""
+        return bool(self._fired[unit])
+
+    def begin(self, trained: Sequence[int], *, is_last: bool) -> None:
+        """A backward begins. `trained`: parameters of each unit that will have a gradient."""
+        self._trained = trained
+        self.is_last = is_last
+
+    def note_gradient(self, unit: int, member: int, out: list[Action]) -> None:
+        """A parameter's gradient is there; the last one of a unit makes it ready."""
+        fired = self._fired[unit]
+        fired.add(member)
+        if len(fired) == self._trained[unit] and not self.defers:
+            self.note_ready(unit, out)
+
+    def note_ready(self, unit: int, out: list[Action]) -> None:
+        """Backward is through with a unit: reduce it once all units before it in the order are."""
+        self._ready.add(unit)
+        for due in self._order:
+            if due in self._started or not self._trained[due]:
+                continue
+            if due not in self._ready:
+                return
+            self._start(due, out)
+
+    def _start(self, unit: int, out: list[Action]) -> None:
+        while len(self._in_flight) >= self._policy.max_in_flight:
+            self.land(out)
+        if self._following == unit:  # a second reduction adds to the gradients that the first shows
+            self._settle(out)
+        self._started.add(unit)
+        self._fired[unit].clear()
+        self._in_flight.append(unit)
+        out.append((Verb.REDUCE, unit))
+
+    def land(self, out: list[Action]) -> None:
+        """Finish the first hop of the oldest reduction, and the second hop of the one before it.
+
+        Every rank does so at the same reductions, as second hops are collectives too.
+        """
+        self._settle(out)
+        if not self._in_flight:
+            return
+        unit = self._in_flight.popleft()
+        out.append((Verb.LAND, unit))
+        if not self._policy.sums_rest or self.is_last:
+            out.append((Verb.FOLLOW, unit))
+        self._following = unit
+        if not self._policy.has_second_hop:
+            self._settle(out)
+
+    def _settle(self, out: list[Action]) -> None:
+        unit, self._following = self._following, None
+        if unit is not None:
+            out.append((Verb.SETTLE, unit))
+            self.settled.append(unit)
+
+    def finish(self, out: list[Action]) -> None:
+        """Reduce every unit that backward left incomplete or did not reach; finish everything.
+
+        A rank that did not use a unit still takes part with zeros: another may have used it.
+        """
+        for unit in list(self._order):
+            is_due = unit not in self._started or self._fired[unit]
+            if is_due and self._trained[unit]:
+                self._start(unit, out)
+        self.drain(out)
+
+    def drain(self, out: list[Action]) -> None:
+        """Finish every reduction that is under way."""
+        while self._in_flight:
+            self.land(out)
+        self._settle(out)
+        self._ready.clear()
+        self._started.clear()
+
+    def defer(self) -> None:
+        """The backward of a micro-batch that is not the last is over: its gradients rest."""
+        self.forget()
+        self._ready.clear()
+        self._started.clear()
+
+    def forget(self) -> None:
+        """Gradients that were not reduced are gone."""
+        for fired in self._fired:
+            fired.clear()
+
+    def note_unused(self, units: Collection[int]) -> None:
+        """No rank used these units: next time they come last in the order and delay no other."""
+        self._order.sort(key=lambda unit: unit in units)

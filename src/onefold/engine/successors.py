@@ -1,0 +1,51 @@
+"""In which order units are used, remembered for each phase, so that the next gather starts early.
+
+A wrong guess costs one gather that nobody waited for. It never changes a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import pairwise
+
+
+class Phase(StrEnum):
+    """Which walk over the units is under way; each has an order of its own."""
+
+    FORWARD = "forward"
+    EVALUATION = "evaluation"
+    BACKWARD = "backward"  # recompute belongs to it: it uses units in backward's order
+
+
+class Successors:
+    """The successor of each unit in each phase, learned from the last walk."""
+
+    def __init__(self, units: Sequence[int]) -> None:
+        forward = dict(pairwise(units))
+        self._after: dict[Phase, dict[int, int]] = {
+            Phase.FORWARD: dict(forward),
+            Phase.EVALUATION: dict(forward),
+            Phase.BACKWARD: {after: before for before, after in forward.items()},
+        }
+        self._last: dict[Phase, int | None] = dict.fromkeys(Phase)
+
+    def begin(self, phase: Phase) -> None:
+        """A new walk starts; its first unit has no predecessor."""
+        self._last[phase] = None
+
+    def enter(self, unit: int, phase: Phase) -> int | None:
+        """Note that `unit` is used now; return its successor in the last walk, if it had one."""
+        last = self._last[phase]
+        if last == unit:
+            return None
+        if last is not None:
+            self._after[phase][last] = unit
+            if phase is Phase.FORWARD:
+                self._after[Phase.BACKWARD].setdefault(unit, last)
+        self._last[phase] = unit
+        return self._after[phase].get(unit)
+
+    def after(self, unit: int, phase: Phase) -> int | None:
+        """Return the unit that was used after `unit` in the last walk, if any."""
+        return self._after[phase].get(unit)

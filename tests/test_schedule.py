@@ -1,0 +1,380 @@
+"""The schedule under made-up orders of events: it executes nothing, so thousands take seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onefold.engine.actions import Action, Verb
+from onefold.engine.policy import Policy, UnitFacts, last_units
+from onefold.engine.schedule import MAX_PENDING, Call, Schedule
+from onefold.engine.successors import Phase
+
+STAGE_3 = Policy(
+    frees_after_forward=True, frees_after_backward=True, keeps_bytes=False, defers_reduction=False
+)
+STAGE_2 = Policy(
+    frees_after_forward=False, frees_after_backward=False, keeps_bytes=True, defers_reduction=True
+)
+STAGE_0 = Policy(
+    frees_after_forward=False, frees_after_backward=True, keeps_bytes=False, defers_reduction=True,
+    has_second_hop=True,
+)  # fmt: skip
+NODES = replace(STAGE_3, has_second_hop=True, sums_rest=True, keeps_second_shard=True,
+                fills_early=True)  # fmt: skip
+POLICIES = {"stage 3": STAGE_3, "stage 2": STAGE_2, "stage 0": STAGE_0, "nodes": NODES,
+            "window": replace(STAGE_2, cap=3, frees_after_backward=False)}  # fmt: skip
+EACH_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+
+
+class Hands:
+    """Executes actions on nothing: keeps account of units, and objects to what may not be."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.done: list[Action] = []
+        self.whole: set[int] = set()
+        self.fresh: set[int] = set()
+        self.shown: set[int] = set()
+        self.used: Counter[int] = Counter()  # by forwards that run, or by backward
+        self.held: set[int] = set()
+        self.flying: list[int] = []
+        self.landed: list[int] = []
+
+    def do(self, actions: list[Action]) -> None:
+        for verb, unit in actions:
+            self.done.append((verb, unit))
+            self.one(verb, unit)
+
+    def one(self, verb: Verb, unit: int) -> None:
+        match verb:
+            case Verb.GATHER:
+                assert unit not in self.fresh, "gathered twice"
+                self.whole.add(unit)
+                self.fresh.add(unit)
+                self.check_cap(unit)
+            case Verb.SHOW:
+                self.shown.add(unit)
+            case Verb.HIDE:
+                self.shown.discard(unit)
+            case Verb.FREE | Verb.INVALIDATE:
+                assert not self.used[unit], "freed in use"
+                assert unit not in self.held, "freed while a graph needs it"
+                self.shown.discard(unit)
+                self.fresh.discard(unit)
+                if verb is Verb.FREE:
+                    self.whole.discard(unit)
+            case Verb.REDUCE:
+                assert unit not in self.flying
+                self.flying.append(unit)
+                assert len(self.flying) <= self.schedule.policy.max_in_flight
+            case Verb.LAND:
+                assert self.flying.pop(0) == unit, "landed out of order"
+                self.landed.append(unit)
+            case Verb.SETTLE:
+                assert self.landed.pop() == unit, "settled before it landed"
+
+    def check_usable(self, unit: int) -> None:
+        facts = self.schedule.units[unit]
+        assert unit in self.shown
+        assert facts.is_resident or unit in self.fresh, "used before it is whole"
+
+    def check_cap(self, gathered: int) -> None:
+        cap = self.schedule.policy.cap
+        needed = {unit for unit, count in self.used.items() if count} | self.held | {gathered}
+        nbytes = {unit: self.schedule.units[unit].nbytes for unit in self.whole}
+        if cap is not None:
+            most = max(cap, sum(nbytes[unit] for unit in needed & self.whole))
+            assert sum(nbytes.values()) <= most, "more bytes alive than the cap and units in use"
+
+    def count(self, verb: Verb) -> Counter[int]:
+        return Counter(unit for each, unit in self.done if each is verb)
+
+
+@dataclass
+class Use:
+    """A module that uses a unit, and the modules that run inside it."""
+
+    unit: int
+    inside: list[Use] = field(default_factory=list)
+    is_recomputed: bool = False
+    raises: bool = False
+    is_reached: bool = True  # by backward
+
+
+def uses(num_units: int) -> st.SearchStrategy[list[Use]]:
+    leaf = st.builds(
+        Use,
+        st.integers(0, num_units - 1),
+        st.just([]),
+        st.booleans(),
+        st.sampled_from([False] * 9 + [True]),
+        st.sampled_from([True] * 5 + [False]),
+    )
+    nested = st.recursive(
+        leaf,
+        lambda inner: st.builds(
+            Use,
+            st.integers(0, num_units - 1),
+            st.lists(inner, max_size=3),
+            st.booleans(),
+            st.just(False),
+            st.sampled_from([True] * 5 + [False]),
+        ),
+        max_leaves=6,
+    )
+    return st.lists(nested, max_size=6)
+
+
+class Raised(Exception):
+    """A module's forward ended by an exception."""
+
+
+class Script:
+    """Runs uses through a schedule as torch would: forward, then backward in reverse order."""
+
+    def __init__(self, policy: Policy, num_units: int, *, resident: frozenset[int] = frozenset()):
+        units = [
+            UnitFacts(nbytes=1, is_resident=unit in resident, is_offloaded=unit % 2 == 0)
+            for unit in range(num_units)
+        ]
+        self.schedule = Schedule(policy, units)
+        self.hands = Hands(self.schedule)
+        self.calls: list[tuple[Call, Use]] = []
+        self.num_modules = [1] * num_units
+
+    def forward(self, program: list[Use], phase: Phase = Phase.FORWARD) -> bool:
+        """True if it ran to its end."""
+        hands, schedule = self.hands, self.schedule
+        self.calls = []
+        hands.do(schedule.begin_forward(phase))
+        try:
+            for use in program:
+                self.run(use, phase)
+        except Raised:
+            return False
+        finally:
+            hands.do(schedule.end_forward(phase))
+            if phase is Phase.EVALUATION and schedule.policy.frees_after_forward:
+                assert not hands.shown
+        return True
+
+    def run(self, use: Use, phase: Phase) -> None:
+        hands, schedule = self.hands, self.schedule
+        call, actions = schedule.enter(use.unit, phase)
+        hands.do(actions)
+        hands.used[use.unit] += 1
+        hands.check_usable(use.unit)
+        is_again = phase is Phase.BACKWARD
+        is_whole = True
+        try:
+            if use.raises and not is_again:
+                raise Raised
+            for inner in use.inside:
+                self.run(inner, phase)
+                hands.check_usable(use.unit)
+        except Raised:
+            is_whole = False
+            raise
+        finally:
+            hands.used[use.unit] -= 1
+            key = id(use) if is_whole else None
+            hands.do(schedule.leave(call, key, self.num_modules[use.unit], is_recompute=is_again))
+            if is_whole and use.is_reached and phase is not Phase.EVALUATION:
+                schedule.expect_backward(call)
+                self.calls.append((call, use))
+
+    def backward(self, num_trained: int = 2, *, is_last: bool = True, ends: bool = True) -> None:
+        """Reach every watched call, the last finished first; then each parameter's gradient."""
+        hands, schedule = self.hands, self.schedule
+        calls, self.calls = self.calls[::-1], []
+        schedule.begin_backward([num_trained] * len(schedule.units), is_last=is_last)
+        left = Counter(use.unit for _, use in calls)
+        active: list[Call] = []  # reached, and not over: no call has been reached that ended before
+        for call, use in calls:
+            active = [other for other in active if other.started <= call.finished]
+            hands.used = Counter(other.unit for other in active)
+            hands.do(schedule.enter_backward(call))
+            active.append(call)
+            hands.used[use.unit] += 1
+            hands.check_usable(use.unit)
+            if use.is_recomputed:
+                for inner in use.inside:
+                    self.run(inner, Phase.BACKWARD)
+                self.calls = []
+            left[use.unit] -= 1
+            if not left[use.unit]:
+                for member in range(num_trained):
+                    hands.do(schedule.gradient(use.unit, member))
+        hands.used.clear()
+        if ends:
+            hands.do(schedule.end_backward())
+            assert not hands.flying
+            assert not hands.landed or not is_last
+
+    def step(self) -> set[int]:
+        stepped = self.schedule.take_stepped()
+        self.hands.held.clear()
+        self.hands.do(self.schedule.rest())
+        assert not self.hands.shown
+        assert not self.hands.fresh
+        assert not self.hands.whole or self.schedule.policy.keeps_bytes
+        self.schedule.stepped()
+        return stepped
+
+
+@EACH_POLICY
+@settings(max_examples=120, deadline=None)
+@given(
+    programs=st.lists(uses(5), min_size=1, max_size=3), resident=st.frozensets(st.integers(0, 4))
+)
+def test_no_unit_is_used_before_it_is_whole_or_freed_while_it_is_used(policy, programs, resident):
+    script = Script(policy, 5, resident=resident)
+    for program in programs:
+        if script.forward(program):
+            script.backward()
+        script.step()
+
+
+@EACH_POLICY
+@settings(max_examples=120, deadline=None)
+@given(program=uses(5), count=st.integers(1, 3))
+def test_every_trained_unit_is_reduced_exactly_once_in_a_step(policy, program, count):
+    script = Script(policy, 5)
+    for use in program:
+        use.raises = False
+    for micro in range(count):
+        if not script.forward(program):
+            return
+        before = script.hands.count(Verb.REDUCE)
+        script.backward(is_last=micro == count - 1)
+        reduced = script.hands.count(Verb.REDUCE) - before
+        is_deferred = policy.defers_reduction and micro < count - 1
+        assert reduced == ({} if is_deferred else dict.fromkeys(range(5), 1))
+    script.step()
+    assert script.hands.count(Verb.LAND) == script.hands.count(Verb.REDUCE)
+    followed = script.hands.count(Verb.FOLLOW)
+    if policy.sums_rest:  # nodes talk once a step
+        assert followed == dict.fromkeys(range(5), 1)
+
+
+@EACH_POLICY
+@settings(max_examples=60, deadline=None)
+@given(programs=st.lists(uses(4), min_size=2, max_size=2))
+def test_ranks_that_use_other_parts_reduce_in_the_same_order(policy, programs):
+    orders = []
+    for program in programs:
+        script = Script(policy, 4)
+        if not script.forward(program):
+            return
+        script.backward()
+        verbs = (Verb.REDUCE, Verb.FOLLOW)
+        orders.append([action for action in script.hands.done if action[0] in verbs])
+    assert [unit for verb, unit in orders[0] if verb is Verb.REDUCE] == [3, 2, 1, 0]
+    assert orders[0] == orders[1]
+
+
+@EACH_POLICY
+@settings(max_examples=60, deadline=None)
+@given(program=uses(4))
+def test_a_backward_that_fails_finishes_its_reductions_and_leaves_nothing_behind(policy, program):
+    script = Script(policy, 4)
+    if not script.forward(program):
+        return
+    script.backward(ends=False)
+    script.hands.do(script.schedule.abort_backward())
+    assert not script.hands.flying
+    assert not script.hands.shown
+    assert not script.schedule.has_stepped
+    for use in program:
+        use.raises = False
+    if script.forward(program):
+        script.backward()
+
+
+@settings(max_examples=60, deadline=None)
+@given(program=uses(4))
+def test_weights_that_a_graph_refers_to_stay_until_the_backward_ends(program):
+    script = Script(STAGE_3, 4)
+    if not script.forward(program) or not script.calls:
+        return
+    _, use = script.calls[-1]
+    script.schedule.hold(use.unit)
+    script.hands.held.add(use.unit)
+    script.backward(ends=False)
+    script.hands.held.clear()
+    script.hands.do(script.schedule.end_backward())
+    assert use.unit not in script.hands.whole
+
+
+def test_stage_3_gathers_a_unit_in_forward_and_again_in_backward_the_next_one_ahead():
+    script = Script(STAGE_3, 3)
+    program = [Use(0), Use(1), Use(2)]
+    for _ in range(2):
+        script.hands.done.clear()
+        script.forward(program)
+        script.backward()
+        script.step()
+    gathered = [unit for verb, unit in script.hands.done if verb is Verb.GATHER]
+    assert gathered == [0, 1, 2, 2, 1, 0]
+    done = script.hands.done
+    assert done.index((Verb.GATHER, 1)) < done.index((Verb.SHOW, 0))
+    assert done.index((Verb.FREE, 0)) < done.index((Verb.SHOW, 1))
+
+
+def test_stage_2_gathers_a_unit_once_a_step_whatever_the_micro_batches():
+    script = Script(STAGE_2, 3)
+    program = [Use(0), Use(1), Use(2)]
+    for micro in range(4):
+        script.forward(program)
+        script.backward(is_last=micro == 3)
+    assert script.hands.count(Verb.GATHER) == {0: 1, 1: 1, 2: 1}
+    assert script.hands.count(Verb.REDUCE) == {0: 1, 1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_as_many_units_are_gathered_ahead_as_the_policy_says(prefetch):
+    script = Script(replace(STAGE_3, prefetch=prefetch, prefetches_late=False), 5)
+    _, actions = script.schedule.enter(0, Phase.FORWARD)
+    gathered = [unit for verb, unit in actions if verb is Verb.GATHER]
+    assert gathered == list(range(prefetch + 1))
+    fetched = [unit for verb, unit in actions if verb is Verb.FETCH]
+    assert fetched == [prefetch + 1]
+
+
+def test_a_unit_called_by_two_modules_is_freed_after_the_second():
+    script = Script(STAGE_3, 2)
+    script.num_modules = [2, 1]
+    script.forward([Use(0), Use(1), Use(0)])
+    assert script.hands.count(Verb.GATHER)[0] == 1
+    assert script.hands.count(Verb.FREE)[0] == 1
+
+
+def test_units_stepped_in_backward_wait_for_the_one_before_the_last():
+    script = Script(replace(STAGE_3, steps_in_backward=True), 8)
+    script.forward([Use(unit) for unit in range(8)])
+    script.backward()
+    stepped = [unit for verb, unit in script.hands.done if verb is Verb.STEP]
+    assert stepped == [6, 4, 2, 0]  # even ones are offloaded
+    waited = [unit for verb, unit in script.hands.done if verb is Verb.WAIT_STEP]
+    assert waited == stepped[: len(stepped) - MAX_PENDING]
+    assert script.step() == {0, 2, 4, 6}
+
+
+def test_nothing_is_decided_while_modules_show_editable_unsharded_parameters():
+    schedule = Schedule(STAGE_3, [UnitFacts(1)])
+    schedule.is_suspended = True
+    call, actions = schedule.enter(0, Phase.FORWARD)
+    assert actions == schedule.leave(call, 1, 1, is_recompute=False) == []
+
+
+@pytest.mark.parametrize(
+    ("fraction", "chosen"),
+    [(0.0, []), (0.1, []), (0.3, [3]), (0.6, [2, 3]), (0.9, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])],
+)
+def test_the_last_units_leave_the_device_up_to_the_fraction(fraction, chosen):
+    assert [i for i, is_far in enumerate(last_units([10] * 4, fraction)) if is_far] == chosen
