@@ -31,7 +31,7 @@ from onefold.planner.search import Capacity, Search, extrapolated, nearest
 from onefold.planner.setup import Setup, unit_bytes
 from onefold.planner.sizes import parse_nbytes, told
 from onefold.planner.storages import Storages, Untraceable
-from onefold.planner.trace import Trace, What, default_loss, tokens_of, trace, without_values
+from onefold.planner.trace import Heard, Trace, default_loss, tokens_of, trace, without_values
 from tests.models import Model
 from tests.ranks import run_processes, run_ranks, seeded
 
@@ -313,12 +313,12 @@ def test_a_trace_neither_reads_nor_changes_a_module():
 
 def test_events_come_in_the_order_of_an_engine():
     seen = trace(BUILDS["gpt"](), inputs_of("gpt"))
-    entered = [event.unit for event in seen.events if event.what is What.ENTER]
-    reached = [event.unit for event in seen.events if event.what is What.BACKWARD]
+    entered = [event.unit for event in seen.events if event.heard is Heard.ENTER]
+    reached = [event.unit for event in seen.events if event.heard is Heard.BACKWARD]
     in_order = list(range(len(seen.units)))
     assert list(dict.fromkeys(entered)) == in_order
     assert list(dict.fromkeys(reached)) == in_order[::-1]
-    grads = [(event.unit, event.member) for event in seen.events if event.what is What.GRAD]
+    grads = [(event.unit, event.call) for event in seen.events if event.heard is Heard.GRAD]
     assert sorted(grads) == [
         (index, member)
         for index, unit in enumerate(seen.units)
@@ -356,7 +356,7 @@ def test_traces_of_one_and_two_rows_tell_all_others():
     for rows in (1, 3, 8):
         direct, told_so = of(rows), extrapolated(of(1), of(2), rows)
         for event, wanted in zip(told_so.events, direct.events, strict=True):
-            assert (event.what, event.unit, event.now) == (wanted.what, wanted.unit, wanted.now)
+            assert (event.heard, event.unit, event.now) == (wanted.what, wanted.unit, wanted.now)
             assert event.peak <= 1.005 * wanted.peak
         # the most of several lines is no line: a little above what two points tell
         assert told_so.peak == pytest.approx(direct.peak, rel=0.03)

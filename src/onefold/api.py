@@ -126,9 +126,7 @@ def shard(  # noqa: PLR0913 - the contract
         unit = Unit(plan, setting, len(built), is_offloaded=is_offloaded)
         built.append(_fill_unit(unit, plan, source))
     _settle_buffers(module, device, group, job.precision.buffers, source)
-    engine = Engine(
-        module, built, setting, stage=number, steps_in_backward=job.offload.step_in_backward
-    )
+    engine = Engine(module, built, setting, stage=number, recipe=expectation.setup)
     engine.expected_peaks = expectation.peaks
     engine.told = "; ".join(line for line in (why, offloading.told, how) if line)
     if setting.tiers.scratch is not None:

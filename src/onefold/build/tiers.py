@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from onefold.config import Offload, Precision
 from onefold.engine.optimizer import steps_elements
+from onefold.engine.policy import last_units
 from onefold.engine.rules import moments_after_first_step, rule_of
 from onefold.errors import TierError, expected
 from onefold.host import cores_of, free_host_nbytes
@@ -27,7 +28,6 @@ from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
 from onefold.mesh.ranks import Ranks, local_place
 from onefold.planner.auto import Subject, least_fraction
-from onefold.planner.memory import last_share
 from onefold.tier.cpu import HostStore
 from onefold.tier.device import DeviceStore
 from onefold.tier.disk import DiskStore, SwapFile
@@ -101,7 +101,7 @@ def offloaded_units(wish: Wish, fraction: float) -> list[bool]:
     """Which units' states leave the device: the last ones, up to `fraction` of all elements."""
     if wish.offload.optimizer == "device":
         return [False] * len(wish.plans)
-    return last_share([plan.numel for plan in wish.plans], fraction)
+    return last_units([plan.numel for plan in wish.plans], fraction)
 
 
 def budget_of(wish: Wish, chosen: Sequence[bool]) -> Budget:

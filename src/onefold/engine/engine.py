@@ -19,7 +19,7 @@ from torch import nn
 from onefold.engine.activations import SavedActivations
 from onefold.engine.calls import Marks, in_backward
 from onefold.engine.hands import Hands
-from onefold.engine.policy import Policy, UnitFacts
+from onefold.engine.policy import Choices, UnitFacts, policy_of
 from onefold.engine.schedule import Call, Schedule
 from onefold.engine.structure import check_structure, edited
 from onefold.engine.successors import Phase
@@ -36,9 +36,8 @@ class Engine:
     """Runs the units of one sharded module through forward, backward and step."""
 
     def __init__(
-        self, module: nn.Module, units: list[Unit], setting: Context, *, stage: int,
-        steps_in_backward: bool = False,
-    ) -> None:  # fmt: skip
+        self, module: nn.Module, units: list[Unit], setting: Context, *, stage: int, recipe: Choices
+    ) -> None:
         self.module = ref(module)
         self.units = units
         self.setting = setting
@@ -49,7 +48,7 @@ class Engine:
         self.has_accumulated = self.is_accumulating = False
         self.ledger, self.group = setting.ledger, setting.routes.group
         self.marks = Marks(setting.ledger)
-        policy = policy_of(setting, stage=stage, steps_in_backward=steps_in_backward)
+        policy = policy_of(recipe)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         for unit in units:
             unit.gradient = UnitGradient(unit)
@@ -362,27 +361,6 @@ def current_phase() -> Phase:
     if in_backward():
         return Phase.BACKWARD
     return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
-
-
-def policy_of(setting: Context, *, stage: int, steps_in_backward: bool) -> Policy:
-    """The schedule's rules for a stage, ranks and tiers."""
-    world, hops = setting.routes.group.world_size, setting.routes.hops
-    is_alone = world == 1
-    frees_after_backward = stage in (0, 3) or is_alone
-    has_second_hop = not setting.is_sharded or hops is not None
-    keeps_sums = hops is not None and hops.keeps_gradients
-    return Policy(
-        frees_after_forward=stage == 3 and (not is_alone or not setting.rests_near),
-        frees_after_backward=frees_after_backward,
-        keeps_bytes=not frees_after_backward,
-        defers_reduction=stage < 3,
-        prefetches_late=setting.store.device.type == "cpu",
-        has_second_hop=has_second_hop or setting.routes.replicas is not None,
-        sums_rest=keeps_sums or setting.routes.replicas is not None,
-        keeps_second_shard=hops is not None and hops.keeps_weights,
-        fills_early=hops is not None and hops.keeps_weights,
-        steps_in_backward=steps_in_backward,
-    )
 
 
 def facts_of(unit: Unit) -> UnitFacts:

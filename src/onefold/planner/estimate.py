@@ -15,7 +15,7 @@ from torch import nn
 
 from onefold.config import Precision
 from onefold.layout.units import UnitPlan
-from onefold.planner.trace import Event, Member, Tally, Trace, UnitTrace, What
+from onefold.planner.trace import Event, Heard, Member, Tally, Trace, UnitTrace
 
 
 def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> Trace:
@@ -54,16 +54,17 @@ def _events(units: list[UnitTrace], kept: list[int]) -> list[Event]:
     events: list[Event] = []
     now = 0
     for index, nbytes in enumerate(kept):
-        events.append(Event(What.ENTER, index, -1, now, now, 0))
+        events.append(Event(Heard.ENTER, index, index, now, now, 0))
         now += nbytes
-        events.append(Event(What.LEAVE, index, -1, now, now, 0))
-    events.append(Event(What.END_FORWARD, -1, -1, now, now, 0))
+        events.append(Event(Heard.LEAVE, index, index, now, now, 0))
+        events.append(Event(Heard.EXPECT, index, index, now, now, 0))
+    events.append(Event(Heard.END_FORWARD, -1, -1, now, now, 0))
+    before = now
     for index in reversed(range(len(units))):
-        events.append(Event(What.BACKWARD, index, -1, now, now, 0))
+        events.append(Event(Heard.BACKWARD, index, index, now, before, 0))
         for member, each in enumerate(units[index].members):
             if each.requires_grad:
-                events.append(Event(What.GRAD, index, member, now, now, 0))
-        now -= kept[index]
-        events.append(Event(What.THROUGH, index, -1, now, now + kept[index], 0))
-    events.append(Event(What.END, -1, -1, 0, 0, 0))
+                events.append(Event(Heard.GRAD, index, member, now, now, 0))
+        before, now = now, now - kept[index]
+    events.append(Event(Heard.END, -1, -1, 0, before, 0))
     return events

@@ -12,7 +12,7 @@ from onefold.planner.run import Element, Run, Travel
 from onefold.planner.setup import Setup
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.strategies import OFFLOADS
-from onefold.planner.trace import Event, Trace
+from onefold.planner.trace import Trace
 from onefold.planner.wires import Candidate
 from onefold.planner.work import ModelWork, UnitWork
 from onefold.wire.codec import codec_of
@@ -220,9 +220,9 @@ def extrapolated(one: Trace, two: Trace, rows: int) -> Trace:
         return a + (b - a) * (rows - 1)
 
     events = tuple(
-        Event(
-            first.what, first.unit, first.member, int(line(first.now, second.now)),
-            int(line(first.peak, second.peak)), int(line(first.logits, second.logits)),
+        replace(
+            first, now=int(line(first.now, second.now)), peak=int(line(first.peak, second.peak)),
+            logits=int(line(first.logits, second.logits)),
         )
         for first, second in zip(one.events, two.events, strict=True)
     )  # fmt: skip

@@ -76,15 +76,37 @@ class Setup:
         return self.shard_world if self.stage > 0 else 1
 
     @property
-    def rests_after_forward(self) -> bool:
-        """True where whole weights are freed between forward and backward."""
-        return self.stage == 3 and (self.world_size > 1 or self.offload.parameters != "device")
+    def shards_states(self) -> bool:
+        """True where the stage shards masters and moments."""
+        return self.stage > 0
+
+    @property
+    def shards_parameters(self) -> bool:
+        """True where parameters rest as shards between forward and backward, too."""
+        return self.stage == 3
+
+    @property
+    def sums_rest(self) -> bool:
+        """True where gradients of micro-batches rest on their rank until the last one."""
+        return self.stage < 3
+
+    @property
+    def rests_near(self) -> bool:
+        """True where weights at rest lie in the memory that computes."""
+        tier = self.offload.parameters
+        return tier == "device" or (tier == "cpu" and self.device_type == "cpu")
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """True where offloaded units are stepped as soon as they are reduced."""
+        return self.offload.step_in_backward
 
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
     """What one unit holds on rank 0, whose pieces are the longest."""
 
+    name: str
     numel: int
     rest_numel: int  # in the shard buffer, with gaps
     weight: int
@@ -117,9 +139,7 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
     computes = first.compute_itemsize
     is_narrow = first.is_floating and setup.precision.master.itemsize > first.itemsize
     stepped = setup.precision.master.itemsize if is_narrow else first.itemsize
-    rests_near = setup.offload.parameters == "device" or (
-        setup.offload.parameters == "cpu" and setup.device_type == "cpu"
-    )
+    rests_near = setup.rests_near
     casts = any(member.itemsize != member.compute_itemsize for member in members)
     is_resident = rest_world == 1 and not casts and rests_near
     tiers = (setup.offload.parameters, setup.offload.optimizer)
@@ -136,6 +156,7 @@ def unit_bytes(unit: UnitTrace, setup: Setup) -> UnitBytes:
             round_up(n, step) for n, is_trained in zip(pieces, trained, strict=True) if is_trained
         )
     return UnitBytes(
+        name=unit.name,
         numel=sum(numels),
         rest_numel=rest,
         weight=rest * first.itemsize,

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from onefold.engine.policy import last_units
 from onefold.planner.costs import costs_of
 from onefold.planner.links import Cost
 from onefold.planner.machines import Machine
@@ -346,16 +347,11 @@ def durations(
 
 
 def far_units(work: ModelWork, run: Run) -> frozenset[int]:
-    """Units whose states are off the device: whole units from the last, `fraction` of elements."""
+    """Units whose states are off the device."""
     if run.optimizer == "device":
         return frozenset()
-    wanted, far = run.fraction * work.numel, []
-    for index in reversed(range(len(work.units))):
-        if wanted <= 0:
-            break
-        wanted -= work.units[index].numel
-        far.append(index)
-    return frozenset(far)
+    chosen = last_units([unit.numel for unit in work.units], run.fraction)
+    return frozenset(index for index, is_far in enumerate(chosen) if is_far)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ it back under any stage, tier and number of ranks.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -36,29 +35,31 @@ Loss = Callable[[Any], Tensor]
 """From what the module returns to the scalar that backward starts from."""
 
 
-class What(StrEnum):
-    """What an event announces."""
+class Heard(StrEnum):
+    """Which of the engine's events torch announced."""
 
-    ENTER = "enter"  # a unit is about to be used in forward
-    AGAIN = "again"  # and in a recompute, which belongs to backward
-    LEAVE = "leave"  # all its modules have run: it may rest
+    ENTER = "enter"  # a module that uses a unit starts, in forward
+    AGAIN = "again"  # or in a recompute, which belongs to backward
+    LEAVE = "leave"  # it is over
     END_FORWARD = "end_forward"
-    BACKWARD = "backward"  # autograd reaches a unit
-    THROUGH = "through"  # and will not use it again
-    GRAD = "grad"  # a whole gradient of one of its parameters is there
+    EXPECT = "expect"  # its outputs are watched
+    BACKWARD = "backward"  # autograd reaches them
+    GRAD = "grad"  # a gradient of one parameter is there
     END = "end"  # of backward
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A verb, and the bytes that torch held besides parameters until then."""
+    """An event of a schedule (engine/schedule.py), and the bytes that torch held until then."""
 
-    what: What
+    heard: Heard
     unit: int  # position among the units; -1: none
-    member: int  # position among the unit's parameters; -1: none
+    call: int  # which forward of a module it is about; of `GRAD`: which parameter; -1: none
     now: int  # activations and temporaries, at the event
     peak: int  # the most of them since the event before
-    logits: int  # of `peak`: the module's outputs and what the loss made of them
+    logits: int  # of `peak`: the module's outputs and tensors that the loss made of them
+    module: int = -1  # of `LEAVE`: which module
+    num_modules: int = 1  # of `LEAVE`: how many modules use the unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +223,12 @@ def _on_meta(inputs: Inputs) -> Inputs:
     return tuple(moved(value) for value in inputs)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Call:
     """One forward of a module that uses a unit."""
 
     unit: int
-    started: int
-    finished: int = 0
-    is_begun: bool = False
+    number: int
 
 
 @dataclass(slots=True)
@@ -246,12 +245,9 @@ class _Tracer:
         self.units: list[UnitTrace] = []
         self.events: list[Event] = []
         self.live: Storages
-        self._clock = self._depth = 0
-        self._users: Counter[int] = Counter()
-        self._seen: dict[int, set[int]] = {index: set() for index in range(len(plans))}
-        self._begun: list[_Call] = []
-        self._open: Counter[int] = Counter()
+        self._num_calls = self._depth = 0
         self._working: list[int] = []  # units whose modules run, the innermost last
+        self._reached = -1  # the unit that autograd reached last
         self._is_backward = False
         for index, plan in enumerate(plans):
             self.units.append(self._unit(index, plan))
@@ -282,19 +278,28 @@ class _Tracer:
         def note(parameter: Tensor) -> None:
             alive = tracer()
             if alive is not None:
-                alive._note(What.GRAD, unit, member)
+                alive._note(Heard.GRAD, unit, member)
             parameter.grad = None  # from here on it is counted as a gradient
 
         return note
 
-    def _note(self, what: What, unit: int = -1, member: int = -1) -> None:
+    def _note(
+        self,
+        heard: Heard,
+        unit: int = -1,
+        call: int = -1,
+        *,
+        module: int = -1,
+        num_modules: int = 1,
+    ) -> None:
         peak, logits = self.live.take_peak()
-        self.events.append(Event(what, unit, member, self.live.now, peak, logits))
+        now = self.live.now
+        self.events.append(Event(heard, unit, call, now, peak, logits, module, num_modules))
 
     def note_work(self, done: WorkDone) -> None:
         """An operation has run: it belongs to the innermost unit at work."""
-        if self._is_backward and self._begun:
-            tally = self.units[self._begun[-1].unit].backward
+        if self._is_backward and self._reached >= 0:
+            tally = self.units[self._reached].backward
         elif self._working:
             tally = self.units[self._working[-1]].forward
         else:
@@ -313,31 +318,21 @@ class _Tracer:
 
     def enter(self, index: int) -> _Call:
         """A module that uses the unit starts."""
-        self._clock += 1
-        self._users[index] += 1
+        self._num_calls += 1
         self._working.append(index)
-        self._note(What.AGAIN if self._is_backward else What.ENTER, index)
-        return _Call(index, self._clock)
+        self._note(Heard.AGAIN if self._is_backward else Heard.ENTER, index, self._num_calls)
+        return _Call(index, self._num_calls)
 
     def leave(self, call: _Call, module: nn.Module | None, num_modules: int) -> None:
-        """And is over; the unit may rest once all its modules have run."""
-        self._clock += 1
-        call.finished = self._clock
-        self._users[call.unit] -= 1
+        """It is over."""
         self._working.pop()
-        if self._is_backward or self._users[call.unit] > 0:
-            return
-        seen = self._seen[call.unit]
-        seen.add(id(module))
-        if len(seen) >= num_modules:
-            seen.clear()
-            self._note(What.LEAVE, call.unit)
+        self._note(Heard.LEAVE, call.unit, call.number, module=id(module), num_modules=num_modules)
 
     def end_forward(self) -> None:
-        """The root's forward is over: what it returns, and the loss after it, are the logits."""
+        """The root's forward is over: its outputs, and tensors of the loss, are the logits."""
         self._depth -= 1
         if self._depth == 0 and not self._is_backward:
-            self._note(What.END_FORWARD)
+            self._note(Heard.END_FORWARD)
             self.live.is_loss = True
 
     def hold_alias(self, tensor: Tensor) -> None:
@@ -352,24 +347,14 @@ class _Tracer:
 
     def expect_backward(self, call: _Call) -> None:
         """Backward will come by."""
-        self._open[call.unit] += 1
+        self._note(Heard.EXPECT, call.unit, call.number)
 
     def enter_backward(self, call: _Call) -> None:
-        """Autograd reaches the outputs of `call`; those that came after it are done."""
-        if call.is_begun:
-            return
+        """Autograd reaches the outputs of `call`."""
         self.live.is_loss = False
-        call.is_begun = True
-        for later in [other for other in self._begun if other.started > call.finished]:
-            self._begun.remove(later)
-            self._open[later.unit] -= 1
-            if self._open[later.unit] <= 0:
-                self._note(What.THROUGH, later.unit)
-        self._begun.append(call)
-        self._note(What.BACKWARD, call.unit)
+        self._reached = call.unit
+        self._note(Heard.BACKWARD, call.unit, call.number)
 
     def end_backward(self) -> None:
         """Autograd is done."""
-        for unit in {call.unit for call in self._begun}:
-            self._note(What.THROUGH, unit)
-        self._note(What.END)
+        self._note(Heard.END)
