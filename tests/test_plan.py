@@ -356,7 +356,7 @@ def test_traces_of_one_and_two_rows_tell_all_others():
     for rows in (1, 3, 8):
         direct, told_so = of(rows), extrapolated(of(1), of(2), rows)
         for event, wanted in zip(told_so.events, direct.events, strict=True):
-            assert (event.heard, event.unit, event.now) == (wanted.what, wanted.unit, wanted.now)
+            assert (event.heard, event.unit, event.now) == (wanted.heard, wanted.unit, wanted.now)
             assert event.peak <= 1.005 * wanted.peak
         # the most of several lines is no line: a little above what two points tell
         assert told_so.peak == pytest.approx(direct.peak, rel=0.03)
