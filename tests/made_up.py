@@ -7,7 +7,7 @@ from typing import Any
 
 from onefold.ledger import Kind
 from onefold.recording.report import UnitLine
-from onefold.recording.run_report import RankLine, RunReport, Training
+from onefold.recording.run_report import PlanLines, RankLine, RunReport, Training
 from onefold.recording.step_record import TORCH, Change, Sent, Series, SpanLine, StepRecord
 
 MIB = 2**20
@@ -81,8 +81,13 @@ def report(**changes: Any) -> RunReport:
     return replace(made, **changes)
 
 
-def plan() -> dict[str, Any]:
-    """As a planner leaves it."""
+def plan() -> PlanLines | None:
+    """A plan with a table and a prediction, as JSON gives it."""
+    return RunReport.parse({**report().as_json(), "plan": plan_json()}).plan
+
+
+def plan_json() -> dict[str, Any]:
+    """The same as JSON."""
     timeline = [
         {"phase": phase, "unit": unit, "nbytes_by_kind": {"weight": 20 * MIB, "torch": n * MIB}}
         for phase, units in (("forward", UNITS), ("backward", UNITS[::-1]))

@@ -524,10 +524,10 @@ def test_a_prediction_is_drawn_over_units_and_the_step_alone():
     optimizer.step()
     made = predict(job, Offload(), seen, onefold.report(module), "cpu")
     assert made is not None
-    assert all(entry["unit"] or entry["phase"] == "step" for entry in made.timeline)
-    phases = list(dict.fromkeys(entry["phase"] for entry in made.timeline))
+    assert all(entry.unit or entry.phase == "step" for entry in made.timeline)
+    phases = list(dict.fromkeys(entry.phase for entry in made.timeline))
     assert phases == ["forward", "loss", "backward", "step"]
-    highest = max(sum(entry["nbytes_by_kind"].values()) for entry in made.timeline)
+    highest = max(sum(entry.nbytes_by_kind.values()) for entry in made.timeline)
     assert highest == made.peak_nbytes
     assert "within 5 %" in made.verdict
 

@@ -1,4 +1,4 @@
-"""`onefold report DIR`: draws the page of a recorded run again, and says the most of it here."""
+"""`onefold report DIR`: write the page of a recorded run again, and print its sums."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from onefold.recording.run_report import RunReport
 
 DESCRIPTION = """\
-Draw index.html from the report.json that `onefold train --report DIR` or Recording.save wrote, and
-print what a step of that run held, did and sent."""
+Write index.html from the report.json of `onefold train --report DIR` or Recording.save, and print
+the time, peak bytes and bytes sent of the recorded step."""
+
+MAX_COLUMNS = 4
+"""Ranks in the table. Of more it shows the first ones."""
 
 
 def add_to(commands: SubParsers) -> None:
@@ -27,66 +30,60 @@ def add_to(commands: SubParsers) -> None:
 
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    """Draw, and print the table, or the JSON."""
+    """Write the page; print the table, or the JSON."""
     from pathlib import Path
 
     from onefold.recording.files import draw, read
 
-    found = read(arguments.directory)
-    target = str(draw(Path(arguments.directory), found))
+    report = read(arguments.directory)
+    page = str(draw(Path(arguments.directory), report))
     if arguments.json:
-        print(json.dumps(as_json(found, target)))
+        print(json.dumps(as_json(report, page)))
     else:
-        print_summary(found, target)
+        print_summary(report, page)
     return 0
 
 
-def as_json(found: RunReport, target: str) -> dict[str, Any]:
-    """Sums, for programs; report.json has the step itself."""
-    told = found.as_json()
+def as_json(report: RunReport, page: str) -> dict[str, Any]:
+    """Return the sums, for programs. The step itself is in report.json."""
+    data = report.as_json()
     return {
-        "page": target,
-        **{name: told[name] for name in ("about", "recorded", "ranks", "plan", "written_at")},
-        "seconds": found.step.seconds,
-        "sent": told["step"]["sent"],
-        "losses": told["training"]["losses"] if told["training"] else [],
+        "page": page,
+        **{name: data[name] for name in ("about", "recorded", "ranks", "plan", "written_at")},
+        "seconds": report.step.seconds,
+        "sent": data["step"]["sent"],
+        "losses": data["training"]["losses"] if data["training"] else [],
     }
 
 
-def print_summary(found: RunReport, target: str) -> None:
-    """A heading, a table of the recorded step, where the page is."""
+def print_summary(report: RunReport, page: str) -> None:
+    """Print a heading, a table of the recorded step by rank, and the page's path."""
     from rich.console import Console
     from rich.table import Table
 
-    from onefold.recording.kinds import KINDS
-    from onefold.recording.markup import bytes_text, seconds_text, share_text
+    from onefold.recording.words import KINDS, format_bytes, format_seconds, format_share
 
     console = Console(highlight=False, markup=False)
-    about, step, shown = found.about, found.step, found.ranks[:4]
+    about, step, shown = report.about, report.step, report.ranks[:MAX_COLUMNS]
     ranks = "1 rank" if step.world_size == 1 else f"{step.world_size:,d} ranks"
     stage = f", stage {about['stage']}" if "stage" in about else ""
     console.print(f"{about.get('model', 'a module')}{stage}, {ranks}", soft_wrap=True)
-    number = "" if found.recorded is None else f" {found.recorded:,d}"
-    grid = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    grid.add_column(f"step{number}")
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("step" if report.recorded is None else f"step {report.recorded:,d}")
     for line in shown:
-        grid.add_column(f"rank {line.rank}", justify="right", no_wrap=True)
-
-    def row(name: str, cells: Sequence[str]) -> None:
-        if any(cells):
-            grid.add_row(name, *cells)
-
-    row("time", [seconds_text(line.seconds) for line in shown])
-    row("waiting", [share_text(line.wait_s / max(line.seconds, 1e-9)) for line in shown])
-    row("sent", [bytes_text(line.sent_nbytes) for line in shown])
+        table.add_column(f"rank {line.rank}", justify="right", no_wrap=True)
+    table.add_row("time", *(format_seconds(line.seconds) for line in shown))
+    waits = [line.wait_s / max(line.seconds, 1e-9) for line in shown]
+    table.add_row("waiting", *map(format_share, waits))
+    table.add_row("sent", *(format_bytes(line.sent_nbytes) for line in shown))
     for tier in dict.fromkeys(tier for line in shown for tier in line.peak_by_tier):
-        held = [line.peak_by_tier.get(tier, 0) for line in shown]
-        row(f"held at most, {tier}", [bytes_text(nbytes) for nbytes in held])
+        peaks = [line.peak_by_tier.get(tier, 0) for line in shown]
+        table.add_row(f"peak bytes, {tier}", *map(format_bytes, peaks))
     for kind, name in KINDS.items():
-        held = [line.peak_by_kind.get(kind, 0) for line in shown]
-        row(f"  {name}", [bytes_text(nbytes) if nbytes else "" for nbytes in held])
-    console.print(grid)
-    if len(found.ranks) > len(shown):
-        told = f"(the first {len(shown)} of {len(found.ranks)} ranks; --json has all)"
-        console.print(told)
-    console.print(f"page: {target}", soft_wrap=True)
+        peaks = [line.peak_by_kind.get(kind, 0) for line in shown]
+        if any(peaks):
+            table.add_row(f"  {name}", *(format_bytes(each) if each else "" for each in peaks))
+    console.print(table)
+    if len(report.ranks) > len(shown):
+        console.print(f"(the first {len(shown)} of {len(report.ranks)} ranks; --json has all)")
+    console.print(f"page: {page}", soft_wrap=True)

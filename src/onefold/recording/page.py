@@ -1,269 +1,307 @@
-"""`index.html` of a report: one file that needs nothing else, drawn from `report.json` alone.
+"""Fill the page of a report: `page.html` with the tables, and the data of the charts as JSON.
 
-It is XML as well as HTML, loads nothing (its own content policy forbids it), and is whole without
-its script, which only reads the chart under a pointer out loud.
+The page is one file that loads nothing (its own content policy forbids it). Its script draws the
+charts; numbers are in tables, so they are there without the script too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import isfinite
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
 from statistics import median
-from typing import Any
 
-from onefold.recording.html_tables import Cells, meter, table
-from onefold.recording.kinds import KINDS
-from onefold.recording.markup import (
-    Markup,
-    bytes_text,
-    count_text,
-    el,
-    number_text,
-    seconds_text,
-    share_text,
-    together,
+from onefold.recording.charts import (
+    Chart,
+    memory_charts,
+    memory_stacks,
+    timeline_chart,
+    training_charts,
 )
-from onefold.recording.memory_chart import memory_charts
-from onefold.recording.run_report import Fact, RunReport
-from onefold.recording.style import SCRIPT, STYLE
-from onefold.recording.timeline_chart import timeline, where_time_went
-from onefold.recording.training_charts import training_charts
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+from onefold.recording.report import UnitLine
+from onefold.recording.run_report import Fact, PlanLines, RankLine, RunReport
+from onefold.recording.step_record import Sent, SpanLine, StepRecord, total_seconds
+from onefold.recording.words import (
+    COLLECTIVES,
+    KINDS,
+    TIERS,
+    VERBS,
+    colour_class,
+    format_bytes,
+    format_count,
+    format_loss,
+    format_seconds,
+    format_share,
+    known_first,
+)
 
 MAX_UNITS = 60
-"""Units in the table; of more it shows the first ones."""
-
-COLLECTIVES = {
-    "gather": "weights (gather)",
-    "reduce_scatter": "gradients (reduce-scatter)",
-    "control": "flags and numbers that ride along",
-    "whole_matrix": "what matrix optimizers exchange",
-}
+"""Units in the table. Of more it shows the first ones."""
 
 
 def page(report: RunReport) -> str:
-    """The whole document."""
-    title = str(report.about.get("model", "onefold"))
-    head = el(
-        "head", {},
-        el("meta", {"charset": "utf-8"}),
-        el("meta", {"http-equiv": "Content-Security-Policy", "content": POLICY}),
-        el("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
-        el("meta", {"name": "color-scheme", "content": "light dark"}),
-        el("link", {"rel": "icon", "href": "data:,"}),
-        el("title", {}, f"{title}: onefold report"),
-        el("style", {}, Markup(STYLE)),
-    )  # fmt: skip
-    body = el(
-        "body", {},
-        el("header", {}, *_heading(report)),
-        el("main", {}, *_sections(report)),
-        el("footer", {}, *_footer(report)),
-        el("script", {}, Markup(SCRIPT)),
-    )  # fmt: skip
-    return "<!DOCTYPE html>\n" + el("html", {"lang": "en"}, head, body) + "\n"
+    """Return the whole document."""
+    step, training, own = report.step, report.training, report.ranks[0]
+    predicted = None if report.plan is None else report.plan.predicted
+    charts = [*memory_charts(step, predicted), timeline_chart(step)]
+    charts += training_charts(training) if training is not None and training.losses else []
+    figures: dict[str, str] = defaultdict(str)
+    for chart in charts:
+        figures[chart.kind] += _figure(chart)
+    contents = {
+        "title": escape(str(report.about.get("model", "one training step"))),
+        "subtitle": escape(_subtitle(report)),
+        "figures": _figures(report),
+        "memory": figures["memory"] + _memory_table(step),
+        "timeline": figures["timeline"] + _time_table(step),
+        "training": figures["curve"],
+        "sent": _sent_table(step.rank, step.sent),
+        "ranks": _rank_table(report.ranks) if len(report.ranks) > 1 else "",
+        "plan": "" if report.plan is None else _plan_tables(report.plan, own),
+        "units": _unit_table(report.units),
+        "facts": _facts(report),
+        "written": escape(f"Written {report.written_at}. " if report.written_at else ""),
+        "charts": _script_data([{"kind": chart.kind, **chart.data} for chart in charts]),
+    }
+    return _fill((files("onefold.recording") / "page.html").read_text("utf-8"), contents)
 
 
-def _heading(report: RunReport) -> list[Markup]:
-    about = report.about
+def _fill(template: str, contents: Mapping[str, str]) -> str:
+    """Put contents in place of `{{name}}`. Sections without content are left out."""
+    whole = re.sub(
+        r'<section id="(\w+)">.*?</section>\n',
+        lambda section: section[0] if contents[section[1]] else "",
+        template, flags=re.DOTALL,
+    )  # fmt: skip
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: contents[place[1]], whole)
+
+
+def _script_data(data: object) -> str:
+    """JSON that may stand in a script element: no `<` ends it."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+# elements
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row's heading and its cells, which are plain text."""
+
+    name: str
+    cells: Sequence[str]
+    key: str = ""  # the CSS class of its colour
+    share: float | None = None  # the length of its bar
+    is_sum: bool = False
+
+
+def _table(head: Sequence[str], rows: Sequence[TableRow]) -> str:
+    columns = "".join(f'<th scope="col">{escape(word)}</th>' for word in head)
+    body = "".join(_row(row) for row in rows)
+    return (
+        f'<div class="wide"><table><thead><tr>{columns}</tr></thead>\n<tbody>\n{body}</tbody>'
+        "</table></div>\n"
+    )
+
+
+def _row(row: TableRow) -> str:
+    key = f'<span class="key {row.key}"></span>' if row.key else ""
+    cells = "".join(f"<td>{escape(cell)}</td>" for cell in row.cells)
+    if row.share is not None:
+        bar = f'<progress value="{row.share:.4f}" aria-hidden="true"></progress>'
+        cells += f'<td class="bars">{bar}</td>'
+    name = f'<th scope="row">{key}{escape(row.name)}</th>'
+    return f'<tr class="{"sum" if row.is_sum else "line"}">{name}{cells}</tr>\n'
+
+
+def _figure(chart: Chart) -> str:
+    """An empty chart with its words. The script draws the charts in their order."""
+    title, description = escape(chart.title), escape(chart.description)
+    return (
+        f'<figure class="{chart.kind}">\n'
+        f'<figcaption>{title} <span class="quiet">{description}</span></figcaption>\n'
+        f'<svg class="chart" role="img" aria-label="{title}: {description}">'
+        f"<title>{title}</title><desc>{description}</desc></svg>\n"
+        '<p class="readout" aria-hidden="true"></p>\n</figure>\n'
+    )
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>\n'
+
+
+# sections
+
+
+def _subtitle(report: RunReport) -> str:
+    about, ranks = report.about, report.step.world_size
     words = [
         f"stage {about['stage']}" if "stage" in about else "",
-        _many(report.step.world_size, "rank"),
-        f"{count_text(float(about['parameters']))} parameters" if "parameters" in about else "",
+        "1 rank" if ranks == 1 else f"{ranks:,d} ranks",
+        f"{format_count(float(about['parameters']))} parameters" if "parameters" in about else "",
     ]
-    return [
-        el("p", {"class": "brand"}, "onefold report"),
-        el("h1", {}, str(about.get("model", "one training step"))),
-        el("p", {"class": "quiet"}, ", ".join(word for word in words if word)),
-        el("dl", {"class": "figures"}, *_figures(report)),
-    ]
+    return ", ".join(word for word in words if word)
 
 
-def _figures(report: RunReport) -> list[Markup]:
-    step, training = report.step, report.training
-    own = report.ranks[0]
-    figures = [("recorded step", seconds_text(step.seconds), _which(report))]
+def _figures(report: RunReport) -> str:
+    """The large numbers at the top: name, value, note."""
+    step, training, own = report.step, report.training, report.ranks[0]
+    number = "" if report.recorded is None else f"number {report.recorded:,d}, "
+    figures = [("recorded step", format_seconds(step.seconds), f"{number}rank {step.rank}")]
     if training is not None and training.losses:
-        speeds = [training.tokens_per_step / max(s, 1e-9) for s in training.seconds]
-        if speeds:
-            figures.append(("speed", count_text(median(speeds)), "tokens per second, median"))
-        held_out = number_text(training.held_out)
-        note = f", held out {held_out}" if isfinite(training.held_out) else ""
-        figures.append(("last loss", number_text(training.losses[-1]), "nats per token" + note))
-    highest = max(line.peak_nbytes for line in report.ranks)
+        if training.seconds:
+            speed = format_count(median(training.speeds))
+            figures.append(("speed", speed, "tokens per second, median"))
+        held_out = format_loss(training.held_out)
+        note = "" if held_out == format_loss(None) else f", held out {held_out}"
+        last = format_loss(training.losses[-1])
+        figures.append(("last loss", last, f"nats per token{note}"))
+    peak = max(line.peak_nbytes for line in report.ranks)
+    waiting = format_share(own.wait_s / step.seconds)
     figures += [
-        ("held at most", bytes_text(highest), "on the device, by any rank"),
-        ("sent in the step", bytes_text(own.sent_nbytes), f"by rank {own.rank}"),
-        ("waiting", share_text(own.wait_s / step.seconds), "of the step, by the training thread"),
+        ("peak bytes", format_bytes(peak), "on the device, highest rank"),
+        ("sent in the step", format_bytes(own.sent_nbytes), f"by rank {own.rank}"),
+        ("waiting", waiting, "of the step, the training thread"),
     ]
-    return [
-        el("div", {}, el("dt", {}, name), el("dd", {}, value), el("dd", {"class": "quiet"}, note))
+    return "\n".join(
+        f'<div><dt>{name}</dt><dd>{escape(value)}</dd><dd class="quiet">{note}</dd></div>'
         for name, value, note in figures
-    ]
-
-
-def _which(report: RunReport) -> str:
-    where = f"rank {report.step.rank}"
-    return where if report.recorded is None else f"number {report.recorded:,d}, {where}"
-
-
-def _sections(report: RunReport) -> list[Markup]:
-    step = report.step
-    parts = [
-        _section(
-            "Memory over one step",
-            "Every byte that the engine holds, by what it is for, and above it what torch itself "
-            "keeps: activations and temporaries, as found where units begin and end.",
-            memory_charts(step, report.plan),
-        ),
-        _section(
-            "Timeline of the step",
-            "What was under way at the same time. A collective's bar begins where it was asked for "
-            "and ends when it was there. The low bars are the training thread waiting, or using "
-            "what came.",
-            timeline(step), where_time_went(step),
-        ),
-    ]  # fmt: skip
-    if report.training is not None and report.training.losses:
-        parts.append(_section("Training", "", training_charts(report.training)))
-    parts.append(
-        _section("Bytes sent", f"In the recorded step, by rank {step.rank}.", _sent(step.sent))
     )
-    if len(report.ranks) > 1:
-        parts.append(_section("Ranks", "The recorded step on every rank.", _ranks(report)))
-    if report.plan is not None:
-        parts.append(_section("Plan", "", *_plan(report)))
-    if report.units:
-        parts.append(_section("Units", "What travels together, in the order of use.",
-                              _units(report)))  # fmt: skip
-    return [*parts, _section("Run and machine", "", _facts(report))]
 
 
-def _section(title: str, told: str, *children: Markup) -> Markup:
-    note = [el("p", {"class": "note"}, told)] if told else []
-    return el("section", {}, el("h2", {}, title), *note, *children)
+def _memory_table(record: StepRecord) -> str:
+    """Each kind with its own peak, its bytes at the tier's peak, and at the end."""
+    stacks, rows = memory_stacks(record), list[TableRow]()
+    for stack in stacks:
+        peak = stack.peak_index
+
+        def cells(nbytes: Sequence[int], peak: int = peak) -> list[str]:
+            return [format_bytes(each) for each in (max(nbytes), nbytes[peak], nbytes[-1])]
+
+        tier = TIERS.get(stack.tier, stack.tier)
+        where = "" if stack.tier == "device" else f", {tier}"
+        rows += [
+            TableRow(KINDS.get(kind, kind) + where, cells(layer), colour_class(kind))
+            for kind, layer in zip(reversed(stack.kinds), reversed(stack.layers), strict=True)
+        ]
+        rows.append(TableRow(f"all kinds, {tier}", cells(stack.totals), is_sum=True))
+    return _table(("kind", "peak", "at the tier's peak", "at the end"), rows) if rows else ""
 
 
-def _sent(sent: Mapping[str, Any]) -> Markup:
+def _time_table(record: StepRecord) -> str:
+    """Seconds and bytes by stream and verb."""
+    groups: dict[tuple[str, str], list[SpanLine]] = defaultdict(list)
+    for span in record.spans:
+        if span.stream != "phase" or span.verb == "step":
+            groups[span.verb, span.stream].append(span)
+    order = known_first((verb for verb, _ in groups), VERBS)
+    rows: list[TableRow] = []
+    for verb, stream in sorted(groups, key=lambda key: order.index(key[0])):
+        spans = groups[verb, stream]
+        seconds, nbytes = total_seconds(spans), sum(span.nbytes for span in spans)
+        name = VERBS.get(verb, verb) + (", in the background" if stream == "background" else "")
+        cells = (
+            f"{len(spans):,d}", format_seconds(seconds), format_share(seconds / record.seconds),
+            format_bytes(nbytes) if nbytes else "",
+        )  # fmt: skip
+        rows.append(TableRow(name, cells, colour_class(verb)))
+    return _table(("verb", "spans", "time", "of the step", "bytes"), rows) if rows else ""
+
+
+def _sent_table(rank: int, sent: Mapping[str, Sent]) -> str:
     if not sent:
-        return el("p", {"class": "note"}, "Nothing: a world of one sends nothing.")
+        return _note("Nothing: a world of one sends nothing.")
     top = max(1, *(each.nbytes for each in sent.values()))
-    rows: list[Cells] = [
-        (COLLECTIVES.get(name, name), f"{each.calls:,d}", bytes_text(each.nbytes),
-         meter(each.nbytes / top))
+    rows = [
+        TableRow(COLLECTIVES.get(name, name), (f"{each.calls:,d}", format_bytes(each.nbytes)),
+                 share=each.nbytes / top)
         for name, each in sent.items()
     ]  # fmt: skip
-    total = sum(each.nbytes for each in sent.values())
-    rows.append(("together", f"{sum(each.calls for each in sent.values()):,d}",
-                 bytes_text(total), ""))  # fmt: skip
-    return table(("what", "calls", "bytes", ""), rows, has_sum=True)
+    calls, nbytes = (sum(c.calls for c in sent.values()), sum(c.nbytes for c in sent.values()))
+    cells = f"{calls:,d}", format_bytes(nbytes)
+    rows.append(TableRow("all collectives", cells, share=0.0, is_sum=True))
+    note = _note(f"In the recorded step, by rank {rank}.")
+    return note + _table(("collective", "calls", "bytes", ""), rows)
 
 
-def _ranks(report: RunReport) -> Markup:
-    rows: list[Cells] = [
-        (
-            f"rank {line.rank}", seconds_text(line.seconds), seconds_text(line.compute_s),
-            seconds_text(line.wait_s), bytes_text(line.peak_nbytes), bytes_text(line.sent_nbytes),
-            bytes_text(line.resident_peak_nbytes) if line.resident_peak_nbytes else "",
-        )
-        for line in report.ranks
+def _rank_table(ranks: Sequence[RankLine]) -> str:
+    rows = [
+        TableRow(f"rank {line.rank}", (
+            format_seconds(line.seconds), format_seconds(line.compute_s),
+            format_seconds(line.wait_s), format_bytes(line.peak_nbytes),
+            format_bytes(line.sent_nbytes),
+            format_bytes(line.resident_peak_nbytes) if line.resident_peak_nbytes else "",
+        ))
+        for line in ranks
     ]  # fmt: skip
-    head = ("rank", "step", "busy", "waiting", "held at most", "sent", "process, highest")
-    return table(head, rows)
+    head = ("rank", "step", "busy", "waiting", "peak bytes", "sent", "process, resident peak")
+    return _table(head, rows)
 
 
-def _units(report: RunReport) -> Markup:
-    top = max(1, *(unit.nbytes for unit in report.units))
-    shown = report.units[:MAX_UNITS]
-    rows: list[Cells] = [
-        (unit.name, f"{unit.num_parameters:,d}", count_text(unit.numel), bytes_text(unit.nbytes),
-         meter(unit.nbytes / top))
-        for unit in shown
-    ]  # fmt: skip
-    drawn = table(("unit", "parameters", "elements", "bytes, whole", ""), rows)
-    if len(shown) == len(report.units):
-        return drawn
-    more = f"and {len(report.units) - len(shown):,d} more"
-    return together(drawn, el("p", {"class": "note"}, more))
-
-
-def _plan(report: RunReport) -> list[Markup]:
-    plan = report.plan or {}
-    parts: list[Markup] = []
-    if "stage" in plan:
-        parts.append(el("p", {"class": "note"}, f"Chosen: stage {plan['stage']}."))
-    told = plan.get("table") or []
-    if told:
-        columns = list(dict.fromkeys(str(key) for row in told for key in row))
-        rows: list[Cells] = [[_cell(key, row.get(key)) for key in columns] for row in told]
-        parts.append(table([column.replace("_", " ") for column in columns], rows))
-    by_kind = (plan.get("predicted") or {}).get("by_kind") or {}
-    if by_kind:
-        parts.append(_compared(report, by_kind))
-    return parts
-
-
-def _compared(report: RunReport, by_kind: Mapping[str, Any]) -> Markup:
-    found = report.ranks[0].peak_by_kind
-    kinds = [kind for kind in KINDS if kind in by_kind or kind in found]
-    kinds += [kind for kind in by_kind if kind not in KINDS]
-    rows: list[Cells] = [
-        (KINDS.get(kind, kind), bytes_text(int(by_kind.get(kind, 0))),
-         bytes_text(found.get(kind, 0)))
-        for kind in kinds
-    ]  # fmt: skip
-    peak = (report.plan or {}).get("predicted", {}).get("peak_nbytes")
-    if peak is not None:
-        rows.append(("together, at the peak", bytes_text(int(peak)),
-                     bytes_text(report.ranks[0].peak_nbytes)))  # fmt: skip
-    return table(("highest by kind", "predicted", "measured"), rows, has_sum=peak is not None)
-
-
-def _cell(name: str, value: object) -> str:
-    if value is None:
+def _unit_table(units: Sequence[UnitLine]) -> str:
+    if not units:
         return ""
+    top = max(1, *(unit.nbytes for unit in units))
+    rows = [
+        TableRow(unit.name, (f"{unit.num_parameters:,d}", format_count(unit.numel),
+                             format_bytes(unit.nbytes)), share=unit.nbytes / top)
+        for unit in units[:MAX_UNITS]
+    ]  # fmt: skip
+    more = len(units) - len(rows)
+    table = _table(("unit", "parameters", "elements", "bytes, unsharded", ""), rows)
+    return table + (_note(f"and {more:,d} more") if more else "")
+
+
+def _plan_tables(plan: PlanLines, own: RankLine) -> str:
+    """The chosen stage, the compared stages, and predicted beside measured bytes."""
+    text = "" if plan.stage is None else _note(f"Chosen: stage {plan.stage}.")
+    columns = list(dict.fromkeys(name for row in plan.table for name in row))
+    if columns:
+        cells = [[_cell(name, row.get(name)) for name in columns] for row in plan.table]
+        head = [name.replace("_", " ") for name in columns]
+        text += _table(head, [TableRow(first, rest) for first, *rest in cells])
+    expected = plan.predicted
+    if expected.by_kind:
+        rows = [
+            TableRow(KINDS.get(kind, kind), (format_bytes(expected.by_kind.get(kind, 0)),
+                                             format_bytes(own.peak_by_kind.get(kind, 0))))
+            for kind in known_first([*own.peak_by_kind, *expected.by_kind], KINDS)
+        ]  # fmt: skip
+        if expected.peak_nbytes is not None:
+            peaks = format_bytes(expected.peak_nbytes), format_bytes(own.peak_nbytes)
+            rows.append(TableRow("all kinds, at the peak", peaks, is_sum=True))
+        text += _table(("peak by kind", "predicted", "measured"), rows)
+    return text
+
+
+def _cell(name: str, value: Fact | None) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
-        is_bytes, is_time = "bytes" in name, name.endswith("_s") or "seconds" in name
-        return bytes_text(value) if is_bytes else seconds_text(value) if is_time else f"{value:,g}"
-    return str(value)
+        if "bytes" in name:
+            return format_bytes(value)
+        is_time = name.endswith("_s") or "seconds" in name
+        return format_seconds(value) if is_time else f"{value:,g}"
+    return value or ""
 
 
-def _facts(report: RunReport) -> Markup:
-    groups: list[tuple[str, Mapping[str, Fact]]] = [
-        ("run", report.about), ("machine", report.machine), ("versions", report.versions),
-    ]  # fmt: skip
-    lists = [
-        el("div", {}, el("h3", {}, name), el("dl", {}, *(
-            together(el("dt", {}, _fact_name(key)), el("dd", {}, _fact(key, value)))
-            for key, value in facts.items()
-        )))
-        for name, facts in groups
+def _facts(report: RunReport) -> str:
+    """Lists of names and values: the run, the machine, the versions."""
+    groups = {"run": report.about, "machine": report.machine, "versions": report.versions}
+    return "\n".join(
+        f"<div><h3>{name}</h3><dl>\n{''.join(_fact(*fact) for fact in facts.items())}</dl></div>"
+        for name, facts in groups.items()
         if facts
-    ]  # fmt: skip
-    return el("div", {"class": "facts"}, *lists)
-
-
-def _fact_name(key: str) -> str:
-    return key.removesuffix("_nbytes").replace("_", " ")
+    )
 
 
 def _fact(name: str, value: Fact) -> str:
-    if isinstance(value, str):
-        return value
-    return bytes_text(value) if name.endswith("nbytes") else f"{value:,}"
-
-
-def _footer(report: RunReport) -> list[Markup]:
-    return [
-        el("p", {},
-           f"Written {report.written_at}. " if report.written_at else "",
-           "The same data is in ", el("code", {}, "report.json"), " beside this page; ",
-           el("code", {}, "trace.json"), " opens in Perfetto and has every rank."),
-    ]  # fmt: skip
-
-
-def _many(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number:,d} {what}s"
+    text = value if isinstance(value, str) else (
+        format_bytes(value) if name.endswith("nbytes") else f"{value:,}"
+    )  # fmt: skip
+    words = name.removesuffix("_nbytes").replace("_", " ")
+    return f"<dt>{escape(words)}</dt><dd>{escape(text)}</dd>\n"

@@ -1,8 +1,8 @@
 """A step as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One process for each rank, one thread for each row: things of a stream that were under way at once
-and do not lie in one another get rows of their own, which the format asks for. Bytes held are
-counters. Times are microseconds since the first rank began. Source: "Trace Event Format", Google.
+Each rank is a process and each row a thread. Spans of a stream that overlap without nesting get
+rows of their own, as the format requires. Bytes are counters. Times are microseconds since the
+first rank began. Source: "Trace Event Format", Google.
 """
 
 from __future__ import annotations
@@ -13,42 +13,39 @@ from typing import Any
 from onefold.recording.step_record import SpanLine, StepRecord
 
 STREAMS = ("phase", "compute", "gather", "reduce", "tier", "background")
-"""In the order of rows; unknown ones come last."""
+"""Streams in the order of rows; unknown ones come last."""
 
 
 def rows(spans: Sequence[SpanLine]) -> list[tuple[str, list[SpanLine]]]:
-    """Spans by row, named after their stream. In a row spans lie beside or inside one another."""
-    by_stream: dict[str, list[list[SpanLine]]] = {}
+    """Arrange spans in rows named after their stream. Spans of a row are disjoint or nested."""
+    by_stream: dict[str, list[list[SpanLine]]] = {stream: [] for stream in STREAMS}
     for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
-        taken = by_stream.setdefault(span.stream, [])
-        row = next((row for row in taken if _fits(span, row)), None)
-        if row is None:
-            taken.append([span])
-        else:
-            row.append(span)
-    known = [stream for stream in STREAMS if stream in by_stream]
-    order = known + [stream for stream in by_stream if stream not in known]
+        lanes = by_stream.setdefault(span.stream, [])
+        lane = next((lane for lane in lanes if _fits(span, lane)), None)
+        if lane is None:
+            lanes.append(lane := [])
+        lane.append(span)
     return [
-        (stream if number == 0 else f"{stream} {number + 1}", row)
-        for stream in order
-        for number, row in enumerate(by_stream[stream])
+        (stream if number == 0 else f"{stream} {number + 1}", lane)
+        for stream, lanes in by_stream.items()
+        for number, lane in enumerate(lanes)
     ]
 
 
-def _fits(span: SpanLine, row: Sequence[SpanLine]) -> bool:
-    """True if every span of the row is over by now, or ends no earlier."""
-    return all(other.stop <= span.start or other.stop >= span.stop for other in row)
+def _fits(span: SpanLine, lane: Sequence[SpanLine]) -> bool:
+    """True if every earlier span of the lane is over by now, or contains this one."""
+    return all(other.stop <= span.start or other.stop >= span.stop for other in lane)
 
 
-def as_chrome(records: Sequence[StepRecord]) -> dict[str, Any]:
-    """The JSON object of a trace file."""
+def chrome_trace(records: Sequence[StepRecord]) -> dict[str, Any]:
+    """Return the JSON object of a trace file."""
     events: list[dict[str, Any]] = []
     first = min((record.began_at for record in records), default=0.0)
     for record in records:
         shift = record.began_at - first
-        events.append(_named("process_name", record.rank, 0, f"rank {record.rank}"))
+        events.append(_name("process_name", record.rank, 0, f"rank {record.rank}"))
         for tid, (name, spans) in enumerate(rows(record.spans), start=1):
-            events.append(_named("thread_name", record.rank, tid, name))
+            events.append(_name("thread_name", record.rank, tid, name))
             events += [
                 {
                     "ph": "X", "pid": record.rank, "tid": tid, "cat": span.stream,
@@ -69,16 +66,14 @@ def _counters(record: StepRecord, shift: float) -> list[dict[str, Any]]:
     return [
         {
             "ph": "C", "pid": record.rank, "tid": 0, "name": "bytes held",
-            "ts": _microseconds(shift + time),
-            "args": {name: nbytes[moment] for name, nbytes in
-                     zip(names, memory.nbytes, strict=True)},
+            "ts": _microseconds(shift + time), "args": dict(zip(names, nbytes, strict=True)),
         }
-        for moment, time in enumerate(memory.times)
+        for time, nbytes in zip(memory.times, zip(*memory.nbytes, strict=True), strict=True)
     ]  # fmt: skip
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": {"name": name}}
+def _name(event: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": event, "args": {"name": name}}
 
 
 def _microseconds(seconds: float) -> float:

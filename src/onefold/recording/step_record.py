@@ -1,28 +1,29 @@
-"""One step of one rank, as a frozen value: what it held, and what was under way, over time.
+"""One step of one rank as a frozen value: its spans, and its bytes over time.
 
-Times are seconds since the step began. Bytes are told as changes, so that they are exact: from a
-change on, a series holds so much, up to its next one.
+Times are seconds since the step began. Bytes are recorded as changes, so they are exact: a series
+holds `nbytes` from one change to its next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import isfinite
 
 TORCH = "torch"
-"""The series beside the ledger's kinds: activations and temporaries, which torch itself holds."""
+"""The series beside the ledger's kinds: activations and temporaries in torch's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanLine:
-    """Something that was under way. `stream` is a word of `onefold.observer.Stream`."""
+    """Work with a start and an end. `stream` is a value of `onefold.observer.Stream`."""
 
     stream: str
     verb: str
-    unit: str  # empty where it is of no unit
+    unit: str  # empty for work of no unit
     start: float
     stop: float
-    nbytes: int  # that it sent, fetched or flushed
+    nbytes: int  # sent, fetched or flushed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,33 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a rank sent with one kind of collective."""
+    """Calls of one collective, and the bytes that this rank sent with them."""
 
     calls: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of every series at the moments at which any of them changed.
+
+    Series s holds `nbytes[s][i]` bytes from `times[i]` on.
+    """
+
+    times: tuple[float, ...]
+    nbytes: tuple[tuple[int, ...], ...]
+
+    def totals_of(self, indices: Iterable[int]) -> list[int]:
+        """Sum some series at each moment."""
+        return [sum(column) for column in zip(*(self.nbytes[i] for i in indices), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One recorded step of one rank. `spans` and `changes` are ordered by their start."""
+    """One recorded step of one rank. `spans` and `changes` are ordered by their start.
+
+    Raises `ValueError` for a duration that is not positive or a change of an unknown series.
+    """
 
     rank: int
     world_size: int
@@ -63,71 +82,55 @@ class StepRecord:
     changes: tuple[Change, ...]
     sent: dict[str, Sent]  # by collective
 
+    def __post_init__(self) -> None:
+        if not (isfinite(self.seconds) and self.seconds > 0):
+            raise ValueError(f"a step of {self.seconds} seconds")
+        if any(not 0 <= change.series < len(self.series) for change in self.changes):
+            raise ValueError("a change of an unknown series")
+
     @property
     def memory(self) -> Memory:
-        """Bytes over time, in a form to compute with."""
-        return Memory.of(self)
+        """Bytes over time, in a form to compute with. Changes of one moment are merged."""
+        now = [0] * len(self.series)
+        columns: dict[float, tuple[int, ...]] = {}
+        for change in self.changes:
+            now[change.series] = change.nbytes
+            columns[change.time] = tuple(now)
+        nbytes = tuple(zip(*columns.values(), strict=True)) or ((),) * len(self.series)
+        return Memory(tuple(columns), nbytes)
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The most bytes that were held at once, by tier."""
-        memory, found = self.memory, dict[str, int]()
-        for tier in dict.fromkeys(series.tier for series in self.series):
-            found[tier] = max(memory.totals_of(self.indices(tier)), default=0)
-        return found
+        """The peak of all series together, by tier."""
+        memory = self.memory
+        tiers = dict.fromkeys(series.tier for series in self.series)
+        return {tier: max(memory.totals_of(self.indices(tier)), default=0) for tier in tiers}
 
     def indices(self, tier: str) -> list[int]:
-        """Which series are of a tier."""
+        """Return the indices of a tier's series."""
         return [index for index, series in enumerate(self.series) if series.tier == tier]
 
     def total(self, stream: str, verb: str | None = None) -> float:
-        """Seconds in which something was under way on a stream; overlaps count once."""
+        """Sum the seconds of a stream's spans; overlaps count once."""
         chosen = [s for s in self.spans if s.stream == stream and verb in (None, s.verb)]
-        return sum(stop - start for start, stop in union((s.start, s.stop) for s in chosen))
+        return total_seconds(chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of every series at the moments at which any of them changed.
-
-    `nbytes[s][i]` is what series s holds from `times[i]` on; the first moment is 0.
-    """
-
-    times: tuple[float, ...]
-    nbytes: tuple[tuple[int, ...], ...]
-
-    @staticmethod
-    def of(record: StepRecord) -> Memory:
-        """Changes of one moment are one; what is held before the first change is in it."""
-        now = [0] * len(record.series)
-        times: list[float] = []
-        columns: list[tuple[int, ...]] = []
-        for change in record.changes:
-            now[change.series] = change.nbytes
-            if times and change.time == times[-1]:
-                columns[-1] = tuple(now)
-            else:
-                times.append(change.time)
-                columns.append(tuple(now))
-        held = tuple(zip(*columns, strict=True)) or tuple(() for _ in record.series)
-        return Memory(tuple(times), held)
-
-    def totals_of(self, indices: Iterable[int]) -> list[int]:
-        """The sum of some series at each moment."""
-        chosen = [self.nbytes[index] for index in indices]
-        return [sum(column) for column in zip(*chosen, strict=True)]
+def total_seconds(spans: Iterable[SpanLine]) -> float:
+    """Sum the seconds of spans; overlaps count once."""
+    return sum(stop - start for start, stop in union((span.start, span.stop) for span in spans))
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The same stretches without overlaps, in order."""
-    held: tuple[float, float] | None = None
+    """Merge intervals that overlap or touch; in order."""
+    merged: tuple[float, float] | None = None
     for start, stop in sorted(intervals):
-        if held is None:
-            held = start, stop
-        elif start <= held[1]:
-            held = held[0], max(held[1], stop)
+        if merged is None:
+            merged = start, stop
+        elif start <= merged[1]:
+            merged = merged[0], max(merged[1], stop)
         else:
-            yield held
-            held = start, stop
-    if held is not None:
-        yield held
+            yield merged
+            merged = start, stop
+    if merged is not None:
+        yield merged

@@ -21,6 +21,7 @@ from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.planner.wires import candidates
 from onefold.recording.report import AT_MOST, TOLERANCE, Report
+from onefold.recording.run_report import MemoryPlan, PlanLines, PlannedMoment
 from onefold.recording.step_record import TORCH
 from onefold.train.corpus import own_rows
 from onefold.train.job import Job
@@ -36,15 +37,12 @@ class Prediction:
     unit: str
     by_kind: dict[str, int]
     verdict: str  # beside what was measured, in a sentence
-    timeline: tuple[dict[str, Any], ...]
+    timeline: tuple[PlannedMoment, ...]
 
-    def as_plan(self, stage: int) -> dict[str, Any]:
-        """The part of a report that draws the predicted line."""
-        predicted = {
-            "peak_nbytes": self.peak_nbytes, "by_kind": self.by_kind,
-            "timeline": list(self.timeline),
-        }  # fmt: skip
-        return {"stage": stage, "predicted": predicted}
+    def as_plan(self, stage: int) -> PlanLines:
+        """Return the plan of a report, which has the predicted line."""
+        predicted = MemoryPlan(self.peak_nbytes, self.by_kind, self.timeline)
+        return PlanLines(stage, predicted=predicted)
 
 
 def loss_of_rows(outputs: Any) -> Tensor:
@@ -127,20 +125,19 @@ def _verdict(found: Forecast, by_kind: dict[str, int], report: Report) -> str:
     return f"{line}; each kind within 5 % of what was held"
 
 
-def _timeline(moments: Sequence[tuple[str, str, dict[str, int]]]) -> tuple[dict[str, Any], ...]:
-    """Moments as a report draws them: the highest of each phase and unit in turn.
+def _timeline(moments: Sequence[tuple[str, str, dict[str, int]]]) -> tuple[PlannedMoment, ...]:
+    """Return the highest moment of each run of one phase and unit, in order.
 
-    Before the first unit there is nothing to draw them over: only the step has a phase of its own.
+    Moments of no unit are left out: only the step has a phase without units.
     """
-    entries: list[dict[str, Any]] = []
-    for phase, unit, held in moments:
+    kept: list[PlannedMoment] = []
+    for phase, unit, nbytes in moments:
         if not unit and phase != "step":
             continue
-        entry = {"phase": phase, "unit": unit, "nbytes_by_kind": held}
-        last = entries[-1] if entries else None
-        if last is not None and (last["phase"], last["unit"]) == (phase, unit):
-            if sum(last["nbytes_by_kind"].values()) < sum(held.values()):
-                entries[-1] = entry
-            continue
-        entries.append(entry)
-    return tuple(entries)
+        moment = PlannedMoment(phase, nbytes, unit)
+        last = kept[-1] if kept else None
+        if last is None or (last.phase, last.unit) != (phase, unit):
+            kept.append(moment)
+        elif sum(last.nbytes_by_kind.values()) < sum(nbytes.values()):
+            kept[-1] = moment
+    return tuple(kept)
