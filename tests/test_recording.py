@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.errors import StateError
 from onefold.observer import Stream
-from onefold.recording.heap import held_now
+from onefold.recording.heap import allocator_probe
 from onefold.recording.perfetto import chrome_trace, rows
 from onefold.recording.run_report import RunReport
 from onefold.recording.step_record import TORCH, StepRecord, union
@@ -172,7 +172,7 @@ class Keeps(nn.Module):
 
 
 def test_activations_that_torch_keeps_are_counted_to_a_few_kilobytes():
-    if held_now(torch.device("cpu")) is None:
+    if allocator_probe(torch.device("cpu")) is None:
         pytest.skip("this system's malloc does not tell what it has handed out")
     module = onefold.shard(nn.Sequential(Keeps(), Keeps()), stage=3)
     numel = 1 << 20

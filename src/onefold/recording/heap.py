@@ -1,9 +1,8 @@
-"""How much torch's allocator holds right now, exactly: activations and temporaries included.
+"""Bytes that torch's allocator has handed out: exact, with activations and temporaries.
 
-On a GPU its caching allocator counts. On the CPU torch asks malloc, and glibc can say how many
-bytes it has handed out and not got back (`mallinfo2`), in blocks of any length and by any thread.
-That takes about 0.1 ms, as it walks through the free blocks; a dispatch mode or the profiler would
-slow every operation down, and see those of one thread.
+On a GPU torch's caching allocator counts them. On the CPU torch allocates with malloc, and glibc's
+`mallinfo2` reports the bytes handed out in all threads. It walks the free blocks, for about 0.1 ms;
+a dispatch mode or the profiler would slow down every operation and see those of one thread.
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-HeldNow = Callable[[], int]
-"""Bytes that are handed out now, of the whole process or device."""
-
 _FIELDS = (
     "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
     "keepcost",
@@ -24,13 +20,13 @@ _FIELDS = (
 
 
 class _Mallinfo2(ctypes.Structure):
-    """As in glibc's malloc.h, from 2.33 on."""
+    """The struct of glibc's malloc.h, from 2.33 on."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
 
 
-def held_now(device: torch.device) -> HeldNow | None:
-    """How to ask; None where nobody can tell."""
+def allocator_probe(device: torch.device) -> Callable[[], int] | None:
+    """Return a function for the bytes handed out now, or None where the system has none."""
     if device.type == "cuda":
         return lambda: torch.cuda.memory_allocated(device)
     if device.type != "cpu" or sys.platform != "linux":
@@ -42,7 +38,7 @@ def held_now(device: torch.device) -> HeldNow | None:
     mallinfo2.restype = _Mallinfo2
 
     def handed_out() -> int:
-        told = mallinfo2()
-        return int(told.uordblks) + int(told.hblkhd)
+        info = mallinfo2()
+        return int(info.uordblks) + int(info.hblkhd)
 
     return handed_out

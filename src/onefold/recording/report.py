@@ -1,4 +1,4 @@
-"""`onefold.report`: what a sharded module holds and sends, as a value that prints as a table."""
+"""`onefold.report`: bytes and traffic of a sharded module, as a value that prints as a table."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from onefold.ledger import Ledger, Traffic, Usage
 
-if TYPE_CHECKING:  # a page of a report is drawn without torch
+if TYPE_CHECKING:  # `onefold report` writes a page without torch
     from onefold.unit.unit import Unit
 
 TOLERANCE = 0.05
-"""Share by which a peak may differ from what was predicted before a report says so."""
+"""A report names the peaks that differ from the prediction by more than this share."""
 
-AT_MOST = ("staging", "partial_grad", "wire")
-"""Kinds of which a plan tells the most there can be: links and threads that are fast need less."""
+UPPER_BOUNDS = ("staging", "partial_grad", "wire")
+"""Kinds that a plan predicts as an upper bound: fast links and threads need less."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitLine:
-    """One unit of the plan: how many parameters travel together and how large they are."""
+    """One unit: parameters that travel together, and their size."""
 
     name: str
     num_parameters: int
@@ -32,16 +32,16 @@ class UnitLine:
 class Report:
     """Bytes and traffic of one sharded module on this rank.
 
-    It holds shard `shard` of `num_shards`: one a rank, or, where nodes are replicas, one a rank of
-    a node; at stage 0 everything is one shard.
+    The rank has shard `shard` of `num_shards`. Nodes that are replicas have one shard a local rank;
+    stage 0 has one shard in all.
     `memory[kind][tier]` is bytes now and at the peak; kinds are those of `onefold.ledger.Kind`.
-    `traffic[collective]` and `last_step[collective]` count calls and bytes sent from this rank:
-    `skipped` of the `steps` were not taken, as coded gradients were not finite.
-    `offload` says what was planned for the tiers, and why; empty where all is on the device.
-    `predicted[kind]` is the peak that a plan of the module tells, over CPU and device memory
-    ("all": of all kinds at a time), once steps are taken.
-    `gather` and `reduce_scatter` are the table of docs/memory.md, `control` is the flags and
-    0-dim parameters that ride along, `whole_matrix` is what matrix optimizers exchange.
+    `traffic[collective]` and `last_step[collective]` count calls and bytes sent from this rank.
+    `gather` and `reduce_scatter` are the table of docs/memory.md, `control` is flags and 0-dim
+    parameters, `whole_matrix` is the matrices that matrix optimizers exchange.
+    `skipped` of the `steps` were not taken: their coded gradients were not finite.
+    `offload` is the plan for the tiers with its reason; empty where all is on the device.
+    `predicted[kind]` is the peak by the plan, over CPU and device memory, and `predicted["all"]` of
+    all kinds together, once a step was taken.
     """
 
     stage: int
@@ -60,38 +60,35 @@ class Report:
     units: tuple[UnitLine, ...]
 
     def nbytes(self, kind: str) -> int:
-        """Bytes of one kind held now, over all tiers."""
+        """Bytes of one kind now, over all tiers."""
         return sum(usage.now for usage in self.memory.get(kind, {}).values())
 
     def differing(self) -> dict[str, tuple[int, int]]:
-        """Kinds whose peak is more than 5 % off: predicted and measured bytes.
+        """Predicted and measured bytes of the kinds whose peak is more than 5 % off.
 
-        Kinds of which there is little do not count: 1 % of all.
+        A difference below 1 % of all predicted bytes does not count.
         """
+        on_disk = sum(tiers["disk"].now for tiers in self.memory.values() if "disk" in tiers)
         measured = {
             kind: sum(usage.peak for tier, usage in tiers.items() if tier != "disk")
             for kind, tiers in self.memory.items()
-        } | {"all": self.total.peak - self._disk_peak}
-        unused = {
-            kind: max(0, self.predicted.get(kind, 0) - measured.get(kind, 0)) for kind in AT_MOST
+        } | {"all": self.total.peak - on_disk}  # files rest: their bytes now were there at the peak
+        slack = {
+            kind: max(0, self.predicted.get(kind, 0) - measured.get(kind, 0))
+            for kind in UPPER_BOUNDS
         }
-        unused["all"] = sum(unused.values())
-        little = self.predicted.get("all", 0) / 100
-        return {
-            kind: (self.predicted.get(kind, 0), held)
-            for kind, held in measured.items()
-            if abs(held - self.predicted.get(kind, 0))
-            > max(little, TOLERANCE * held) + unused.get(kind, 0)
-        }
-
-    @property
-    def _disk_peak(self) -> int:
-        """Bytes in files: they rest, so what is there now was there at the peak."""
-        return sum(tiers["disk"].now for tiers in self.memory.values() if "disk" in tiers)
+        slack["all"] = sum(slack.values())
+        smallest = self.predicted.get("all", 0) / 100
+        found: dict[str, tuple[int, int]] = {}
+        for kind, got in measured.items():
+            wanted = self.predicted.get(kind, 0)
+            if abs(got - wanted) > max(smallest, TOLERANCE * got) + slack.get(kind, 0):
+                found[kind] = wanted, got
+        return found
 
     @property
     def verdict(self) -> str:
-        """Predicted beside measured, in a sentence."""
+        """Compare predicted with measured peaks in a sentence."""
         off = self.differing()
         if not off:
             return f"predicted {self.predicted['all']:,d} at the peak: within 5 %, each kind too"
@@ -99,7 +96,7 @@ class Report:
         return f"predicted peaks are more than 5 % off: {kinds}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dicts and numbers, for JSON."""
+        """Convert to plain dicts and numbers, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -122,7 +119,7 @@ class Report:
 
 
 def unit_lines(units: Iterable[Unit]) -> tuple[UnitLine, ...]:
-    """How a module was cut into units, in the order of their use."""
+    """Describe the units of a module in the order of their use."""
     return tuple(
         UnitLine(
             unit.name,
@@ -135,7 +132,7 @@ def unit_lines(units: Iterable[Unit]) -> tuple[UnitLine, ...]:
 
 
 def snapshot(ledger: Ledger) -> dict[str, dict[str, Usage]]:
-    """A copy of the ledger's usage by kind, then tier."""
+    """Copy the ledger's usage, by kind and tier."""
     memory: dict[str, dict[str, Usage]] = {}
     for (kind, tier), usage in ledger.usage.items():
         memory.setdefault(str(kind), {})[tier] = Usage(usage.now, usage.peak)
@@ -143,5 +140,5 @@ def snapshot(ledger: Ledger) -> dict[str, dict[str, Usage]]:
 
 
 def copied(traffic: dict[str, Traffic]) -> dict[str, Traffic]:
-    """Traffic that later collectives do not change."""
+    """Copy traffic, so that later collectives do not change it."""
     return {name: Traffic(now.calls, now.sent_nbytes) for name, now in traffic.items()}

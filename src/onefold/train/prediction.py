@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from onefold.planner.sizes import told
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.planner.wires import candidates
-from onefold.recording.report import AT_MOST, TOLERANCE, Report
+from onefold.recording.report import Report
 from onefold.recording.run_report import MemoryPlan, PlanLines, PlannedMoment
 from onefold.recording.step_record import TORCH
 from onefold.train.corpus import own_rows
@@ -109,17 +109,12 @@ def _by_kind(moment: Moment) -> dict[str, int]:
 
 
 def _verdict(found: Forecast, by_kind: dict[str, int], report: Report) -> str:
-    kept = by_kind.get(TORCH, 0)
     where = f"in {found.peak.phase}" + (f" of {found.peak.unit}" if found.peak.unit else "")
     line = f"predicted {told(found.memory_nbytes)} at the peak, {where}; "
-    line += f"up to {told(kept)} of activations"
-    off: list[str] = []
-    for kind, tiers in report.memory.items():
-        held = sum(usage.peak for tier, usage in tiers.items() if tier != "disk")
-        wanted = by_kind.get(kind, 0)
-        slack = wanted if kind in AT_MOST and held < wanted else 0
-        if abs(held - wanted) > max(TOLERANCE * held, found.memory_nbytes / 100) + slack:
-            off.append(f"{kind} {told(wanted)} but {told(held)}")
+    line += f"up to {told(by_kind.get(TORCH, 0))} of activations"
+    compared = replace(report, predicted={**by_kind, "all": found.memory_nbytes}).differing()
+    off = [f"{kind} {told(wanted)} but {told(got)}" for kind, (wanted, got) in compared.items()
+           if kind != "all"]  # fmt: skip
     if off:
         return f"{line}; more than 5 % off: {', '.join(off)}"
     return f"{line}; each kind within 5 % of what was held"
