@@ -6,6 +6,7 @@ from statistics import mean
 
 import published
 import pytest
+from published_runs.decoder import TransformerShape, transformer_work
 from published_runs.fits import CLASSES, GRID, loss
 from published_runs.rows import all_rows, llm_foundry
 from published_runs.tables import memory_rows, parts
@@ -14,7 +15,6 @@ from onefold.planner.drawing import drawn
 from onefold.planner.machines import machine_of
 from onefold.planner.run import Run
 from onefold.planner.simulate import simulate
-from onefold.planner.work import TransformerShape, transformer_work
 
 
 @pytest.fixture(scope="module")

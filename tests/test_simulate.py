@@ -13,20 +13,16 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_runs.decoder import TransformerShape, block_activation_nbytes, transformer_work
+from published_runs.tables import young_interval
 
 from onefold.errors import ConfigError
-from onefold.planner.goodput import goodput, young_interval
+from onefold.planner.goodput import goodput
 from onefold.planner.links import LinkGroup, gather_cost, replica_group
 from onefold.planner.machines import MACHINES, Efficiency, Link, Machine, machine_of
 from onefold.planner.run import Run
 from onefold.planner.simulate import scaling_curve, simulate, slowest_of
-from onefold.planner.work import (
-    ModelWork,
-    TransformerShape,
-    UnitWork,
-    block_activation_nbytes,
-    transformer_work,
-)
+from onefold.planner.work import ModelWork, UnitWork
 from tests.ranks import run_ranks
 from tests.test_bytes import NUMEL as NUMEL_OF_ENGINE
 from tests.test_bytes import one_step

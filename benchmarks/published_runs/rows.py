@@ -9,7 +9,8 @@ from pathlib import Path
 from onefold.planner.machines import Efficiency, machine_of
 from onefold.planner.run import Run
 from onefold.planner.simulate import StepTime, simulate
-from onefold.planner.work import ModelWork, TransformerShape, transformer_work
+from onefold.planner.work import ModelWork
+from published_runs.decoder import TransformerShape, transformer_work
 
 HERE = Path(__file__).parent
 MPT_VOCAB, MEGATRON_VOCAB = 50368, 51200

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 from statistics import mean
 
 from onefold.planner.drawing import drawn
-from onefold.planner.goodput import HOUR, LLAMA3_DEVICE_MTBF, goodput, young_interval
+from onefold.planner.goodput import HOUR, LLAMA3_DEVICE_MTBF, goodput
 from onefold.planner.links import LinkGroup, all_reduce_cost
 from onefold.planner.machines import FITS, MACHINES, Efficiency, Link, machine_of
 from onefold.planner.run import Run
 from onefold.planner.simulate import scaling_curve, simulate, slowest_of
-from onefold.planner.work import (
-    ModelWork,
-    TransformerShape,
-    UnitWork,
-    block_activation_nbytes,
-    transformer_work,
-)
+from onefold.planner.work import ModelWork, UnitWork
+from published_runs.decoder import TransformerShape, block_activation_nbytes, transformer_work
 from published_runs.fits import CLASSES
 from published_runs.rows import GPT, MEGATRON_VOCAB, Row, deepspeed
 
@@ -249,6 +245,14 @@ def stragglers() -> list[str]:
         ("ranks", *(f"{world:,}" for world in WORLDS)),
         [("longer by", *(f"{slowest_of(world):.1f}%" for world in WORLDS))],
     )
+
+
+def young_interval(checkpoint_seconds: float, mtbf: float) -> float:
+    """Return Young's interval between checkpoints, in seconds: sqrt(2 x cost x mtbf).
+
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974).
+    """
+    return sqrt(2 * checkpoint_seconds * mtbf)
 
 
 def failures() -> list[str]:

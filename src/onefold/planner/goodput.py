@@ -1,9 +1,8 @@
-"""The useful share of a run that fails: failures, restarts and what checkpoints cost.
+"""Estimate which share of a run's time becomes progress, between failures and checkpoints.
 
-Failures of independent devices are exponential, N times as often for N devices. Work since the
-last checkpoint is lost. J. W. Young, "A first order approximation to the optimum checkpoint
-interval", CACM 17 (1974); J. T. Daly, "A higher order estimate of the optimum checkpoint interval
-for restart dumps", FGCS 22 (2006), whose complete model this is.
+Each device fails at exponential times, so N devices fail N times as often. A failure loses the work
+since the last checkpoint. The model is Daly's complete one: J. T. Daly, "A higher order estimate of
+the optimum checkpoint interval for restart dumps", FGCS 22 (2006).
 """
 
 from __future__ import annotations
@@ -30,11 +29,6 @@ class Goodput:
     interval: float
     steps: float
     mtbf: float
-
-
-def young_interval(checkpoint_seconds: float, mtbf: float) -> float:
-    """Young's interval between checkpoints, seconds: sqrt(2 x cost x mtbf)."""
-    return sqrt(2 * checkpoint_seconds * mtbf)
 
 
 def useful_share(
