@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from onefold.build.tiers import is_memory
 from onefold.cli import bench
+from onefold.cli.launch import RESULT
 from onefold.cli.main import main
 from onefold.errors import ConfigError
 from onefold.mesh.world import World
@@ -45,7 +46,7 @@ LINK_RATES = ["exchange", "own_gather", "gather", "own_reduce_scatter", "reduce_
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(bench._RESULT, "")  # whatever the command sets is gone afterwards
+    monkeypatch.setenv(RESULT, "")  # the command sets it: gone afterwards
 
 
 @pytest.fixture
@@ -58,11 +59,11 @@ def _thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launched(argv: list[str], ranks: int) -> int:
         ask = Ask(0.02, 2**20, 1)
-        codes = run_ranks(ranks, lambda rank: bench._run_rank(ask, is_json=True))
-        return max(codes)
+        assert run_ranks(ranks, lambda rank: bench._measure_as_rank(ask)) == [None] * ranks
+        return 0
 
     monkeypatch.setattr("onefold.mesh.world.joined", joined)
-    monkeypatch.setattr("onefold.cli.bench.launch", launched)
+    monkeypatch.setattr("onefold.cli.launch.launch", launched)
 
 
 def measured(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -241,7 +242,7 @@ def test_a_single_rank_has_no_link():
 
 
 def test_ranks_that_fail_end_the_command_with_their_code(capsys, monkeypatch):
-    monkeypatch.setattr("onefold.cli.bench.launch", lambda *_: 7)
+    monkeypatch.setattr("onefold.cli.launch.launch", lambda *_: 7)
     assert main(["bench", "link", *QUICK]) == 7
     assert capsys.readouterr().out == ""
 

@@ -1,10 +1,9 @@
-"""`onefold bench`: this machine's bandwidths, and how much of them the engine reaches."""
+"""`onefold bench`: measure this machine's bandwidths, and how much of them the engine reaches."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from onefold.cli.arguments import SubParsers, add_json, real, whole
 from onefold.cli.failures import is_rank
-from onefold.cli.launch import end_with_launcher, launch
+from onefold.cli.launch import measure_as_rank, measure_in_ranks
 from onefold.errors import ConfigError, expected
 
 if TYPE_CHECKING:
@@ -33,10 +32,9 @@ Measure how fast this machine moves bytes, and how much of that the engine reach
 TARGETS = ("disk", "cpu", "link")
 LINK_RANKS = 2
 LINK_TENSORS = 6
-"""Buffers of the gathered length on each rank, or less."""
+"""Most buffers of the gathered length on one rank."""
 
 MIB = 2**20
-_RESULT = "ONEFOLD_BENCH_RESULT"
 
 
 def add_to(commands: SubParsers) -> None:
@@ -64,24 +62,17 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     mib = None if arguments.mib is None else whole("--mib", arguments.mib, least=1)
     threads = None if arguments.threads is None else whole("--threads", arguments.threads, least=1)
     _check_target(target, has_paths=bool(arguments.path))
-    from onefold.tools.bandwidth import Ask, measure_cpu
+    from onefold.tools.bandwidth import Ask
 
     ask = Ask(seconds, mib and mib * MIB, threads)
     if target == "link" and is_rank():
-        return _run_rank(ask, is_json=arguments.json)
-    with _waiting(f"measuring {target}, about {seconds:.0f} s", sys.stderr):
-        if target == "disk":
-            from onefold.tools.bandwidth_disk import measure_disk
-
-            found = measure_disk(paths, ask)
-        elif target == "cpu":
-            found = measure_cpu(ask)
-        else:
-            found = _measure_link(ask, argv)
-    if isinstance(found, int):
-        return found
-    show(found, sys.stdout, is_json=arguments.json)
-    return 0
+        found, code = _measure_as_rank(ask), 0
+    else:
+        with _waiting(f"measuring {target}, about {seconds:.0f} s", sys.stderr):
+            found, code = _measure(target, paths, ask, argv)
+    if found is not None:
+        show(found, sys.stdout, is_json=arguments.json)
+    return code
 
 
 def _check_target(target: str, *, has_paths: bool) -> None:
@@ -93,44 +84,38 @@ def _check_target(target: str, *, has_paths: bool) -> None:
         raise ConfigError(expected(f"bench {target} in one process", got, hint=hint))
 
 
-def _measure_link(ask: Ask, argv: Sequence[str]) -> Bandwidths | int:
-    """In ranks of their own; their exit code if they failed."""
-    from onefold.tools.bandwidth import Bandwidths, check_memory
+def _measure(
+    target: str, paths: Sequence[Path], ask: Ask, argv: Sequence[str]
+) -> tuple[Bandwidths | None, int]:
+    """Return a result, or the exit code of ranks that failed."""
+    from onefold.tools.bandwidth import Bandwidths, check_memory, measure_cpu
+
+    if target == "cpu":
+        return measure_cpu(ask), 0
+    if target == "disk":
+        from onefold.tools.bandwidth_disk import measure_disk
+
+        return measure_disk(paths, ask), 0
     from onefold.tools.bandwidth_link import measure_copies
 
     check_memory(LINK_RANKS * LINK_TENSORS * (ask.nbytes or 0))
     copies, notes = measure_copies(ask)
-    with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
-        path = Path(folder, "link.json")
-        os.environ[_RESULT] = str(path)
-        code = launch(argv, LINK_RANKS)
-        if code or not path.exists():
-            return code or 1
-        found = Bandwidths.of_rank(json.loads(path.read_text()))
-    return replace(found, rates=found.rates | copies, notes=found.notes + notes)
+    code, fields = measure_in_ranks(argv, LINK_RANKS)
+    if code or fields is None:
+        return None, code or 1
+    found = Bandwidths.from_rank(fields)
+    return replace(found, rates=found.rates | copies, notes=found.notes + notes), 0
 
 
-def _run_rank(ask: Ask, *, is_json: bool) -> int:
-    end_with_launcher()
-    from onefold.mesh.world import joined
+def _measure_as_rank(ask: Ask) -> Bandwidths | None:
     from onefold.tools.bandwidth_link import measure_wire
 
-    path = os.environ.get(_RESULT)
-    with joined(use_gpus=path is None) as world:
-        found = measure_wire(world, ask)
-    if world.rank == 0 and path is not None:
-        Path(path).write_text(json.dumps(asdict(found)))
-    elif world.rank == 0:
-        show(found, sys.stdout, is_json=is_json)
-    return 0
+    return measure_as_rank(lambda world: measure_wire(world, ask))
 
 
 @contextmanager
 def _waiting(text: str, stream: TextIO) -> Iterator[None]:
-    """A line for whoever waits at a terminal; it stands still, as what moves takes time.
-
-    The cursor stays before it, so that whatever is said next takes its place.
-    """
+    """Show a line at a terminal while the block runs; the next output overwrites it."""
     if not stream.isatty():
         yield
         return
@@ -141,7 +126,7 @@ def _waiting(text: str, stream: TextIO) -> Iterator[None]:
         print("\x1b[K", end="", file=stream, flush=True)
 
 
-# what is shown
+# output
 
 BAR_WIDTH = 8
 GOOD, FAIR = 0.9, 0.7
@@ -149,7 +134,7 @@ GOOD, FAIR = 0.9, 0.7
 
 
 def show(found: Bandwidths, stream: TextIO, *, is_json: bool) -> None:
-    """Print all that is known as JSON, or a table for people."""
+    """Print the result as JSON, or a table for people."""
     if is_json:
         print(json.dumps(asdict(found)), file=stream, flush=True)
         return

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from onefold.cli.arguments import SubParsers, add_json
 from onefold.cli.failures import is_rank
-from onefold.cli.launch import end_with_launcher, launch
+from onefold.cli.launch import measure_as_rank, measure_in_ranks
 
 if TYPE_CHECKING:
     from onefold.tools.machine import HostReport
@@ -25,7 +22,6 @@ that would bite. Takes a few seconds. Under torchrun it measures the link betwee
 are there."""
 
 LINK_RANKS = 2
-_RESULT = "ONEFOLD_LINK_RESULT"
 
 
 def add_to(commands: SubParsers) -> None:
@@ -37,34 +33,19 @@ def add_to(commands: SubParsers) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure the host here, and the link in ranks of its own."""
-    if is_rank():
-        return _run_rank(is_json=arguments.json)
-    from onefold.tools.machine import describe
-
-    machine = describe()
-    with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
-        path = Path(folder, "link.json")
-        os.environ[_RESULT] = str(path)
-        code = launch(argv, LINK_RANKS)
-        link = json.loads(path.read_text()) if path.exists() else None
-    _print(machine, link, sys.stdout, is_json=arguments.json)
-    return code
-
-
-def _run_rank(*, is_json: bool) -> int:
-    end_with_launcher()
-    from onefold.mesh.world import joined
+    """Measure this host here, and the link in ranks of its own."""
     from onefold.tools.machine import describe, measure_link
 
-    path = os.environ.get(_RESULT)
-    with joined(use_gpus=path is None) as world:
-        link = asdict(measure_link(world))
-    if world.rank == 0 and path is not None:
-        Path(path).write_text(json.dumps(link))
-    elif world.rank == 0:
-        _print(describe(), link, sys.stdout, is_json=is_json)
-    return 0
+    if is_rank():
+        code, link = 0, measure_as_rank(measure_link)
+        if link is None:
+            return 0
+        machine = describe()
+    else:
+        machine = describe()
+        code, link = measure_in_ranks(argv, LINK_RANKS)
+    _print(machine, link, sys.stdout, is_json=arguments.json)
+    return code
 
 
 def _print(
@@ -80,7 +61,7 @@ def _print(
 
     line("versions", *(f"{name} {number}" for name, number in machine.versions.items()))
     line("system", machine.system, f"{machine.cores} cores", f"{machine.threads} torch threads")
-    line("memory", f"{in_bytes(machine.memory_total)}", f"{in_bytes(machine.memory_free)} free",
+    line("memory", in_bytes(machine.memory_total), f"{in_bytes(machine.memory_free)} free",
          f"copies {in_bytes(machine.copy_per_s)}/s")  # fmt: skip
     line(f"disk {machine.disk_folder}", f"{in_bytes(machine.disk_free)} free",
          f"writes {in_bytes(machine.disk_write_per_s)}/s")  # fmt: skip

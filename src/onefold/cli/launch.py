@@ -5,18 +5,26 @@ Each rank is the same command line again, with RANK in its environment.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from onefold.cli.failures import LAUNCHER, leave_line, tell
 from onefold.errors import ConfigError, expected
+
+if TYPE_CHECKING:
+    from onefold.mesh.world import World
+
+T = TypeVar("T")
 
 PIDS = "ONEFOLD_PIDS"
 """Environment variable with the folder in which ranks leave their process numbers."""
@@ -148,3 +156,36 @@ def end_with_launcher() -> None:
     if PIDS in os.environ:
         Path(os.environ[PIDS], f"rank.{os.getpid()}").touch()
     end_with(int(launcher))
+
+
+RESULT = "ONEFOLD_RESULT"
+"""Environment variable with the file to which rank 0 of a measurement writes its result."""
+
+
+def measure_in_ranks(argv: Sequence[str], ranks: int) -> tuple[int, Any]:
+    """Launch `onefold *argv`; return its exit code and the result of rank 0, None without one."""
+    with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
+        path = Path(folder, "result.json")
+        os.environ[RESULT] = str(path)
+        code = launch(argv, ranks)
+        return code, json.loads(path.read_text()) if path.exists() else None
+
+
+def measure_as_rank(measure: Callable[[World], T]) -> T | None:
+    """Join the other ranks and measure. Return the result if this rank is the one to print it.
+
+    Ranks of `measure_in_ranks` use CPUs alone, and rank 0 writes the result for the launcher. Under
+    torchrun, rank 0 prints.
+    """
+    end_with_launcher()
+    from onefold.mesh.world import joined
+
+    path = os.environ.get(RESULT)
+    with joined(use_gpus=path is None) as world:
+        found = measure(world)
+    if world.rank > 0:
+        return None
+    if path is None:
+        return found
+    Path(path).write_text(json.dumps(found, default=asdict))
+    return None
