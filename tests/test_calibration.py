@@ -24,7 +24,7 @@ from onefold.planner.planning import Cluster, plan
 from onefold.planner.run import Run
 from onefold.planner.simulate import simulate, slowest_of
 from onefold.planner.trace import tokens_of, trace
-from onefold.planner.whole_steps import told, with_whole_steps
+from onefold.planner.whole_steps import predict_seconds, with_whole_steps
 from onefold.planner.work import ModelWork, UnitWork
 from tests.commands import onefold
 
@@ -149,7 +149,7 @@ def test_json_holds_what_was_measured_and_makes_the_same_calibration():
 def as_measured(speeds: Speeds, *ways: tuple[int, int]) -> Speeds:
     """`speeds` with whole steps that take what these very speeds say."""
     steps = (Whole(stage, accumulate, 0.0) for stage, accumulate in ways)
-    wholes = tuple(replace(step, seconds=told(speeds, WORK, step)) for step in steps)
+    wholes = tuple(replace(step, seconds=predict_seconds(speeds, WORK, step)) for step in steps)
     return replace(speeds, wholes=wholes, crowding=0.0, around=0.0)
 
 

@@ -1,4 +1,4 @@
-"""A calibration: a model of one size runs on the CPU ranks of this machine, and rates are taken."""
+"""Calibrate: run one model on the CPU ranks of this machine, and derive rates from it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from onefold.planner.search import DTYPES, work_of
 from onefold.planner.sizes import told
 from onefold.planner.trace import Untraceable, tokens_of, trace
 from onefold.planner.whole_steps import with_whole_steps
-from onefold.planner.work import ModelWork
 
 ENTRY = "onefold.tools.calibration_rank:main"
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
 HELD_NBYTES = 8
-"""Copies of the weights that a rank of a calibration holds: of a plain module they and their
-gradients, of a sharded one the same, and own rows of both and of two moments."""
+"""Copies of the weights in a rank of a calibration: weights and gradients of a plain module, the
+same of a sharded one, and this rank's rows of both and of two moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What is run: a model by name or as a module, and a micro-batch of rows of `seq` tokens."""
+    """A model, by name or as a module, and a micro-batch of rows of `seq` tokens."""
 
     model: nn.Module | str
     seq: int = 128
@@ -43,14 +42,12 @@ class Sample:
 def calibrate(
     sample: Sample, worlds: Sequence[int] = (1, 2), *, patience: float = 1.0, runs: int = 3
 ) -> Calibration:
-    """Measure what CPU ranks reach on this machine, in each world of `worlds`; half a minute to
-    a minute each.
+    """Measure CPU ranks of this machine in each world of `worlds`, for up to a minute each.
 
     Every rank gets its share of the cores as threads, as `onefold train` gives it. `patience` is
-    the share of those seconds to take: at 0 every median is of the fewest passes that have one.
-    They are spread over `runs` in processes of their own, of which the middle one counts by its
-    micro-batch: where memory and threads come to lie makes one process faster than the next by as
-    much as a fifth, for all its life.
+    a factor of that minute: at 0 every median is of as few passes as possible. The passes are
+    spread over `runs`, each in fresh processes, and the run with the median micro-batch counts:
+    the placement of memory and threads makes one process up to a fifth faster than the next.
 
     Raises:
         ConfigError: a model that cannot be built, does not fit, or does not run.
@@ -66,39 +63,33 @@ def calibrate(
         "recompute": sample.recompute, "dtype": DTYPES.get(itemsize, "fp32"),
         "patience": patience / runs,
     }  # fmt: skip
+
+    def run(ranks: int) -> Speeds:
+        threads = max(1, usable_cores() // ranks)
+        return speeds_of(run_local(ENTRY, asked, ranks=ranks, threads=threads))
+
     with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
         if isinstance(sample.model, nn.Module):
             asked["pickled"] = _pickled(sample.model, Path(folder, "module.pt"))
-        work = _work(sample, module)
-        speeds = tuple(_measured(asked, ranks, runs) for ranks in worlds)
+        tokens = sample.rows * sample.seq
+        try:
+            seen = trace(module, tokens_of(sample.rows, sample.seq), precision=sample.precision)
+            work = work_of(seen, tokens)
+        except Untraceable:  # a plan would only estimate the work
+            work = None
+        speeds = [middle([run(ranks) for _ in range(runs)]) for ranks in worlds]
         if work is not None:
-            speeds = tuple(with_whole_steps(each, work) for each in speeds)
-        disk_rate = measure_disk(folder)
-    return Calibration(name, numel, sample.rows * sample.seq, speeds, disk_rate)
-
-
-def _measured(asked: dict[str, object], ranks: int, runs: int) -> Speeds:
-    threads = max(1, usable_cores() // ranks)
-    found = [speeds_of(run_local(ENTRY, asked, ranks=ranks, threads=threads)) for _ in range(runs)]
-    return middle(found)
+            speeds = [with_whole_steps(each, work) for each in speeds]
+        return Calibration(name, numel, tokens, tuple(speeds), measure_disk(folder))
 
 
 def middle(runs: Sequence[Speeds]) -> Speeds:
-    """By their micro-batches; of an even number the faster of the two."""
+    """Return the run with the median micro-batch; of an even number the faster of the two."""
     return sorted(runs, key=lambda speeds: speeds.micro_batch.seconds)[(len(runs) - 1) // 2]
 
 
-def _work(sample: Sample, module: nn.Module) -> ModelWork | None:
-    """What the sample does, as plans count it; None where a plan would only estimate it."""
-    try:
-        seen = trace(module, tokens_of(sample.rows, sample.seq), precision=sample.precision)
-    except Untraceable:
-        return None
-    return work_of(seen, sample.rows * sample.seq)
-
-
 def _look_at(sample: Sample, ranks: int) -> tuple[str, nn.Module]:
-    """The name of a model that fits, and the model, without values if it was named."""
+    """Return the name of a model that fits, and the model, without values if it was named."""
     module = sample.model
     if isinstance(module, str):
         refuse(module, sample.seq)

@@ -1,7 +1,7 @@
-"""From what was measured on this machine, at one size, to a `Machine` that steps are told for.
+"""Turn measurements of this machine, at one model size, into a `Machine` for the simulator.
 
-Every constant is a quotient of two things that were measured in the same run: work and the seconds
-it took. docs/time.md says how each was measured and what the quotients assume. No torch here.
+Every constant divides work by the seconds it took, both measured in the same run. docs/time.md says
+how each was measured, and which assumptions the quotients make. No torch here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from onefold.planner.sizes import told
 
 THIS_MACHINE = "this machine"
 FASTEST = 1e18
-"""Of what there was nothing to measure, as attention in a model without: it takes no time."""
+"""The rate of work that the model does not have, as attention: it takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One real forward and backward on one rank, and its operations by what they do.
+    """One real forward and backward on one rank, and its operations by kind.
 
-    `seconds` is all of it: products, fused attention, every other kernel, and the host around them
-    (Python, autograd, views), which was measured where kernels take next to no time; and kernels
-    that draw random numbers, which are measured by themselves.
+    `seconds` includes products, fused attention, every other kernel, kernels that draw random
+    numbers (measured by themselves too), and the host around them: Python, autograd, views. The
+    host's share was measured at a batch whose kernels take next to no time.
     """
 
     seconds: float
@@ -40,15 +40,15 @@ class MicroBatch:
 
     @property
     def kernel_seconds(self) -> float:
-        """Of the host around one kernel."""
+        """Seconds of the host around one kernel."""
         return self.host_seconds / max(1, self.num_kernels)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRate:
-    """One collective of a unit with nothing beside it.
+    """One collective of a unit of `nbytes`, with nothing beside it.
 
-    `nbytes` of the whole unit; `cpu_seconds` that one rank's threads computed meanwhile.
+    One rank's threads computed for `cpu_seconds` meanwhile.
     """
 
     nbytes: float
@@ -58,25 +58,25 @@ class TransferRate:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The same collective of a small and of a large unit: a line through two points."""
+    """The same collective for a small and for a large unit: a line through two points."""
 
     small: TransferRate
     large: TransferRate
 
     def rate(self, ranks: int) -> float:
-        """Bytes that one rank sends in a second, beyond what every message costs."""
+        """Return the bytes that one rank sends in a second, without the latency."""
         sent = (self.large.nbytes - self.small.nbytes) * (ranks - 1) / ranks
         return sent / max(self.large.seconds - self.small.seconds, 1e-9)
 
     def latency(self, ranks: int) -> float:
-        """Seconds of one hop, of n - 1."""
+        """Return the seconds of one hop, of n - 1."""
         moving = self.small.nbytes * (ranks - 1) / ranks / self.rate(ranks)
         return max(0.0, self.small.seconds - moving) / (ranks - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A whole step of the model through the engine: micro-batches, AdamW, gradients cleared."""
+    """A full step of the model through the engine: micro-batches, AdamW, cleared gradients."""
 
     stage: int
     accumulate: int
@@ -85,12 +85,12 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What one rank reached while `ranks` of them worked side by side on `cores`, the mean of all.
+    """Speeds of one rank while `ranks` of them work side by side on `cores`: the mean of all.
 
-    `step_nbytes` is what AdamW moved in `step_seconds`, `draw_rate` random numbers a second beyond
-    filling memory. A lone rank has no collectives. What the parts do not add up to, `wholes` tell
-    (planner/whole_steps.py): seconds that every collective takes in a step beyond those that it
-    takes alone (`crowding`), and those `around` every step.
+    AdamW moves `step_nbytes` in `step_seconds`. `draw_rate` counts random numbers a second, without
+    the time to fill memory. A lone rank has no collectives. plan/whole_steps.py fits two constants
+    to `wholes`: seconds that a collective takes longer in a step than alone (`crowding`), and
+    seconds `around` every step.
     """
 
     ranks: int
@@ -110,10 +110,10 @@ class Speeds:
 
     @property
     def contention(self) -> float:
-        """What compute loses of its speed beside a collective, by the cores that are left for it.
+        """The share of its speed that compute loses beside a collective.
 
-        Gloo's threads compute, for so many cores of every rank while they transfer. What a rank's
-        share of the cores has no room for, they take from its compute.
+        Gloo's threads compute while they transfer. They take cores from the rank's compute where
+        its share of the cores has no room for them.
         """
         if self.gather is None or self.reduce is None:
             return 0.0
@@ -123,7 +123,7 @@ class Speeds:
         return min(1.0, max(0.0, busy - room) / self.threads)
 
     def machine(self, ranks: int, disk_rate: float) -> Machine:
-        """Rates of one of `ranks` ranks, which do together what these did together."""
+        """Return the rates of one rank, where all are as fast together as the measured ranks."""
         share = self.ranks / ranks
         link, reduce = Link(FASTEST, 0.0), 1.0
         if self.gather is not None and self.reduce is not None:
@@ -171,7 +171,7 @@ def _rate(work: float, seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """One calibration: the model that ran, and what ranks reached, alone or side by side."""
+    """One calibration: the model that ran, and the speeds of ranks alone or side by side."""
 
     model: str
     numel: int
@@ -180,51 +180,47 @@ class Calibration:
     disk_rate: float  # bytes per second of this host's disk, for all ranks
 
     def machine(self, ranks: int) -> Machine:
-        """This machine for so many ranks, measured or told from the nearest number that was.
+        """Return this machine for a number of ranks, from the nearest number that was measured.
 
         More ranks than were measured share the same cores: together they are as fast.
         """
-        fewer = [each for each in self.speeds if each.ranks <= ranks]
-        if ranks > 1:
-            fewer = [each for each in fewer if each.ranks > 1]
-        nearest = max(fewer, key=lambda each: each.ranks, default=None)
-        chosen = nearest or min(self.speeds, key=lambda each: each.ranks)
-        return chosen.machine(ranks, self.disk_rate)
+        least = min(2, ranks)  # a lone rank has no collectives
+        fewer = [each for each in self.speeds if least <= each.ranks <= ranks] or [
+            min(self.speeds, key=lambda each: each.ranks)
+        ]
+        return max(fewer, key=lambda each: each.ranks).machine(ranks, self.disk_rate)
 
     def lines(self) -> list[str]:
-        """What was measured, for people."""
+        """Describe the measurements for people."""
         return [line for each in self.speeds for line in _lines(self, each)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dicts and numbers, for JSON: what was measured, and the constants made of it."""
+        """Return plain dicts for JSON: the measurements, and the constants derived from them."""
         return {
             **asdict(self),
             "speeds": [asdict(each) | {"constants": _constants(each)} for each in self.speeds],
         }
 
     @staticmethod
-    def of(told_by: Mapping[str, Any]) -> Calibration:
-        """The same from `as_dict`."""
-        speeds = tuple(speeds_of(each) for each in told_by["speeds"])
-        names = ("model", "numel", "tokens", "disk_rate")
-        return Calibration(**{name: told_by[name] for name in names}, speeds=speeds)
+    def of(fields: Mapping[str, Any]) -> Calibration:
+        """Rebuild a calibration from `as_dict`."""
+        return Calibration(**{**fields, "speeds": tuple(map(speeds_of, fields["speeds"]))})
 
 
-def speeds_of(told_by: Mapping[str, Any]) -> Speeds:
-    """`Speeds` from plain dicts, as they come out of JSON."""
-    plain = {key: value for key, value in told_by.items() if key != "constants"}
+def speeds_of(fields: Mapping[str, Any]) -> Speeds:
+    """Rebuild `Speeds` from plain dicts, as JSON returns them."""
+    plain = {key: value for key, value in fields.items() if key != "constants"}
     plain["micro_batch"] = MicroBatch(**plain["micro_batch"])
     plain["wholes"] = tuple(Whole(**each) for each in plain["wholes"])
     for name in ("gather", "reduce"):
         if plain[name] is not None:
-            plain[name] = Collective(
-                **{size: TransferRate(**each) for size, each in plain[name].items()}
-            )
+            sizes = {size: TransferRate(**each) for size, each in plain[name].items()}
+            plain[name] = Collective(**sizes)
     return Speeds(**plain)
 
 
 def _constants(speeds: Speeds) -> dict[str, float]:
-    """The numbers that the simulator reads, in units of a rank."""
+    """Return the numbers that the simulator reads, for one rank."""
     machine = speeds.machine(speeds.ranks, 1.0)
     efficiency = machine.efficiency
     products = machine.peak(speeds.dtype)

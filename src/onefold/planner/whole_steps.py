@@ -1,10 +1,9 @@
-"""What the parts of a step do not add up to: two constants from whole steps of the measured model.
+"""Fit two constants to full steps of the measured model, as its parts do not add up to a step.
 
-Collectives were measured alone, by threads that had nothing else to do. In a step they are begun
-and waited for between kernels, and take the cores from them: each has its `crowding` on top, the
-same for few bytes and for many. And every step has something `around` it that is no kernel and no
-message, as memory that is given back and fetched anew. Steps of few and of many collectives tell
-one from the other.
+Collectives were measured alone. In a step they begin and end between kernels and compete for the
+cores: each takes `crowding` seconds more, for any number of bytes. Each step also spends a time
+`around` it outside of kernels and messages, as for memory that is freed and mapped again. Steps
+with few and with many collectives tell the two apart.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from onefold.planner.simulate import simulate
 from onefold.planner.work import ModelWork
 
 MOST_CROWDING = 0.1
-"""Seconds of one collective: more than any system's scheduler lets it wait."""
+"""Seconds of one collective: longer than any scheduler makes it wait."""
 HALVINGS = 40
 
 
 def with_whole_steps(speeds: Speeds, work: ModelWork) -> Speeds:
-    """`speeds` whose constants give its measured whole steps of `work`, as far as they can.
+    """Fit `speeds` to its measured full steps of `work`, as closely as the constants allow.
 
-    Without collectives `around` is what is left of the step. With them it is what is left of the
-    step with the fewest, and `crowding` is that at which the step with the most fits.
+    `around` is the rest of the step with the fewest collectives. `crowding` makes the step with
+    the most collectives fit; a lone rank has none.
     """
     if not speeds.wholes:
         return speeds
@@ -34,15 +33,16 @@ def with_whole_steps(speeds: Speeds, work: ModelWork) -> Speeds:
 
     def at(crowding: float) -> Speeds:
         crowded = replace(speeds, crowding=crowding, around=0.0)
-        return replace(crowded, around=max(0.0, few.seconds - told(crowded, work, few)))
+        rest = few.seconds - predict_seconds(crowded, work, few)
+        return replace(crowded, around=max(0.0, rest))
 
     if few is many:
         return at(0.0)
-    return at(_root(lambda crowding: told(at(crowding), work, many) - many.seconds))
+    return at(_root(lambda crowding: predict_seconds(at(crowding), work, many) - many.seconds))
 
 
-def told(speeds: Speeds, work: ModelWork, whole: Whole) -> float:
-    """Seconds that the simulator gives one of the measured steps."""
+def predict_seconds(speeds: Speeds, work: ModelWork, whole: Whole) -> float:
+    """Simulate one of the measured steps."""
     itemsize = 2 if speeds.dtype == "bf16" else 4
     run = Run(
         whole.stage, speeds.ranks, ranks_per_node=speeds.ranks, dtype=speeds.dtype,
@@ -52,7 +52,7 @@ def told(speeds: Speeds, work: ModelWork, whole: Whole) -> float:
 
 
 def _root(rising: Callable[[float], float]) -> float:
-    """Where a rising function is 0, between 0 and `MOST_CROWDING`; the end that is nearer."""
+    """Find where a rising function is 0 between 0 and `MOST_CROWDING`, or the nearer end."""
     low, high = 0.0, MOST_CROWDING
     if rising(low) >= 0:
         return low

@@ -1,21 +1,21 @@
-"""What one rank of a calibration measures, beside its peers: a micro-batch, collectives, AdamW,
-random numbers, and whole steps of the model.
+"""Measure one rank of a calibration beside its peers: a micro-batch, collectives, AdamW, random
+numbers, and full steps of the model.
 
-The clock of a rank with one thread is its processor time, which goes on while it computes and
-stands still while others have the core; with several threads it is the wall's.
+A rank with one thread uses its processor time, which stands still while other processes have the
+core. A rank with several threads uses wall time.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,23 @@ from onefold.mesh.local_ranks import ASKED, FAILED, TOLD, end_with_starter
 from onefold.mesh.world import World, joined
 from onefold.models.gpt import VOCAB
 from onefold.models.loader import build_model, described, recompute
-from onefold.planner.calibration import Collective, MicroBatch, Speeds, TransferRate, Whole
+from onefold.planner.calibration import (
+    Collective,
+    MicroBatch,
+    Speeds,
+    TransferRate,
+    Whole,
+    speeds_of,
+)
 from onefold.planner.storages import WorkDone, work_of_call
 from onefold.planner.trace import default_loss
 
+T = TypeVar("T")
+
 MICRO_SECONDS = 6.0
-"""About how long micro-batches are measured, half of them watched."""
+"""Seconds for micro-batches, half of them watched."""
 SHORT, SHORT_SECONDS = 8, 2.0
-"""Tokens of a row at which kernels take next to no time; how long those are measured."""
+"""Tokens of a row so short that kernels take next to no time, and seconds for those passes."""
 MOST, LEAST = 15, 3
 REPEATS, REPEAT_SECONDS = 9, 2.0
 ROW = 1024
@@ -45,13 +54,13 @@ SMALL_ROWS, SMALL_UNITS = 16, 12  # 64 KiB: a message whose latency counts
 DRAWN = 1 << 20
 WHOLE_SECONDS = 4.0
 FEW, MANY = (2, 1), (3, 4)
-"""Stage and micro-batches of whole steps: of as few collectives as can be, and of many."""
+"""Stage and micro-batches of full steps: with the fewest collectives, and with many."""
 STD = 0.02
 DEVIATION = 1.4826  # standard deviations of a normal value in its median absolute deviation
 
 
 def main(folder: str) -> int:
-    """Measure as `ASKED` says; rank 0 leaves `TOLD`. Whoever fails leaves why, and ends with 1."""
+    """Measure as `ASKED` says. Rank 0 writes `TOLD`; a rank that fails writes why and returns 1."""
     end_with_starter()
     asked = json.loads(Path(folder, ASKED).read_text())
     try:
@@ -70,70 +79,71 @@ def main(folder: str) -> int:
 
 
 def measure(world: World, asked: dict[str, Any]) -> Speeds:
-    """What the ranks reached, the mean of all; a collective."""
-    threads = torch.get_num_threads()
+    """Return the mean speeds of all ranks; a collective."""
     compute = precision_of(asked["precision"]).compute
     tokens = torch.randint(VOCAB, (asked["rows"], asked["seq"]))
     module = _module(asked, compute)
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
-    ranks = _MeasuredRanks(world, asked["patience"])
-    micro, spread = _micro_batch(ranks, module, tokens, threads)
+    threads = torch.get_num_threads()
+    clock = time.process_time if threads == 1 else time.perf_counter
+    ranks = _MeasuredRanks(world, asked["patience"], clock)
+    micro, spread = _micro_batch(ranks, module, tokens)
     del module
     gather = reduce = None
     if world.world_size > 1:
-        gather, reduce = _collectives(ranks, dtype)
-    nbytes, seconds = _step(ranks, compute or torch.float32, _clock(threads))
-    draw_rate = _draw_rate(ranks, dtype, _clock(threads))
+        gather = _collective(ranks, 3, _forward, dtype)
+        reduce = _collective(ranks, 2, _backward, dtype)
+    nbytes, seconds = _step(ranks, asked["precision"])
+    draw_rate = _draw_rate(ranks, dtype)
     steps = (FEW, MANY) if world.world_size > 1 else (FEW,)
-    wholes = tuple(_whole(ranks, asked, tokens, each, micro.seconds) for each in steps)
+    wholes = tuple(_full_step(ranks, asked, tokens, each, micro.seconds) for each in steps)
     own = Speeds(
         world.world_size, threads, usable_cores(), asked["dtype"], micro, nbytes, seconds,
         spread, gather, reduce, wholes, draw_rate=draw_rate,
     )  # fmt: skip
-    return _mean(world, own)
+    return speeds_of(_mean(world.gather(asdict(own))))
 
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredRanks:
-    """All ranks, which begin everything together, and how long they take for it."""
+    """All ranks, which begin every measurement together."""
 
     world: World
-    patience: float  # a factor of all seconds below
+    patience: float  # a factor of all seconds above
+    clock: Callable[[], float]
 
-    def rounds(self, most: int, seconds: float) -> Iterator[int]:
-        """Rounds that begin together: at most so many, fewer where time runs out."""
-        begun = time.perf_counter()
-        for number in range(most):
+    def repeat(self, most: int, seconds: float, take: Callable[[], T]) -> list[T]:
+        """Take a measurement up to `most` times, fewer where time runs out."""
+        begun, found = time.perf_counter(), []
+        while len(found) < most:
             elapsed = max(self.world.gather(time.perf_counter() - begun))
-            if number >= LEAST and elapsed > seconds * self.patience:
-                return
-            yield number
+            if len(found) >= LEAST and elapsed > seconds * self.patience:
+                break
+            found.append(take())
+        return found
+
+    def timed(self, action: Callable[[], object]) -> float:
+        """Return the seconds of one call, by this rank's clock."""
+        begun = self.clock()
+        action()
+        return self.clock() - begun
 
 
-def _clock(threads: int) -> Callable[[], float]:
-    return time.process_time if threads == 1 else time.perf_counter
-
-
-def _mean(world: World, own: Speeds) -> Speeds:
-    """The mean over ranks of every measured number."""
-    from onefold.planner.calibration import speeds_of
-
-    def mean(values: Sequence[Any]) -> Any:
-        first = values[0]
-        if isinstance(first, dict):
-            return {key: mean([value[key] for value in values]) for key in first}
-        if isinstance(first, tuple):
-            return [mean(each) for each in zip(*values, strict=True)]
-        return sum(values) / len(values) if isinstance(first, float) else first
-
-    return speeds_of(mean(world.gather(asdict(own))))
+def _mean(values: Sequence[Any]) -> Any:
+    """Average every float of equal nested dicts and tuples."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _mean([value[key] for value in values]) for key in first}
+    if isinstance(first, tuple):
+        return [_mean(each) for each in zip(*values, strict=True)]
+    return sum(values) / len(values) if isinstance(first, float) else first
 
 
 # the micro-batch
 
 
 def _module(asked: dict[str, Any], compute: torch.dtype | None) -> nn.Module:
-    """The model with values of its own, whole on every rank."""
+    """Build the model with random values, unsharded on every rank."""
     if asked["pickled"] is None:
         module = build_model(asked["name"], asked["seq"])
         if asked["recompute"]:
@@ -151,14 +161,14 @@ def _module(asked: dict[str, Any], compute: torch.dtype | None) -> nn.Module:
 
 
 def train_once(module: nn.Module, tokens: Tensor) -> None:
-    """Forward, backward, and the gradients given back."""
+    """Run forward and backward, and drop the gradients."""
     default_loss(module(tokens)).backward()
     for parameter in module.parameters():
         parameter.grad = None
 
 
 class Clocked(TorchDispatchMode):
-    """Notes what every operation does and how long it takes, as the planner's trace counts them."""
+    """Record the work and seconds of every operation, counted as the planner's trace counts it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -176,78 +186,63 @@ class Clocked(TorchDispatchMode):
         return out
 
 
-def _micro_batch(ranks: _MeasuredRanks, module: nn.Module, tokens: Tensor, threads: int) -> _Found:
-    """A micro-batch of `tokens`, and one so short that only the host takes time.
+def _micro_batch(
+    ranks: _MeasuredRanks, module: nn.Module, tokens: Tensor
+) -> tuple[MicroBatch, float]:
+    """Measure a micro-batch of `tokens`, and one so short that only the host takes time.
 
-    What of the long one's seconds is neither inside a kernel nor of the host, as memory that is
-    freed, or is there twice, belongs to its kernels in proportion.
+    Seconds of the long one that are neither inside a kernel nor of the host, as for memory that is
+    freed or cached twice, are added to its kernels in proportion. Returns the spread too.
     """
-    short = tokens[:1, :SHORT]
-    clock = _clock(threads)
-    brief, _ = _passes(ranks, partial(train_once, module, short), clock, SHORT_SECONDS)
-    whole, spread = _passes(ranks, partial(train_once, module, tokens), clock, MICRO_SECONDS)
-    host = max(0.0, brief.seconds - brief.inside) * whole.num_kernels / max(1, brief.num_kernels)
-    host = min(host, whole.seconds / 2)
-    scale = (whole.seconds - host) / whole.inside if whole.inside else 1.0
-    return MicroBatch(
-        whole.seconds, whole.flops, whole.product_seconds * scale, whole.attention_flops,
-        whole.attention_seconds * scale, whole.nbytes, whole.memory_seconds * scale,
-        whole.num_kernels, host,
-    ), spread  # fmt: skip
-
-
-_Found = tuple[MicroBatch, float]
+    brief = _passes(ranks, partial(train_once, module, tokens[:1, :SHORT]), SHORT_SECONDS)
+    long = _passes(ranks, partial(train_once, module, tokens), MICRO_SECONDS)
+    seconds, inside = median(long.plain), sum(long.inside)
+    host_of_brief = max(0.0, median(brief.plain) - sum(brief.inside))
+    host = min(seconds / 2, host_of_brief * len(long.work) / max(1, len(brief.work)))
+    scale = (seconds - host) / inside if inside else 1.0
+    products, attention, rest, _ = (scale * each for each in long.inside)
+    deviation = median(abs(each - seconds) for each in long.plain)
+    micro = MicroBatch(
+        seconds=seconds,
+        flops=sum(each.flops for each in long.work),
+        product_seconds=products,
+        attention_flops=sum(each.attention_flops for each in long.work),
+        attention_seconds=attention,
+        nbytes=sum(each.nbytes for each in long.work if not each.drawn),
+        memory_seconds=rest,
+        num_kernels=len(long.work),
+        host_seconds=host,
+    )
+    return micro, DEVIATION * deviation / seconds
 
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """The median pass: its seconds, and work and seconds inside its kernels."""
+    """Seconds of every plain pass, the operations of a pass, and medians of `_inside`."""
 
-    seconds: float
-    num_kernels: int
-    flops: float
-    attention_flops: float
-    nbytes: float
-    product_seconds: float
-    attention_seconds: float
-    memory_seconds: float
-    drawing_seconds: float
-
-    @property
-    def inside(self) -> float:
-        computed = self.product_seconds + self.attention_seconds
-        return computed + self.memory_seconds + self.drawing_seconds
+    plain: list[float]
+    work: list[WorkDone]
+    inside: list[float]
 
 
-def _passes(
-    ranks: _MeasuredRanks, train: Callable[[], None], clock: Callable[[], float], seconds: float
-) -> tuple[_Passes, float]:
-    """Plain passes and watched ones in turn, for about so long; and how much plain ones vary."""
+def _passes(ranks: _MeasuredRanks, train: Callable[[], None], seconds: float) -> _Passes:
+    """Run plain passes and watched ones in turn, for about so many seconds."""
     train()
-    plain: list[float] = []
-    watched: list[tuple[float, ...]] = []
-    calls: list[tuple[WorkDone, float]] = []
-    for _ in ranks.rounds(MOST, seconds):
-        begun = clock()
-        train()
-        plain.append(clock() - begun)
-        with Clocked(clock) as mode:
+
+    def take() -> tuple[float, list[tuple[WorkDone, float]]]:
+        plain = ranks.timed(train)
+        with Clocked(ranks.clock) as mode:
             train()
-        calls = mode.calls
-        watched.append(_inside(calls))
-    done = [each for each, _ in calls]
-    found = _Passes(
-        median(plain), len(done), sum(each.flops for each in done),
-        sum(each.attention_flops for each in done),
-        sum(each.nbytes for each in done if not each.drawn),
-        *(median(column) for column in zip(*watched, strict=True)),
-    )  # fmt: skip
-    deviation = median(abs(each - median(plain)) for each in plain)
-    return found, DEVIATION * deviation / median(plain)
+        return plain, mode.calls
+
+    taken = ranks.repeat(MOST, seconds, take)
+    columns = zip(*(_inside(calls) for _, calls in taken), strict=True)
+    work = [done for done, _ in taken[-1][1]]
+    return _Passes([plain for plain, _ in taken], work, [median(column) for column in columns])
 
 
 def _inside(calls: Sequence[tuple[WorkDone, float]]) -> tuple[float, ...]:
-    """Seconds inside products, attention, all other kernels, and those that draw numbers."""
+    """Sum seconds inside products, attention, all other kernels, and random numbers."""
     products = sum(took for done, took in calls if done.flops)
     attention = sum(took for done, took in calls if done.attention_flops)
     drawing = sum(took for done, took in calls if done.drawn)
@@ -255,7 +250,7 @@ def _inside(calls: Sequence[tuple[WorkDone, float]]) -> tuple[float, ...]:
     return products, attention, rest, drawing
 
 
-# collectives and the optimizer's step
+# collectives
 
 
 class MeasuredRank(nn.Module):
@@ -274,135 +269,108 @@ def _stack(rows: int, units: int, dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(*(MeasuredRank(rows, dtype) for _ in range(units)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    seconds: float
-    cpu_seconds: float
+Ready = Callable[[nn.Module, Tensor], Callable[[], object]]
+"""Prepares a module, and returns the action to be timed."""
 
 
-def _fastest(ranks: _MeasuredRanks, ready: Callable[[], Callable[[], object]]) -> _Taken:
-    """Of some calls of what `ready` gives, begun together by all ranks."""
-    found: list[_Taken] = []
-    for _ in ranks.rounds(REPEATS, REPEAT_SECONDS):
-        action = ready()
-        ranks.world.gather(0)
-        wall, cpu = time.perf_counter(), time.process_time()
-        action()
-        found.append(_Taken(time.perf_counter() - wall, time.process_time() - cpu))
-    return _Taken(min(each.seconds for each in found), min(each.cpu_seconds for each in found))
+def _forward(module: nn.Module, x: Tensor) -> Callable[[], object]:
+    """Run forward without gradients: at stage 3 it gathers and frees each unit once."""
 
-
-def _collectives(ranks: _MeasuredRanks, dtype: torch.dtype) -> tuple[Collective, Collective]:
-    """Gathers and reductions of small and large units, through the engine."""
-    sizes = {"small": (SMALL_ROWS, SMALL_UNITS), "large": (LARGE_ROWS, LARGE_UNITS)}
-    gathers: dict[str, TransferRate] = {}
-    reduces: dict[str, TransferRate] = {}
-    for size, (rows, units) in sizes.items():
-        nbytes = float(rows * ROW * dtype.itemsize)
-        gathers[size] = _per_unit(nbytes, units, *_gathers(ranks, rows, units, dtype))
-        reduces[size] = _per_unit(nbytes, units, *_reduces(ranks, rows, units, dtype))
-    return Collective(**gathers), Collective(**reduces)
-
-
-def _per_unit(nbytes: float, units: int, whole: _Taken, plain: _Taken) -> TransferRate:
-    """What the sharded stack takes more than the plain one."""
-    seconds = max(whole.seconds - plain.seconds, 1e-9) / units
-    cpu_seconds = max(whole.cpu_seconds - plain.cpu_seconds, 1e-9) / units
-    return TransferRate(nbytes, max(seconds, cpu_seconds), cpu_seconds)
-
-
-def _sharded(module: nn.Sequential, ranks: _MeasuredRanks, stage: int) -> nn.Module:
-    units = list(module)
-    return onefold.shard(module, stage=stage, units=units, mesh=ranks.world.group.handle)
-
-
-def _gathers(
-    ranks: _MeasuredRanks, rows: int, units: int, dtype: torch.dtype
-) -> tuple[_Taken, _Taken]:
-    """A forward without gradients at stage 3 gathers and frees each unit once."""
-    x = torch.zeros(ROW, dtype=dtype)
-
-    def forward(module: nn.Module) -> None:
+    def forward() -> None:
         with torch.no_grad():
             module(x)
 
-    plain = _stack(rows, units, dtype)
-    whole = _sharded(_stack(rows, units, dtype), ranks, 3)
-    forward(whole)
-    ready = [partial(forward, module) for module in (whole, plain)]
-    sharded, alone = (_fastest(ranks, lambda action=action: action) for action in ready)
-    return sharded, alone
+    return forward
 
 
-def _reduces(
-    ranks: _MeasuredRanks, rows: int, units: int, dtype: torch.dtype
-) -> tuple[_Taken, _Taken]:
-    """A backward at stage 2, whose weights are there already, reduces each unit once."""
-    x = torch.zeros(ROW, dtype=dtype)
+def _backward(module: nn.Module, x: Tensor) -> Callable[[], object]:
+    """Run backward: at stage 2, where forward has gathered, it reduces each unit once."""
+    for parameter in module.parameters():
+        parameter.grad = None
+    return module(x).float().sum().backward
 
-    def ready(module: nn.Module) -> Callable[[], object]:
-        for parameter in module.parameters():
-            parameter.grad = None
-        return module(x).float().sum().backward
 
-    plain = _stack(rows, units, dtype)
-    whole = _sharded(_stack(rows, units, dtype), ranks, 2)
+def _collective(ranks: _MeasuredRanks, stage: int, ready: Ready, dtype: torch.dtype) -> Collective:
+    """Measure the collective of small and of large units, through the engine."""
+    small = _transfer(ranks, stage, ready, _stack(SMALL_ROWS, SMALL_UNITS, dtype))
+    return Collective(small, _transfer(ranks, stage, ready, _stack(LARGE_ROWS, LARGE_UNITS, dtype)))
+
+
+def _transfer(
+    ranks: _MeasuredRanks, stage: int, ready: Ready, plain: nn.Sequential
+) -> TransferRate:
+    """Return the seconds per unit that a sharded copy of a stack takes beyond the plain one."""
+    units, weight = len(plain), plain[0].weight
+    assert isinstance(weight, Tensor), "a unit has a weight"
+    module = _stack(len(weight), units, weight.dtype)
+    onefold.shard(module, stage=stage, units=list(module), mesh=ranks.world.group.handle)
+    x = torch.zeros(ROW, dtype=weight.dtype)
+
+    def fastest(module: nn.Module) -> tuple[float, float]:
+        def take() -> tuple[float, float]:
+            action = ready(module, x)
+            ranks.world.gather(0)
+            wall, cpu = time.perf_counter(), time.process_time()
+            action()
+            return time.perf_counter() - wall, time.process_time() - cpu
+
+        walls, cpus = zip(*ranks.repeat(REPEATS, REPEAT_SECONDS, take), strict=True)
+        return min(walls), min(cpus)
+
     for _ in range(2):
-        ready(whole)()
-    sharded, alone = (_fastest(ranks, partial(ready, module)) for module in (whole, plain))
-    return sharded, alone
+        ready(module, x)()
+    sharded, alone = fastest(module), fastest(plain)
+    wall, cpu = (max(a - b, 1e-9) / units for a, b in zip(sharded, alone, strict=True))
+    return TransferRate(float(weight.nbytes), max(wall, cpu), cpu)
 
 
-def _step(
-    ranks: _MeasuredRanks, dtype: torch.dtype, clock: Callable[[], float]
-) -> tuple[float, float]:
-    """Bytes that AdamW moves and the seconds of a step, states on the device."""
+# the optimizer, random numbers, full steps
+
+
+def _step(ranks: _MeasuredRanks, precision: str | None) -> tuple[float, float]:
+    """Return the bytes that AdamW moves and the seconds of a step, states on the device."""
     rows = LARGE_ROWS * ranks.world.world_size
-    module = _stack(rows, LARGE_UNITS, dtype if dtype is torch.float32 else torch.float32)
+    module = _stack(rows, LARGE_UNITS, torch.float32)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
-    precision = None if dtype is torch.float32 else str(dtype).removeprefix("torch.")
-    words = {"bfloat16": "bf16", "float16": "fp16", None: None}
     onefold.shard(
         module, optimizer, stage=3, units=list(module), mesh=ranks.world.group.handle,
-        precision=words[precision],
+        precision=precision,
     )  # fmt: skip
-    found: list[float] = []
-    for _ in ranks.rounds(REPEATS, REPEAT_SECONDS):
+
+    def take() -> float:
         module(torch.zeros(ROW)).float().sum().backward()
         ranks.world.gather(0)
-        begun = clock()
-        optimizer.step()
-        found.append(clock() - begun)
+        seconds = ranks.timed(optimizer.step)
         optimizer.zero_grad()
-    moved = 28 if dtype is torch.float32 else 30  # bytes per own element: planner/run.py
+        return seconds
+
+    found = ranks.repeat(REPEATS, REPEAT_SECONDS, take)
+    moved = 28 if precision is None else 30  # bytes per own element: plan/run.py
     return float(LARGE_ROWS * LARGE_UNITS * ROW * moved), median(found[1:])
 
 
-def _draw_rate(ranks: _MeasuredRanks, dtype: torch.dtype, clock: Callable[[], float]) -> float:
-    """Random numbers a second, as dropout draws them, beyond what filling memory takes."""
+def _draw_rate(ranks: _MeasuredRanks, dtype: torch.dtype) -> float:
+    """Return random numbers a second, as dropout draws them, beyond the time to fill memory."""
     room = torch.empty(DRAWN, dtype=dtype)
-    found: list[float] = []
-    for _ in ranks.rounds(REPEATS, REPEAT_SECONDS):
-        begun = clock()
-        room.bernoulli_(0.9)
-        drawn = clock()
-        room.zero_()
-        found.append((drawn - begun) - (clock() - drawn))
-    return DRAWN / max(median(found), 1e-9)
+
+    def take() -> float:
+        return ranks.timed(lambda: room.bernoulli_(0.9)) - ranks.timed(room.zero_)
+
+    return DRAWN / max(median(ranks.repeat(REPEATS, REPEAT_SECONDS, take)), 1e-9)
 
 
-def _whole(
+def _full_step(
     ranks: _MeasuredRanks,
     asked: dict[str, Any],
     tokens: Tensor,
     way: tuple[int, int],
     micro_seconds: float,
 ) -> Whole:
-    """The median step of the model itself, sharded, in turn with plain micro-batches.
+    """Measure the median step of the sharded model, in turn with plain micro-batches.
 
-    Their ratio counts: a machine that is slower now than when `micro_seconds` were measured is so
-    for both. Where every core has a rank of one thread, its processor time is the step's:
-    nobody waits.
+    Only their ratio counts: a machine that has slowed down since `micro_seconds` were measured has
+    done so for both. Where every core has a rank of one thread, its processor time is the step's:
+    no rank waits.
     """
     stage, accumulate = way
     plain = _module(asked, precision_of(asked["precision"]).compute)
@@ -411,19 +379,20 @@ def _whole(
     onefold.shard(
         module, optimizer, stage=stage, mesh=ranks.world.group.handle, precision=asked["precision"]
     )
-    threads = torch.get_num_threads()
-    is_full = ranks.world.world_size >= usable_cores()
-    clock = _clock(threads) if is_full else time.perf_counter
-    found: list[float] = []
-    for _ in ranks.rounds(MOST, WHOLE_SECONDS):
-        begun = clock()
-        train_once(plain, tokens)
-        alone = clock() - begun
-        begun = clock()
+
+    def step() -> None:
         for number in range(accumulate):
             with nullcontext() if number == accumulate - 1 else onefold.accumulate(module):
                 default_loss(module(tokens)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append((clock() - begun) / alone)
+
+    if ranks.world.world_size < usable_cores():
+        ranks = _MeasuredRanks(ranks.world, ranks.patience, time.perf_counter)
+
+    def take() -> float:
+        alone = ranks.timed(partial(train_once, plain, tokens))
+        return ranks.timed(step) / alone
+
+    found = ranks.repeat(MOST, WHOLE_SECONDS, take)
     return Whole(stage, accumulate, median(found[1:]) * micro_seconds)
