@@ -67,13 +67,13 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def print_verdict(verdict: Verdict, stream: TextIO) -> None:
-    """A row for each stage, then what differs."""
+    """Print a row for each stage, then every difference."""
     print(
         f"{verdict.num_parameters:,d} parameters, {verdict.steps} steps, "
         f"{verdict.world_size} ranks against one process, relative",
         f"{'':10s}{'loss is off by':>18s}{'weights by':>18s}{'bits of stage 0':>18s}",
         *(_row(stage) for stage in verdict.stages),
-        *_told_once(verdict),
+        *_fault_lines(verdict),
         sep="\n",
         file=stream,
     )
@@ -91,8 +91,8 @@ def _row(stage: StageVerdict) -> str:
     return f"stage {stage.stage:<4d}{loss:>18s}{weights:>18s}{bits:>18s}   {verdict}"
 
 
-def _told_once(verdict: Verdict) -> list[str]:
-    """Every fault once, with the stages that have it."""
+def _fault_lines(verdict: Verdict) -> list[str]:
+    """List every fault once, with the stages that have it."""
     stages: dict[str, list[str]] = {}
     for stage in verdict.stages:
         for fault in _faults(stage):

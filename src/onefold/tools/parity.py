@@ -1,21 +1,22 @@
-"""Law 1 on a module of the user's: do all stages compute what one process does?
+"""Check law 1 on a user's module: do all stages compute the same as one process?
 
-The module is built anew for every run, trained on the same global batch each step: once whole, by
-rank 0 alone and without Onefold, then at stages 0-3, where each rank takes its rows. Stages must
-agree with one another bit for bit, and with the one process to RELATIVE per step.
+Every run builds the module anew and trains it on the same global batch each step: once on rank 0
+alone, without Onefold, then at stages 0-3, where each rank takes its rows. Stages must agree with
+one another bit for bit, and with the one process to RELATIVE per step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import onefold
 from onefold.errors import ConfigError, expected
@@ -27,20 +28,20 @@ from onefold.train.corpus import own_rows
 STAGES = (0, 1, 2, 3)
 
 RELATIVE = 1e-6
-"""How far a step's loss may be from one process: sums have another order there."""
+"""Largest relative difference of a step's loss from one process, where sums have another order."""
 
 WEIGHTS_RELATIVE = 2e-5
-"""The same for weights, of the largest value in each parameter and per step."""
+"""The same for weights, relative to the largest value of each parameter, and per step."""
 
 ROWS_PER_RANK, SEQ = 2, 32
-"""Synthetic tokens, where the user's function gives no batch."""
+"""Synthetic tokens, where the user's function returns no batch."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The parameter that is furthest from where it should be."""
+    """The parameter with the largest relative difference."""
 
     parameter: str
     largest: float  # absolute difference of one element
@@ -50,27 +51,23 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class StageVerdict:
-    """How one stage compares."""
+    """The comparison of one stage."""
 
     stage: int
     losses: list[float]
     loss_relative: float  # worst step, against one process
     loss_is_close: bool
-    weights: Difference | None  # against one process; None: no parameter differs at all
+    weights: Difference | None  # against one process; None: every parameter is equal
     weights_are_close: bool
     bits: Difference | None  # against stage 0; None: bit for bit the same
     same_losses: bool  # bit for bit those of stage 0
-    rank_differs: str  # a parameter that ranks do not agree on, or empty
+    rank_differs: str  # a parameter on which ranks disagree, or empty
 
     @property
     def passes(self) -> bool:
-        return (
-            self.loss_is_close
-            and self.weights_are_close
-            and self.bits is None
-            and self.same_losses
-            and not self.rank_differs
-        )
+        is_close = self.loss_is_close and self.weights_are_close
+        is_same = self.bits is None and self.same_losses and not self.rank_differs
+        return is_close and is_same
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +87,53 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """What one training run leaves."""
+class _Case:
+    """The choice of a run: a user's function, or None for the tiny GPT."""
+
+    model: str | None
+    steps: int
+    seed: int
+    world: World
+
+    def build(self) -> tuple[nn.Module, Any, Loss]:
+        """Return a fresh module, the global batch and the loss, on this rank's device."""
+        world_size, device = self.world.world_size, self.world.device
+        torch.manual_seed(self.seed)
+        if self.model is None:
+            made: Any = GPT(PRESETS["tiny"], SEQ)
+        else:
+            made = call_function(self.model, load_function(self.model), (nn.Module, tuple))
+        if isinstance(made, nn.Module):
+            generator = torch.Generator().manual_seed(self.seed)
+            shape = (ROWS_PER_RANK * world_size, SEQ + 1)
+            made = made, torch.randint(0, VOCAB, shape, generator=generator), next_token_loss
+        if len(made) != 3 or not isinstance(made[0], nn.Module) or not callable(made[2]):
+            wanted = f"{self.model}() to return a module, or (module, batch, loss_fn)"
+            kinds = ", ".join(type(part).__name__ for part in made)
+            hint = "loss_fn(module, batch) returns the loss, a mean over rows of the batch"
+            raise ConfigError(expected(wanted, f"({kinds})", hint=hint))
+        module, batch, loss_fn = made
+
+        def to_device(tensor: Tensor) -> Tensor:
+            if tensor.dim() and len(tensor) % world_size:
+                wanted = f"a batch whose rows divide by {world_size} ranks"
+                hint = "return a larger batch, or pass --ranks"
+                raise ConfigError(expected(wanted, f"{len(tensor)} rows", hint=hint))
+            return tensor.to(device)
+
+        return module.to(device), tree_map_only(Tensor, to_device, batch), loss_fn
+
+    def own_rows(self, tensor: Tensor) -> Tensor:
+        """Return this rank's rows of a tensor of the global batch."""
+        if tensor.dim() == 0:
+            return tensor
+        own = own_rows(len(tensor), self.world.rank, self.world.world_size)
+        return tensor[own.start : own.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """The outcome of one training run."""
 
     losses: Tensor  # [steps], float64, mean over ranks
     weights: dict[str, Tensor]
@@ -104,139 +146,61 @@ def check(model: str | None, *, steps: int, seed: int, world: World) -> Verdict:
     byte tokens, or (module, batch, loss_fn): the batch is a tensor, or a tuple or dict of tensors,
     cut by rows, and `loss_fn(module, batch)` is a mean over rows.
     """
+    case = _Case(model, steps, seed, world)
     with _repeatable(world.device):
-        reference = _train_whole(model, steps, seed, world) if world.rank == 0 else None
-        first: _Run | None = None
+        reference = _train(case, None) if world.rank == 0 else None
+        first: _Trained | None = None
         verdicts: list[StageVerdict] = []
         for stage in STAGES:
-            run = _train_sharded(model, stage, steps, seed, world)
-            disagreement = _disagreement(run, world)
-            first = first or run
+            trained = _train(case, stage)
+            disagreement = _disagreement(trained, world)
+            first = first or trained
             if reference is not None:
-                verdicts.append(_judge(stage, run, reference, first, disagreement))
-    module, _, _ = _case(model, seed, world)
+                verdicts.append(_judge(stage, trained, reference, first, disagreement))
+    module, _, _ = case.build()
     verdict = None
     if reference is not None:
-        verdict = Verdict(
-            world_size=world.world_size,
-            steps=steps,
-            num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-            losses=reference.losses.tolist(),
-            stages=verdicts,
-            hint=_hint(module),
-        )
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        losses = reference.losses.tolist()
+        verdict = Verdict(world.world_size, steps, numel, losses, verdicts, _hint(module))
     shared = world.gather(verdict)[0]
     assert isinstance(shared, Verdict), "rank 0 has judged"
     return shared
 
 
-def _case(model: str | None, seed: int, world: World) -> tuple[nn.Module, Any, Loss]:
-    """A fresh module, the global batch, the loss."""
-    torch.manual_seed(seed)
-    if model is None:
-        made: Any = GPT(PRESETS["tiny"], SEQ)
-    else:
-        made = call_function(model, load_function(model), (nn.Module, tuple))
-    if isinstance(made, nn.Module):
-        generator = torch.Generator().manual_seed(seed)
-        shape = (ROWS_PER_RANK * world.world_size, SEQ + 1)
-        made = made, torch.randint(0, VOCAB, shape, generator=generator), next_token_loss
-    if len(made) != 3 or not isinstance(made[0], nn.Module) or not callable(made[2]):
-        kinds = ", ".join(type(part).__name__ for part in made)
-        raise ConfigError(
-            expected(
-                f"{model}() to return a module, or (module, batch, loss_fn)",
-                f"({kinds})",
-                hint="loss_fn(module, batch) returns the loss, a mean over rows of the batch",
-            )
-        )
-    module, batch, loss = made
-    _check_rows(batch, world.world_size)
-    return module.to(world.device), _map(batch, lambda tensor: tensor.to(world.device)), loss
+def _train(case: _Case, stage: int | None) -> _Trained:
+    """Train at a stage, or without Onefold if `stage` is None."""
+    module, batch, loss_fn = case.build()
+    # this eps keeps rounding small: a gradient that is zero but for rounding, as that of a bias of
+    # attention keys, would otherwise become a full step in a random direction
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
+    if stage is not None:
+        onefold.shard(module, optimizer, stage=stage)
+        batch = tree_map_only(Tensor, case.own_rows, batch)
+    torch.manual_seed(case.seed)
+    losses: list[float] = []
+    for _ in range(case.steps):
+        loss = loss_fn(module, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    if stage is not None:
+        losses = case.world.mean(losses)
+    with nullcontext() if stage is None else onefold.unsharded(module):
+        weights = {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
+    return _Trained(torch.tensor(losses, dtype=torch.float64), weights)
 
 
 def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy of each token given those before it, tokens [B, T + 1]."""
+    """Return the mean cross-entropy of each token given the tokens before it; tokens [B, T + 1]."""
     logits = logits_of(module, tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def _train_whole(model: str | None, steps: int, seed: int, world: World) -> _Run:
-    module, batch, loss_fn = _case(model, seed, world)
-    optimizer = _optimizer(module)
-    torch.manual_seed(seed)
-    losses = [_step(module, optimizer, loss_fn, batch) for _ in range(steps)]
-    return _Run(torch.tensor(losses, dtype=torch.float64), _copied(module))
-
-
-def _train_sharded(model: str | None, stage: int, steps: int, seed: int, world: World) -> _Run:
-    module, batch, loss_fn = _case(model, seed, world)
-    optimizer = _optimizer(module)
-    onefold.shard(module, optimizer, stage=stage)
-    own = _map(batch, lambda tensor: _rows(tensor, world))
-    torch.manual_seed(seed)
-    losses = [_step(module, optimizer, loss_fn, own) for _ in range(steps)]
-    with onefold.unsharded(module):
-        weights = _copied(module)
-    return _Run(torch.tensor(world.mean(losses), dtype=torch.float64), weights)
-
-
-def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with an eps that keeps rounding small.
-
-    A gradient that is zero but for rounding, as that of a bias of attention keys, would otherwise
-    be scaled up to a full step in a random direction.
-    """
-    return torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
-
-
-def _step(module: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Loss, batch: Any) -> float:
-    loss = loss_fn(module, batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
-def _copied(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
-
-
-def _map(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {name: _map(value, function) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(_map(value, function) for value in batch)
-    return batch
-
-
-def _rows(tensor: Tensor, world: World) -> Tensor:
-    if tensor.dim() == 0:
-        return tensor
-    own = own_rows(len(tensor), world.rank, world.world_size)
-    return tensor[own.start : own.stop]
-
-
-def _check_rows(batch: Any, world_size: int) -> None:
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.dim() and len(tensor) % world_size:
-            raise ConfigError(
-                expected(
-                    f"a batch whose rows divide by {world_size} ranks",
-                    f"{len(tensor)} rows",
-                    hint="return a larger batch, or pass --ranks",
-                )
-            )
-        return tensor
-
-    _map(batch, look)
-
-
 @contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
-    """Kernels that give the same bits each time; only on a GPU has torch others."""
+    """Use kernels that return the same bits each time; only on a GPU does torch have others."""
     before = torch.are_deterministic_algorithms_enabled()
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -249,60 +213,58 @@ def _repeatable(device: torch.device) -> Iterator[None]:
 # comparing
 
 
-def _judge(stage: int, run: _Run, reference: _Run, first: _Run, disagreement: str) -> StageVerdict:
-    steps = torch.arange(1, len(run.losses) + 1)
-    relative = (run.losses - reference.losses).abs() / reference.losses.abs().clamp_min(1e-12)
-    weights = difference(run.weights, reference.weights)
-    allowed = WEIGHTS_RELATIVE * len(run.losses)
+def _judge(
+    stage: int, trained: _Trained, reference: _Trained, first: _Trained, disagreement: str
+) -> StageVerdict:
+    losses, wanted = trained.losses, reference.losses
+    relative = (losses - wanted).abs() / wanted.abs().clamp_min(1e-12)
+    allowed = RELATIVE * torch.arange(1, len(losses) + 1)
+    weights = difference(trained.weights, reference.weights)
     return StageVerdict(
         stage=stage,
-        losses=run.losses.tolist(),
+        losses=losses.tolist(),
         loss_relative=float(relative.max()),
-        loss_is_close=bool((relative <= RELATIVE * steps).all()),
+        loss_is_close=bool((relative <= allowed).all()),
         weights=weights,
-        weights_are_close=weights is None or weights.relative <= allowed,
-        bits=difference(run.weights, first.weights),
-        same_losses=torch.equal(run.losses, first.losses),
+        weights_are_close=weights is None or weights.relative <= WEIGHTS_RELATIVE * len(losses),
+        bits=difference(trained.weights, first.weights),
+        same_losses=torch.equal(losses, first.losses),
         rank_differs=disagreement,
     )
 
 
 def difference(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> Difference | None:
-    """The parameter with the largest relative difference, or None where all bits are the same.
+    """Return the parameter with the largest relative difference; None if all bits are equal.
 
-    A value that is not a number counts as infinitely far away.
+    A NaN counts as infinitely far away.
     """
-    worst: Difference | None = None
-    count = 0
+    found: list[Difference] = []
     for name, right in wanted.items():
-        left = got[name]
-        if torch.equal(left, right):
+        if torch.equal(got[name], right):
             continue
-        count += 1
-        gap = (left.double() - right.double()).abs().nan_to_num(nan=float("inf"))
+        gap = (got[name].double() - right.double()).abs().nan_to_num(nan=float("inf"))
         largest = float(gap.max()) if gap.numel() else 0.0
         scale = float(right.double().abs().max()) if right.numel() else 0.0
-        relative = largest / max(scale, 1e-3)
-        if worst is None or relative > worst.relative:
-            worst = Difference(name, largest, relative, count)
-    if worst is None:
+        found.append(Difference(name, largest, largest / max(scale, 1e-3), 0))
+    if not found:
         return None
-    return Difference(worst.parameter, worst.largest, worst.relative, count)
+    worst = max(found, key=lambda each: each.relative)
+    return replace(worst, num_differing=len(found))
 
 
-def _disagreement(run: _Run, world: World) -> str:
-    """The first parameter whose gathered values are not the same on every rank, or nothing."""
-    mine = {
+def _disagreement(trained: _Trained, world: World) -> str:
+    """Return the first parameter whose gathered values differ between ranks, or nothing."""
+    own = {
         name: sha256(weight.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, weight in run.weights.items()
+        for name, weight in trained.weights.items()
         if weight.numel()
     }
-    everywhere = world.gather(mine)
-    return next((name for name in mine if len({each[name] for each in everywhere}) > 1), "")
+    everywhere = world.gather(own)
+    return next((name for name in own if len({each[name] for each in everywhere}) > 1), "")
 
 
 def _hint(module: nn.Module) -> str:
-    """Why a module cannot pass, where its parts tell."""
+    """Return why a module cannot pass, if its parts show it."""
     dropout = nn.modules.dropout._DropoutNd
     batch_norm = nn.modules.batchnorm._BatchNorm
     for name, part in module.named_modules():
@@ -312,7 +274,6 @@ def _hint(module: nn.Module) -> str:
             return f"{name!r} takes statistics from each rank's rows: return it in eval() mode"
     for name, parameter in module.named_parameters():
         if parameter.dtype != torch.float32:
-            return (
-                f"{name!r} is {parameter.dtype}, and the law speaks of fp32: return module.float()"
-            )
+            was = f"{name!r} is {parameter.dtype}"
+            return f"{was}, and the law speaks of fp32: return module.float()"
     return ""
