@@ -1,22 +1,22 @@
-"""Which bytes of a growing area are free: leases that come and go within a step.
+"""Track free bytes of a growing area, from which a step takes leases.
 
-What a store allocates stays until the end, at its place. What backward needs of forward is another
-matter: every step takes as many places as the one before, in the same order, and lets go of them in
-reverse. So an area grows to what one step needs, and is used over and over. A place is a lease: it
-is free again when its last holder lets go of it.
+Activations take as many places in every step, in the same order, and return them in reverse. So an
+area grows to the need of one step and is reused. A place is free again when the last reference to
+its lease is gone.
 """
 
 from __future__ import annotations
 
 from bisect import bisect, insort
 from collections import deque
+from collections.abc import Callable
 from threading import Lock
 
 from onefold.ledger import Kind, Ledger
 
 
 class Lease:
-    """A stretch of one ground of an area; free again when nobody holds the lease any more."""
+    """Bytes of one file or arena of an area; free again when the lease is collected."""
 
     __slots__ = ("_area", "ground", "nbytes", "offset")
 
@@ -31,28 +31,28 @@ class Lease:
 
 
 class Area:
-    """Which bytes of some grounds (files, arenas) are free. Offsets and lengths are whole pages."""
+    """Free bytes of several grounds (files, arenas). Offsets and lengths are whole pages."""
 
     def __init__(self, tier: str, ledger: Ledger) -> None:
         self._tier = tier
         self._ledger = ledger
         self._free: list[list[tuple[int, int]]] = []  # of each ground: (start, stop), in order
         self._lock = Lock()
-        # leases end wherever the last reference goes, which may be a garbage collection inside
-        # one of our own locked lines: so they only leave a note, and `take` reads it
+        # a lease may end in a garbage collection inside one of our own locked lines, so it only
+        # queues its bytes here, and `take` reads the queue
         self._given: deque[tuple[int, int, int]] = deque()
 
     def add(self, ground: int, start: int, nbytes: int) -> None:
-        """There are `nbytes` more of a ground, from `start`."""
+        """Add `nbytes` of a ground, from `start`."""
         self._given.append((ground, start, nbytes))
 
     def give(self, lease: Lease) -> None:
-        """A lease has ended."""
+        """End a lease."""
         self._ledger.add(Kind.ACTIVATION, self._tier, -lease.nbytes, is_mapped=True)
         self._given.append((lease.ground, lease.offset, lease.nbytes))
 
     def take(self, nbytes: int, first: int = 0) -> Lease | None:
-        """The smallest free stretch that fits, of ground `first` if it has one, or of the next."""
+        """Lease the smallest free stretch that fits: of ground `first`, or of the next with one."""
         with self._lock:
             while self._given:
                 self._join(*self._given.popleft())
@@ -64,6 +64,14 @@ class Area:
                     return Lease(self, ground, start, nbytes)
         return None
 
+    def take_or_grow(
+        self, nbytes: int, first: int, grow: Callable[[], tuple[int, int, int]]
+    ) -> Lease:
+        """Lease `nbytes`, adding the (ground, start, nbytes) of `grow` where no stretch is free."""
+        while (lease := self.take(nbytes, first)) is None:
+            self.add(*grow())
+        return lease
+
     def _cut(self, free: list[tuple[int, int]], nbytes: int) -> int | None:
         fitting = [(stop - start, start) for start, stop in free if stop - start >= nbytes]
         if not fitting:
@@ -74,7 +82,7 @@ class Area:
         return start
 
     def _join(self, ground: int, start: int, nbytes: int) -> None:
-        """Add a free stretch; with its neighbours it becomes one."""
+        """Add a free stretch, merged with its neighbours."""
         while len(self._free) <= ground:
             self._free.append([])
         free, stop = self._free[ground], start + nbytes

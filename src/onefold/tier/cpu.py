@@ -1,4 +1,4 @@
-"""CPU memory for state that has left an accelerator: one arena, exact in size, registered once."""
+"""CPU memory for state that has left an accelerator: one arena of exact size, registered once."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ from onefold.tier.store import whole_pages
 
 
 class HostAllocation:
-    """A flat tensor in the arena. It stays: what rests on the host does so until the end."""
+    """A flat tensor in the arena, which keeps its place until the end."""
 
     __slots__ = ("tensor",)
 
-    far = None  # the host computes on it
+    far = None
     is_mapped = True
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
-    def release(self) -> None:
-        """What rests on the host keeps its place."""
+    def release(self) -> None: ...
 
-    def restore(self) -> None:
-        """See `release`."""
+    def restore(self) -> None: ...
 
 
 class _Arena(mmap.mmap):
-    """Host memory that a driver may have registered: it is told before the memory goes."""
+    """Host memory that unregisters itself from the CUDA driver before it is unmapped."""
 
     registered_at = 0
 
@@ -43,58 +41,49 @@ class _Arena(mmap.mmap):
 
 
 class HostStore:
-    """Buffers in one arena of page-locked memory, so that copies to the device run by themselves.
+    """Buffers in one arena of page-locked memory, so that copies to the device run asynchronously.
 
     torch's own pinned allocations round up to a power of two, and each registers anew, which
-    stalls the device's queues; this is one mapping of exactly what was planned.
+    stalls the device's queues. This is one mapping of exactly the planned size.
     """
 
     name = "cpu"
     is_far = False
 
     def __init__(self, nbytes: int) -> None:
-        """Map, and register, `nbytes`. Where that is refused: pageable, with a warning."""
+        """Map and register `nbytes`. If registering fails, warn and use pageable memory."""
         self.device = torch.device("cpu")
         self._used = 0
-        self._arena = self._map(nbytes)
-
-    @staticmethod
-    def _map(nbytes: int) -> Tensor:
-        whole = whole_pages(max(1, nbytes))
-        try:
-            mapping = _Arena(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError) as error:
-            raise TierError(
-                expected(
-                    f"{nbytes:,} bytes of CPU memory for offloaded states", str(error),
-                    hint='offload="disk:PATH", a smaller fraction, or more ranks',
-                )
-            ) from error  # fmt: skip
-        arena = torch.frombuffer(mapping, dtype=torch.uint8)
-        HostStore._pin(mapping, arena)
-        return arena
-
-    @staticmethod
-    def _pin(mapping: _Arena, arena: Tensor) -> None:
-        if not torch.cuda.is_available():
-            return
-        runtime: Any = torch.cuda.cudart()
-        refused = runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0)
-        if int(refused) == 0:
-            mapping.registered_at = arena.data_ptr()
-        else:
-            warnings.warn(
-                f"{arena.nbytes:,} bytes of CPU memory could not be page-locked (CUDA error "
-                f"{int(refused)}): copies to the device will wait for the host; raise "
-                "`ulimit -l`",
-                stacklevel=6,
-            )
+        self._arena = _map(nbytes)
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> HostAllocation:
-        """The next flat tensor [numel] of the arena, or of a further one if the plan was short."""
+        """Allocate the next flat tensor [numel], in a further arena if the plan was short."""
         nbytes = whole_pages(numel * dtype.itemsize)
         if self._used + nbytes > self._arena.nbytes:
-            self._arena, self._used = self._map(nbytes), 0
+            self._arena, self._used = _map(nbytes), 0
         start, self._used = self._used, self._used + nbytes
-        flat = self._arena[start : start + numel * dtype.itemsize].view(dtype)
-        return HostAllocation(flat)
+        return HostAllocation(self._arena[start : start + numel * dtype.itemsize].view(dtype))
+
+
+def _map(nbytes: int) -> Tensor:
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = _Arena(-1, whole_pages(max(1, nbytes)), flags)
+    except (OSError, ValueError) as error:
+        wanted = f"{nbytes:,} bytes of CPU memory for offloaded states"
+        hint = 'offload="disk:PATH", a smaller fraction, or more ranks'
+        raise TierError(expected(wanted, str(error), hint=hint)) from error
+    arena = torch.frombuffer(mapping, dtype=torch.uint8)
+    if not torch.cuda.is_available():
+        return arena
+    runtime: Any = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
+    if code == 0:
+        mapping.registered_at = arena.data_ptr()
+    else:
+        warnings.warn(
+            f"{arena.nbytes:,} bytes of CPU memory could not be page-locked (CUDA error {code}): "
+            "copies to the device will wait for the host; raise `ulimit -l`",
+            stacklevel=5,
+        )
+    return arena

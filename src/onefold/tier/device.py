@@ -1,4 +1,4 @@
-"""The tier of compute: tensors that kernels can use at once."""
+"""The tier of compute: tensors that kernels use in place."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ from onefold.tier.store import Allocation
 
 
 class Resizable:
-    """Bytes of torch's allocator: the storage object outlives them."""
+    """Bytes of torch's allocator. The storage object outlives them."""
 
     __slots__ = ("_nbytes", "tensor")
+
+    far = None
+    is_mapped = False
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = self.tensor.nbytes
 
-    far = None  # it may be computed on
-    is_mapped = False
-
     def release(self) -> None:
-        """See `Allocation.release`."""
         self.tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """See `Allocation.restore`."""
         self.tensor.untyped_storage().resize_(self._nbytes)
 
 
 class DeviceStore:
-    """Buffers in the memory of the device that computes (which may be the CPU).
+    """Buffers in the memory of the computing device, which may be the CPU.
 
-    `name` is another tier's where its bytes lie in the same memory: "cpu", if the CPU computes.
+    `name` is another tier's where both share that memory: "cpu", if the CPU computes.
     """
 
     is_far = False
@@ -45,10 +43,10 @@ class DeviceStore:
         self._pool = PagePool(move) if move else None
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
-        """A flat, uninitialised tensor [numel] on the device.
+        """Allocate a flat, uninitialised tensor [numel] on the device.
 
-        What is brief comes from the heap: while backward fills it, activations leave blocks there
-        that the process cannot give back, but can use.
+        A brief tensor comes from the heap: while backward fills it, activations free heap blocks
+        that the process cannot return to the system, but can use.
         """
         nbytes = numel * dtype.itemsize
         try:

@@ -1,14 +1,12 @@
-"""Files as memory: state that rests on one or several disks (ZeRO-Infinity, arXiv 2104.07857).
+"""Use files as memory: state on one or several disks (ZeRO-Infinity, arXiv 2104.07857).
 
-Each path gets one file, opened past the page cache (O_DIRECT), preallocated as buffers are asked
-for, and unlinked at once: its space comes back when the process ends, however it ends, and two jobs
-on one path never meet. A buffer is an *extent*, cut into stripes that go around the paths, so that
-their bandwidths add.
+Each path gets one file, opened past the page cache (O_DIRECT), preallocated, and unlinked at once:
+its space is free when the process ends, however it ends, and two jobs on one path never meet. A
+buffer is an *extent*, cut into stripes that go around the paths, so that their bandwidths add.
 
-An extent is also mapped into memory. The engine never touches the mapping: it fetches and flushes
-blocks past the cache. But a parameter that rests on disk still has its face, and a user may read
-or edit it at any moment; through the mapping that is a read or an edit of the file, and the kernel
-keeps both ways in agreement. So nothing that shows state has to know where it rests.
+An extent is also mapped into memory. The engine fetches and flushes blocks past the cache and never
+touches the mapping. But a user may read or edit a parameter at any moment: through the mapping that
+reads or edits the file, and the kernel keeps both ways coherent.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import fcntl
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,15 +33,15 @@ STRIPE_NBYTES = 4 << 20
 """Consecutive bytes on one path: a request large enough for the disk's full rate."""
 
 MAX_STRIPES = 4096
-"""Of an extent: each is a mapping, of which a process may have 65,530."""
+"""Stripes of an extent. Each is a mapping, and a process may have 65,530."""
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def set_direct(fd: int, wanted: bool) -> bool:
-    """Have a file's requests go past the page cache, or not; what it came to.
+    """Turn O_DIRECT of a file on or off; return the new state.
 
-    Not every file system can: there they go through it.
+    Some file systems cannot bypass the page cache.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT
     try:
@@ -54,7 +52,7 @@ def set_direct(fd: int, wanted: bool) -> bool:
 
 
 class SwapFile:
-    """One unlinked file on one path: extents are taken from its end, blocks go past the cache."""
+    """One unlinked file on one path. Extents take its end; blocks bypass the page cache."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -71,11 +69,11 @@ class SwapFile:
         self.is_direct = set_direct(fd, True)
 
     def reserve(self, nbytes: int) -> None:
-        """Take `nbytes` of the disk now, beyond what extents have."""
+        """Allocate `nbytes` on the disk now, beyond the extents."""
         start = self._nbytes
         was_direct = self.is_direct
         try:
-            # where the system has to write instead, it writes bytes
+            # systems without fallocate write single bytes instead
             self.is_direct = set_direct(self.fd, False)
             os.posix_fallocate(self.fd, start, nbytes)
         except OSError as error:
@@ -88,7 +86,7 @@ class SwapFile:
         self._reserved = start + nbytes
 
     def extend(self, nbytes: int) -> int:
-        """Give `nbytes` to an extent, of what is reserved or of more; the offset of the first."""
+        """Give `nbytes` to an extent, reserving more if needed; return the offset of the first."""
         start = self._nbytes
         if start + nbytes > self._reserved:
             self.reserve(nbytes)
@@ -96,7 +94,7 @@ class SwapFile:
         return start
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from `offset`; what a short read leaves is asked for again."""
+        """Fill `into` from `offset`, repeating short reads."""
         self._move(os.preadv, offset, into, "read")
         with self._counting:
             self.read_nbytes += len(into)
@@ -107,25 +105,23 @@ class SwapFile:
         with self._counting:
             self.written_nbytes += len(source)
 
-    def _move(self, call: object, offset: int, view: memoryview, verb: str) -> None:
+    def _move(self, call: Callable[..., int], offset: int, view: memoryview, verb: str) -> None:
         done = 0
         while done < len(view):
             was_direct = self.is_direct
             try:
-                moved = call(self.fd, [view[done:]], offset + done)  # type: ignore[operator]
+                moved = call(self.fd, [view[done:]], offset + done)
+                if moved == 0:
+                    raise OSError(errno.EIO, f"only {done:,} bytes were moved")
             except OSError as error:
                 if error.errno == errno.EINVAL and was_direct:
-                    # this file system opens so, but does not transfer so
+                    # this file system opens with O_DIRECT, but does not transfer with it
                     self.is_direct = set_direct(self.fd, False)
                     continue
                 wanted = f"to {verb} {len(view):,} bytes at offset {offset:,}"
                 raise self._failed(wanted, error, offset, len(view)) from error
-            if moved == 0:
-                wanted = f"to {verb} {len(view):,} bytes at offset {offset:,}"
-                short = OSError(errno.EIO, f"only {done:,} bytes were moved")
-                raise self._failed(wanted, short, offset, len(view))
             if moved % PAGE_NBYTES and done + moved < len(view) and self.is_direct:
-                moved -= moved % PAGE_NBYTES  # O_DIRECT goes on at whole pages
+                moved -= moved % PAGE_NBYTES  # O_DIRECT continues at a whole page
                 if moved == 0:
                     self.is_direct = set_direct(self.fd, False)
             done += moved
@@ -146,13 +142,13 @@ class SwapFile:
         return TierError.at(message, error, str(self.folder), offset, nbytes)
 
     def close(self) -> None:
-        """Give the space back."""
+        """Free the space."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        with suppress(AttributeError):
+        with suppress(AttributeError):  # of a file that could not be made
             self.close()
 
 
@@ -183,30 +179,28 @@ class Extent:
 
     __slots__ = ("__weakref__", "_itemsize", "_mapping", "_stripes", "tensor")
 
+    is_mapped = True
+
     def __init__(self, numel: int, dtype: torch.dtype, stripes: list[Stripe]) -> None:
         self._stripes = stripes
         self._itemsize = dtype.itemsize
         self._mapping = MappedFile(stripes)
         self.tensor = self._mapping.tensor(numel, dtype)
 
-    is_mapped = True
-
     @property
     def far(self) -> Extent:
         return self
 
     def fetch(self, start: int, into: Tensor) -> None:
-        """See `Far.fetch`."""
         for file, offset, view in self._parts(start, into):
             file.read(offset, view)
 
     def flush(self, start: int, source: Tensor) -> None:
-        """See `Far.flush`."""
         for file, offset, view in self._parts(start, source):
             file.write(offset, view)
 
     def _parts(self, start: int, flat: Tensor) -> Iterator[tuple[SwapFile, int, memoryview]]:
-        """Where the bytes of `flat` go, rounded up to whole pages: extents and slots are."""
+        """Yield the place of each part of `flat`, up to its last whole page as in every extent."""
         view, first = page_view(flat), start * self._itemsize
         for stripe in self._stripes:
             low = max(first, stripe.start)
@@ -216,41 +210,38 @@ class Extent:
                 yield stripe.file, stripe.offset + low - stripe.start, part
 
     def forget(self) -> None:
-        """See `Far.forget`."""
         self._mapping.forget()
 
     def release(self) -> None:
-        """What rests on disk keeps its place."""
+        """Do nothing: state on disk keeps its place."""
 
     def restore(self) -> None:
-        """See `release`."""
+        """Do nothing: state on disk keeps its place."""
 
 
 def page_view(flat: Tensor) -> memoryview:
-    """The bytes of a flat tensor in CPU memory, up to the end of their last page."""
+    """Return the bytes of a flat tensor in CPU memory, up to the end of their last page."""
     nbytes = whole_pages(flat.nbytes)
     return memoryview((ctypes.c_char * nbytes).from_address(flat.data_ptr())).cast("B")
 
 
 class MappedFile:
-    """Stripes of files, one after another in memory; unmapped with the last view."""
+    """Stripes of files, mapped one after another; unmapped with the last view."""
 
     def __init__(self, stripes: Sequence[Stripe]) -> None:
         self.nbytes = sum(stripe.nbytes for stripe in stripes)
         libc = ctypes.CDLL(None, use_errno=True)
         self._mmap, self._munmap, self._madvise = libc.mmap, libc.munmap, libc.madvise
         address, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self._mmap.restype = ctypes.c_void_p
+        self._mmap.restype = address
         self._mmap.argtypes = [address, length, number, number, number, ctypes.c_long]
         self._munmap.argtypes = [address, length]
         self._madvise.argtypes = [address, length, number]
         anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self.address = self._map(None, self.nbytes, anonymous, -1, 0)
         for stripe in stripes:
-            shared = mmap.MAP_SHARED | _MAP_FIXED
-            self._map(
-                self.address + stripe.start, stripe.nbytes, shared, stripe.file.fd, stripe.offset
-            )
+            at, flags = self.address + stripe.start, mmap.MAP_SHARED | _MAP_FIXED
+            self._map(at, stripe.nbytes, flags, stripe.file.fd, stripe.offset)
 
     def _map(self, address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
         access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -264,20 +255,19 @@ class MappedFile:
         return found
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor [numel] over the mapping, which lives as long as any view of it."""
+        """Return a flat tensor [numel] over the mapping, which lives as long as any view of it."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        kind = ctypes.c_char * self.nbytes
-        view = kind.from_address(self.address)
+        view = (ctypes.c_char * self.nbytes).from_address(self.address)
         view.owner = self  # type: ignore[attr-defined] - ctypes arrays take attributes
         return torch.frombuffer(view, dtype=dtype, count=numel)
 
     def forget(self) -> None:
-        """Unmap what was read; the file keeps what was written."""
+        """Unmap the pages that were read; the file keeps edits."""
         self._madvise(self.address, self.nbytes, mmap.MADV_DONTNEED)
 
     def __del__(self) -> None:
-        with suppress(AttributeError):
+        with suppress(AttributeError):  # of a mapping that could not be made
             self._munmap(self.address, self.nbytes)
 
 
@@ -286,15 +276,15 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class DiskStore:
-    """Buffers in files on one or several paths; this rank's own."""
+    """Buffers in this rank's own files, on one or several paths."""
 
     name = "disk"
     is_far = True
 
     def __init__(self, paths: Sequence[Path], rank: int, nbytes: int = 0) -> None:
-        """Creates and unlinks a file on each path, and reserves `nbytes` on all of them together.
+        """Create and unlink a file on each path, and reserve `nbytes` on all of them together.
 
-        Raises `TierError` where that is refused.
+        Raises `TierError` if the system refuses.
         """
         self.device = torch.device("cpu")
         self.files = [SwapFile(path, rank) for path in paths]
@@ -305,7 +295,7 @@ class DiskStore:
         self._next = rank % len(paths)  # where the first stripe of the next extent goes
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Extent:
-        """A flat tensor [numel] of zeros, whose space on disk is taken now."""
+        """Allocate a flat tensor [numel] of zeros, with its space on disk."""
         whole = whole_pages(max(1, numel) * dtype.itemsize)
         if len(self.files) == 1:
             file = self.files[0]
@@ -321,6 +311,6 @@ class DiskStore:
 
     @property
     def moved_nbytes(self) -> tuple[int, int]:
-        """Bytes read from, and written to, all paths by this rank so far."""
+        """Bytes that this rank has read from, and written to, all paths."""
         read = sum(file.read_nbytes for file in self.files)
         return read, sum(file.written_nbytes for file in self.files)

@@ -1,11 +1,10 @@
-"""Host memory taken from the system in pages, and reused without asking it again.
+"""Map host memory in pages, and move the pages of released buffers to the next buffers.
 
-glibc keeps freed blocks below 32 MB in its heap, where other blocks come to lie between them: a
-model's worth of buffers that come and go then stays resident for good. Pages of our own leave no
-such trace. But a page that goes back to the system is cleared before it comes again, a fault for
-each 4 KiB, which costs more than filling it. So the pages of a released buffer move (`mremap`) to
-the next one of its length that needs some: addresses stay, and with them the views that autograd
-saved, while the memory below them is handed around.
+glibc keeps freed blocks below 32 MB in its heap, where other blocks fragment it: buffers that come
+and go stay resident for good. Our own pages do not. But the system clears a page that it gets back,
+with a fault for each 4 KiB, which costs more than filling it. So the pages of a released buffer
+move (`mremap`) to the next buffer of its length. Addresses stay, and with them the views that
+autograd saved.
 """
 
 from __future__ import annotations
@@ -18,25 +17,24 @@ from collections.abc import Callable
 import torch
 
 PAGES_NBYTES = 1 << 20
-"""Smaller buffers come from the heap: they would not fill pages, and it does not miss them."""
+"""Smaller buffers come from the heap: they would not fill pages."""
 
 MAX_SPARE = 2
-"""Released buffers whose pages are kept: as many as are whole at once."""
+"""Released buffers whose pages are kept: as many as units that are unsharded at once."""
 
 START_NBYTES, NUM_STARTS = 17 * 64, 16
-"""Buffers begin at different distances from a page's start, in whole cache lines. A kernel that
-reads several streams at equal distances finds them in the same few places of the cache, where they
-evict each other."""
+"""Buffers begin at different distances from a page's start, in whole cache lines. Streams at equal
+distances would evict each other from the same few places of the cache."""
 
 _GRAIN_NBYTES = 1 << 21
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
 Move = Callable[[int, int, int], bool]
-"""(from, to, nbytes): moves the pages of one mapping into another; False where it cannot."""
+"""(from, to, nbytes): moves the pages of one mapping into another; False if that fails."""
 
 
 def mover() -> Move | None:
-    """How this system moves pages; None where it does not (then heap buffers are used)."""
+    """Return how this system moves pages; None if it cannot (then the heap is used)."""
     if sys.platform != "linux":
         return None
     try:
@@ -60,7 +58,7 @@ class Pages:
     __slots__ = ("_mapping", "_pool", "address", "mapped_nbytes", "tensor")
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: PagePool) -> None:
-        # lengths are rounded up, so that buffers of nearly equal ones share pages: an address
+        # lengths are rounded up, so that buffers of nearly equal length share pages: an address
         # that is never touched costs nothing
         start = pool.next_start()
         nbytes = numel * dtype.itemsize + start
@@ -71,24 +69,23 @@ class Pages:
         self.tensor = torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
         self.address = self.tensor.data_ptr() - start
 
-    far = None  # it may be computed on
+    far = None
     is_mapped = True
 
     def release(self) -> None:
-        """See `Allocation.release`; whoever reads all the same finds zeros or other values."""
+        """Return the pages to the pool; a read now returns zeros or other values."""
         self._pool.give(self)
 
     def restore(self) -> None:
-        """See `Allocation.restore`."""
         self._pool.take(self)
 
     def drop(self) -> None:
-        """Give the pages back to the system."""
+        """Return the pages to the system."""
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class PagePool:
-    """Pages of released buffers, kept for the next ones. Each sharded module has its own."""
+    """Pages of released buffers, for the next buffers. Each sharded module has its own pool."""
 
     def __init__(self, move: Move) -> None:
         self._move = move
@@ -96,18 +93,18 @@ class PagePool:
         self._spare: list[Pages] = []  # oldest first; each still has its pages
 
     def next_start(self) -> int:
-        """In bytes: where the next buffer begins in its mapping."""
+        """Return the byte at which the next buffer begins in its mapping."""
         self._num_starts += 1
         return self._num_starts % NUM_STARTS * START_NBYTES
 
     def give(self, pages: Pages) -> None:
-        """A buffer is released: keep its pages, and let those of an older one go."""
+        """Keep the pages of a released buffer, and drop those of an older one."""
         self._spare.append(pages)
         if len(self._spare) > MAX_SPARE:
             self._spare.pop(0).drop()
 
     def take(self, pages: Pages) -> None:
-        """A buffer needs pages: its own if they are still here, or those of one of its length."""
+        """Restore a buffer's own pages, or move the pages of a buffer of its length."""
         if pages in self._spare:
             self._spare.remove(pages)
             return
@@ -117,14 +114,14 @@ class PagePool:
                 if not self._move(spare.address, pages.address, pages.mapped_nbytes):
                     spare.drop()
                 return
-        if self._spare:  # pages that nobody can use must not come on top of those that are used
+        if self._spare:  # unusable pages must not add to the pages in use
             self._spare.pop(0).drop()
 
 
 def return_free_memory() -> None:
-    """Have glibc give freed pages back to the system, which it keeps to itself below 32 MB a block.
+    """Have glibc return free heap pages to the system; without glibc this does nothing.
 
-    For when much has come and gone between what stays; without glibc this does nothing.
+    It keeps free blocks below 32 MB where long-lived blocks lie between them.
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
-"""Far bytes that come and go within a step: places that are taken, filled, read once, free again.
+"""Tiers for activations: bytes that are written and read once within a step.
 
-A transfer holds the lease of its place (tier/area.py) until it is over, though nobody may wait for
-it any more: so no late write reaches a place that others have taken.
+A transfer holds the lease of its place (tier/area.py) until it ends, even if no thread waits for
+it: so no late write reaches a place that another lease has.
 """
 
 from __future__ import annotations
@@ -25,60 +25,60 @@ from onefold.tier.store import PAGE_NBYTES, whole_pages
 from onefold.tier.workers import Task, Workers
 
 PIECE_NBYTES = 4 << 20
-"""Of a transfer to or from disk: a request large enough for the disk's full rate."""
+"""Bytes of one disk request: large enough for the disk's full rate."""
 
 ARENA_NBYTES = 256 << 20
-"""Of page-locked memory at a time: registering stalls the device, so it is to happen seldom."""
+"""Page-locked memory registered at a time. Registering stalls the device, so it should be rare."""
 
 TRIM_NBYTES = 64 << 20
-"""Bytes moved between two requests to the heap to give back what is free: each takes 10-20 ms."""
+"""Bytes moved between two trims of the heap, each of which takes 10-20 ms."""
 
 
 class Transfer(Protocol):
-    """Bytes on their way between near memory and a leased place."""
+    """A copy between the computing device and a leased place."""
 
     def wait(self) -> None:
-        """Return when what was read may be used, or what was written let go of: by the caller, or
-        by what it queues on its CUDA stream. Raises `TierError`.
+        """Return when the caller, or work queued on its CUDA stream, may use the bytes read or
+        reuse the memory written. Raises `TierError`.
         """
         ...
 
     def is_completed(self) -> bool:
-        """True when `wait` would make nobody wait."""
+        """True when `wait` would not block."""
         ...
 
     def abandon(self) -> None:
-        """Nobody needs it any more: what has not begun need not happen. Blocks nobody."""
+        """Give the transfer up: parts that have not begun may be skipped. Does not block."""
         ...
 
 
 class Scratch(Protocol):
-    """A tier for bytes that come and go. `name` is the word in the ledger."""
+    """A tier for short-lived bytes. `name` is its word in the ledger."""
 
     @property
     def name(self) -> str: ...
 
     def take(self, nbytes: int) -> Lease:
-        """A place for `nbytes`. Raises `TierError` when the tier has no room."""
+        """Lease a place for `nbytes`. Raises `TierError` when the tier has no room."""
         ...
 
     def write(self, lease: Lease, source: Tensor, then: Callable[[], None]) -> Transfer:
         """Begin to write `source` [nbytes, uint8], which the transfer keeps alive.
 
-        `then` is called when it may be let go of: by a worker, or by whoever waits.
+        A worker or the waiting thread calls `then` when `source` may be freed.
         """
         ...
 
     def read(self, lease: Lease, nbytes: int) -> tuple[Tensor, Transfer]:
-        """Begin to read into new memory [nbytes, uint8] of the device that computes."""
+        """Begin to read into new memory [nbytes, uint8] of the computing device."""
         ...
 
 
 class DiskScratch:
-    """Places in files on one or several paths, through which they go in turn.
+    """Places in files on one or several paths, used in turn.
 
-    Workers move pieces, past the page cache. Towards the CPU they are read to where they are used;
-    away from it, and to and from a CUDA device, they pass through page-aligned slots.
+    Workers move pieces past the page cache. On the CPU, reads go straight to the new memory;
+    writes, and all transfers of a CUDA device, pass through page-aligned slots.
     """
 
     name = "disk"
@@ -93,30 +93,24 @@ class DiskScratch:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._area = Area(self.name, ledger)
-        self._heap = Heap() if self._stream is None else None
+        self._trimmer = _HeapTrimmer()
         self._turn = 0
 
     def take(self, nbytes: int) -> Lease:
-        """See `Scratch.take`. The files grow where no stretch is free."""
-        whole = whole_pages(nbytes)
+        full = whole_pages(nbytes)
         ground = self._turn % len(self._files)
         self._turn += 1
-        lease = self._area.take(whole, ground)
-        if lease is None:
-            self._area.add(ground, self._files[ground].extend(whole), whole)
-            lease = self._area.take(whole, ground)
-            assert lease is not None, "the area has just grown by this much"
-        return lease
+        grow = self._files[ground].extend
+        return self._area.take_or_grow(full, ground, lambda: (ground, grow(full), full))
 
     def write(self, lease: Lease, source: Tensor, then: Callable[[], None]) -> Pieces:
-        """See `Scratch.write`."""
         file, ready = self._files[lease.ground], self._mark()
 
         def piece(start: int, stop: int) -> None:
             with self._slots.lend(PIECE_NBYTES) as slot:
-                near = slot.tensor(stop - start, torch.uint8)
-                self._copy(near, source[start:stop], ready)
-                file.write(lease.offset + start, page_view(near))
+                staged = slot.tensor(stop - start, torch.uint8)
+                self._copy(staged, source[start:stop], ready)
+                file.write(lease.offset + start, page_view(staged))
 
         def written() -> None:
             then()
@@ -125,27 +119,26 @@ class DiskScratch:
         return Pieces(self._workers, len(source), piece, written)
 
     def read(self, lease: Lease, nbytes: int) -> tuple[Tensor, Pieces]:
-        """See `Scratch.read`."""
         file, ready = self._files[lease.ground], self._mark()
-        into = self._landing(nbytes)
+        into = self._allocate(nbytes)
 
         def piece(start: int, stop: int) -> None:
             if self._stream is None:
                 file.read(lease.offset + start, page_view(into[start:stop]))
                 return
             with self._slots.lend(PIECE_NBYTES) as slot:
-                near = slot.tensor(stop - start, torch.uint8)
-                file.read(lease.offset + start, page_view(near))
-                self._copy(into[start:stop], near, ready)
+                staged = slot.tensor(stop - start, torch.uint8)
+                file.read(lease.offset + start, page_view(staged))
+                self._copy(into[start:stop], staged, ready)
 
         return into, Pieces(self._workers, nbytes, piece, lambda: self._note_moved(nbytes))
 
     def _note_moved(self, nbytes: int) -> None:
-        if self._heap is not None:
-            self._heap.note_moved(nbytes)
+        if self._stream is None:
+            self._trimmer.note_moved(nbytes)
 
-    def _landing(self, nbytes: int) -> Tensor:
-        """New memory [nbytes]; on the CPU from a page's beginning, with room for whole pages."""
+    def _allocate(self, nbytes: int) -> Tensor:
+        """Allocate memory [nbytes]: on the CPU page-aligned, and up to the end of a page."""
         if self._stream is not None:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         room = torch.empty(whole_pages(nbytes) + PAGE_NBYTES, dtype=torch.uint8)
@@ -153,7 +146,7 @@ class DiskScratch:
         return room[start : start + nbytes]
 
     def _mark(self) -> torch.cuda.Event | None:
-        """This moment of the stream that computes: memory is filled, or free to be filled."""
+        """Record when the computing stream has filled memory, or freed it to be filled."""
         if self._stream is None:
             return None
         ready = torch.cuda.Event()
@@ -161,7 +154,7 @@ class DiskScratch:
         return ready
 
     def _copy(self, into: Tensor, source: Tensor, ready: torch.cuda.Event | None) -> None:
-        """Copy on a worker; on return it has happened."""
+        """Copy on a worker, and return when the copy has ended."""
         if self._stream is None or ready is None:
             into.copy_(source)
             return
@@ -170,11 +163,11 @@ class DiskScratch:
             into.copy_(source)  # to or from pageable memory: waits for the stream
 
 
-class Heap:
-    """Has glibc give free pages back, which it keeps to itself below 32 MB a block.
+class _HeapTrimmer:
+    """Makes glibc return free pages to the system, which it keeps below 32 MB a block.
 
-    Activations that leave lie between small ones that stay: without this a forward found only half
-    of the memory again that it had freed (measured: 1095 MB resident after it, with this 574).
+    Freed activations lie between small blocks that stay: without trimming, a forward reused only
+    half of the memory that it had freed (measured: 1095 MB resident after it, with trimming 574).
     """
 
     def __init__(self) -> None:
@@ -182,7 +175,7 @@ class Heap:
         self._counting = Lock()
 
     def note_moved(self, nbytes: int) -> None:
-        """So many bytes have left near memory, or will soon; on a worker, beside the compute."""
+        """Count bytes that have left memory; trim now and then, on a worker beside the compute."""
         with self._counting:
             self._moved_nbytes += nbytes
             is_due = self._moved_nbytes >= TRIM_NBYTES
@@ -193,10 +186,11 @@ class Heap:
 
 
 class Pieces:
-    """A transfer cut into tasks, for workers and whoever waits.
+    """A transfer cut into tasks, for workers and the waiting thread.
 
-    It keeps of an error what was told, not the exception: that holds the frames of whoever waited,
-    these hold a graph, and the graph holds this; no collector sees through autograd's part of it.
+    It keeps a copy of an error, not the exception: the exception holds the frames of the waiting
+    thread, they hold a graph, and the graph holds this object. No collector sees through
+    autograd's part of that circle.
     """
 
     def __init__(
@@ -208,21 +202,20 @@ class Pieces:
         self._failure: TierError | None = None  # never raised itself
         self._left = len(starts)
         self._counting = Lock()
-        self._tasks: list[Task] = []
-        for start in starts:
-            stop = min(start + PIECE_NBYTES, nbytes)
-            self._tasks.append(workers.give(lambda a=start, b=stop: self._run(piece, a, b, then)))
 
-    def _run(
-        self, piece: Callable[[int, int], None], start: int, stop: int,
-        then: Callable[[], None] | None,
-    ) -> None:  # fmt: skip
+        def task(start: int) -> Task:
+            stop = min(start + PIECE_NBYTES, nbytes)
+            return workers.give(lambda: self._run(lambda: piece(start, stop), then))
+
+        self._tasks = [task(start) for start in starts]
+
+    def _run(self, piece: Callable[[], None], then: Callable[[], None] | None) -> None:
         if self._is_abandoned:
             return
         try:
-            piece(start, stop)
+            piece()
         except TierError as error:
-            self._failure = _told(error)
+            self._failure = _copy_of(error)
             return
         with self._counting:
             self._left -= 1
@@ -231,11 +224,10 @@ class Pieces:
             then()
 
     def is_completed(self) -> bool:
-        """See `Transfer.is_completed`."""
         return all(task.is_completed() for task in self._tasks)
 
     def wait(self) -> None:
-        """See `Transfer.wait`."""
+        """Run pieces that no worker has begun, then wait for the others."""
         for task in self._tasks:
             task.run()
         for task in self._tasks:
@@ -243,18 +235,25 @@ class Pieces:
         for task in self._tasks:
             task.wait()
         if self._failure is not None:
-            raise _told(self._failure)
+            raise _copy_of(self._failure)
 
     def abandon(self) -> None:
-        """See `Transfer.abandon`."""
         self._is_abandoned = True
 
 
-class HostScratch:
-    """Places in page-locked CPU memory, for a CUDA device, by copies on a stream of their own.
+def _copy_of(error: TierError) -> TierError:
+    """Copy an error without its traceback."""
+    copy = TierError(str(error))
+    copy.errno, copy.path = error.errno, error.path
+    copy.offset, copy.nbytes = error.offset, error.nbytes
+    return copy
 
-    All copies are on one stream, so a place that is free again may be written at once: the stream
-    has read it by then. Device memory goes back to the stream that computes only behind its copy.
+
+class HostScratch:
+    """Places in page-locked CPU memory, for a CUDA device, by copies on one side stream.
+
+    A free place may be written at once: the stream has read its old bytes by then. Device memory
+    goes back to the computing stream only behind its copy.
     """
 
     name = "cpu"
@@ -266,41 +265,36 @@ class HostScratch:
         self._area = Area(self.name, ledger)
 
     def take(self, nbytes: int) -> Lease:
-        """See `Scratch.take`. Another arena comes where no stretch is free."""
-        whole = whole_pages(nbytes)
-        lease = self._area.take(whole)
-        if lease is None:
-            length = max(whole, ARENA_NBYTES)
-            arena = HostStore(length).allocate(length, torch.uint8).tensor
-            self._arenas.append(arena)
-            self._area.add(len(self._arenas) - 1, 0, length)
-            lease = self._area.take(whole)
-            assert lease is not None, "the area has just grown by this much"
-        return lease
+        full = whole_pages(nbytes)
+        return self._area.take_or_grow(full, 0, lambda: self._grow(full))
+
+    def _grow(self, nbytes: int) -> tuple[int, int, int]:
+        length = max(nbytes, ARENA_NBYTES)
+        self._arenas.append(HostStore(length).allocate(length, torch.uint8).tensor)
+        return len(self._arenas) - 1, 0, length
 
     def write(self, lease: Lease, source: Tensor, then: Callable[[], None]) -> StreamCopy:
-        """See `Scratch.write`. `then` is called by whoever waits."""
-        far = self._arenas[lease.ground][lease.offset : lease.offset + len(source)]
-        return StreamCopy(self._stream, far, source, source, then)
+        """See `Scratch.write`. The waiting thread calls `then`."""
+        host = self._arenas[lease.ground][lease.offset : lease.offset + len(source)]
+        return StreamCopy(self._stream, host, source, source, then)
 
     def read(self, lease: Lease, nbytes: int) -> tuple[Tensor, StreamCopy]:
-        """See `Scratch.read`."""
-        far = self._arenas[lease.ground][lease.offset : lease.offset + nbytes]
-        near = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return near, StreamCopy(self._stream, near, far, near)
+        host = self._arenas[lease.ground][lease.offset : lease.offset + nbytes]
+        into = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return into, StreamCopy(self._stream, into, host, into)
 
 
 class StreamCopy:
-    """A copy on a side stream, and the device memory that must not be reused before it is over."""
+    """A copy on a side stream, which keeps `on_device` from being reused before its end."""
 
     def __init__(
-        self, stream: torch.cuda.Stream, into: Tensor, source: Tensor, near: Tensor,
+        self, stream: torch.cuda.Stream, into: Tensor, source: Tensor, on_device: Tensor,
         then: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self._then = then
-        self._near: Tensor | None = near
-        # memory that this stream frees is reused by it, so it is the one that has to wait
-        self._owner = torch.cuda.current_stream(near.device)
+        self._on_device: Tensor | None = on_device
+        # the allocator reuses memory on the stream that frees it, so that stream has to wait
+        self._owner = torch.cuda.current_stream(on_device.device)
         stream.wait_stream(self._owner)
         with torch.cuda.stream(stream):
             into.copy_(source, non_blocking=True)
@@ -308,11 +302,9 @@ class StreamCopy:
         self._done.record(stream)
 
     def is_completed(self) -> bool:
-        """See `Transfer.is_completed`."""
         return self._done.query()
 
     def wait(self) -> None:
-        """See `Transfer.wait`."""
         then, self._then = self._then, None
         torch.cuda.current_stream(self._owner.device).wait_event(self._done)
         self.abandon()
@@ -320,19 +312,11 @@ class StreamCopy:
             then()
 
     def abandon(self) -> None:
-        """See `Transfer.abandon`. The stream that computes goes on behind the copy."""
-        near, self._near = self._near, None
-        if near is not None:
+        """Free the device memory; the computing stream reuses it only behind the copy."""
+        on_device, self._on_device = self._on_device, None
+        if on_device is not None:
             self._owner.wait_event(self._done)
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # of a copy that could not begin
             self.abandon()
-
-
-def _told(error: TierError) -> TierError:
-    """An error that says the same, and comes from nowhere."""
-    told = TierError(str(error))
-    told.errno, told.path = error.errno, error.path
-    told.offset, told.nbytes = error.offset, error.nbytes
-    return told

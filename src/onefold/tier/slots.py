@@ -1,4 +1,4 @@
-"""Near memory through which far bytes pass: a few slots, used over and over."""
+"""Staging memory between tiers: a few slots that are used over and over."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,63 +15,63 @@ from onefold.layout.rows import round_up
 from onefold.ledger import Kind, Ledger
 
 HUGE_NBYTES = 2 << 20
-"""A huge page. A disk takes a request in a limited number of pieces of consecutive memory: 4 MiB
-in 4 KiB pages are too many, and are split. A step from disk: 2.9 instead of 1.5 GB/s."""
+"""A huge page. A disk request holds a limited number of pieces of consecutive memory: 4 MiB in
+4 KiB pages exceed it, and are split. A step from disk: 2.9 instead of 1.5 GB/s."""
 
 
-class Room(Protocol):
-    """Memory that is lent."""
+class Room:
+    """Memory [nbytes, uint8] of a tier, counted in the ledger while it lives."""
 
-    nbytes: int
+    __slots__ = ("_flat", "_ledger", "_tier", "nbytes")
 
-    def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-        """Its bytes from `start` as a flat tensor [numel]."""
-        ...
-
-
-class NearSlot:
-    """One piece of host memory, page-aligned, in huge pages where the system has them."""
-
-    __slots__ = ("_ledger", "_mapping", "_start", "nbytes")
-
-    def __init__(self, nbytes: int, ledger: Ledger) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.nbytes = 0
+    def __init__(self, flat: Tensor, tier: str, ledger: Ledger) -> None:
+        self._flat = flat
+        self._tier = tier
         self._ledger = ledger
-        whole_nbytes = round_up(max(1, nbytes), mmap.PAGESIZE)
-        try:
-            self._mapping = mmap.mmap(-1, whole_nbytes + HUGE_NBYTES, flags)
-        except (OSError, ValueError, MemoryError) as error:
-            raise TierError(
-                expected(
-                    f"{whole_nbytes:,} bytes of host memory for bytes on their way to another tier",
-                    str(error),
-                    hint="smaller units, or fewer ranks on this host",
-                )
-            ) from error
-        self.nbytes = whole_nbytes
-        with suppress(OSError, AttributeError):  # another system
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._start = -whole.data_ptr() % HUGE_NBYTES
-        ledger.add(Kind.STAGING, "cpu", self.nbytes, is_mapped=True)
+        self.nbytes = flat.nbytes
+        ledger.add(Kind.STAGING, tier, self.nbytes, is_mapped=tier == "cpu")
 
     def __del__(self) -> None:
-        self._ledger.add(Kind.STAGING, "cpu", -self.nbytes, is_mapped=True)
+        self._ledger.add(Kind.STAGING, self._tier, -self.nbytes, is_mapped=self._tier == "cpu")
 
     def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-        """Its bytes from `start` as a flat tensor [numel]."""
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        offset = self._start + start
-        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset)
+        """Return the bytes from `start` as a flat tensor [numel]."""
+        return self._flat[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def host_room(nbytes: int, ledger: Ledger) -> Room:
+    """Allocate host memory, page-aligned, in huge pages where the system has them."""
+    full_nbytes = round_up(max(1, nbytes), mmap.PAGESIZE)
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, full_nbytes + HUGE_NBYTES, flags)
+    except (OSError, ValueError, MemoryError) as error:
+        wanted = f"{full_nbytes:,} bytes of host memory for bytes on their way to another tier"
+        hint = "smaller units, or fewer ranks on this host"
+        raise TierError(expected(wanted, str(error), hint=hint)) from error
+    with suppress(OSError, AttributeError):  # another system
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    flat = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -flat.data_ptr() % HUGE_NBYTES
+    return Room(flat[start : start + full_nbytes], "cpu", ledger)
+
+
+def device_room(nbytes: int, device: torch.device, ledger: Ledger) -> Room:
+    """Allocate memory of the computing device."""
+    try:
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        wanted = f"{nbytes:,} bytes on {device} for states on their way through it"
+        hint = 'Offload(step="cpu"), or smaller micro-batches'
+        raise TierError(expected(wanted, str(error).splitlines()[0], hint=hint)) from error
+    return Room(flat, "device", ledger)
 
 
 class SlotPool:
-    """Slots of all sizes, kept when given back; as many come to be as are out at once.
+    """Slots of all sizes, kept when given back: as many as were taken at the same time.
 
-    Whoever takes slots does so from a fixed number of threads, for blocks of a fixed size or for
-    one unit's rows: so their number is small, and does not grow with the model.
+    Callers take slots from a fixed number of threads, for blocks of a fixed size or for one unit's
+    rows. So their number is small and does not grow with the model.
     """
 
     def __init__(self, make: Callable[[int], Room]) -> None:
@@ -82,34 +81,34 @@ class SlotPool:
 
     @staticmethod
     def on_host(ledger: Ledger) -> SlotPool:
-        """A pool of `NearSlot`s."""
-        return SlotPool(lambda nbytes: NearSlot(nbytes, ledger))
+        """Return a pool of host memory."""
+        return SlotPool(lambda nbytes: host_room(nbytes, ledger))
 
     def take(self, nbytes: int) -> Room:
-        """A slot of at least `nbytes`, uninitialised: the smallest that is free, or a new one."""
+        """Take the smallest free slot of at least `nbytes`, or a new one; uninitialised."""
         with self._lock:
             fitting = [slot for slot in self._free if slot.nbytes >= nbytes]
             if fitting:
                 slot = min(fitting, key=lambda slot: slot.nbytes)
                 self._free.remove(slot)
                 return slot
-            if self._free:  # too small: slots of all lengths would come to be many
+            if self._free:  # the new slot replaces one that is too small
                 self._free.remove(max(self._free, key=lambda slot: slot.nbytes))
             return self._make(nbytes)
 
     def reserve(self, number: int, nbytes: int) -> None:
-        """Have so many slots of at least `nbytes` from now on."""
+        """Allocate so many slots of at least `nbytes` now."""
         for slot in [self.take(nbytes) for _ in range(number)]:
             self.give(slot)
 
     def give(self, slot: Room) -> None:
-        """Back for the next; nothing may use its tensors any more."""
+        """Return a slot. Nothing may use its tensors any more."""
         with self._lock:
             self._free.append(slot)
 
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[Room]:
-        """A slot for the time of a `with` block."""
+        """Lend a slot for the time of a `with` block."""
         slot = self.take(nbytes)
         try:
             yield slot

@@ -1,4 +1,4 @@
-"""The seam between the engine and memory: a tier that gives and takes flat buffers."""
+"""The seam between the engine and memory: a tier that allocates flat buffers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from onefold.layout.rows import round_up
 
 
 class Allocation(Protocol):
-    """The bytes behind one flat tensor, which may be given back and asked for again.
+    """The bytes of one flat tensor, which may be released and restored.
 
-    Views of `tensor` stay valid over that; their values do not.
+    Views of `tensor` stay valid across both; their values do not.
     """
 
     @property
@@ -22,29 +22,29 @@ class Allocation(Protocol):
 
     @property
     def far(self) -> Far | None:
-        """How blocks of it are moved; None where `tensor` itself may be computed on."""
+        """Moves blocks of a tensor that kernels do not use in place; None where they do."""
         ...
 
     @property
     def is_mapped(self) -> bool:
-        """True if the bytes were had from the system itself, not from torch's allocator."""
+        """True if the bytes come from the system itself, not from torch's allocator."""
         ...
 
     def release(self) -> None:
-        """Give the bytes back. Nothing may read or write them until `restore`."""
+        """Free the bytes. Nothing may read or write them until `restore`."""
         ...
 
     def restore(self) -> None:
-        """Have the bytes again, uninitialised."""
+        """Allocate the bytes again, uninitialised."""
         ...
 
 
 class Far(Protocol):
-    """Bytes of a tier that nobody computes on: blocks of them are fetched and flushed.
+    """Bytes of a tier that no kernel uses in place: blocks of them are fetched and flushed.
 
-    `Allocation.tensor` shows them all the same, slowly: that is for users, who read and edit
-    parameters whenever they like. Whoever fetches and flushes sees to it that nobody does so at the
-    same time. Positions are in elements and multiples of `GRAIN_NUMEL`, memory is page-aligned.
+    `Allocation.tensor` shows the same bytes, slowly, for users who read and edit parameters. The
+    caller of `fetch` and `flush` makes sure that nobody does so meanwhile. Positions are in
+    elements, multiples of `GRAIN_NUMEL`. Memory is page-aligned.
     """
 
     def fetch(self, start: int, into: Tensor) -> None:
@@ -56,25 +56,25 @@ class Far(Protocol):
         ...
 
     def forget(self) -> None:
-        """Let go of memory in which `Allocation.tensor` was read or edited; edits are kept."""
+        """Free memory in which `Allocation.tensor` was read or edited; edits are kept."""
         ...
 
 
 PAGE_NBYTES = max(4096, mmap.PAGESIZE)
-"""What far bytes are aligned to, and buffers rounded up to: O_DIRECT asks for no more."""
+"""Alignment of disk bytes and of the buffers they pass through, as O_DIRECT asks for."""
 
 
 def whole_pages(nbytes: int) -> int:
-    """`nbytes`, or the next number above it that fills whole pages."""
+    """Round `nbytes` up to whole pages."""
     return round_up(nbytes, PAGE_NBYTES)
 
 
 GRAIN_NUMEL = PAGE_NBYTES
-"""Blocks of far bytes start at multiples of this many elements: whole pages in every dtype."""
+"""Blocks of disk bytes start at multiples of this many elements: whole pages in every dtype."""
 
 
 class Store(Protocol):
-    """One tier. `name` is the word in the ledger; buffers are flat and uninitialised."""
+    """One tier. `name` is its word in the ledger; buffers are flat and uninitialised."""
 
     @property
     def name(self) -> str: ...
@@ -84,12 +84,12 @@ class Store(Protocol):
 
     @property
     def is_far(self) -> bool:
-        """True if nobody computes on its bytes: they are fetched and flushed block by block."""
+        """True if bytes are fetched and flushed block by block, as no kernel uses them in place."""
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
-        """A flat tensor [numel]. Raises `TierError` when the tier has no room.
+        """Allocate a flat tensor [numel]. Raises `TierError` when the tier has no room.
 
-        `is_brief` says that it will not outlive the step, and may lie where activations lie.
+        A brief tensor does not outlive the step, and may share the heap with activations.
         """
         ...

@@ -1,8 +1,7 @@
-"""Threads that do work in the background, and a kind of work that whoever needs it may do itself.
+"""Run tasks on background threads. A thread that waits for an unstarted task runs it itself.
 
-A worker runs torch's kernels on one thread each, as several of them share the cores that this rank
-may use; and it is bound to those. So neither a launcher's OMP_NUM_THREADS=1 nor a kernel's own team
-of threads decides how fast a step goes.
+A worker computes on one thread and is bound to this rank's cores, which the workers share. So
+neither a launcher's OMP_NUM_THREADS=1 nor a kernel's own thread team sets the speed of a step.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from threading import Barrier, Event, Lock
 import torch
 
 NUM_FETCHERS = 2
-"""Threads that bring weights near: the next unit's, and the one's behind it."""
+"""Threads that fetch weights: of the next unit, and of the unit behind it."""
 
 NUM_DISK_STEPPERS = 4
-"""Threads that step blocks of far state: most of them wait for the disk."""
+"""Threads that step blocks of state on disk: most of them wait for the disk."""
 
 
 class Task:
-    """Work that runs once: on a worker, or on the first thread that waits for it."""
+    """A function that runs once: on a worker, or on the first thread that waits for it."""
 
     __slots__ = ("_claim", "_done", "_work", "error")
 
@@ -35,14 +34,14 @@ class Task:
         self.error: BaseException | None = None  # of the work, once it is done
 
     def run(self) -> None:
-        """Do the work, unless somebody does or did."""
+        """Run the function, unless another thread has begun it."""
         if not self._claim.acquire(blocking=False):
             return
         try:
-            assert self._work is not None, "unclaimed work is still there"
+            assert self._work is not None, "an unclaimed task has its function"
             with torch.no_grad():
                 self._work()
-        except BaseException as error:  # for whoever waits, on whichever thread
+        except BaseException as error:  # for the thread that waits
             self.error = error
             if not isinstance(error, Exception):
                 raise  # Ctrl-C, on the main thread
@@ -55,19 +54,19 @@ class Task:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Return when the work is done, doing it if nobody has begun; raises what it raised."""
+        """Return when the function has ended, running it if no thread has; raise its error."""
         self.finish()
         if self.error is not None:
             raise self.error
 
     def finish(self) -> None:
-        """Like `wait`, for whoever has no use for the result, or for what it raised."""
+        """Like `wait`, without raising the error."""
         self.run()
         self._done.wait()
 
 
 class Workers:
-    """A fixed number of threads that run tasks in the order in which they were given."""
+    """A fixed number of threads, which run tasks in order."""
 
     def __init__(self, num_threads: int, name: str, cores: tuple[int, ...] = ()) -> None:
         self.num_threads = num_threads
@@ -76,7 +75,7 @@ class Workers:
         self._pool: ThreadPoolExecutor | None = None
 
     def give(self, work: Callable[[], None]) -> Task:
-        """Have `work` done soon."""
+        """Submit a task."""
         if self._pool is None:
             self._pool = self._start()
         task = Task(work)
@@ -84,23 +83,24 @@ class Workers:
         return task
 
     def _start(self) -> ThreadPoolExecutor:
-        """Start every thread now: each is to compute alone, which torch sets for a thread only
-        together with a number for threads to come, so that is set back here.
+        """Start every thread with one compute thread each.
+
+        torch sets that number for future threads as well, so it is restored here.
         """
         num_threads = torch.get_num_threads()
         all_started = Barrier(self.num_threads + 1)
 
-        def settle() -> None:
+        def begin() -> None:
             if self._cores and sys.platform == "linux":
                 with suppress(OSError):
                     os.sched_setaffinity(0, self._cores)
-            torch.get_num_threads()  # torch's own setting of a new thread must not come later
+            torch.get_num_threads()  # torch initialises the number of a new thread here
             torch.set_num_threads(1)
             all_started.wait()
 
         pool = ThreadPoolExecutor(self.num_threads, self._name)
         for _ in range(self.num_threads):
-            pool.submit(settle)
+            pool.submit(begin)
         all_started.wait()
         torch.set_num_threads(num_threads)
         return pool
@@ -112,13 +112,12 @@ class Workers:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let kernels that are called inside compute on this thread alone."""
+    """Run kernels inside the block on this thread alone."""
     num_threads = torch.get_num_threads()
-    if num_threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
+    if num_threads > 1:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(num_threads)
+        if num_threads > 1:
+            torch.set_num_threads(num_threads)

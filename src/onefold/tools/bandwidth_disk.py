@@ -23,7 +23,7 @@ from onefold.engine.blocks import BLOCK_NUMEL
 from onefold.host import MIB, free_host_nbytes, in_bytes, usable_cores
 from onefold.ledger import Ledger
 from onefold.tier.disk import DiskStore, SwapFile
-from onefold.tier.slots import NearSlot
+from onefold.tier.slots import host_room
 from onefold.tier.workers import NUM_DISK_STEPPERS
 from onefold.tools.bandwidth import (
     MOST_ROUNDS,
@@ -133,7 +133,7 @@ def _request_memory() -> memoryview:
 
     The numbers are random, as a drive may compress zeros, and from 0 to 1, as a mean of squares is.
     """
-    flat = NearSlot(REQUEST_NBYTES, Ledger()).tensor(REQUEST_NBYTES // 4, torch.float32)
+    flat = host_room(REQUEST_NBYTES, Ledger()).tensor(REQUEST_NBYTES // 4, torch.float32)
     view: Any = flat.uniform_().numpy().data
     return view.cast("B")
 
