@@ -1,4 +1,4 @@
-"""argparse in the house style: one line for a mistake, values checked with their flag's name."""
+"""Parse arguments: one line for a mistake, and values checked with their flag's name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from onefold.errors import ConfigError, expected
 
 SubParsers = Any
-"""What `add_subparsers` returns; argparse keeps the class to itself."""
+"""The result of `add_subparsers`, whose class is private to argparse."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,21 +27,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(error: BaseException) -> str:
-    """A message with its hint in brackets, on one line."""
+    """Return a message with its hint in brackets, on one line."""
     text, _, hint = str(error).partition("\nhint: ")
     line = " ".join(text.split())
     return f"{line} (hint: {' '.join(hint.split())})" if hint else line
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The flag that every command has."""
-    parser.set_defaults(json=False)  # here, and not below, help does not mention it
+    """Add `--json`, which every command has."""
+    parser.set_defaults(json=False)  # so that help does not show a default
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS,
                         help="print one JSON object instead, progress to stderr")  # fmt: skip
 
 
 def whole(flag: str, text: str, *, least: int) -> int:
-    """A whole number of at least `least`."""
+    """Parse a whole number of at least `least`."""
     try:
         number = int(text)
     except ValueError:
@@ -52,7 +52,7 @@ def whole(flag: str, text: str, *, least: int) -> int:
 
 
 def real(flag: str, text: str, *, above: float = -inf, least: float = -inf) -> float:
-    """A finite number above `above`, or of at least `least`."""
+    """Parse a finite number above `above`, or of at least `least`."""
     try:
         number = float(text)
     except ValueError:
@@ -64,7 +64,7 @@ def real(flag: str, text: str, *, above: float = -inf, least: float = -inf) -> f
 
 
 def share(flag: str, text: str) -> float:
-    """A number from 0 to 1."""
+    """Parse a number from 0 to 1."""
     number = real(flag, text, least=0)
     if number > 1:
         raise _refused(flag, "a number from 0 to 1", text)
@@ -72,7 +72,7 @@ def share(flag: str, text: str) -> float:
 
 
 def word_or_number(text: str) -> int | str:
-    """The number that `text` spells, or the text."""
+    """Return the number that `text` spells, or the text."""
     return int(text) if text.isdecimal() else text
 
 

@@ -1,7 +1,7 @@
-"""How a rank's failure reaches the user.
+"""Report a rank's failure to the user.
 
-Ranks that our launcher started print no errors: each leaves what it raised in the file that torch's
-elastic agent names, and the launcher prints the one that the others follow from.
+Ranks of our launcher print no errors. Each writes its error to the file that torch's elastic agent
+names, and the launcher prints the error that caused the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onefold.cli.arguments import one_line
 from onefold.errors import OnefoldError, WireError
 
 LAUNCHER = "ONEFOLD_LAUNCHER_PID"
-"""Environment variable by which our launcher makes itself known to its ranks."""
+"""Environment variable with the process number of our launcher."""
 
 
 def is_rank() -> bool:
@@ -29,19 +29,19 @@ def is_rank() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank left behind. `is_echo`: it failed because a peer had."""
+    """The failure of a rank. `is_echo`: a failed peer caused it."""
 
     rank: int
     code: int
-    line: str  # empty: the rank has said it itself
-    trace: str  # of what is not an error of ours
+    line: str  # empty: the rank has printed it
+    trace: str  # of errors that are not ours
     is_echo: bool
 
 
 def record_failure(error: BaseException | None, code: int) -> bool:
-    """Leave a rank's failure to the launcher that started it; False if that is not ours.
+    """Write a rank's failure for our launcher; return False if another one started the rank.
 
-    None is a command that found what it looked for, and has said so.
+    Without an error, the command has printed its findings, as a failed check.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not is_rank() or LAUNCHER not in os.environ or not path:
@@ -56,21 +56,21 @@ def record_failure(error: BaseException | None, code: int) -> bool:
         is_echo=isinstance(error, WireError) or "gloo" in str(error) or "NCCL" in str(error),
     )
     now = {"timestamp": str(int(time.time())), "py_callstack": failure.trace}
-    told = {"message": {"message": failure.line, "extraInfo": now}, "onefold": asdict(failure)}
-    Path(path).write_text(json.dumps(told))  # in the form that torch reads
+    error_file = {"message": {"message": failure.line, "extraInfo": now}}  # torch's format
+    Path(path).write_text(json.dumps({**error_file, "onefold": asdict(failure)}))
     return True
 
 
 def tell(prog: str, folder: str, exit_codes: dict[int, int]) -> int:
-    """Print the failure that the others follow from; the exit code.
+    """Print the failure that caused the others; return its exit code.
 
-    `folder` holds the ranks' files; `exit_codes` are those of ranks that ended, negative: a signal.
+    `folder` holds the ranks' files. `exit_codes` are negative where a signal ended the rank.
     """
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != SIGTERM}
     failures = [
-        Failure(**told["onefold"])
+        Failure(**found["onefold"])
         for path in Path(folder).rglob("error.json")
-        if "onefold" in (told := json.loads(path.read_text()))
+        if "onefold" in (found := json.loads(path.read_text()))
     ]
     failures.sort(key=lambda failure: (failure.is_echo, -failure.code, failure.rank))
     if failures and not (failures[0].is_echo and killed):
@@ -91,6 +91,6 @@ def tell(prog: str, folder: str, exit_codes: dict[int, int]) -> int:
 
 
 def leave_line() -> None:
-    """Give the terminal its cursor back, below a bar that a killed rank has left."""
+    """Show the cursor again, below the progress bar of a killed rank."""
     if sys.stderr.isatty():
         print("\x1b[?25h", file=sys.stderr)

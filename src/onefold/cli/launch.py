@@ -1,4 +1,4 @@
-"""Local ranks through torch's own elastic launcher.
+"""Launch local ranks through torch's own elastic launcher.
 
 Each rank is the same command line again, with RANK in its environment.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PIDS = "ONEFOLD_PIDS"
-"""Environment variable with the folder in which ranks leave their process numbers."""
+"""Environment variable with the folder to which ranks write their process numbers."""
 
 GRACE_S = 5
-"""Ranks that have not ended so long after they were told to are killed."""
+"""Seconds between a request to end and the kill."""
 
 
 def world_size_of(ranks: int | None) -> int:
-    """The world that the launcher made, which `--ranks` may repeat but not contradict."""
+    """Return the launcher's world size, which `--ranks` may repeat but not contradict."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks not in (None, world_size):
         raise ConfigError(
@@ -48,23 +48,23 @@ def world_size_of(ranks: int | None) -> int:
 
 
 def default_ranks() -> int:
-    """One for each GPU; two where there is none."""
+    """Return one rank for each GPU, or two without a GPU."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def launch(argv: Sequence[str], ranks: int, *, passes_stops_on: bool = False) -> int:
-    """Run `onefold *argv` on `ranks` local ranks; the exit code.
+    """Run `onefold *argv` on `ranks` local ranks; return the exit code.
 
-    An interrupt ends the ranks and is raised as `KeyboardInterrupt`. With `passes_stops_on` the
-    first SIGINT or SIGTERM only goes to the ranks, which save and end by themselves.
+    An interrupt ends the ranks and raises `KeyboardInterrupt`. With `passes_stops_on` the first
+    SIGINT or SIGTERM only goes to the ranks, which save and end by themselves.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.disable(logging.CRITICAL)  # the launcher's own lines; failures are told below
+    logging.disable(logging.CRITICAL)  # the launcher's own lines; `tell` prints failures
     os.environ.update(_environment(ranks))
     prog = f"onefold {argv[0]}"
     with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
@@ -95,7 +95,7 @@ def launch(argv: Sequence[str], ranks: int, *, passes_stops_on: bool = False) ->
             return tell(prog, folder, exits)
         except SignalException as error:
             return _ended(prog, error.sigval)
-        except KeyboardInterrupt:  # the launcher has ended the ranks on its way out
+        except KeyboardInterrupt:  # the launcher has ended the ranks
             leave_line()
             raise
     return 0
@@ -118,8 +118,8 @@ class _PassOn:
         from torch.distributed.elastic.multiprocessing import SignalException
 
         pids = [int(path.suffix[1:]) for path in Path(self._folder).glob("rank.*")]
-        if self.passed_on or not pids:  # without ranks there is nothing to save
-            sys.unraisablehook = lambda _: None  # torch's launcher is torn down from wherever it is
+        if self.passed_on or not pids:  # no ranks: nothing to save
+            sys.unraisablehook = lambda _: None  # torch's launcher is interrupted anywhere
             raise SignalException("a request to stop", signal.Signals(number))
         self.passed_on = number
         for pid in pids:
@@ -128,7 +128,7 @@ class _PassOn:
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """What ranks inherit: their share of the cores, the loopback link, no chatter."""
+    """Return the environment of ranks: their share of the cores, the loopback link, no warnings."""
     from onefold.host import usable_cores
 
     wanted = {
@@ -144,9 +144,9 @@ def _environment(ranks: int) -> dict[str, str]:
 
 
 def end_with_launcher() -> None:
-    """Have this rank end when the launcher that started it is gone, however that was.
+    """End this rank when the launcher that started it has ended.
 
-    Leaves its process number where the launcher looks for whom to pass signals on to.
+    Writes the process number for the launcher, which passes signals on.
     """
     from onefold.mesh.local_ranks import end_with
 

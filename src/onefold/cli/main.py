@@ -1,4 +1,4 @@
-"""`onefold COMMAND`: finds the command, runs it, turns what it raises into a line and an exit code.
+"""`onefold COMMAND`: find the command, run it, and turn errors into a line and an exit code.
 
 Exit codes: 0 done, 1 failed (a check that found a difference, too), 2 bad input, 130 interrupted.
 """
@@ -15,35 +15,34 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-# Everything else is imported once an interrupt has its answer: imports take most of a short run.
+# All other imports follow once interrupts are handled: they take most of a short run.
 
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; default that of this process. Returns the exit code."""
+    """Run the command line `argv`, by default this process's; return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "RANK" in os.environ:
         _run_rank(argv)
     before = signal.signal(signal.SIGINT, lambda *_: _end_interrupted(argv))
     try:
         return _run(argv)
-    except KeyboardInterrupt:  # once there are ranks, and they have been ended
+    except KeyboardInterrupt:  # after the launcher has ended its ranks
         _end_interrupted(argv)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def command() -> NoReturn:
-    """The console script: `main`, then out.
+    """Run the console script: `main`, then exit.
 
-    A plan, and a launcher whose ranks have ended, leave without taking apart what they built and
-    imported: most of a second of a core for torch, a second more for 70 billion parameters; nothing
-    waits for them.
+    A plan, and a launcher whose ranks have ended, exit without destroying their objects. That takes
+    most of a second for torch, and a second more for 70 billion parameters.
     """
     code = main()
     if sys.argv[1:2] in (["train"], ["check"], ["plan"]) and "--calibrate" not in sys.argv:
-        with suppress(OSError):  # a pipe that nobody reads any more
+        with suppress(OSError):  # a closed pipe
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
@@ -51,20 +50,20 @@ def command() -> NoReturn:
 
 
 def _run_rank(argv: list[str]) -> NoReturn:
-    """Be one of the ranks that a launcher started."""
-    # an interrupt ends a rank at once: whoever launched it says what there is to say
+    """Run a rank that a launcher started."""
+    # an interrupt ends a rank at once: the launcher prints the message
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = _run(argv)
-    with suppress(OSError):  # a pipe that nobody reads any more
+    with suppress(OSError):  # a closed pipe
         sys.stdout.flush()
         sys.stderr.flush()
-    # gloo's threads may still let go of tensors, which aborts an interpreter that is shutting down
+    # gloo's threads may still free tensors, which aborts an interpreter that is shutting down
     os._exit(code)
 
 
 def _end_interrupted(argv: list[str]) -> NoReturn:
-    """Leave at once, from wherever we are: an exception might be caught, or shown, on its way."""
-    with suppress(OSError, RuntimeError):  # or in the middle of a print
+    """Exit at once: an exception might be caught, or printed, on its way."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: in the middle of a print
         sys.stdout.flush()
     with suppress(OSError):
         os.write(2, f"{_prog(argv)}: interrupted\n".encode())
@@ -114,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _failed(prog: str, error: Exception) -> int:
-    """Say what went wrong; the exit code."""
+    """Print an error; return the exit code."""
     from traceback import print_exception
 
     from onefold.cli.arguments import one_line

@@ -26,7 +26,7 @@ and step times are theirs. Without arguments: the tiny preset on this machine.
   onefold plan --model config.json --gpus 8 --nodes 8 --mem 80GiB --seq 4096 --precision bf16"""
 
 CURVE = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Times the nodes of the plan: where the scaling curve is told."""
+"""Points of the scaling curve, as multiples of the nodes of the plan."""
 MAX_DEVICES = 16_384
 STATE_NBYTES = 12
 """Bytes of a checkpoint per parameter: master and two moments."""
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _check_calibrate(arguments: argparse.Namespace) -> None:
-    """What is measured here holds for CPU ranks of this machine, and for nothing else."""
+    """Refuse flags of other machines: a calibration holds for CPU ranks of this machine."""
     if arguments.calibrate is False:
         return
     others = {"--gpus": arguments.gpus, "--cluster": arguments.cluster}
@@ -173,7 +173,7 @@ def _size(flag: str, text: str | None) -> int | None:
 
 
 def _curve(made: Plan) -> list[dict[str, float]]:
-    """Tokens/s per device of the way to take, on more and more nodes, and what failures leave."""
+    """Return tokens/s per device of the best plan on more and more nodes, and its goodput."""
     from onefold.planner.goodput import goodput
     from onefold.planner.search import run_of, work_of
     from onefold.planner.simulate import scaling_curve

@@ -1,4 +1,4 @@
-"""`onefold train`: trains a byte GPT, or any module, on a folder of text, sharded over ranks."""
+"""`onefold train`: train a byte GPT, or any module, on a folder of text, sharded over ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "train a byte GPT or your module, sharded"
     parser = commands.add_parser("train", help=summary, description=DESCRIPTION)
-    # defaults that are set here, and SUPPRESSed below, are not mentioned by help
+    # help does not show defaults that are set here and SUPPRESSed below
     words = (
         "ranks", "data", "precision", "lr", "checkpoint", "every", "offload", "fraction", "report",
         "wire",
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
-    """The run that the flags describe."""
+    """Return the run that the flags describe."""
     lr = arguments.lr
     return Job(
         model=arguments.model,
@@ -122,7 +122,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
 
 
 def fraction_of(text: str | None) -> float | str:
-    """The share that `--fraction` names: all without it, a number, or "auto"."""
+    """Parse `--fraction`: all without it, a number, or "auto"."""
     if text is None:
         return 1.0
     return text if text == "auto" else share("--fraction", text)
@@ -147,8 +147,8 @@ def _run_rank(job: Job, *, is_json: bool) -> int:
                 print(f"onefold train: {stop}; --resume goes on there", file=sys.stderr, flush=True)
             return 128 + stop.number
     if is_first and is_json:
-        told = {"job": asdict(job), "ranks": world.world_size, "versions": versions()}
-        print(json.dumps(finite({**told, **asdict(result)})))
+        head = {"job": asdict(job), "ranks": world.world_size, "versions": versions()}
+        print(json.dumps(finite({**head, **asdict(result)})))
     elif is_first:
         print_result(result, stream)
     return 0

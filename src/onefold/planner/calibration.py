@@ -6,7 +6,7 @@ how each was measured, and which assumptions the quotients make. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,9 +88,9 @@ class Speeds:
     """Speeds of one rank while `ranks` of them work side by side on `cores`: the mean of all.
 
     AdamW moves `step_nbytes` in `step_seconds`. `draw_rate` counts random numbers a second, without
-    the time to fill memory. A lone rank has no collectives. plan/whole_steps.py fits two constants
-    to `wholes`: seconds that a collective takes longer in a step than alone (`crowding`), and
-    seconds `around` every step.
+    the time to fill memory. A lone rank has no collectives. Two constants are fitted to `wholes`
+    (planner/whole_steps.py): seconds that a collective takes longer in a step than alone
+    (`crowding`), and seconds `around` every step.
     """
 
     ranks: int
@@ -219,10 +219,26 @@ def speeds_of(fields: Mapping[str, Any]) -> Speeds:
     return Speeds(**plain)
 
 
+_TEXTS: dict[str, Callable[[float], str]] = {
+    "products_flops_per_s": lambda rate: f"products {rate / 1e9:.0f} GFLOP/s",
+    "attention_flops_per_s": lambda rate: f"attention {rate / 1e9:.0f}",
+    "memory_bytes_per_s": lambda rate: f"the rest {rate / 1e9:.1f} GB/s",
+    "kernel_seconds": lambda seconds: f"{seconds * 1e6:.0f} us around a kernel",
+    "random_numbers_per_s": lambda rate: f"{rate / 1e9:.2f} G random numbers/s",
+    "optimizer_bytes_per_s": lambda rate: f"AdamW {rate / 1e9:.1f} GB/s",
+    "seconds_around_a_step": lambda seconds: f"{seconds * 1e3:.0f} ms around a step",
+    "gather_bytes_per_s": lambda rate: f"gathers {rate / 1e9:.2f} GB/s",
+    "reduce_bytes_per_s": lambda rate: f"reductions {rate / 1e9:.2f} GB/s",
+    "latency_seconds": lambda seconds: f"{seconds * 1e3:.2f} ms a hop in a step",
+    "contention": lambda share: f"compute beside them {1 - share:.0%}",
+}
+"""Constants for people, in order."""
+
+
 def _constants(speeds: Speeds) -> dict[str, float]:
     """Return the numbers that the simulator reads, for one rank."""
     machine = speeds.machine(speeds.ranks, 1.0)
-    efficiency = machine.efficiency
+    efficiency, link = machine.efficiency, machine.inside
     products = machine.peak(speeds.dtype)
     found = {
         "products_flops_per_s": products,
@@ -237,9 +253,9 @@ def _constants(speeds: Speeds) -> dict[str, float]:
         found["attention_flops_per_s"] = products * efficiency.attention
     if speeds.gather is not None:
         found |= {
-            "gather_bytes_per_s": machine.inside.nbytes_per_second,
-            "reduce_bytes_per_s": machine.inside.nbytes_per_second * efficiency.reduce,
-            "latency_seconds": machine.inside.latency,
+            "gather_bytes_per_s": link.nbytes_per_second,
+            "reduce_bytes_per_s": link.nbytes_per_second * efficiency.reduce,
+            "latency_seconds": link.latency,
             "contention": efficiency.contention,
         }
     return found
@@ -249,26 +265,9 @@ def _lines(made: Calibration, speeds: Speeds) -> list[str]:
     found = _constants(speeds)
     ranks = f"{speeds.ranks} ranks" if speeds.ranks > 1 else "1 rank"
     threads = f"{speeds.threads} threads" if speeds.threads > 1 else "1 thread"
-    parts = [f"products {found['products_flops_per_s'] / 1e9:.0f} GFLOP/s"]
-    if "attention_flops_per_s" in found:
-        parts.append(f"attention {found['attention_flops_per_s'] / 1e9:.0f}")
-    parts += [
-        f"the rest {found['memory_bytes_per_s'] / 1e9:.1f} GB/s",
-        f"{found['kernel_seconds'] * 1e6:.0f} us around a kernel",
-        f"{found['random_numbers_per_s'] / 1e9:.2f} G random numbers/s",
-        f"AdamW {found['optimizer_bytes_per_s'] / 1e9:.1f} GB/s",
-        f"{found['seconds_around_a_step'] * 1e3:.0f} ms around a step",
-    ]
-    if "contention" in found:
-        parts += [
-            f"gathers {found['gather_bytes_per_s'] / 1e9:.2f} GB/s",
-            f"reductions {found['reduce_bytes_per_s'] / 1e9:.2f} GB/s",
-            f"{found['latency_seconds'] * 1e3:.2f} ms a hop in a step",
-            f"compute beside them {1 - found['contention']:.0%}",
-        ]
-    seconds = speeds.micro_batch.seconds
-    head = (
+    return [
         f"measured here, {ranks} of {threads}: a micro-batch of {made.model} "
-        f"({told(4 * made.numel)} of weights in fp32, {made.tokens} tokens) in {seconds:.3f} s"
-    )
-    return [head, "  " + ", ".join(parts)]
+        f"({told(4 * made.numel)} of weights in fp32, {made.tokens} tokens) in "
+        f"{speeds.micro_batch.seconds:.3f} s",
+        "  " + ", ".join(text(found[name]) for name, text in _TEXTS.items() if name in found),
+    ]

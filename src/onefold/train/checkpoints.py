@@ -1,4 +1,4 @@
-"""When `onefold train` saves, where it goes on, and how it ends when it is asked to."""
+"""Save and resume runs of `onefold train`, and stop them on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onefold.train.signals import StopRequests
 
 
 class Interrupted(Exception):
-    """A run was asked to stop, has saved, and has stopped."""
+    """The run has saved and stopped, as a signal requested."""
 
     def __init__(self, step: int, path: Path, number: int) -> None:
         super().__init__(f"stopped after step {step:,d}, saved as {path}")
@@ -28,14 +28,14 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run goes on."""
+    """The state of a resumed run."""
 
-    step: int  # steps that were done
-    told: str  # for people: the checkpoint, and those that were passed over
+    step: int  # steps done before
+    told: str  # for people: the loaded checkpoint, and the skipped ones
 
 
 def preflight(job: Job) -> None:
-    """Refuse a directory that the run could not, or should not, save in."""
+    """Refuse a directory in which the run cannot, or should not, save."""
     if job.checkpoint is None:
         if job.every or job.resume:
             flag = "--every" if job.every else "--resume"
@@ -58,7 +58,7 @@ def preflight(job: Job) -> None:
 
 
 class Checkpoints:
-    """Saves a run's module, optimizer and `extra` when it is due; loads the newest to go on."""
+    """Saves a run's module, optimizer and `extra` when due; loads the newest checkpoint."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Checkpoints:
         self._saved = -1
 
     def resume(self) -> Resumed | None:
-        """Load the newest complete checkpoint, if the job wants that and there is one."""
+        """Load the newest complete checkpoint, if the job resumes and there is one."""
         job = self._job
         if job.checkpoint is None or not job.resume:
             return None
@@ -94,7 +94,7 @@ class Checkpoints:
         return Resumed(extra["step"], told or f"loaded {_name(extra['step'])}")
 
     def after(self, step: int, requests: StopRequests) -> None:
-        """`step` steps are done: save if it is time, or if any rank was asked to stop.
+        """Save after `step` steps if it is due, or if a signal told any rank to stop.
 
         Raises `Interrupted` in the second case, on every rank.
         """
@@ -120,7 +120,7 @@ def _name(step: int) -> str:
 
 
 def _set_aside(directory: Path, *, newer_than: int) -> None:
-    """Hide checkpoints that could not be loaded: this run will come to their steps again."""
+    """Rename checkpoints that failed to load: this run repeats their steps."""
     for path in directory.glob("step-*"):
         number = path.name.removeprefix("step-")
         if number.isdecimal() and int(number) > newer_than:
@@ -130,5 +130,5 @@ def _set_aside(directory: Path, *, newer_than: int) -> None:
 
 
 def _holds_some(directory: Path) -> bool:
-    """False for a directory in which no checkpoint was ever completed."""
+    """True if a checkpoint was completed in this directory."""
     return directory.is_dir() and any(directory.glob("step-*"))

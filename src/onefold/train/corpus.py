@@ -1,7 +1,7 @@
-"""Text as bytes: any folder, or the source of the running Python's standard library.
+"""Read text as bytes: any folder, or the source of the running Python's standard library.
 
-Files are never loaded whole. A split is a list of spans of files; a window is read when it is
-drawn, so a corpus may be larger than memory. Which files are held out depends on names alone.
+A split is a list of spans of files. Each window is read when it is drawn, so a corpus may be larger
+than memory. File names alone decide which files are held out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from onefold.errors import ConfigError, expected
 
 HELD_OUT_SHARE = 0.05
-"""Share of the files that are kept from training (of the bytes, where there is one file)."""
+"""Share of the files that are held out (of the bytes, if there is only one file)."""
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _SNIFF_NBYTES = 8192
@@ -52,7 +52,7 @@ class Split:
         return self.ends[-1] if self.ends else 0
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes [offset, offset + count) of the row."""
+        """Return bytes [offset, offset + count) of the row."""
         parts: list[bytes] = []
         index = bisect_right(self.ends, offset)
         while count > 0:
@@ -71,7 +71,7 @@ class Corpus:
     name: str
     train: Split
     held_out: Split
-    prompt: bytes  # what generated text starts with
+    prompt: bytes  # the beginning of generated text
 
 
 def open_corpus(folder: str | None, seq: int) -> Corpus:
@@ -110,10 +110,10 @@ def open_corpus(folder: str | None, seq: int) -> Corpus:
 
 
 class Windows:
-    """Endless global batches of random windows; gives this rank's rows of each.
+    """Endless global batches of random windows; yields this rank's rows of each.
 
-    Every rank draws the offsets of the whole batch, so which rows are trained on does not depend on
-    how many ranks there are.
+    Every rank draws the offsets of the global batch, so the rows do not depend on the number of
+    ranks.
     """
 
     def __init__(self, split: Split, *, rows: int, seq: int, seed: int, own: range) -> None:
@@ -124,18 +124,18 @@ class Windows:
         self._generator = torch.Generator().manual_seed(seed)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The position in the data; the same for every rank, so it suits any world size."""
+        """Return the position in the data, equal on every rank and for any world size."""
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from that position."""
+        """Continue from a position."""
         self._generator.set_state(state["generator"])
 
     def __iter__(self) -> Iterator[Tensor]:
         return self
 
     def __next__(self) -> Tensor:
-        """Own rows [len(own), seq + 1] of the next batch, as int64 tokens."""
+        """Return own rows [len(own), seq + 1] of the next batch, as int64 tokens."""
         last = self._split.nbytes - self._seq
         offsets = torch.randint(0, last, (self._rows,), generator=self._generator).tolist()
         rows = [self._split.read(offsets[row], self._seq + 1) for row in self._own]
@@ -144,12 +144,12 @@ class Windows:
 
 
 def own_rows(rows: int, rank: int, world_size: int) -> range:
-    """The rows of a global batch that `rank` works on: contiguous, and as even as can be."""
+    """Return the rows of a global batch for `rank`: contiguous, and as even as possible."""
     return range(rank * rows // world_size, (rank + 1) * rows // world_size)
 
 
 def _files(root: Path, without: set[str]) -> list[Path]:
-    """Every file below `root` but hidden ones, in an order that does not depend on the disk."""
+    """List every file below `root` except hidden ones, sorted."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in without and name[0] != "."]
@@ -158,7 +158,7 @@ def _files(root: Path, without: set[str]) -> list[Path]:
 
 
 def _text_span(path: Path) -> CorpusSpan | None:
-    """All of a file, or None where it is empty, unreadable or not text (has a zero byte)."""
+    """Return the span of a file, or None if it is empty, unreadable or has a zero byte."""
     try:
         with path.open("rb") as file:
             head = file.read(_SNIFF_NBYTES)
@@ -169,7 +169,7 @@ def _text_span(path: Path) -> CorpusSpan | None:
 
 
 def _split(root: Path, spans: list[CorpusSpan]) -> tuple[Split, Split]:
-    """Training and held-out spans, by the hash of each file's name relative to `root`."""
+    """Split spans into training and held out, by the hash of each name relative to `root`."""
     if len(spans) == 1:
         path, nbytes = spans[0].path, spans[0].stop
         cut = nbytes - max(1, int(nbytes * HELD_OUT_SHARE))
@@ -187,7 +187,7 @@ def _split(root: Path, spans: list[CorpusSpan]) -> tuple[Split, Split]:
 
 
 def _draw(name: Path) -> float:
-    """A number in [0, 1) that depends on the name alone."""
+    """Return a number in [0, 1) that depends on the name alone."""
     return int.from_bytes(sha256(name.as_posix().encode()).digest()[:8], "big") / 2**64
 
 

@@ -1,4 +1,4 @@
-"""What one training run is asked to do, as a frozen value. Imports no torch: `--help` reads it."""
+"""The choices of one training run, as a frozen value. Imports no torch: `--help` reads it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Job:
     stage: int | str = 3  # or "auto": the lowest that fits
     offload: str | None = None  # "optimizer", "cpu" or "disk:PATH"; None: all on the device
     fraction: float | str = 1.0  # of the optimizer state that leaves the device, or "auto"
-    recompute: bool = False  # blocks' activations in backward, rather than keeping them
+    recompute: bool = False  # run blocks again in backward instead of keeping activations
     precision: str | None = None  # None computes in the parameters' own dtype
     wire: str | None = None  # a named wire; None sends exact messages on one axis
     steps: int = 160
     batch: int = 16
     seq: int = 64
     accumulate: int = 1  # micro-batches of a step
-    lr: float | None = None  # peak learning rate; None: what suits the preset
+    lr: float | None = None  # peak learning rate; None: the default of the preset
     clip: float = 1.0  # largest norm of the whole gradient; 0 does not clip
     seed: int = 0
     sample: int = 72  # bytes of text that the trained model writes; each is one forward
@@ -32,17 +32,17 @@ class Job:
     every: int = 0  # steps between checkpoints; 0: only the last step, and when interrupted
     keep: int | None = 2  # newest checkpoints that stay; None: all
     report: str | None = None  # a directory for a page about the run; None writes none
-    resume: bool = False  # go on from the newest checkpoint, if there is one
+    resume: bool = False  # continue from the newest checkpoint, if there is one
 
     @property
     def steps_in_backward(self) -> bool:
-        """Where states are offloaded and nothing looks at all gradients, units are stepped early.
+        """True if units may step early: states are offloaded, and no step reads all gradients.
 
-        Dynamic loss scaling does look.
+        Clipping and dynamic loss scaling read them.
         """
         return self.offload is not None and self.clip == 0 and self.precision != "fp16"
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees, over all ranks."""
+        """Tokens of one optimizer step, over all ranks."""
         return self.batch * self.seq

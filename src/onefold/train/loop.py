@@ -1,4 +1,4 @@
-"""The training loop of `onefold train`: an ordinary script around one call of `onefold.shard`."""
+"""Train for `onefold train`: an ordinary script around one call of `onefold.shard`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ FINAL_LR = 0.05
 """The learning rate rises linearly, then falls along a cosine to this share of its peak."""
 
 LOG_STEPS = 10
-"""Ranks tell each other their losses once in this many steps."""
+"""Ranks exchange their losses once in this many steps."""
 
 HELD_OUT_SHARE, MAX_HELD_OUT_BATCHES = 5, 64
-"""The held-out loss is over one batch for this many steps, and over so many at most."""
+"""Steps per batch of the held-out loss, and the most batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run is."""
+    """The progress of a run."""
 
     step: int  # steps done
     loss: float  # nats per token, mean over ranks, of the last LOG_STEPS
@@ -51,7 +51,7 @@ class Progress:
 
 
 class TrainObserver(Protocol):
-    """Who is told how a run goes, on each rank."""
+    """Receives the events of a run, on each rank."""
 
     def started(self, job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> None: ...
 
@@ -64,24 +64,24 @@ class TrainObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run has come to; the same on every rank."""
+    """The result of a run; the same on every rank."""
 
-    first_step: int  # steps that were done before this run, by the one it resumed
+    first_step: int  # steps done by the run that this one resumed
     losses: list[float]  # per step of this run, nats per token, mean over the global batch
-    held_out: float  # nats per token, of files that were not trained on
+    held_out: float  # nats per token, of the held-out files
     seconds: float  # of the steps alone
     tokens_per_s: float
     text: str  # generated; empty if none was asked for
     num_parameters: int
-    offload: str  # what was planned for the tiers of rank 0; empty: all on the device
+    offload: str  # the plan for the tiers of rank 0; empty: all on the device
     memory: list[RankMemory]  # per rank
     stage0: dict[str, int]  # bytes by kind that each rank would hold at stage 0
-    predicted: Prediction | None  # of rank 0; None on others, and where it cannot be traced
-    report: str  # the page about the run; empty if none was asked for, or no step was left to do
+    predicted: Prediction | None  # of rank 0; None on others, and without a trace
+    report: str  # the page about the run; empty without one, or without a step
 
 
 def preflight(job: Job, world_size: int) -> Corpus:
-    """Refuse what cannot work, before any rank is started; the text to train on."""
+    """Refuse a job that cannot work, before any rank starts; return the text to train on."""
     precision_of(job.precision)
     offload_for(job)
     wire_of(job.wire)
@@ -104,7 +104,7 @@ def preflight(job: Job, world_size: int) -> Corpus:
 
 
 def offload_for(job: Job) -> Offload:
-    """The tiers that the job asks for."""
+    """Return the tiers of the job."""
     chosen = offload_of(job.offload, placements_of(3 if job.stage == "auto" else job.stage))
     if job.offload is None:
         if job.fraction != 1:
@@ -196,11 +196,11 @@ class Trainer:
 
     @property
     def memory(self) -> RankMemory:
-        """What this rank held at the end of the last step; now, if it resumed behind that."""
+        """Bytes on this rank at the end of the last step; now, if the run resumed after it."""
         return self._memory or self._measure()
 
     def predicted(self) -> Prediction | None:
-        """What this rank was to hold, if it looked before it began."""
+        """Return the predicted memory of this rank, if it traced the model before the run."""
         report, device = onefold.report(self.module), self.world.device.type
         return predict(self.job, offload_for(self.job), self.seen, report, device)
 
@@ -211,7 +211,7 @@ class Trainer:
         )  # fmt: skip
 
     def step(self, step: int) -> Tensor:
-        """One optimizer step; this rank's loss, whose mean over ranks is the batch's."""
+        """Take one optimizer step; return a loss whose mean over ranks is the batch's."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.peak_lr * schedule(step, self.job.steps)
         total = self._backward(next(self.windows).to(self.world.device))
@@ -220,13 +220,13 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.job.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if step + 1 == self.job.steps:  # at the end of a step everything that rests is held
+        if step + 1 == self.job.steps:  # all resting state is allocated at the end of a step
             self._memory = self._measure()
         self.optimizer.zero_grad()
         return total
 
     def _backward(self, rows: Tensor) -> Tensor:
-        """Gradients of the mean loss over the whole batch, from own rows [R, T + 1]."""
+        """Compute gradients of the mean loss over the global batch, from own rows [R, T + 1]."""
         parts = self.job.accumulate
         # ranks are averaged; the weight makes that the mean over tokens for uneven rows too
         weight = self.world.world_size / self.job.tokens_per_step
@@ -242,7 +242,7 @@ class Trainer:
 
 
 class Meter:
-    """Losses of all ranks and the speed, told to an observer every LOG_STEPS."""
+    """Reports losses of all ranks, and the speed, to an observer every LOG_STEPS."""
 
     def __init__(self, job: Job, world: World, observer: TrainObserver, first: int) -> None:
         self.losses: list[float] = []  # per step, mean over ranks
@@ -261,7 +261,7 @@ class Meter:
         return len(self.losses) * self._job.tokens_per_step / max(self.seconds, 1e-9)
 
     def note(self, loss: Tensor) -> None:
-        """One step is done."""
+        """Record a finished step."""
         self._waiting.append(loss)
         before, self._latest = self._latest, time.perf_counter()
         self.step_seconds.append(self._latest - before)
@@ -282,14 +282,14 @@ class Meter:
 
 
 def summed_loss(module: nn.Module, rows: Tensor) -> Tensor:
-    """Cross-entropy in nats, summed over the tokens of rows [R, T + 1]."""
+    """Return the cross-entropy in nats, summed over the tokens of rows [R, T + 1]."""
     logits = logits_of(module, rows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum")
 
 
 @torch.no_grad()
 def held_out_loss(job: Job, world: World, module: nn.Module, corpus: Corpus) -> float:
-    """Nats per byte over windows of held-out files, the same for every run; a collective."""
+    """Return nats per byte over fixed windows of the held-out files; a collective."""
     batches = min(max(1, job.steps // HELD_OUT_SHARE), MAX_HELD_OUT_BATCHES)
     own = own_rows(job.batch, world.rank, world.world_size)
     windows = Windows(corpus.held_out, rows=job.batch, seq=job.seq, seed=0, own=own)
@@ -301,6 +301,6 @@ def held_out_loss(job: Job, world: World, module: nn.Module, corpus: Corpus) -> 
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the peak learning rate at a step: up along a line, down along a cosine."""
+    """Return the share of the peak learning rate: a linear rise, then a cosine."""
     warmup = min(1.0, (step + 1) / min(WARMUP_STEPS, steps))
     return warmup * (FINAL_LR + (1 - FINAL_LR) * (1 + cos(pi * step / steps)) / 2)

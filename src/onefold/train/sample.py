@@ -1,4 +1,4 @@
-"""A line of text from a trained module, byte by byte."""
+"""Generate a line of text with a trained module, byte by byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPERATURE = 0.5
 def generate(
     module: nn.Module, prompt: bytes, *, num_bytes: int, seq: int, seed: int, device: torch.device
 ) -> str:
-    """`prompt` and `num_bytes` sampled bytes, as text on one line.
+    """Return `prompt` and `num_bytes` sampled bytes, as text on one line.
 
     Each byte is one forward over the last `seq` bytes. A collective where the module is sharded:
     every rank calls it with equal arguments.
@@ -32,5 +32,5 @@ def generate(
 
 
 def one_line(text: bytes) -> str:
-    """Bytes as printable ASCII; everything else is escaped."""
+    """Return bytes as printable ASCII, with all others escaped."""
     return text.decode("utf-8", "replace").encode("unicode_escape").decode("ascii")

@@ -1,4 +1,4 @@
-"""Requests to stop: the first is kept until the step is done, the next ends the process at once.
+"""Receive requests to stop: the first waits for the end of the step, the next ends the process.
 
 A thread receives them. Python runs signal handlers on the main thread between two instructions,
 and that thread may be inside a collective whose peers are gone.
@@ -16,14 +16,14 @@ from typing import Any
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
 ECHO_S = 1.0
-"""One request may arrive twice: SLURM signals every process of a job, and torchrun passes on to its
-ranks what it has received. So soon after the first it is the same one."""
+"""One request may arrive twice: SLURM signals every process of a job, and torchrun passes its own
+signal on to its ranks. Within this time after the first, a signal is the same request."""
 
 
 class StopRequests:
-    """While entered, SIGTERM and SIGINT are requests; `received` is the first one's number, or 0.
+    """Inside the block SIGTERM and SIGINT are requests: `received` is the first number, or 0.
 
-    Unless it `is_active`, signals do what they do anyway.
+    Unless `is_active`, signals keep their handlers.
     """
 
     def __init__(self, *, is_active: bool) -> None:
@@ -33,7 +33,7 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         is_main = threading.current_thread() is threading.main_thread()
-        if not self._is_active or not is_main:  # another thread may not say what signals do
+        if not self._is_active or not is_main:  # only the main thread may set handlers
             return self
         self._sender, self._receiver = socket.socketpair()
         self._sender.setblocking(False)
@@ -50,7 +50,7 @@ class StopRequests:
             self._sender.close()
 
     def _receive(self) -> None:
-        at = 0.0  # when the request came
+        at = 0.0  # the time of the request
         while number := self._receiver.recv(1):
             if number[0] in STOPS:
                 if not self.received:
