@@ -341,7 +341,7 @@ def remove(name: str) -> None:
     """Kill every process of a namespace, and remove it; nothing if it is not there."""
     if not Path("/run/netns", name).exists():
         return
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (pids := _run("ip", "netns", "pids", name).split()) and time.monotonic() < deadline:
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -367,7 +367,7 @@ def _raise_exit(number: int, _: FrameType | None) -> None:
 def _run(*command: str) -> str:
     """The output of a short command. Raises `HostsError` with what it complained about."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     except FileNotFoundError as error:
         raise HostsError(f"{command[0]} is not installed") from error
     except subprocess.CalledProcessError as error:

@@ -26,20 +26,19 @@ import torch.distributed.launcher.api  # with torch, most of a command's start
 from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from tests.forking import await_ended_threads
+from tests.forking import HANG_S, await_ended_threads
 
-LIMIT_S = 100
 POLL_S = 0.02
 
 
 def onefold(
-    *arguments: str, cwd: Path | None = None, timeout_s: float = LIMIT_S
+    *arguments: str, cwd: Path | None = None, timeout_s: float = HANG_S
 ) -> subprocess.CompletedProcess[str]:
     """`onefold *arguments`, up to its end."""
     return begin(*arguments, cwd=cwd, timeout_s=timeout_s).end()
 
 
-def begin(*arguments: str, cwd: Path | None = None, timeout_s: float = LIMIT_S) -> Command:
+def begin(*arguments: str, cwd: Path | None = None, timeout_s: float = HANG_S) -> Command:
     """`onefold *arguments`, which goes on beside the test."""
 
     def body() -> Any:
@@ -54,7 +53,7 @@ def torchrun(
     *arguments: str,
     ranks: int = 2,
     cwd: Path | None = None,
-    timeout_s: float = LIMIT_S,
+    timeout_s: float = HANG_S,
     forks_ranks: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun` on `ranks` local ranks, one thread each, up to its end."""
@@ -69,7 +68,7 @@ def torchrun(
     return Command(body, argv, cwd, timeout_s, forks_ranks=forks_ranks).end()
 
 
-def script(path: Path, *, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+def script(path: Path, *, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:
     """`python path` on one thread, up to its end."""
     argv = [sys.executable, str(path)]
 
@@ -144,7 +143,7 @@ class Command(Forked):
 
     def end(self) -> subprocess.CompletedProcess[str]:
         """What it wrote, and its exit code, once it has ended."""
-        self.wait(2 * self._timeout_s)
+        self.wait(self._timeout_s + HANG_S)
         assert self.returncode is not None
         out, err = self.out, _content(self._err)
         self._out.close()

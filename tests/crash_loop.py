@@ -32,11 +32,11 @@ import torch.multiprocessing as mp
 
 import onefold
 from onefold.checkpoint.directory import find
+from tests.forking import HANG_S
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import seeded
 
 SHORTEST_S, LONGEST_S = 0.02, 4.0
-GIVE_UP_S = 60.0
 
 
 def life(rank: int, folder: Path, port: int, steps: int, is_async: bool) -> None:
@@ -104,7 +104,7 @@ def run_once(
     for each in ranks:
         each.start()
     start = time.monotonic()
-    deadline = GIVE_UP_S if kill_after is None else kill_after
+    deadline = HANG_S if kill_after is None else kill_after
     for each in ranks:
         each.join(max(0.0, deadline - (time.monotonic() - start)))
     if all(each.exitcode == 0 for each in ranks):

@@ -12,6 +12,9 @@ import threading
 import time
 from pathlib import Path
 
+HANG_S = 300.0
+"""A wait in a test that takes longer is a hang: minutes, as other work may fill the machine."""
+
 TASKS = Path("/proc/self/task")
 PATIENCE_S, POLL_S = 0.5, 0.002
 

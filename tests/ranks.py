@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +22,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from tests.forking import await_ended_threads
+from tests.forking import HANG_S, await_ended_threads
 
-TIMEOUT_S = 60
 HANGS_AFTER = 0.8  # of the time that messages are waited for: a rank then shows where it is
 _GENERATOR = threading.RLock()
 
@@ -52,8 +52,9 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any
         threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
         for thread in threads:
             thread.start()
+        deadline = time.monotonic() + HANG_S
         for thread in threads:
-            thread.join(TIMEOUT_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
         stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     real = [f for f in failures if not isinstance(f[1], SystemExit)] or failures
     if real:
@@ -63,7 +64,7 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any
     if stuck:
         frames = sys._current_frames()
         where = "".join(traceback.format_stack(frames[threads[stuck[0]].ident])[-4:])
-        raise TimeoutError(f"ranks {stuck} still run after {TIMEOUT_S} s:\n{where}")
+        raise TimeoutError(f"ranks {stuck} still run after {HANG_S:g} s:\n{where}")
     return results
 
 
@@ -93,7 +94,7 @@ def run_processes(
     world_size: int,
     body: Callable[..., None],
     *args: Any,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = HANG_S,
     start_method: str = "fork",
 ) -> None:
     """Call the module-level `body(rank, *args)` in `world_size` gloo processes.
@@ -109,6 +110,14 @@ def run_processes(
             nprocs=world_size,
             start_method=start_method,
         )
+
+
+def shorten_timeout(seconds: float) -> None:
+    """Let later collectives of this process fail after `seconds` without an answer.
+
+    Call it when all ranks have started: how long a start takes is up to the machine.
+    """
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
 def _process(

@@ -29,6 +29,7 @@ from onefold.tier.disk import SwapFile
 from onefold.tier.scratch import DiskScratch, HostScratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.workers import Workers
+from tests.forking import HANG_S
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.training import Job, assert_same_bits, train_sharded
@@ -87,7 +88,7 @@ class Disk:
             transfer.wait()
 
 
-def until(is_so, timeout_s=5.0):
+def until(is_so, timeout_s=HANG_S):
     """Workers let go of what they hold a moment after others see it done."""
     end = time.monotonic() + timeout_s
     while not is_so():

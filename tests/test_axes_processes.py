@@ -11,7 +11,7 @@ from onefold import TierError, Wire, WireError
 from onefold.engine.registry import engine_of
 from onefold.wire_config import PRESETS
 from tests.models import token_batches
-from tests.ranks import run_processes, run_ranks
+from tests.ranks import run_processes, run_ranks, shorten_timeout
 from tests.test_axes_checkpoint import same, start, step, whole_weights
 
 pytestmark = pytest.mark.process
@@ -68,6 +68,7 @@ def edit_alone(rank: int) -> None:
     tokens = token_batches(1)[0]
     with torch.no_grad():
         module(tokens)
+        shorten_timeout(4)
         if rank == 0:
             module.norm.weight.data.mul_(2.0)
             with pytest.raises(WireError, match=r"on rank 0, where 'norm.weight' was edited, to"):
@@ -78,4 +79,4 @@ def edit_alone(rank: int) -> None:
 
 
 def test_an_edit_on_one_rank_alone_is_an_error_that_names_the_parameter():
-    run_processes(2, edit_alone, timeout_s=20)
+    run_processes(2, edit_alone)

@@ -29,6 +29,7 @@ from contest.results import path_of, provenance, write
 from contest.world import RunError
 
 from tests.commands import Command
+from tests.forking import HANG_S
 
 
 def ranks(wall, cpu, peak, losses=(2.0, 1.0)):
@@ -144,7 +145,7 @@ def test_an_interrupted_run_keeps_the_rounds_it_finished(tmp_path, monkeypatch, 
 def test_a_terminated_comparison_ends_with_its_ranks_and_keeps_its_rounds(tmp_path):
     command = ["benchmarks/peers.py", "--sizes", "tiny", "--steps", "1", "--rounds", "999"]
     command += ["--engines", "onefold 0", "--results", str(tmp_path)]
-    started = Command(peers.main, command, Path(__file__).parent.parent, 110, forks_ranks=False)
+    started = Command(peers.main, command, Path(__file__).parent.parent, HANG_S, forks_ranks=False)
     started.until(lambda _: bool(list(tmp_path.glob("*.json"))))
     os.kill(started.pid, signal.SIGTERM)
     ended = started.end()
@@ -157,7 +158,7 @@ def test_a_terminated_comparison_ends_with_its_ranks_and_keeps_its_rounds(tmp_pa
 def stay(rank: int, folder: str) -> dict[str, int]:
     """A rank that runs on."""
     Path(folder, str(os.getpid())).touch()
-    time.sleep(100)
+    time.sleep(2 * HANG_S)
     return {"rank": rank}
 
 
@@ -176,7 +177,7 @@ def test_ranks_end_when_the_comparison_is_killed(tmp_path):
             os.killpg(comparison.pid, signal.SIGKILL)
 
 
-def _until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+def _until(is_so: Callable[[], bool], seconds: float = HANG_S) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline
@@ -186,8 +187,8 @@ def _until(is_so: Callable[[], bool], seconds: float = 60) -> None:
 def test_an_interruption_before_the_first_run_ends_the_comparison_too():
     """A case that dies of the signal must not look like one that is merely over."""
     before = signal.getsignal(signal.SIGTERM)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    interrupt = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    interrupt = threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM))
     interrupt.start()
     try:
         assert peers._wait(child) == peers.INTERRUPTED

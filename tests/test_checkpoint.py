@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import onefold
 from onefold import CheckpointError
 from onefold.engine.registry import engine_of
+from tests.forking import HANG_S
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_processes, run_ranks, seeded
 
@@ -452,7 +453,7 @@ def test_a_script_that_ends_with_a_background_save_completes_it(tmp_path):
         "o = torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9); onefold.shard(m, o)\n"
         f"onefold.save({str(tmp_path / 'a')!r}, m, o, wait=False, keep=1)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "a" / "manifest.json").exists()
 

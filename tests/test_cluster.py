@@ -17,6 +17,7 @@ from cluster import Mark, per_step, table
 from hosts import Counted, Counters, Hosts, HostsError, bits_per_s, names, refusal
 
 from tests.commands import onefold
+from tests.forking import HANG_S
 
 CLUSTER = Path(cluster.__file__)
 JOB = ("--model", "tiny", "--steps", "3", "--batch", "4", "--seq", "16", "--sample", "0", "--json")
@@ -78,7 +79,7 @@ def test_two_hosts_train_to_the_bits_of_one_and_their_counters_tell_what_went_wh
     assert alone.returncode == 0, alone.stderr
     with Hosts(2, "1gbit") as hosts:
         before = [host.counters() for host in hosts]
-        ended = hosts.torchrun("-m", "onefold", "train", *JOB, ranks=2, env=UNTOLD, timeout_s=100)
+        ended = hosts.torchrun("-m", "onefold", "train", *JOB, ranks=2, env=UNTOLD, timeout_s=HANG_S)
         sent = [host.counters() - then for host, then in zip(hosts, before, strict=True)]
     assert [each.code for each in ended] == [0, 0], ended[0].err + ended[1].err
     assert ended[1].out == ""  # rank 0 speaks for all
@@ -113,7 +114,7 @@ def test_each_direction_of_each_link_has_the_rate_and_each_host_addresses_of_its
 def test_a_run_that_hangs_is_an_error_that_names_the_hosts_and_leaves_no_process(permitted):
     with Hosts(2) as hosts:
         with pytest.raises(TimeoutError) as caught:
-            hosts.torchrun("--no-python", "sleep", "1000", ranks=1, timeout_s=4)
+            hosts.torchrun("--no-python", "sleep", "1000", ranks=1, timeout_s=10)
         assert "host 0 still runs" in str(caught.value)
         found = [subprocess.check_output(["ip", "netns", "pids", h.name]).split() for h in hosts]
         assert all(found)
@@ -122,7 +123,7 @@ def test_a_run_that_hangs_is_an_error_that_names_the_hosts_and_leaves_no_process
 
 def are_gone(pids: Iterable[str]) -> bool:
     """True once they have ended, and the init process has seen it; it may be busy."""
-    left, deadline = list(pids), time.monotonic() + 20
+    left, deadline = list(pids), time.monotonic() + HANG_S
     while (left := [pid for pid in left if Path("/proc", pid).exists()]) and (
         time.monotonic() < deadline
     ):
@@ -139,7 +140,7 @@ def test_hosts_of_a_process_that_is_gone_are_removed_by_the_next(permitted):
     with Hosts(1) as hosts:
         assert stale not in names()
         assert hosts[0].name in names()
-    assert sleeper.wait(10) == -signal.SIGKILL
+    assert sleeper.wait(HANG_S) == -signal.SIGKILL
 
 
 def test_an_exception_and_a_rate_that_is_none_leave_nothing_behind(permitted):
@@ -170,7 +171,7 @@ def test_the_command_ends_with_the_signal_and_takes_its_hosts_and_ranks_with_it(
             ranks = [pid for pids in found for pid in pids.split()]
             assert len(ranks) == 4  # torchrun and its rank, twice
             process.send_signal(stop)
-            assert process.wait(60) == 128 + stop  # each host may take 10 s on a busy machine
+            assert process.wait(HANG_S) == 128 + stop
         finally:
             process.terminate()
     assert are_gone(ranks)

@@ -9,18 +9,17 @@ import pytest
 
 from tests.commands import script, torchrun
 
-LIMIT_S = 110
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def alone(name: str) -> str:
-    done = script(EXAMPLES / name, timeout_s=LIMIT_S)
+    done = script(EXAMPLES / name)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def under_torchrun(name: str, *, forks_ranks: bool = True) -> str:
-    done = torchrun(str(EXAMPLES / name), timeout_s=LIMIT_S, forks_ranks=forks_ranks)
+    done = torchrun(str(EXAMPLES / name), forks_ranks=forks_ranks)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

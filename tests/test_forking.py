@@ -59,4 +59,4 @@ def test_forked_ranks_multiply_right_after_threads_did():
             thread.start()
         for thread in threads:
             thread.join()
-        run_processes(2, _multiplies, timeout_s=30)
+        run_processes(2, _multiplies)

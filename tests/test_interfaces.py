@@ -10,6 +10,7 @@ import pytest
 
 from onefold.errors import ConfigError
 from onefold.mesh.interfaces import GLOO, addresses, choose, own_address_towards, use_link_to_hosts
+from tests.forking import HANG_S
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 LOOPBACK = {"127.0.0.1": "lo", "::1": "lo"}
@@ -76,5 +77,5 @@ def test_ranks_that_wait_for_ever_to_meet_are_ended_with_a_message():
         "with ending_process(60, str): pass\n"
         "with ending_process(0.1, lambda: 'expected peers'): time.sleep(1000)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (1, "onefold: expected peers\n")

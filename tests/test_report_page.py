@@ -34,6 +34,7 @@ from onefold.recording.words import (
 )
 from tests import made_up
 from tests.commands import onefold as command
+from tests.forking import HANG_S
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 
@@ -408,7 +409,7 @@ def browse(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
             "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", *flags,
             (folder / "index.html").as_uri(),
         ],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=HANG_S, check=True,
     )  # fmt: skip
 
 
