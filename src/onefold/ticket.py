@@ -1,4 +1,4 @@
-"""One handle for everything that finishes later: collectives, copies, disk requests.
+"""One handle for all work that finishes later: collectives, copies, disk requests.
 
 Whoever starts asynchronous work gives the caller a `Ticket`; whoever needs the result calls
 `wait()`. A ticket owns the buffers of its work until then, so nothing else has to keep them alive.
@@ -13,7 +13,7 @@ from onefold.errors import OnefoldError, WireError
 
 
 class Waitable(Protocol):
-    """What a ticket can wait for: `torch.distributed.Work` fits."""
+    """Work that a ticket can wait for: `torch.distributed.Work` fits."""
 
     def wait(self) -> object: ...
     def is_completed(self) -> bool: ...
@@ -22,8 +22,9 @@ class Waitable(Protocol):
 class Ticket:
     """Asynchronous work plus the step that finishes it on the caller's thread.
 
-    `finish` runs once, inside the first `wait()`, after all `works` are complete: unpacking,
-    summing, making the compute stream wait. Errors of the work become `WireError` with `label`.
+    `finish` runs once, inside the first `wait()` that sees all `works` complete: unpacking,
+    summing, making the compute stream wait. Errors of the work become `WireError` with `label`, a
+    string or a function that formats one.
     """
 
     __slots__ = ("_finish", "_label", "_works")
@@ -32,14 +33,14 @@ class Ticket:
         self,
         works: Sequence[Waitable] = (),
         finish: Callable[[], None] | None = None,
-        label: str = "",
+        label: str | Callable[[], str] = "",
     ) -> None:
         self._works: Sequence[Waitable] = works
         self._finish = finish
         self._label = label
 
     def then(self, finish: Callable[[], None]) -> Ticket:
-        """The same work with one more step at its end, on the caller's thread."""
+        """Return the same work with one more step at its end, on the caller's thread."""
         before = self._finish
 
         def both() -> None:
@@ -51,7 +52,7 @@ class Ticket:
 
     @property
     def works(self) -> Sequence[Waitable]:
-        """What is still to be waited for."""
+        """The works that nobody has waited for yet."""
         return self._works
 
     @property
@@ -60,23 +61,30 @@ class Ticket:
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Block until the work is complete and finished. Calling it again does nothing."""
-        works, self._works = self._works, ()
-        finish, self._finish = self._finish, None
+        """Block until the work is complete and finished. Calling it again does nothing.
+
+        A wait that Ctrl-C interrupts does not count: the next one waits for the same works.
+        """
         try:
-            for work in works:
+            for work in self._works:
                 work.wait()
-        except OnefoldError:
-            raise
-        except RuntimeError as error:
-            raise WireError(
-                f"expected {self._label} to complete, got: {str(error).splitlines()[0]}\n"
-                "hint: a peer died, left the training loop early, or called other collectives; "
-                "look for the first error among the other ranks"
-            ) from error
+        except Exception as error:
+            self._works, self._finish = (), None
+            if isinstance(error, OnefoldError) or not isinstance(error, RuntimeError):
+                raise
+            raise self._failed(error) from error
+        finish, self._works, self._finish = self._finish, (), None
         if finish is not None:
             finish()
 
+    def _failed(self, error: RuntimeError) -> WireError:
+        label = self._label if isinstance(self._label, str) else self._label()
+        return WireError(
+            f"expected {label} to complete, got: {str(error).splitlines()[0]}\n"
+            "hint: a peer died, left the training loop early, or called other collectives; "
+            "look for the first error among the other ranks"
+        )
+
 
 DONE = Ticket()
-"""A ticket of work that needed no time."""
+"""A ticket of work that is complete."""
