@@ -6,9 +6,12 @@ still runs, before every node of the forward that made it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Protocol, TypeVar
+from enum import Enum, auto
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Protocol, TypeVar
 from weakref import ReferenceType
 
 import torch
@@ -62,23 +65,75 @@ def watch_outputs(
         node.register_prehook(before_node)
 
 
-def tensors_in(value: object, depth: int = 6) -> Iterator[Tensor]:
-    """Every tensor in tuples, lists, mappings, dataclasses and plain objects, nested."""
-    if isinstance(value, Tensor):
-        yield value
+MAX_DEPTH = 6
+"""Containers are searched so many levels deep."""
+
+_LEAVES = (
+    str, bytes, bytearray, memoryview, int, float, complex, type(None), range, slice, Enum, type,
+    nn.Module, torch.Size, torch.dtype, torch.device, torch.layout, torch.Generator,
+    FunctionType, BuiltinFunctionType, MethodType, ModuleType,
+)  # fmt: skip
+"""Values of these types hold no tensors, or none that a forward gives out."""
+
+
+class _Kind(Enum):
+    """How the children of a value are found."""
+
+    LEAF = auto()
+    TENSOR = auto()
+    MAPPING = auto()
+    COLLECTION = auto()
+    OBJECT = auto()
+
+
+@lru_cache(maxsize=1024)
+def _kind_of(type_: type) -> tuple[_Kind, tuple[str, ...]]:
+    """How to search values of a type, and the attributes that all of them have."""
+    if issubclass(type_, Tensor):
+        return _Kind.TENSOR, ()
+    if issubclass(type_, _LEAVES):
+        return _Kind.LEAF, ()
+    if issubclass(type_, Mapping):
+        return _Kind.MAPPING, ()
+    if issubclass(type_, tuple | list | set | frozenset):
+        return _Kind.COLLECTION, ()
+    if is_dataclass(type_):
+        return _Kind.OBJECT, tuple(field.name for field in fields(type_))
+    slots = [name for base in type_.__mro__ for name in _slots_of(base)]
+    return _Kind.OBJECT, tuple(slots)
+
+
+def _slots_of(base: type) -> Iterable[str]:
+    slots = base.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Every tensor in tuples, lists, mappings, dataclasses and plain objects, nested.
+
+    An object that several others refer to is searched once, and so is one that refers to itself.
+    """
+    return _search(value, MAX_DEPTH, {})
+
+
+def _search(value: object, depth: int, seen: dict[int, tuple[int, object]]) -> Iterator[Tensor]:
+    """`seen`: by id, how deep each container was searched; it keeps them, and so their ids."""
+    kind, names = _kind_of(type(value))
+    if kind is _Kind.TENSOR:
+        yield value  # type: ignore[misc]
         return
-    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
+    if kind is _Kind.LEAF or depth == 0 or seen.get(id(value), (0, None))[0] >= depth:
         return
-    children: list[object] = []
-    if isinstance(value, Mapping):
-        children = list(value.values())
-    elif isinstance(value, tuple | list | set | frozenset):
-        children = list(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        children = [getattr(value, field.name, None) for field in fields(value)]
-    elif not isinstance(value, type):
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        children = [getattr(value, name, None) for name in slots]
-        children += list(getattr(value, "__dict__", {}).values())
-    for child in children:
-        yield from tensors_in(child, depth - 1)
+    seen[id(value)] = depth, value
+    for child in _children(value, kind, names):
+        if _kind_of(type(child))[0] is not _Kind.LEAF:
+            yield from _search(child, depth - 1, seen)
+
+
+def _children(value: Any, kind: _Kind, names: tuple[str, ...]) -> Iterable[object]:
+    if kind is _Kind.MAPPING:
+        return value.values()
+    if kind is _Kind.COLLECTION:
+        return value
+    named = [getattr(value, name, None) for name in names]
+    return named if is_dataclass(value) else [*named, *getattr(value, "__dict__", {}).values()]
