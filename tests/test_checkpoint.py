@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
 
 import onefold
 from onefold import CheckpointError
@@ -456,6 +458,23 @@ def test_a_script_that_ends_with_a_background_save_completes_it(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_a_save_changes_how_torch_saves_on_no_other_thread(tmp_path, monkeypatch):
+    """Ranks may be threads; and a script may save other files beside a save in the background."""
+    seen = []
+
+    def written(*arguments: Any) -> Any:
+        with ThreadPoolExecutor(1) as others:
+            beside = others.submit(torch.serialization.get_crc32_options).result()
+        seen.append((torch.serialization.get_crc32_options(), beside))
+        return write(*arguments)
+
+    write = filesystem._write_item
+    monkeypatch.setattr(filesystem, "_write_item", written)
+    run_ranks(2, lambda _: start(3).train(BATCHES[:1]).save(tmp_path / "saved"))
+    assert set(seen) == {(False, True)}
+    assert torch.serialization.get_crc32_options()
 
 
 def test_saving_changes_nothing(tmp_path):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -41,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config
 
 from onefold.checkpoint.blocks import BlockReader, Damaged, Files
 from onefold.checkpoint.directory import METADATA
@@ -97,36 +97,6 @@ class _Streams(filesystem.FileSystem):
         yield self.files.create(Path(path).name)
 
 
-class _ArchiveChecksums:
-    """torch's switch for checksums inside the archives of `torch.save`: ours cover every byte.
-
-    It is one for the process, in which ranks may be threads: the last to leave puts it back.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._before = True
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        with self._lock:
-            if self._users == 0:
-                self._before = torch.serialization.get_crc32_options()
-                torch.serialization.set_crc32_options(False)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    torch.serialization.set_crc32_options(self._before)
-
-
-_archive_checksums = _ArchiveChecksums()
-
-
 class Writer(dcp.FileSystemWriter):
     """Writes one rank's pieces; `files.finish()` afterwards waits for the disk."""
 
@@ -140,8 +110,8 @@ class Writer(dcp.FileSystemWriter):
         return StorageMeta(save_id=self.save_id, modules=[MARK])
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        try:
-            with _archive_checksums.off():
+        try:  # our checksums cover every byte; torch's switch for those in archives is a thread's
+            with config.patch("save.compute_crc32", False):
                 return super().write_data(plan, planner)
         except Exception:
             for writer in self.files.writers:
