@@ -455,7 +455,9 @@ def test_a_script_that_ends_with_a_background_save_completes_it(tmp_path):
         "o = torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9); onefold.shard(m, o)\n"
         f"onefold.save({str(tmp_path / 'a')!r}, m, o, wait=False, keep=1)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "a" / "manifest.json").exists()
 

@@ -79,7 +79,9 @@ def test_two_hosts_train_to_the_bits_of_one_and_their_counters_tell_what_went_wh
     assert alone.returncode == 0, alone.stderr
     with Hosts(2, "1gbit") as hosts:
         before = [host.counters() for host in hosts]
-        ended = hosts.torchrun("-m", "onefold", "train", *JOB, ranks=2, env=UNTOLD, timeout_s=HANG_S)
+        ended = hosts.torchrun(
+            "-m", "onefold", "train", *JOB, ranks=2, env=UNTOLD, timeout_s=HANG_S
+        )
         sent = [host.counters() - then for host, then in zip(hosts, before, strict=True)]
     assert [each.code for each in ended] == [0, 0], ended[0].err + ended[1].err
     assert ended[1].out == ""  # rank 0 speaks for all

@@ -77,5 +77,7 @@ def test_ranks_that_wait_for_ever_to_meet_are_ended_with_a_message():
         "with ending_process(60, str): pass\n"
         "with ending_process(0.1, lambda: 'expected peers'): time.sleep(1000)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert (done.returncode, done.stderr) == (1, "onefold: expected peers\n")

@@ -119,6 +119,69 @@ def test_two_optimizers_share_a_module():
             torch.testing.assert_close(weight, wanted.detach(), rtol=0, atol=2e-3)
 
 
+def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    others = [p for p in module.parameters() if p.dim() != 2]
+    return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_optimizers_of_a_module_take_one_step_together_and_each_holds_its_states(
+    stage, world_size
+):
+    def report(rank, pick):
+        module = seeded(Model)
+        optimizers = pick(module)
+        onefold.shard(module, optimizers, stage=stage)
+        for batch in token_batches(3):
+            next_token_loss(module, cut(batch, world_size)[rank]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        held = [
+            value.to_local() if isinstance(value, DTensor) else value
+            for optimizer in optimizers
+            for entry in optimizer.state.values()
+            for name, value in entry.items()
+            if name != "step"
+        ]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in held}
+        return onefold.report(module), sum(storage.nbytes() for storage in storages.values())
+
+    def adamw(module):
+        return (torch.optim.AdamW(module.parameters(), lr=1e-2),)
+
+    alone = run_ranks(world_size, report, adamw)
+    together = run_ranks(world_size, report, muon_and_adamw)
+    for (one, _), (two, nbytes) in zip(alone, together, strict=True):
+        assert (one.steps, two.steps) == (3, 3)
+        assert two.memory["optimizer"]["device"].now == nbytes > 0
+        sent = {name: (t.calls, t.sent_nbytes) for name, t in two.last_step.items()}
+        for name, of_one in one.last_step.items():  # Muon brings whole matrices beside
+            assert sent[name] >= (of_one.calls, of_one.sent_nbytes)
+
+
+def test_optimizers_that_step_in_turns_take_a_step_each_and_one_that_is_gone_holds_nothing():
+    module = seeded(Model)
+    optimizers = list(muon_and_adamw(module))
+    onefold.shard(module, optimizers)
+    for turn, batch in enumerate(token_batches(4)):
+        next_token_loss(module, batch).backward()
+        optimizers[turn % 2].step()
+        optimizers[turn % 2].zero_grad()
+        assert onefold.report(module).steps == turn + 1
+    optimizers[0].step()
+    optimizers[0].step()
+    assert onefold.report(module).steps == 5, "the first of them shares the step before"
+    both = onefold.report(module).memory["optimizer"]["device"].now
+    others = 2 * 4 * sum(p.numel() for p in module.parameters() if p.dim() != 2)
+    del optimizers[0]
+    gc.collect()
+    assert onefold.report(module).memory["optimizer"]["device"].now == others < both
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
 def test_an_optimizer_built_after_shard_trains_the_same(stage, kind):

@@ -59,7 +59,9 @@ def test_a_failed_wait_names_the_work_and_leaves_nothing_to_wait_for():
 
     ticket = Ticket([Work(RuntimeError("peer gone\nat some line"))], label=label)
     assert labels == []
-    with pytest.raises(WireError, match="expected gather of unit 'head' to complete, got: peer gon"):
+    with pytest.raises(
+        WireError, match="expected gather of unit 'head' to complete, got: peer gon"
+    ):
         ticket.wait()
     ticket.wait()
     with pytest.raises(TierError, match="full"):

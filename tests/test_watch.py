@@ -54,7 +54,19 @@ def test_every_kind_of_container_is_searched_in_its_order():
     assert found(OrderedDict(a=Pair(two, (one,)), b=one)) == [2, 1, 1]
     assert found(SimpleNamespace(a=slotted, b=UserDict(c=one))) == [4, 3, 1]
     assert found(nn.Parameter(torch.tensor(5.0))) == [5]
-    for leaf in (None, 1, 2.5, "text", b"", Color.RED, Pair, nn.Linear(2, 2), torch, one.size(), len):
+    for leaf in (
+        None,
+        1,
+        2.5,
+        "text",
+        b"",
+        Color.RED,
+        Pair,
+        nn.Linear(2, 2),
+        torch,
+        one.size(),
+        len,
+    ):
         assert found([leaf, two]) == [2]
 
 

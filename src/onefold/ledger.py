@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from threading import RLock
+from weakref import finalize
 
 from onefold.observer import Observer
 
@@ -62,7 +63,10 @@ class Ledger:
     advise: Callable[[int], str] | None = None  # what would hold so many bytes less
     mapped: int = 0  # of the bytes held now: those that malloc, or a device's allocator, has not
     observer: Observer | None = None  # who watches the running step
-    _mark: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
+    # `traffic` where the last step began and ended, and who has stepped in it
+    _begun: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
+    _ended: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
+    _stepped: set[int] = field(default_factory=set[int])
     # workers take slots; and a garbage collection in a locked line may end leases of its own
     _counting: RLock = field(default_factory=RLock)
 
@@ -82,11 +86,6 @@ class Ledger:
             self.mapped += nbytes if is_mapped else 0
             if self.observer is not None:
                 self.observer.held(kind, tier, usage.now)
-
-    def set(self, kind: Kind, tier: str, nbytes: int) -> None:
-        """State the bytes of a kind that somebody else allocates (the optimizer's own tensors)."""
-        usage = self.usage.get((kind, tier))
-        self.add(kind, tier, nbytes - (usage.now if usage else 0))
 
     def sent(self, collective: str, nbytes: int, calls: int = 1) -> None:
         """Count `calls` collectives that send `nbytes` from this rank."""
@@ -113,22 +112,48 @@ class Ledger:
         advice = f"; hint: {self.advise(nbytes)}" if self.advise else ""
         error.add_note(f"onefold holds, besides activations, {self.told()} bytes{advice}")
 
-    def end_step(self) -> None:
-        """Close one optimizer step: what was sent since the last call becomes `last_step`."""
-        self.steps += 1
+    def begin_backward(self) -> None:
+        """Note that gradients are new: the next optimizer step is not part of the last one."""
+        self._stepped.clear()
+
+    def end_step(self, optimizer: object) -> None:
+        """Count an optimizer step, and as `last_step` what was sent since the one before.
+
+        Several optimizers that each step once after a backward are one step.
+        """
+        if not self._stepped or id(optimizer) in self._stepped:
+            self.steps += 1
+            self._stepped.clear()
+            self._begun = self._ended
+        self._stepped.add(id(optimizer))
+        self._ended = {
+            name: Traffic(now.calls, now.sent_nbytes) for name, now in self.traffic.items()
+        }
         empty = Traffic()
         self.last_step = {
             name: Traffic(
-                now.calls - self._mark.get(name, empty).calls,
-                now.sent_nbytes - self._mark.get(name, empty).sent_nbytes,
+                now.calls - self._begun.get(name, empty).calls,
+                now.sent_nbytes - self._begun.get(name, empty).sent_nbytes,
             )
             for name, now in self.traffic.items()
-        }
-        self._mark = {
-            name: Traffic(now.calls, now.sent_nbytes) for name, now in self.traffic.items()
         }
 
     def forget_traffic(self) -> None:
         """Start counting anew; `shard` calls it so that set-up is not counted as training."""
         self.traffic.clear()
-        self._mark.clear()
+        self._begun, self._ended = {}, {}
+
+
+class StateBytes:
+    """Bytes of the states that one optimizer keeps, in the ledger as long as `owner` lives."""
+
+    def __init__(self, ledger: Ledger, tier: str, owner: object) -> None:
+        self._ledger = ledger
+        self._tier = tier
+        self._nbytes = 0
+        finalize(owner, self.set, 0).atexit = False
+
+    def set(self, nbytes: int) -> None:
+        """Count `nbytes` in place of those counted before."""
+        change, self._nbytes = nbytes - self._nbytes, nbytes
+        self._ledger.add(Kind.OPTIMIZER, self._tier, change)

@@ -27,6 +27,8 @@ class Marks:
     def begin(self, phase: str) -> None:
         """A phase begins: "forward", "backward" or "step". One that was left open ends here."""
         self.end()
+        if phase == "backward":
+            self._ledger.begin_backward()
         if self._ledger.observer is not None:
             self._phase = self._ledger.observer.begin(Stream.PHASE, phase, "")
 

@@ -25,7 +25,6 @@ from onefold.engine.structure import check_structure, edited
 from onefold.engine.successors import Phase
 from onefold.engine.watch import watch_outputs
 from onefold.errors import StateError, expected
-from onefold.ledger import Kind
 from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
@@ -299,8 +298,8 @@ class Engine:
                 unit.await_step()  # a failure is told in the next gather, to every rank alike
                 unit.refresh_master()
 
-    def after_step(self, optimizer_nbytes: int, rounded: Set[Unit]) -> None:
-        """The optimizer has stepped: publish, and close the step's account.
+    def after_step(self, rounded: Set[Unit]) -> None:
+        """The optimizer has stepped: publish.
 
         The weights of `rounded` units follow their masters already.
         """
@@ -308,8 +307,6 @@ class Engine:
         for unit in self.units:
             unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
         self.schedule.stepped()
-        self.ledger.set(Kind.OPTIMIZER, self.setting.store.name, optimizer_nbytes)
-        self.ledger.end_step()
         self.marks.end()
 
     def are_gradients_finite(self) -> bool:

@@ -31,6 +31,7 @@ from onefold.engine.matrix import MatrixStep
 from onefold.engine.rules import Rule, may_fuse, moments_after_first_step, rule_of
 from onefold.engine.waiting_state import settled
 from onefold.errors import ConfigError, expected
+from onefold.ledger import StateBytes
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
@@ -91,6 +92,7 @@ class OptimizerBinding:
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
         self.engines: list[Engine] = []
+        self._state_bytes: dict[Engine, StateBytes] = {}
         self.is_elementwise = steps_elements(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS) and engine.setting.rest_world > 1:
             raise ConfigError(
@@ -115,6 +117,7 @@ class OptimizerBinding:
         """Step the parameters of one more engine."""
         self._check_tiers(optimizer, engine)
         self.engines.append(engine)
+        self._state_bytes[engine] = StateBytes(engine.ledger, engine.setting.store.name, self)
         engine.steppers.add(self)
         self._reserve(optimizer)
 
@@ -257,7 +260,9 @@ class OptimizerBinding:
         self._shown = _copied(state)
         optimizer.state = settled(state, self.engines)
         for engine in self.engines:
-            engine.after_step(self._state_nbytes(state, engine), self._strategy.rounded)
+            self._state_bytes[engine].set(self._state_nbytes(state, engine))
+            engine.ledger.end_step(self)
+            engine.after_step(self._strategy.rounded)
 
     def step_early(self, unit: Unit) -> None:
         """Begin to step what the optimizer holds of a unit, in the midst of a backward."""
@@ -323,12 +328,11 @@ class OptimizerBinding:
         self._shown = _copied(state)
 
     def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
-        """Bytes of per-element state on the device, once per storage."""
-        elsewhere = {
+        """Bytes of per-element state on the device, once per storage, but for units' own."""
+        counted = {
             buffer.tensor.untyped_storage().data_ptr()
             for unit in engine.units
             for buffer in unit.moments.values()
-            if unit.state_store is not engine.setting.store
         }
         storages: dict[int, int] = {}
         for tensor, entry in state.items():
@@ -339,7 +343,7 @@ class OptimizerBinding:
                         local: Tensor = getattr(value, "_local_tensor", value)
                         storage = local.untyped_storage()
                         storages[storage.data_ptr()] = storage.nbytes()
-        return sum(nbytes for start, nbytes in storages.items() if start not in elsewhere)
+        return sum(nbytes for start, nbytes in storages.items() if start not in counted)
 
 
 def _grad(parameter: UnitParameter) -> Tensor | None:
