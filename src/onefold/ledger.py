@@ -80,10 +80,14 @@ class Ledger:
             if usage is None:
                 usage = self.usage[kind, tier] = Usage()
             usage.now += nbytes
-            usage.peak = max(usage.peak, usage.now)
-            self.total.now += nbytes
-            self.total.peak = max(self.total.peak, self.total.now)
-            self.mapped += nbytes if is_mapped else 0
+            if usage.now > usage.peak:
+                usage.peak = usage.now
+            total = self.total
+            total.now += nbytes
+            if total.now > total.peak:
+                total.peak = total.now
+            if is_mapped:
+                self.mapped += nbytes
             if self.observer is not None:
                 self.observer.held(kind, tier, usage.now)
 

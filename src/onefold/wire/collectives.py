@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from onefold.errors import WireError
 from onefold.ticket import Waitable
+
+_ALL_GATHER, _ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
+_ALL_GATHER.asyncOp = _ALL_TO_ALL.asyncOp = True
+"""For calls of the group itself: `torch.distributed`'s functions check as much time again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +41,46 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Waitable:
         """Start sending `tensor` of rank `source` into `tensor` of all others, in place."""
-        return _issued(
-            lambda: dist.broadcast(tensor, group=self.handle, group_src=source, async_op=True)
+        return self._issue(
+            lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True)
         )
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Waitable:
         """Start gathering equal shards in rank order into `out`."""
-        return _issued(lambda: dist.all_gather_single(out, shard, group=self.handle, async_op=True))
+        out, shard = _real(out), _real(shard)
+        return self._issue(lambda group: group.all_gather_single(out, shard, _ALL_GATHER))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Waitable:
         """Start summing `full` over the ranks; rank r gets the r-th of equal pieces in `out`."""
-        return _issued(
-            lambda: dist.reduce_scatter_single(out, full, group=self.handle, async_op=True)
+        return self._issue(
+            lambda group: dist.reduce_scatter_single(out, full, group=group, async_op=True)
         )
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, numels_out: list[int], numels_sent: list[int]
     ) -> Waitable:
         """Start sending consecutive pieces of `sent` to ranks 0, 1, ...; `out` likewise."""
-        return _issued(
-            lambda: dist.all_to_all_single(
-                out, sent, numels_out, numels_sent, group=self.handle, async_op=True
-            )
+        out, sent = _real(out), _real(sent)
+        return self._issue(
+            lambda group: group.all_to_all_single(out, sent, numels_out, numels_sent, _ALL_TO_ALL)
         )
+
+    def _issue(self, start: Callable[[dist.ProcessGroup], Waitable | None]) -> Waitable:
+        work = None
+        if isinstance(self.handle, dist.ProcessGroup):
+            try:
+                work = start(self.handle)
+            except RuntimeError as error:
+                raise WireError(
+                    f"expected a collective to start, got: {str(error).splitlines()[0]}\n"
+                    "hint: the process group is destroyed, or an earlier collective of it failed"
+                ) from error
+        if work is None:
+            raise WireError(
+                "expected this rank to be in the process group, got no work\n"
+                "hint: pass a mesh or group that contains every rank that calls onefold.shard"
+            )
+        return work
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its maximum over the ranks; blocks."""
@@ -72,17 +94,6 @@ class Group:
         return values
 
 
-def _issued(start: Callable[[], Waitable | None]) -> Waitable:
-    try:
-        work = start()
-    except RuntimeError as error:
-        raise WireError(
-            f"expected a collective to start, got: {str(error).splitlines()[0]}\n"
-            "hint: the process group is destroyed, or an earlier collective of it failed"
-        ) from error
-    if work is None:
-        raise WireError(
-            "expected this rank to be in the process group, got no work\n"
-            "hint: pass a mesh or group that contains every rank that calls onefold.shard"
-        )
-    return work
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Backends send real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

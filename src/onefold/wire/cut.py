@@ -86,7 +86,7 @@ class MessageLayout:
         self.packed_spans = list(pairwise(accumulate(self.packed_numels, initial=0)))
         own = group.rank
         self.own_small_numels = small[own]
-        self.medium_numels = medium
+        self.chunk_numels = [[*medium[rank], sum(small[rank])] for rank in ranks]
         self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
         counted = [
             numels
@@ -97,6 +97,7 @@ class MessageLayout:
         self.own_numel = sum(numels[own] for numels in counted)
         self.control_numel = sum(numels[own] for numels in self.numels) - self.own_numel
         self._index: Tensor | None = None
+        self._rank_index: list[Tensor] = []
 
     def packed_index(self, device: torch.device) -> Tensor:
         """int64 [elements of the packed message]: where each comes from."""
@@ -108,17 +109,24 @@ class MessageLayout:
             ]
             index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
             self._index = index.to(device)
+            self._rank_index = [self._index[start:stop] for start, stop in self.small_spans]
         return self._index
+
+    def rank_index(self, rank: int, device: torch.device) -> Tensor:
+        """The part of `packed_index` that is one rank's."""
+        self.packed_index(device)
+        return self._rank_index[rank]
 
 
 class RankChunk:
     """One rank's part of a packed message: its pieces of medium regions, then of small ones."""
 
     def __init__(self, cut: MessageLayout, rank: int, packed: Tensor) -> None:
-        numels = cut.medium_numels[rank]
-        mine = packed[slice(*cut.packed_spans[rank])]
-        *self.medium, self.small = mine.split([*numels, len(mine) - sum(numels)])
-        self.index = cut.packed_index(packed.device)[slice(*cut.small_spans[rank])]
+        start, stop = cut.packed_spans[rank]
+        self.small, self.medium = packed[start:stop], list[Tensor]()
+        if cut.medium:
+            *self.medium, self.small = self.small.split_with_sizes(cut.chunk_numels[rank])
+        self.index = cut.rank_index(rank, packed.device)
 
     def fill(self, pieces: list[Tensor], whole: Tensor) -> None:
         """Copy pieces of medium regions, and the elements of `whole` that small ones have."""

@@ -84,7 +84,7 @@ class Exchange:
         counts[self.group.rank] = numels[self.group.rank]
         received = self.reducing.take(sum(counts), sent.dtype, sent.device)
         work = self.group.all_to_all(received, sent, counts, list(numels))
-        return work, received, list(received.split(counts))
+        return work, received, list(received.split_with_sizes(counts))
 
 
 class Buffers:
@@ -102,7 +102,7 @@ class Buffers:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised [numel]."""
         for index, spare in enumerate(self._spare):
-            if len(spare) == numel and spare.dtype == dtype:
+            if spare.numel() == numel and spare.dtype == dtype:
                 return self._spare.pop(index)
         buffer = torch.empty(numel, dtype=dtype, device=device)
         self._ledger.add(Kind.WIRE, "device", buffer.nbytes)

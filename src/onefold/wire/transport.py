@@ -12,7 +12,7 @@ a buffer gives the same bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -261,7 +261,8 @@ class Composed:
         rank, ours = self.group.rank, None
         own = numels[rank]
         if self.group.world_size == 2:
-            ours, sent = (sent.split(list(numels))[each] for each in (rank, 1 - rank))
+            pieces = sent.split_with_sizes(list(numels))
+            ours, sent = pieces[rank], pieces[1 - rank]
             numels = [0 if each == rank else numel for each, numel in enumerate(numels)]
         work, received, pieces = self.exchange.all_to_all(sent, numels, own)
         works.append(work)
@@ -294,16 +295,19 @@ class Composed:
         self, found: list[Tensor], cut: MessageLayout, out: Sequence[Tensor], fresh: Sequence[bool]
     ) -> None:
         """Average the packed message and put each region's piece where it goes."""
-        numels = [*cut.medium_numels[self.group.rank], sum(cut.own_small_numels)]
-        *medium, small = zip(*(message.split(numels) for message in found), strict=True)
-        for index, pieces in zip(cut.medium, medium, strict=True):
-            self._mean_in_rank_order(pieces, out[index], fresh[index])
+        small = found
+        if cut.medium:
+            numels = cut.chunk_numels[self.group.rank]
+            parts = zip(*(message.split_with_sizes(numels) for message in found), strict=True)
+            *medium, small = map(list, parts)
+            for index, pieces in zip(cut.medium, medium, strict=True):
+                self._mean_in_rank_order(pieces, out[index], fresh[index])
         if not cut.small:
             return
         targets = [out[index] for index in cut.small]
-        mean = targets[0].new_empty(sum(cut.own_small_numels))
+        mean = targets[0].new_empty(small[0].numel())
         self._mean_in_rank_order(small, mean, True)
-        parts = mean.split(cut.own_small_numels)
+        parts = mean.split_with_sizes(cut.own_small_numels)
         replaced = [i for i, index in enumerate(cut.small) if fresh[index]]
         added = [i for i, index in enumerate(cut.small) if not fresh[index]]
         if replaced:
@@ -320,14 +324,16 @@ class Composed:
         sent = found[0].dtype
         widens = sent.is_floating_point and sent.itemsize < self.reduce.itemsize
         dtype = self.reduce if widens else sent
-        block = MEAN_NUMEL if target.device.type == "cpu" else target.numel()
+        numel = target.numel()
+        block = MEAN_NUMEL if target.device.type == "cpu" else numel
         is_direct = is_fresh and target.dtype == dtype
-        scratch = target if is_direct else target.new_empty(min(block, len(target)), dtype=dtype)
+        scratch = target if is_direct else target.new_empty(min(block, numel), dtype=dtype)
+        passes: Iterable[Sequence[Tensor]] = [(*found, target)]
+        if numel > block:
+            passes = zip(*(part.split(block) for part in (*found, target)), strict=True)
         scale = 1.0 / self.group.world_size
-        for first, second, *rest, into in zip(
-            *(part.split(block) for part in (*found, target)), strict=True
-        ):
-            total = into if is_direct else scratch[: len(into)]
+        for first, second, *rest, into in passes:
+            total = into if is_direct else scratch[: into.numel()]
             if widens:
                 total.copy_(first).add_(second)
             else:
