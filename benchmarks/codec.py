@@ -29,12 +29,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from onefold.wire import quantised
+from onefold.wire import codec as codecs
 from onefold.wire.codec import Codec, codec_of
 from onefold.wire.native import kernel
 
-WORDS = ["bf16", "fp16", "fp8", "int8", "int4", "fp8+h", "int8+h", "int4+h"]
-NATIVE = ["int8", "int4", "int8+h", "int4+h"]
+WORDS = ["int8", "int4", "int8+h", "int4+h"]
 TARGETS = {"int8, C": 1.5, "int4, C": 1.0}
 """GB/s of fp32 there and back that a codec is to reach."""
 
@@ -43,7 +42,7 @@ TARGETS = {"int8, C": 1.5, "int4, C": 1.0}
 def way(name: str) -> Iterator[None]:
     """With the kernel, if there is one, or without."""
     found = kernel() if name == "C" else None
-    with mock.patch.object(quantised, "kernel", return_value=found):
+    with mock.patch.object(codecs, "kernel", return_value=found):
         yield
 
 
@@ -81,7 +80,7 @@ def measure(numel: int, rounds: int) -> dict[str, Any]:
     out, copy = torch.zeros(numel), torch.zeros(numel)
     pairs = [(word, "torch") for word in WORDS]
     if kernel() is not None:
-        pairs += [(word, "C") for word in NATIVE]
+        pairs += [(word, "C") for word in WORDS]
     field = {f"{w}, {how}": Contestant(codec_of(w), how, values, out) for w, how in pairs}
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in ["memcpy", *field]}
     for turn in range(-1, rounds):

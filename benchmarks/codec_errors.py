@@ -26,7 +26,6 @@ NUMEL = 1 << 18
 ROW = 64  # elements of a row of the row-scaled data: several rows share a scale
 
 SCHEMES = {
-    "bf16 both hops": ("bf16", "bf16"),
     "int8 both hops": ("int8", "int8"),
     "exact inside, int8 between": ("exact", "int8"),
     "int8 inside, int4 between": ("int8", "int4"),

@@ -8,8 +8,7 @@ import codec_errors as errors
 import pytest
 import torch
 
-from onefold.wire.codec import codec_of
-from onefold.wire.quantised import GROUPS, LARGEST
+from onefold.wire.codec import GROUPS, LARGEST, codec_of
 
 
 def expected_largest_squared(group: int) -> float:

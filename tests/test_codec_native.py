@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onefold.native import compiling
 from onefold.native.library import opened
-from onefold.wire import quantised
+from onefold.wire import codec as codecs
 from onefold.wire.codec import codec_of, encode_with_feedback
 from onefold.wire.native import CodecKernel, kernels
 
@@ -58,7 +58,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: CodecKernel | None) -> None:
-    monkeypatch.setattr(quantised, "kernel", lambda: kernel)
+    monkeypatch.setattr(codecs, "kernel", lambda: kernel)
 
 
 @settings(max_examples=400, deadline=None)

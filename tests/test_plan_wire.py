@@ -57,7 +57,7 @@ class Net(nn.Module):
 NAMES = {
     "two hops": Wire(secondary=False),
     "hpZ": Wire(secondary="weights"),
-    "all coded": Wire(weights=("int8", "int8"), gradients=("fp8", "int8")),
+    "all coded": Wire(weights=("int8", "int8"), gradients=("int4", "int8")),
     "coded replicas": Wire(("int8", "exact"), ("exact", "int8"), secondary="optimizer"),
     **{name: wire for name, wire in PRESETS.items() if name != "exact"},
 }

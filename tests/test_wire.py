@@ -22,8 +22,7 @@ WIRES = [
     Wire(weights="int8"),
     Wire(gradients="int8"),
     Wire(gradients="int4+h"),
-    Wire(weights="bf16", gradients="bf16"),
-    Wire(weights="fp8", gradients="fp8"),
+    Wire(weights="int8+h", gradients="int4"),
     PRESETS["zero++"],
 ]
 DIFFERENCES = [Wire(weights="int4-diff"), Wire(weights="int8-diff", gradients="int8")]

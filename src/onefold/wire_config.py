@@ -11,15 +11,13 @@ from onefold.config import Offload, Placement, Placements, nearest_word
 from onefold.errors import ConfigError, expected
 
 EXACT = "exact"
-CODECS = (
-    EXACT, "bf16", "fp16", "fp8", "int8", "int4", "int8+h", "int4+h",
-)  # fmt: skip
+CODECS = (EXACT, "int8", "int4", "int8+h", "int4+h")
 """Words for how numbers are written into a message (wire/codec.py)."""
 
 DIFFERENCE = "-diff"
 """Behind a codec of weights: what is sent is the change since the last gather."""
 
-WEIGHT_CODECS = (*CODECS, *(word + DIFFERENCE for word in ("fp8", "int8", "int4")))
+WEIGHT_CODECS = (*CODECS, *(word + DIFFERENCE for word in ("int8", "int4")))
 
 SECONDARY = ("weights", "gradients", "optimizer")
 """What rests inside the node, on a mesh of two axes: each word includes those before it."""
@@ -32,9 +30,9 @@ Words = str | tuple[str, str]
 class Wire:
     """How weights and gradients travel between ranks, and what a node keeps for itself.
 
-    `weights`, `gradients`: a codec: "exact" (the compute dtype; sums in fp32), "bf16", "fp16",
-    "fp8", "int8" (qwZ, qgZ), "int4", the last two with "+h" for a rotation that spreads outliers
-    (32-wide Hadamard); weights also "int8-diff" and "int4-diff": the change since the last gather,
+    `weights`, `gradients`: a codec: "exact" (the compute dtype; sums in fp32), "int8"
+    (qwZ, qgZ) or "int4", also with "+h" for a rotation that spreads outliers (32-wide Hadamard);
+    weights also "int8-diff" and "int4-diff": the change since the last gather,
     into a replica that every rank keeps, so that what one message rounds off comes with the next.
     One word, or two for a mesh of two axes: (inside the node, between nodes); one word there means
     ("exact", word): the slow link decides.

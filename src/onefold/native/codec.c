@@ -1,5 +1,5 @@
 /*
- * Block-quantised messages, int8 and int4: what wire/quantised.py computes with torch, to the bit,
+ * Block-quantised messages, int8 and int4: what wire/codec.py computes with torch, to the bit,
  * in one pass over memory. There it says why a message is what it is; every operation here is one
  * of fp32, correctly rounded, in the same order.
  *

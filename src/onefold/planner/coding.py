@@ -1,7 +1,7 @@
 """What it costs to code and to read a message. No torch here.
 
 On the CPU: rates that benchmarks/codec.py measured (docs/codecs.md), of one core. On a GPU nobody
-has measured it: the bytes that torch's passes over fp32 move, counted in wire/quantised.py and
+has measured it: the bytes that torch's passes over fp32 move, counted in wire/codec.py and
 wire/rotation.py, at the machine's rate for kernels that wait for memory.
 """
 
@@ -23,18 +23,16 @@ class Coding(NamedTuple):
 
 CPU_RATES: Mapping[str, Coding] = MappingProxyType(
     {
-        "bf16": Coding(12.6, 4.6), "fp16": Coding(12.6, 4.6), "int8": Coding(17.4, 15.6),
-        "int4": Coding(14.4, 13.5), "int8+h": Coding(5.3, 5.9), "int4+h": Coding(5.7, 7.3),
-        "fp8": Coding(1.7, 0.9),
+        "int8": Coding(17.4, 15.6), "int4": Coding(14.4, 13.5),
+        "int8+h": Coding(5.3, 5.9), "int4+h": Coding(5.7, 7.3),
     }
 )  # fmt: skip
 """GB/s of fp32 on one core, the kernel in C where there is one."""
 
 GPU_NBYTES: Mapping[str, Coding] = MappingProxyType(
     {
-        "bf16": Coding(6, 10), "fp16": Coding(6, 10), "int8": Coding(41, 25),
-        "int4": Coding(52, 46), "int8+h": Coding(125, 101), "int4+h": Coding(136, 122),
-        "fp8": Coding(33, 25),
+        "int8": Coding(41, 25), "int4": Coding(52, 46),
+        "int8+h": Coding(125, 101), "int4+h": Coding(136, 122),
     }
 )  # fmt: skip
 """Bytes that passes over one element read and write."""

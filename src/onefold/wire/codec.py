@@ -1,155 +1,296 @@
-"""Codecs: how values become the bytes that travel, and values again.
+"""Codecs: how values become the bytes of a message, and values again.
 
-    exact              their own bytes
-    bf16, fp16         rounded
-    int8, int4, fp8    block-quantised, scales and payload in one message (onefold.wire.quantised)
-    int8+h, int4+h     the same after a Hadamard rotation (onefold.wire.rotation)
+    int8, int4       block-quantised, scales and payload in one message
+    int8+h, int4+h   the same after a Hadamard rotation (onefold.wire.rotation)
 
-Pure functions of tensors, on any device: the same values give the same bytes on every rank, and the
-same bytes the same values. So replicas that decode one message agree, and a gradient that is summed
-from decoded pieces in rank order is the same whoever sums it.
+    n elements, G = ceil(n / group):   [ G scales, bf16 | payload, 1 or 1/2 byte an element ]
 
-Sums that are encoded anew at each hop of a ring lose bits at each of them. So pieces are decoded by
-whoever sums them, in fp32, and a sum is encoded once more at most, for a second hop.
+Codecs are pure functions of tensors, on any device: the same values give the same bytes on every
+rank, and the same bytes the same values. So replicas that decode one message agree, and a gradient
+that is summed from decoded pieces in rank order is the same on every rank that sums it. A ring that
+encodes its sum at each hop loses bits at each hop. So the rank that sums decodes the pieces, adds
+them in fp32, and encodes the sum once more at most, for a second hop.
+
+Symmetric: x is sent as q = rint(x / scale), ties to even, and decoded as q * scale. Scales are
+amax / 127 (int8) or amax / 7 (int4), rounded to the *nearest* bf16. A scale is within 2^-8 of the
+quotient, so the largest element of a group is less than 127.5 scales and becomes q = 127 (or 7):
+nothing clips, no error exceeds scale / 2, decoding does not overflow (the largest fp32 included),
+and decoded values encode to the same message again. With scales rounded up, the last two would not
+hold. (ZeRO++, arXiv 2306.10209, and SDP4Bit, arXiv 2410.15526, keep scales in fp16 or fp32; bf16
+has the range of fp32 and adds 0.4 % to int8 and 3 % to int4.)
+
+No scale is below 2^-126, the smallest normal number: its reciprocal is finite, devices that flush
+subnormals agree, and a group of zeros needs no case of its own. Infinities and NaN make the scale
+of their group NaN and its payload 0: the whole group decodes to NaN.
+
+Every operation is a correctly rounded one of fp32, in a fixed order: all devices produce the same
+bits, and so does the C kernel (native/codec.c), which is used on the CPU where it was compiled: one
+pass over memory where torch makes five to thirty, block by block.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from onefold.errors import ConfigError, WireError, expected
-from onefold.wire.quantised import GROUPS, Quantised, Word
-from onefold.wire.sized import check_decoding, check_encoding
+from onefold.wire.native import CodecKernel, Parts, kernel
+from onefold.wire.rotation import WIDTH, rotate, rotate_back
 
-ALIGNMENT = 16
-"""Bytes at which a message in a larger buffer has to begin."""
+Word = Literal["int8", "int4"]
 
-BLOCK_NUMEL = 64 * 1024
-"""Torch adds tensors of two dtypes slowly; widened in the cache first, 3 to 6 times as fast."""
+LARGEST: dict[Word, float] = {"int8": 127.0, "int4": 7.0}
+"""The largest value of each format: the largest element of a group becomes it."""
+GROUPS: dict[Word, int] = {"int8": 512, "int4": 128}
+"""Elements that share a scale by default (SDP4Bit's choice)."""
+MAX_GROUPS: dict[Word, int] = {"int8": 4096, "int4": 512}
+"""At 4096 elements int4 loses 2 (normal) to 6 times (heavy tails) as much as at 128."""
 
-CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Codec(Protocol):
-    """How values travel. Codecs are values too: frozen, hashable, equal if they do the same."""
-
-    @property
-    def name(self) -> str:
-        """For reports: "int8", "int4+h", "bf16"."""
-        ...
-
-    @property
-    def is_exact(self) -> bool:
-        """True if every value of the dtype it is for comes back with the same bits."""
-        ...
-
-    def nbytes(self, numel: int) -> int:
-        """Bytes of the message of `numel` elements, all of them; 0 for 0."""
-        ...
-
-    def encode(self, values: Tensor, message: Tensor) -> None:
-        """Write all of `message`, uint8 [nbytes(n)], begun at a multiple of 16 bytes.
-
-        `values` are [n] of any floating dtype, on any device, the message's. Nothing is raised for
-        infinities and NaN, which come back as none. WireError for other shapes, dtypes or devices.
-        """
-        ...
-
-    def decode(self, message: Tensor, out: Tensor) -> None:
-        """Overwrite `out` [n], of any floating dtype: computed in fp32, then rounded to it."""
-        ...
-
-    def add(self, message: Tensor, out: Tensor) -> None:
-        """Add what was encoded to `out`, fp32 [n]."""
-        ...
+SMALLEST_SCALE = 2.0**-126
+CPU_BLOCK_NUMEL = 128 * 1024
+"""As fast as 512 Ki; at 16 to 64 Ki the calls show (a third of the speed)."""
+DEVICE_BLOCK_NUMEL = 16 * 1024 * 1024
+"""On a device only the extra memory counts, and launches should be few."""
 
 
 @dataclass(frozen=True)
-class Cast:
-    """Rounded to another dtype, to nearest, ties to even; to its own dtype, nothing happens at all.
+class Codec:
+    """How values travel: groups of elements share one bf16 scale. Equal codecs do the same.
 
-    `is_exact` is a promise: wider values are then refused instead of rounded.
+    `message` is uint8 [nbytes(n)], contiguous, begun at a multiple of 16 bytes of a larger buffer,
+    on the device of the values. Each call raises `WireError` for other shapes, dtypes or devices.
     """
 
-    dtype: torch.dtype
-    is_exact: bool = False
+    word: Word
+    group: int
+    is_rotated: bool = False
+
+    def __post_init__(self) -> None:
+        most = MAX_GROUPS[self.word]
+        if not (WIDTH <= self.group <= most and self.group % WIDTH == 0):
+            what = f"groups of a multiple of {WIDTH} elements up to {most} for {self.word}"
+            raise ConfigError(expected(what, self.group, hint=f"{GROUPS[self.word]} is the usual"))
 
     @property
     def name(self) -> str:
-        """As `codec_of` takes it."""
-        if self.is_exact:
-            return "exact"
-        return next(word for word, dtype in CASTS.items() if dtype == self.dtype)
+        """The codec's word, and the group size where it is not the default."""
+        unusual = f" (groups of {self.group})" if self.group != GROUPS[self.word] else ""
+        return self.word + "+h" * self.is_rotated + unusual
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of as many elements of the dtype."""
-        return numel * self.dtype.itemsize
+        """Return the bytes of a message of `numel` elements; 0 for 0."""
+        return 2 * -(-numel // self.group) + self.payload_nbytes(numel)
 
     def encode(self, values: Tensor, message: Tensor) -> None:
-        """See `Codec.encode`."""
-        check_encoding(self, values, message)
-        if self.is_exact and torch.promote_types(values.dtype, self.dtype) != self.dtype:
-            what = f"values that {self.dtype} holds exactly"
-            hint = "make the codec for the dtype of the values: codec_of('exact', dtype=...)"
-            raise WireError(expected(what, values.dtype, where="codec exact", hint=hint))
-        message.view(self.dtype).copy_(values.detach())
+        """Write all of `message` from `values` [n], of any floating dtype.
+
+        Infinities and NaN raise nothing: they decode to NaN.
+        """
+        if values.dim() != 1 or not values.is_floating_point():
+            self._refuse("flat values of a floating dtype", values)
+        self._check_message(message, values)
+        values, (scales, payload) = values.detach().contiguous(), self._parts(message)
+        native = self._native(values)
+        if native is not None:
+            parts = Parts(self.word, self.group, self.is_rotated, scales, payload)
+            native.encode(values, parts)
+        else:
+            _encode(self, values, scales, payload)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """See `Codec.decode`."""
-        check_decoding(self, message, out)
-        out.detach().copy_(message.view(self.dtype))
+        """Overwrite `out` [n], of any floating dtype: computed in fp32, then rounded to it."""
+        self._decode(message, out.detach(), adds=False)
 
     def add(self, message: Tensor, out: Tensor) -> None:
-        """See `Codec.add`."""
-        check_decoding(self, message, out, adds=True)
-        values, out = message.view(self.dtype), out.detach()
-        if self.dtype == out.dtype or out.device.type != "cpu":
-            out.add_(values)
-            return
-        wide = torch.empty(min(len(out), BLOCK_NUMEL))
-        for own, into in zip(values.split(BLOCK_NUMEL), out.split(BLOCK_NUMEL), strict=True):
-            into.add_(wide[: len(own)].copy_(own))
+        """Add the decoded values to `out`, fp32 [n]."""
+        self._decode(message, out.detach(), adds=True)
+
+    def _decode(self, message: Tensor, out: Tensor, *, adds: bool) -> None:
+        is_right = out.dtype == torch.float32 if adds else out.is_floating_point()
+        if out.dim() != 1 or not is_right or not out.is_contiguous():
+            dtype = "torch.float32" if adds else "a floating dtype"
+            self._refuse(f"a flat, contiguous tensor of {dtype} to decode to", out)
+        self._check_message(message, out)
+        scales, payload = self._parts(message)
+        native = self._native(out)
+        if native is not None:
+            parts = Parts(self.word, self.group, self.is_rotated, scales, payload)
+            native.decode(parts, out, adds=adds)
+        else:
+            _decode(self, scales, payload, out, adds=adds)
+
+    def _native(self, values: Tensor) -> CodecKernel | None:
+        found = kernel()
+        return found if found is not None and found.takes(self.word, values) else None
+
+    def payload_nbytes(self, numel: int) -> int:
+        """Bytes of the payload alone."""
+        return (numel + 1) // 2 if self.word == "int4" else numel
+
+    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales, bf16 [groups], and payload, uint8.
+
+        Only the last group may be a short one, so the message's length tells how many there are.
+        """
+        groups = -(-len(message) // self.nbytes(self.group))
+        return message[: 2 * groups].view(torch.bfloat16), message[2 * groups :]
+
+    def _check_message(self, message: Tensor, values: Tensor) -> None:
+        nbytes = self.nbytes(values.numel())
+        is_bytes = message.dtype == torch.uint8 and message.is_contiguous()
+        if not is_bytes or message.shape != (nbytes,) or message.device != values.device:
+            wanted = f"a message of {nbytes} bytes, torch.uint8, for {values.numel()} elements"
+            self._refuse(f"{wanted} on {values.device}", message)
+
+    def _refuse(self, wanted: str, given: Tensor) -> None:
+        got = f"{tuple(given.shape)} of {given.dtype} on {given.device}"
+        hint = "Codec.nbytes(numel) is its length"
+        raise WireError(expected(wanted, got, where=f"codec {self.name}", hint=hint))
 
 
-def codec_of(
-    name: str | None, *, dtype: torch.dtype = torch.float32, group: int | None = None
-) -> Codec:
-    """The codec of a word: exact, bf16, fp16, or int8, int4 or fp8, and these also with "+h".
+def codec_of(name: str, *, group: int | None = None) -> Codec:
+    """Return the codec of a word: int8, int4, int8+h or int4+h.
 
-    `dtype` is that of the values an exact codec (or None) is for. `group` is how many elements
-    share a scale: by default 512, for int4 128. ConfigError for other words and groups.
+    `group` elements share a scale: by default 512, for int4 128. Raises ConfigError for other words
+    and groups.
     """
-    if name is None or name == "exact":
-        return Cast(dtype, is_exact=True)
-    if name in CASTS:
-        return Cast(CASTS[name])
-    quantised = {
+    known = {
         word + "+h" * rotated: (word, rotated)
         for word in get_args(Word)
         for rotated in (False, True)
     }
-    if name not in quantised:
-        known = ["exact", *CASTS, *quantised]
+    if name not in known:
         close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "None sends values as they are"
+        hint = f"did you mean {close[0]!r}?" if close else "int8 loses least"
         raise ConfigError(expected(f"one of {', '.join(known)}", repr(name), hint=hint))
-    word, is_rotated = quantised[name]
-    return Quantised(word, group or GROUPS[word], is_rotated)
+    word, is_rotated = known[name]
+    return Codec(word, group or GROUPS[word], is_rotated)
 
 
 def encode_with_feedback(codec: Codec, values: Tensor, residual: Tensor, message: Tensor) -> None:
-    """Encode `values` [n] and what is still owed; `residual`, fp32 [n], is then what is owed now.
+    """Encode `values` [n] plus `residual`, fp32 [n], and leave the rounding error in `residual`.
 
-    Error feedback (Seide et al., Interspeech 2014; LoCo, arXiv 2407.04480): all that was decoded
-    sums to all values but for the last residual, however many messages there were. Start with
-    zeros. What a group with infinities or NaN lost is not known: its residual is zero again.
+    Error feedback (Seide et al., Interspeech 2014; LoCo, arXiv 2407.04480): the decoded messages
+    sum to the values but for the last residual. Start with zeros. The residual of a group with
+    infinities or NaN is zero again.
     """
     residual.add_(values.detach())
     codec.encode(residual, message)
     codec.add(message, residual.neg_())  # -(decoded - sum): no temporary
     residual.neg_().nan_to_num_(0.0, 0.0, 0.0)
+
+
+# torch's way
+
+
+class _Scratch:
+    """Temporaries of one call, made once for all its blocks, each [numel of a block]."""
+
+    def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
+        usual = CPU_BLOCK_NUMEL if device.type == "cpu" else DEVICE_BLOCK_NUMEL
+        groups = min(usual // codec.group, numel // codec.group + 1)
+        self.block = groups * codec.group
+        self.wide, self.other = (torch.empty(self.block, device=device) for _ in range(2))
+        self.third = torch.empty(self.block if codec.is_rotated else 0, device=device)
+        nibbles = self.block if codec.word == "int4" else 0
+        self.nibbles = torch.empty(nibbles, dtype=torch.int8, device=device)
+
+    @property
+    def beside_wide(self) -> tuple[Tensor, Tensor]:
+        return self.other, self.third
+
+
+class _CodedBlock(NamedTuple):
+    """Where the parts of a block lie, and how many elements its groups have."""
+
+    elements: slice
+    groups: slice
+    payload: slice
+    width: int
+
+
+def _blocks(codec: Codec, numel: int, block: int) -> Iterator[_CodedBlock]:
+    """Yield all blocks; a short last group is a block of its own."""
+    whole = numel // codec.group * codec.group
+    for start in (*range(0, whole, block), *([whole] if whole < numel else [])):
+        stop = min(start + block, whole) if start < whole else numel
+        width = min(codec.group, stop - start)
+        first = start // codec.group
+        groups = slice(first, first + (stop - start) // width)
+        payload = slice(codec.payload_nbytes(start), codec.payload_nbytes(stop))
+        yield _CodedBlock(slice(start, stop), groups, payload, width)
+
+
+def _encode(codec: Codec, values: Tensor, scales: Tensor, payload: Tensor) -> None:
+    scratch = _Scratch(codec, len(values), values.device)
+    for elements, groups, bytes_, width in _blocks(codec, len(values), scratch.block):
+        x = values[elements]
+        work = scratch.wide[: len(x)]
+        if codec.is_rotated or x.dtype != torch.float32:
+            x = work.copy_(x)
+        if codec.is_rotated:
+            rotate(work, scratch.beside_wide)
+        inverse = _scale(codec, x.view(-1, width), scales[groups], scratch.other)
+        torch.mul(x.view(-1, width), inverse.unsqueeze(1), out=work.view(-1, width))
+        if x.device.type != "cpu" or not scales[groups].isfinite().all():
+            # infinities and NaN times 0; on a device looking for them costs more
+            work.nan_to_num_(0.0, 0.0, 0.0)
+        _pack(codec, work, payload[bytes_], scratch)
+
+
+def _scale(codec: Codec, x: Tensor, scales: Tensor, room: Tensor) -> Tensor:
+    """Write the scales of x [groups, width]; return their reciprocals, fp32 [groups]."""
+    largest = torch.abs(x, out=room[: x.numel()].view_as(x)).amax(1)
+    is_bad = ~largest.isfinite()
+    # divided by a tensor on the device: by a Python number, CUDA multiplies with its reciprocal
+    largest.div_(largest.new_full((), LARGEST[codec.word])).clamp_(min=SMALLEST_SCALE)
+    scales.copy_(largest).masked_fill_(is_bad, math.nan)
+    return scales.float().reciprocal_().masked_fill_(is_bad, 0.0)
+
+
+def _pack(codec: Codec, work: Tensor, payload: Tensor, scratch: _Scratch) -> None:
+    """Round `work` [n], in units of its scales, to the payload."""
+    work.round_()
+    if codec.word == "int8":
+        payload.view(torch.int8).copy_(work)
+        return
+    nibbles = scratch.nibbles[: 2 * len(payload)]
+    nibbles[-1:] = 0  # one more than there are elements if their number is odd
+    nibbles[: len(work)].copy_(work)
+    pairs = nibbles.view(torch.int16)
+    payload.copy_((pairs & 0x0F).bitwise_or_((pairs >> 4).bitwise_and_(0xF0)))
+
+
+def _decode(codec: Codec, scales: Tensor, payload: Tensor, out: Tensor, *, adds: bool) -> None:
+    scratch = _Scratch(codec, len(out), out.device)
+    is_direct = not (adds or codec.is_rotated) and out.dtype == torch.float32
+    for elements, groups, bytes_, width in _blocks(codec, len(out), scratch.block):
+        into = out[elements]
+        work = into if is_direct else scratch.wide[: len(into)]
+        _unpack(codec, payload[bytes_], work, scratch)
+        work.view(-1, width).mul_(scales[groups].float().unsqueeze(1))
+        if codec.is_rotated:
+            rotate_back(work, scratch.beside_wide)
+        if adds:
+            into.add_(work)
+        elif not is_direct:
+            into.copy_(work)
+
+
+def _unpack(codec: Codec, payload: Tensor, work: Tensor, scratch: _Scratch) -> None:
+    """Write the payload to `work` as numbers, in units of their scales."""
+    if codec.word != "int4":
+        work.copy_(payload.view(torch.int8))
+        return
+    nibbles = scratch.nibbles[: 2 * len(payload)]
+    pairs = nibbles.view(torch.int16)
+    pairs.copy_(payload)
+    torch.bitwise_or(pairs & 0x0F, (pairs << 4).bitwise_and_(0x0F00), out=pairs)
+    pairs.bitwise_xor_(0x0808)  # a nibble has its sign in bit 3: flipped and 8 less is itself
+    work.copy_(nibbles[: len(work)]).sub_(8.0)
