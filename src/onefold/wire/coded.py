@@ -1,11 +1,11 @@
-"""A transport whose messages are coded: fewer bytes on the link, for values that are rounded.
+"""A transport that codes its messages: fewer bytes on the link, rounded values.
 
     gather           own rows -> message -> every rank reads all messages into the full buffer
     reduce_scatter   a message for every rank -> each sums what it was sent, in fp32
 
-A message is coded once and read once, never passed on: rounding does not add up along a ring. Only
-matrices are coded; vectors (norms, biases), scalars and flags are few bytes and travel as they are,
-in the same message. This rank's own part of a sum need not travel, and is not rounded.
+A message is coded once and read once, so rounding does not add up as along a ring. Only matrices
+are coded; vectors (norms, biases), scalars and flags are few bytes and travel exactly, in the same
+message. A rank's own part of a sum does not travel and is not rounded.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from onefold.wire.exchange import Span
 from onefold.wire.transport import Composed, ErrorFeedback, SendRows
 
 ALIGN_NBYTES = 16
-"""Parts of a message start at multiples of this, so that they can be read as wider numbers."""
+"""Parts of a message start at multiples of it: a codec reads them as wider numbers."""
 
 
 class Part(NamedTuple):
-    """A region's part of a message: how it is written, and from where."""
+    """One region's part of a message."""
 
     region: int
     is_coded: bool
@@ -48,7 +48,7 @@ class CodedChunk:
         codec: Codec,
         itemsize: int,
     ) -> None:
-        """`rows`: by region and rank, where they lie; coded, or elements of `itemsize` bytes."""
+        """`rows`: their spans by region and rank. Uncoded elements have `itemsize` bytes."""
         self.parts: list[Part] = []
         end = 0
         for index, numels in enumerate(cut.numels):
@@ -62,11 +62,11 @@ class CodedChunk:
 
 
 class _Messages:
-    """The parcels of one cut, and how those of all ranks lie in one buffer."""
+    """The chunks of all ranks, one behind the other in one buffer."""
 
-    def __init__(self, parcels: list[CodedChunk], left_out: int | None = None) -> None:
-        self.parcels = parcels
-        self.numels = [parcel.nbytes for parcel in parcels]
+    def __init__(self, chunks: list[CodedChunk], left_out: int | None = None) -> None:
+        self.chunks = chunks
+        self.numels = [chunk.nbytes for chunk in chunks]
         if left_out is not None:
             self.numels[left_out] = 0
         self.spans = list(pairwise(accumulate(self.numels, initial=0)))
@@ -74,7 +74,7 @@ class _Messages:
 
 
 class Coded:
-    """See the module. `SendRows.has_base` makes a gather send differences to what `full` holds."""
+    """See the module. With `SendRows.has_base` a gather sends differences to `full`."""
 
     is_coded = True
 
@@ -86,7 +86,7 @@ class Coded:
         self._gathered: dict[tuple[MessageLayout, torch.dtype], _Messages] = {}
         self._reduced: dict[tuple[MessageLayout, torch.dtype], _Messages] = {}
 
-    def _parcels(
+    def _chunks(
         self, cut: MessageLayout, dtype: torch.dtype, rows: Sequence[Sequence[Span]]
     ) -> list[CodedChunk]:
         ranks = range(self.group.world_size)
@@ -97,24 +97,22 @@ class Coded:
     def gather(
         self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
     ) -> Ticket:
-        """See `Transport.gather`; own pieces become what every other rank reads, too."""
+        """See `Transport.gather`; own pieces become the rounded values that other ranks read."""
         if own is not None and own.starts_base:
             return self._exact.gather(full, cut, label)
         key, exchange, rank = (cut, full.dtype), self._exchange, self.group.rank
         if key not in self._gathered:
-            self._gathered[key] = _Messages(self._parcels(*key, cut.spans))
+            self._gathered[key] = _Messages(self._chunks(*key, cut.spans))
         messages = self._gathered[key]
         staged = exchange.gathering.take(messages.nbytes, torch.uint8, full.device)
         is_difference = own is not None and own.has_base
-        self._write(full, staged[slice(*messages.spans[rank])], messages.parcels[rank], own)
+        self._write(full, staged[slice(*messages.spans[rank])], messages.chunks[rank], own)
         works = exchange.all_gather(staged, messages.spans)
         exchange.count("gather", messages.numels[rank] * (self.group.world_size - 1))
 
         def read() -> None:
-            for parcel, message in zip(
-                messages.parcels, staged.split(messages.numels), strict=True
-            ):
-                for _, is_coded, place, rows in parcel.parts:
+            for chunk, message in zip(messages.chunks, staged.split(messages.numels), strict=True):
+                for _, is_coded, place, rows in chunk.parts:
                     part, target = message[place], full[rows]
                     if not is_coded:
                         target.copy_(part.view(full.dtype))
@@ -127,10 +125,10 @@ class Coded:
         return Ticket(works, read, label)
 
     def _write(
-        self, full: Tensor, message: Tensor, parcel: CodedChunk, own: SendRows | None
+        self, full: Tensor, message: Tensor, chunk: CodedChunk, own: SendRows | None
     ) -> None:
-        """Code own rows; where there is a base, how they differ from what `full` holds."""
-        for index, is_coded, place, rows in parcel.parts:
+        """Code own rows, or with a base their differences to `full`."""
+        for index, is_coded, place, rows in chunk.parts:
             part, target = message[place], full[rows]
             given = None if own is None else own.rows[index]
             values = target if given is None else given
@@ -144,7 +142,7 @@ class Coded:
                 self._encode(values, part)
 
     def _encode(self, values: Tensor, part: Tensor) -> None:
-        """Code rows where they lie: if that is far, the message alone crosses to the device."""
+        """Code rows on their own device; the message alone crosses to another."""
         if values.device == part.device:
             self.codec.encode(values, part)
         else:
@@ -163,13 +161,13 @@ class Coded:
         label: str,
         owed: ErrorFeedback | None = None,
     ) -> Ticket:
-        """See `Transport.reduce_scatter`. What is not finite is not, either, where it arrives."""
+        """See `Transport.reduce_scatter`. NaN and Inf decode to NaN."""
         flags, exchange, rank = partials[-1], self._exchange, self.group.rank
         key = (cut, flags.dtype)
         if key not in self._reduced:
-            self._reduced[key] = _Messages(self._parcels(*key, cut.pieces), left_out=rank)
+            self._reduced[key] = _Messages(self._chunks(*key, cut.pieces), left_out=rank)
         messages = self._reduced[key]
-        mine = messages.parcels[rank]
+        mine = messages.chunks[rank]
         sent = exchange.reducing.take(messages.nbytes, torch.uint8, flags.device)
         self._pack(partials, cut, sent, owed)
         work, received, found = exchange.all_to_all(sent, messages.numels, mine.nbytes)
@@ -198,10 +196,10 @@ class Coded:
         """Write each other rank's message."""
         rank, dtype = self.group.rank, partials[-1].dtype
         messages = self._reduced[cut, dtype]
-        for receiver, (parcel, message) in enumerate(
-            zip(messages.parcels, sent.split(messages.numels), strict=True)
+        for receiver, (chunk, message) in enumerate(
+            zip(messages.chunks, sent.split(messages.numels), strict=True)
         ):
-            for part in parcel.parts if receiver != rank else ():
+            for part in chunk.parts if receiver != rank else ():
                 values = partials[part.region][part.rows]
                 place = message[part.place]
                 if part.is_coded:
@@ -219,7 +217,7 @@ class Coded:
     def _average(
         self, part: Part, found: list[Tensor], own: Tensor, target: Tensor, is_fresh: bool
     ) -> None:
-        """The mean of what the ranks sent of a region, summed in fp32 from rank 0 up."""
+        """Average a region over the ranks, summed in fp32 from rank 0 up."""
         is_direct = is_fresh and target.dtype == torch.float32
         total = target.zero_() if is_direct else target.new_zeros(len(own), dtype=torch.float32)
         for sender, message in enumerate(found):

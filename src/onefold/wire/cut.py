@@ -1,4 +1,4 @@
-"""How the regions of one message are cut over the ranks, and which of them share a message.
+"""How the regions of one message are cut over the ranks, and which regions share a message.
 
 large    apart | travels from and to where it lies
 medium   packed | rank 0: its pieces, one behind the other | rank 1: ...
@@ -100,7 +100,7 @@ class MessageLayout:
         self._rank_index: list[Tensor] = []
 
     def packed_index(self, device: torch.device) -> Tensor:
-        """int64 [elements of the packed message]: where each comes from."""
+        """int64 [elements of the packed message]: the source position of each."""
         if self._index is None or self._index.device != device:
             spans = [
                 torch.arange(*self.spans[index][rank])
@@ -136,13 +136,13 @@ class RankChunk:
 
 
 def unpack(full: Tensor, cut: MessageLayout, packed: Tensor, own: int) -> None:
-    """Put everybody's parcels where they go in the flat `full`."""
+    """Copy the chunks of all ranks to their places in the flat `full`."""
     if not cut.medium:
         full.index_copy_(0, cut.packed_index(full.device), packed)
         return
     for rank in range(len(cut.packed_numels)):
         if rank != own:
-            parcel = RankChunk(cut, rank, packed)
+            chunk = RankChunk(cut, rank, packed)
             places = [full[slice(*cut.spans[index][rank])] for index in cut.medium]
-            torch._foreach_copy_(places, parcel.medium)
-            full.index_copy_(0, parcel.index, parcel.small)
+            torch._foreach_copy_(places, chunk.medium)
+            full.index_copy_(0, chunk.index, chunk.small)

@@ -1,10 +1,10 @@
-"""The two moves of which transports are made: pieces of one buffer to everyone, or one to each.
+"""The two moves of which transports are made: a piece to all ranks, or a piece to each.
 
     all_gather   flat | 0 | 1 | 2 |   each rank's piece reaches all others, in place
     all_to_all   sent | 0 | 1 | 2 |   each rank gets the piece for it from all others
 
-Pieces may have any length. Both are right on every backend; on gloo broadcasts and `all_to_all` are
-2-4 times as fast as its own gathers and reductions, which stage everything in hidden copies.
+Pieces may have any length. On gloo, broadcasts and `all_to_all` are 2-4 times as fast as its own
+gathers and reductions, which stage everything in hidden copies.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Span = tuple[int, int]
 class Exchange:
     """Moves pieces of flat buffers between the ranks of a group, and counts what it sends.
 
-    With `native`, large equal pieces are gathered by the backend's own all-gather. `where` says
-    which links are used, if there are several: "inside" a node, or "between" nodes.
+    With `native`, the backend's own all-gather gathers large equal pieces. `where` names the links
+    if there are several kinds: "inside" a node, or "between" nodes.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Exchange:
         self._where = f" {where}" if where else ""  # behind names of traffic: "gather between"
 
     def rest(self) -> None:
-        """No message follows for now: free what was kept for the next."""
+        """Free the buffers kept for the next message: none follows for now."""
         self.gathering.clear()
         self.reducing.clear()
 
     def count(self, collective: str, nbytes: int) -> None:
-        """Note what one collective sends, under the name of the links it uses."""
+        """Count the bytes of one collective, under the name of its links."""
         self.ledger.sent(collective + self._where, nbytes)
 
     def all_gather(self, flat: Tensor, spans: Sequence[Span]) -> list[Waitable]:
@@ -76,9 +76,9 @@ class Exchange:
     ) -> tuple[Waitable, Tensor, list[Tensor]]:
         """Begin to send consecutive pieces of `sent`, of `numels` elements, to ranks 0, 1, ...
 
-        Each other rank has a piece of `own` elements for us. They fill the second of what is
-        returned, which `reducing` gets back; the third are its pieces in rank order. What a rank
-        has for itself, often nothing, is moved too.
+        Each other rank sends a piece of `own` elements. Returns the work, the buffer that it fills,
+        which `reducing` gets back, and the buffer's pieces in rank order. A rank's piece for
+        itself, often empty, is copied too.
         """
         counts = [own] * self.group.world_size
         counts[self.group.rank] = numels[self.group.rank]
@@ -90,9 +90,9 @@ class Exchange:
 class Buffers:
     """Buffers of messages on the host, kept from one gather or reduction to the next.
 
-    Units are often alike, and memory that goes and comes again is cleared and found anew, page by
-    page; or what is allocated meanwhile takes its place in the heap, which grows. A device's
-    allocator keeps its blocks itself.
+    Units are often alike. Freed memory would be mapped and cleared again page by page, or another
+    allocation would take its place and the heap would grow. A device's allocator keeps its blocks
+    itself.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -109,7 +109,7 @@ class Buffers:
         return buffer
 
     def give(self, buffers: list[Tensor]) -> None:
-        """A message has been read: its buffers are kept instead of those of the one before."""
+        """Keep the buffers of a message that was read, and free those of the one before."""
         self.clear()
         for buffer in buffers:
             if buffer.device.type == "cpu" and not buffer.is_inference():  # nobody else may fill it
@@ -118,6 +118,6 @@ class Buffers:
                 self._ledger.add(Kind.WIRE, "device", -buffer.nbytes)
 
     def clear(self) -> None:
-        """Free what is kept."""
+        """Free the kept buffers."""
         while self._spare:
             self._ledger.add(Kind.WIRE, "device", -self._spare.pop().nbytes)

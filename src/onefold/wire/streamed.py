@@ -15,8 +15,8 @@ class Streamed(Wrapped):
 
     The side stream first waits for what compute has queued (the buffers' last uses), and the
     ticket's `wait` makes compute's stream wait for the side stream; the host blocks for neither.
-    The ticket keeps what it was given (flags too) until then, so no block is recorded on a second
-    stream and the caching allocator can reuse it at once.
+    The ticket keeps its tensors until then, so no block is recorded on a second stream and the
+    caching allocator can reuse it at once.
     """
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
@@ -51,5 +51,5 @@ class _Queued:
         self._kept = None
 
     def is_completed(self) -> bool:
-        """True once the device is through with it."""
+        """True once the device has completed it."""
         return self._event.query()

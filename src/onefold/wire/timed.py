@@ -1,4 +1,4 @@
-"""A transport that tells whoever watches when a transfer was asked for, done and waited for."""
+"""A transport that tells an observer when a transfer begins, ends and is waited for."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from onefold.ticket import Ticket
 from onefold.wire.transport import Transport, Wrapped
 
 _SHOWN = {"gather": (Stream.GATHER, "unpack"), "reduce_scatter": (Stream.REDUCE, "average")}
-"""Where a collective is drawn, and what is done with what came."""
+"""The stream of a collective, and the verb for its last step."""
 
 
 class Timed(Wrapped):
-    """Another transport, watched.
+    """Times the transfers of another transport.
 
-    A transfer's span begins where it is asked for and ends when its last collective is complete:
-    gloo, which works in threads of its own, tells that at once. What the training thread spends on
-    a ticket is two spans more: "wait" for the transfer, then what is done with what came, "unpack"
-    or "average". With `is_queued` (a stream of a GPU) the host waits for nothing, and the span ends
-    where the stream does.
+    A transfer's span ends when its last collective is complete; gloo's own threads report that at
+    once. The training thread's time on a ticket is two more spans: "wait" for the transfer, then
+    "unpack" or "average". With `is_queued` (a stream of a GPU) the host waits for nothing, and the
+    span ends where the stream does.
     """
 
     def __init__(self, inner: Transport, ledger: Ledger, *, is_queued: bool = False) -> None:
@@ -72,12 +71,12 @@ class _Transfer:
             self.end()
 
     def end(self) -> None:
-        """Whoever comes first ends it: a span that is over stays as it is."""
+        """End the span; a span that has ended stays as it is."""
         self._span.end(self._nbytes)
 
 
 class _Awaited:
-    """A ticket as the one work of another, so that its wait is seen."""
+    """A ticket as the one work of another ticket, so that its wait is timed."""
 
     def __init__(
         self, ticket: Ticket, transfer: _Transfer, observer: Observer, unit: str, verb: str

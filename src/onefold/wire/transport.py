@@ -30,12 +30,12 @@ MEAN_NUMEL = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class SendRows:
-    """What a rank sends of its own rows where messages are coded, instead of what lies in place.
+    """The own rows that a rank codes, instead of the rows in the full buffer.
 
     `rows`: per region a flat tensor of any floating dtype, so that values are rounded once; None
-    takes what lies in place. `has_base`: the full buffer holds what every rank has read last, and
-    differences to that are sent. `is_base_kept`: it will from now on: without a base this message
-    is an exact one, to begin with.
+    takes the rows in the full buffer. `has_base`: the full buffer holds the values that every rank
+    read last, and the message holds differences to them. `is_base_kept`: later messages will hold
+    differences; the first one, without a base, is exact.
     """
 
     rows: list[Tensor | None]
@@ -49,9 +49,10 @@ class SendRows:
 
 
 ErrorFeedback = Callable[[int, int], Tensor | None]
-"""What earlier messages rounded off a region, to be sent with this one, and kept anew (error
-feedback, see `onefold.unit.feedback`): from the region's index and the elements of it that go to
-other ranks, fp32 [of them, in rank order]; None if nothing is fed back. Asked by who codes."""
+"""Return the residual of a region (error feedback, see `onefold.unit.feedback`), or None.
+
+Arguments: the region's index, and how many of its elements go to other ranks. The residual is fp32
+[these elements, in rank order]; the coded transport reads it and writes the new one."""
 
 
 class Transport(Protocol):
@@ -86,13 +87,13 @@ class Transport(Protocol):
     ) -> Ticket:
         """Put the mean over ranks of this rank's piece of every flat partial into `out`.
 
-        Where `fresh` is False the mean is added to what `out` holds. The ticket owns the partials
-        until it is waited for; the sum happens inside that wait. `owed` is for those that code.
+        Where `fresh` is False the mean is added to `out`. The ticket owns the partials until it is
+        waited for; the sum happens inside that wait. `owed` is for transports that code.
         """
         ...
 
     def rest(self) -> None:
-        """No message follows for now: free what was kept for the next."""
+        """Free the buffers kept for the next message: none follows for now."""
         ...
 
 
@@ -253,10 +254,10 @@ class Composed:
     def _exchange(
         self, sent: Tensor, numels: Sequence[int], works: list[Waitable], buffers: list[Tensor]
     ) -> list[Tensor]:
-        """Send each rank its piece of `sent`; what every rank had of ours, in rank order.
+        """Send each rank its piece of `sent`; return every rank's piece for us, in rank order.
 
-        Between two ranks our own part need not travel, as what is left to send lies together; with
-        more it would be two collectives instead of one.
+        Between two ranks our own part does not travel, as the rest lies together; with more ranks
+        the rest would be two collectives instead of one.
         """
         rank, ours = self.group.rank, None
         own = numels[rank]
@@ -272,7 +273,7 @@ class Composed:
         return pieces
 
     def _packed(self, partials: Sequence[Tensor], cut: MessageLayout) -> Tensor:
-        """All pieces for rank 0, then for rank 1, ...: what regions send together."""
+        """Pack the shared message: all pieces for rank 0, then for rank 1, ..."""
         if not cut.packed_spans[-1][1]:
             return partials[0].new_empty(0)
         small = [partials[index] for index in cut.small]
@@ -286,7 +287,7 @@ class Composed:
         return packed
 
     def _count(self, cut: MessageLayout, itemsize: int) -> None:
-        """Sharded gradients are the law's bytes; what every rank must know whole is `control`."""
+        """Count sharded gradients as the collective's bytes, replicated regions as `control`."""
         exchange, others = self.exchange, self.group.world_size - 1
         exchange.count("reduce_scatter", (cut.sharded_numel - cut.own_numel) * itemsize)
         exchange.ledger.sent("control", others * cut.control_numel * itemsize, 0)
@@ -316,7 +317,7 @@ class Composed:
             torch._foreach_add_([targets[i] for i in added], [parts[i] for i in added])
 
     def _mean_in_rank_order(self, found: Sequence[Tensor], target: Tensor, is_fresh: bool) -> None:
-        """Target = mean of what the ranks sent, or += it; summed from rank 0 up.
+        """Set `target` to the mean of the ranks' parts, or add it; summed from rank 0 up.
 
         The sum is in the reduce dtype, whatever narrower dtype the parts travelled in. On the CPU
         all passes go over one block before the next, so that only the first one waits for memory.
