@@ -120,13 +120,10 @@ def shard(  # noqa: PLR0913 - the contract
     setting = _setting(job, store, ledger, offloading.tiers)
     originals = [owned.parameter for owned in job.parameters]
     source: Source = (initialisers_of(module), module.__dict__.pop(PROMISED, None))
-    built: list[Unit] = []
-    for plan, is_offloaded in zip(job.plans, offloading.chosen, strict=True):
-        _order_members(plan, job.optimizers)
-        unit = Unit(plan, setting, len(built), is_offloaded=is_offloaded)
-        built.append(_fill_unit(unit, plan, source))
+    build = partial(_build_units, job, offloading.chosen, setting, source)
+    engine = Engine(module, build, setting, stage=number, recipe=expectation.setup)
+    built = engine.units
     _settle_buffers(module, device, group, job.precision.buffers, source)
-    engine = Engine(module, built, setting, stage=number, recipe=expectation.setup)
     engine.expected_peaks = expectation.peaks
     engine.told = "; ".join(line for line in (why, offloading.told, how) if line)
     if setting.tiers.scratch is not None:
@@ -320,6 +317,21 @@ def _setting(job: _Job, store: DeviceStore, ledger: Ledger, tiers: Tiers) -> Con
         master=job.precision.master,
         tiers=tiers,
     )
+
+
+def _build_units(
+    job: _Job, are_offloaded: Sequence[bool], setting: Context, source: Source, owner: Engine
+) -> list[Unit]:
+    """The units of a module, filled one by one."""
+    units: list[Unit] = []
+    for plan, is_offloaded in zip(job.plans, are_offloaded, strict=True):
+        _order_members(plan, job.optimizers)
+        unit = Unit(
+            plan, setting, len(units), owner, is_offloaded=is_offloaded,
+            keeps_bytes=owner.policy.keeps_bytes,
+        )  # fmt: skip
+        units.append(_fill_unit(unit, plan, source))
+    return units
 
 
 def _order_members(plan: UnitPlan, optimizers: Sequence[Optimizer]) -> None:

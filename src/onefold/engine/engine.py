@@ -35,10 +35,10 @@ class Engine:
     """Runs the units of one sharded module through forward, backward and step."""
 
     def __init__(
-        self, module: nn.Module, units: list[Unit], setting: Context, *, stage: int, recipe: Choices
-    ) -> None:
+        self, module: nn.Module, build: Callable[[Engine], list[Unit]], setting: Context, *,
+        stage: int, recipe: Choices,
+    ) -> None:  # fmt: skip
         self.module = ref(module)
-        self.units = units
         self.setting = setting
         self.stage = stage
         self.saved: SavedActivations | None = None  # where they leave the device
@@ -47,11 +47,9 @@ class Engine:
         self.has_accumulated = self.is_accumulating = False
         self.ledger, self.group = setting.ledger, setting.routes.group
         self.marks = Marks(setting.ledger)
-        policy = policy_of(recipe)
+        policy = self.policy = policy_of(recipe)
+        units = self.units = build(self)  # units refer to the engine, weakly
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
-        for unit in units:
-            unit.gradient = UnitGradient(unit)
-            unit.keeps_bytes = policy.keeps_bytes
         self.gradients = {unit: unit.gradient for unit in units}
         self.hands = Hands(self.schedule, units, list(self.gradients.values()), setting)
         self.steppers = self.hands.steppers
@@ -59,43 +57,20 @@ class Engine:
         self._index = {unit: index for index, unit in enumerate(units)}
         self._is_torn = False  # a backward failed after it had stepped units
         self._is_checked = False
-        self._connect()
 
-    def _connect(self) -> None:
-        """Give units weak ways back: a deleted module must free its bytes without a collector."""
-        engine = ref(self)
+    # for units (`UnitOwner`); see also `on_grad`
 
-        def on_grad(parameter: UnitParameter) -> None:
-            alive = engine()
-            if alive is not None:
-                alive.on_grad(parameter)
+    def is_wanted(self, requires_grad: bool) -> bool:
+        """True if an operation on a sharded parameter needs the unsharded one."""
+        return (torch.is_grad_enabled() and requires_grad) or self.schedule.forward_depth > 0
 
-        def is_wanted(requires_grad: bool) -> bool:
-            alive = engine()
-            builds_graph = torch.is_grad_enabled() and requires_grad
-            return alive is not None and (builds_graph or alive.schedule.forward_depth > 0)
+    def on_use(self, unit: Unit, outputs: object) -> None:
+        """Unsharded weights were used outside the unit's modules."""
+        self.watch_use(unit, outputs)
 
-        def on_use(unit: Unit, outputs: object) -> None:
-            alive = engine()
-            if alive is not None:
-                alive.watch_use(unit, outputs)
-
-        for unit in self.units:
-            unit.is_wanted, unit.on_demand = is_wanted, on_use
-            for parameter in unit.parameters:
-                parameter.on_grad = on_grad
-                if parameter.tiled is not None:
-                    parameter.tiled.on_reduced = self._on_tiles_reduced()
-
-    def _on_tiles_reduced(self) -> Callable[[UnitGradient], None]:
-        engine = ref(self)
-
-        def on_reduced(gradient: UnitGradient) -> None:
-            alive = engine()
-            if alive is not None:
-                alive.hands.do(alive.schedule.note_reduced(alive._index[gradient.unit]))
-
-        return on_reduced
+    def note_reduced(self, gradient: UnitGradient) -> None:
+        """A tiled weight's gradient is complete."""
+        self.hands.do(self.schedule.note_reduced(self._index[gradient.unit]))
 
     @property
     def is_summoned(self) -> bool:
@@ -289,6 +264,7 @@ class Engine:
             self.hands.gradients[index].is_spent = False
         self.marks.begin("step")
         self.rest()
+        self.setting.check_device_tags()
         for gradient in self.gradients.values():
             gradient.drop_cleared()
         self.complete()

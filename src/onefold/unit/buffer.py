@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -13,15 +14,40 @@ from onefold.ledger import Kind, Ledger
 from onefold.tier.store import Far, Store
 
 
+class Account:
+    """The bytes of one kind that an owner holds, as the ledger counts them.
+
+    They leave the ledger when the owner is gone. Nothing runs when the interpreter exits.
+    """
+
+    __slots__ = ("_is_mapped", "_kind", "_ledger", "_tier", "nbytes")
+
+    def __init__(
+        self, owner: object, kind: Kind, tier: str, ledger: Ledger, *, is_mapped: bool = False
+    ) -> None:
+        self._kind = kind
+        self._tier = tier
+        self._ledger = ledger
+        self._is_mapped = is_mapped
+        self.nbytes = 0
+        finalize(owner, self.set, 0).atexit = False
+
+    def set(self, nbytes: int) -> None:
+        """Count `nbytes` from now on."""
+        before, self.nbytes = self.nbytes, nbytes
+        self._ledger.add(self._kind, self._tier, nbytes - before, is_mapped=self._is_mapped)
+
+
 class Buffer:
     """One flat tensor of one kind of state, counted from its allocation to its release.
 
-    `release` frees the bytes but keeps the storage object, so views that autograd saved stay valid
-    once `reallocate` has given the storage bytes again. Whoever reallocates refills before use.
+    `release` frees the bytes and keeps the storage object. Views that autograd saved are valid
+    again after `reallocate`, once the caller has filled the buffer anew.
     """
 
     __slots__ = (
-        "__weakref__", "_allocation", "_held", "_kind", "_ledger", "_nbytes", "_tier", "tensor",
+        "__weakref__", "_account", "_allocation", "_kind", "_ledger", "_nbytes", "is_held",
+        "tensor", "tier",
     )  # fmt: skip
 
     def __init__(
@@ -34,21 +60,22 @@ class Buffer:
         *,
         is_brief: bool = False,
     ) -> None:
-        self._held = False  # until there is something to hold
         self._kind = kind
-        self._tier = store.name
         self._ledger = ledger
         self._nbytes = numel * dtype.itemsize
-        with self._telling():
+        self.tier = store.name
+        with self._explaining():
             self._allocation = store.allocate(numel, dtype, is_brief=is_brief)
         self.tensor = self._allocation.tensor
         self._nbytes = self.tensor.nbytes
-        self._held = True
-        self._count(self._nbytes)
+        is_mapped = self._allocation.is_mapped
+        self._account = Account(self, kind, self.tier, ledger, is_mapped=is_mapped)
+        self._account.set(self._nbytes)
+        self.is_held = True  # the buffer has its bytes
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Where there is no room: say what was asked for, what is held, and what would fit."""
+    def _explaining(self) -> Iterator[None]:
+        """Turn an allocation error into one that names the request, the bytes held and a remedy."""
         try:
             yield
         except (RuntimeError, MemoryError, TierError) as error:  # torch's own are RuntimeErrors
@@ -56,7 +83,7 @@ class Buffer:
             advice = advise(self._nbytes) if advise else "more ranks, a higher stage, or offload"
             raise TierError(
                 expected(
-                    f"room for {self._nbytes:,} bytes of {self._kind} in {self._tier} memory, "
+                    f"room for {self._nbytes:,} bytes of {self._kind} in {self.tier} memory, "
                     f"beside what is held: {self._ledger.told()} bytes",
                     str(error).splitlines()[0],
                     hint=advice,
@@ -64,30 +91,20 @@ class Buffer:
             ) from error
 
     @property
-    def tier(self) -> str:
-        """The name of the tier in which it rests."""
-        return self._tier
-
-    @property
     def far(self) -> Far | None:
-        """How blocks of it are moved, if it rests where nobody computes."""
+        """The interface that moves its blocks; None if the tensor itself may be computed on."""
         return self._allocation.far
 
     @property
-    def is_held(self) -> bool:
-        """True while the buffer has its bytes."""
-        return self._held
-
-    @property
     def num_users(self) -> int:
-        """How many tensors share the bytes, this buffer's own among them."""
+        """The number of tensors that share the bytes, this buffer's own included."""
         return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) - 1
 
     def view(self, start: int, shape: tuple[int, ...]) -> Tensor:
         """A view [shape] from element `start`, with a version counter of its own.
 
-        Refilling the buffer therefore does not look like an in-place change to autograd, while a
-        user's change of one parameter can be told from its neighbours'.
+        Autograd does not take a refill of the buffer for an in-place change. A user's edit of one
+        parameter counts for that parameter only.
         """
         numel = 1
         for extent in shape:
@@ -96,24 +113,15 @@ class Buffer:
 
     def release(self) -> None:
         """Free the bytes; views of the buffer may not be read until `reallocate`."""
-        if self._held:
-            self._held = False
+        if self.is_held:
+            self.is_held = False
             self._allocation.release()
-            self._count(-self._nbytes)
+            self._account.set(0)
 
     def reallocate(self) -> None:
         """Give the storage its bytes again, uninitialised."""
-        if not self._held:
-            with self._telling():
+        if not self.is_held:
+            with self._explaining():
                 self._allocation.restore()
-            self._held = True
-            self._count(self._nbytes)
-
-    def _count(self, nbytes: int) -> None:
-        is_mapped = self._allocation.is_mapped
-        self._ledger.add(self._kind, self._tier, nbytes, is_mapped=is_mapped)
-
-    def __del__(self) -> None:
-        if self._held:
-            self._held = False
-            self._count(-self._nbytes)
+            self.is_held = True
+            self._account.set(self._nbytes)

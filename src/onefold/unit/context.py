@@ -1,12 +1,14 @@
-"""What all units of one sharded module share."""
+"""Context: the tiers, routes and dtypes that all units of one sharded module share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from onefold.errors import WireError, expected
 from onefold.layout.axes import Axes
 from onefold.ledger import Ledger
 from onefold.tier.scratch import Scratch
@@ -20,14 +22,14 @@ from onefold.wire.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Where state rests that has left the device, and what brings it back."""
+    """Stores for state that has left the device, and the workers that move it."""
 
     weight: Store  # weights at rest
     state: Store  # masters and moments of the units that are offloaded
     slots: SlotPool
     fetchers: Workers  # bring own rows of weights
     steppers: Workers  # step units in blocks
-    workplace: StepDevice  # where they do
+    workplace: StepDevice  # where those steps run
     scratch: Scratch | None = None  # where activations go
 
 
@@ -46,11 +48,11 @@ class Hops:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The ways that state travels.
+    """Transports for weights and gradients.
 
-    `transport` is exact, over the ranks among which resting state is cut; `group` is everyone who
-    trains, replicas too. Weights go by `gather` and gradients by `reduce`, or both by `hops`;
-    `replicas` joins ranks of other nodes that hold the same state.
+    `group` holds all ranks that train, replicas included. `transport` is exact and joins the ranks
+    among which resting state is cut. `gather` carries weights and `reduce` gradients; `hops`
+    replaces both. `replicas` joins the ranks of other nodes that hold the same state.
     """
 
     group: Group
@@ -59,12 +61,12 @@ class Routes:
     reduce: Transport
     hops: Hops | None = None
     replicas: Transport | None = None
-    sends_differences: bool = False  # of weights, to what every rank has read before
-    feeds_back: bool = False  # what coded gradients round off
+    sends_differences: bool = False  # of weights, relative to those that every rank read last
+    feeds_back: bool = False  # residuals of coded gradients (error feedback)
 
     @property
     def rounds_gradients(self) -> bool:
-        """True if gradients are coded on some link: what is not finite is told to all ranks."""
+        """True if gradients are coded on some link: ranks then agree on whether all are finite."""
         return any(transport.is_coded for transport in self.reducers)
 
     @property
@@ -76,25 +78,71 @@ class Routes:
         return [transport for transport in dict.fromkeys(found) if transport is not None]
 
     def rest(self) -> None:
-        """No message follows for now: every transport frees what it kept for the next."""
+        """Let every transport free the memory that it keeps for its next message."""
         hops = self.hops
         gathers = [self.gather, *([hops.gather_inside, hops.gather_between] if hops else [])]
         for transport in dict.fromkeys([*self.reducers, *gathers]):
             transport.rest()
 
 
+MAX_TAG = 120
+"""Tags that tell units apart in messages are 1 to 120: exact in int8 and in bfloat16."""
+
+_TOLERANCE = 0.25  # of a tag, whose mean over the ranks may be rounded
+
+
+class TagBoard:
+    """Compares the tags of messages with the expected tag: at once, or at the step.
+
+    A host would have to wait for a device to read a tag. So the squared differences are summed on
+    the device, one tensor for each collective of a unit, and `check` reads them all at once.
+    """
+
+    def __init__(self) -> None:
+        self.is_deferred: bool | None = None  # None: on every device but the CPU
+        self._sums: dict[tuple[str, str], Tensor] = {}
+
+    def defers(self, tags: Tensor) -> bool:
+        """True if `note` takes these tags, and the host does not read them now."""
+        return tags.device.type != "cpu" if self.is_deferred is None else self.is_deferred
+
+    def note(self, collective: str, unit: str, tags: Tensor, tag: int) -> None:
+        """Add the squared differences of `tags` [ranks] from `tag`, on their device."""
+        sums = self._sums.get((collective, unit))
+        if sums is None:
+            with torch.inference_mode(False):  # it is updated outside of that mode, too
+                sums = torch.zeros(len(tags), device=tags.device)
+            self._sums[collective, unit] = sums
+        wrong = (tags - tag).abs() if tags.is_complex() else tags.float() - tag
+        sums.addcmul_(wrong, wrong)
+
+    def check(self, context: Context) -> None:
+        """Raise `WireError` if a unit's message had a wrong tag since the last call."""
+        if not self._sums:
+            return
+        sums = list(self._sums.values())
+        found = [each.tolist() for each in torch.cat(sums).cpu().split([len(s) for s in sums])]
+        torch._foreach_zero_(sums)
+        for (collective, unit), wrong in zip(self._sums, found, strict=True):
+            ranks = [rank for rank, square in enumerate(wrong) if not square <= _TOLERANCE**2]
+            if ranks:
+                source = context.named(ranks[0]) if len(wrong) > 1 else None
+                raise context.mixed(collective, unit, source)
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all units of one sharded module share: where state rests and how it travels."""
+    """The part of a sharded module that all its units share: tiers, routes, dtypes, the ledger."""
 
     routes: Routes
-    store: Store  # whole weights, gradients, and what is not offloaded: the device that computes
+    store: Store  # unsharded weights, gradients, and state that is not offloaded
     ledger: Ledger
-    mesh: DeviceMesh | None  # None: faces are plain tensors
-    is_sharded: bool  # weights, masters, moments and grads rest as shards
+    mesh: DeviceMesh | None  # None: parameters at rest are plain tensors
+    is_sharded: bool  # weights, masters, moments and gradients rest as shards
     compute: torch.dtype | None
     master: torch.dtype
     tiers: Tiers
+    tags: TagBoard = field(default_factory=TagBoard)
 
     @property
     def transport(self) -> Transport:
@@ -107,7 +155,7 @@ class Context:
 
     @property
     def where(self) -> str:
-        """This rank as messages name it: its number among all who train, replicas too."""
+        """This rank in messages: its number among all ranks that train, replicas included."""
         return self.named(self.rank)
 
     def named(self, rank: int) -> str:
@@ -126,9 +174,30 @@ class Context:
 
     @property
     def rest_world(self) -> int:
-        """Over how many ranks resting state is cut."""
+        """The number of ranks over which resting state is cut."""
         return self.world_size if self.is_sharded else 1
 
     @property
     def rest_rank(self) -> int:
         return self.rank if self.is_sharded else 0
+
+    def is_tag(self, value: float | complex, tag: int) -> bool:
+        """True if a rank, or the mean of all ranks, sent `tag`."""
+        return abs(value - tag) <= _TOLERANCE
+
+    def check_device_tags(self) -> None:
+        """Raise `WireError` if ranks mixed units since the last call. A device's host waits."""
+        self.tags.check(self)
+
+    def mixed(self, collective: str, unit: str, source: str | None) -> WireError:
+        """The error for ranks that run a collective of different units at the same time."""
+        verb = "use" if collective == "gather" else "run backward through"
+        return WireError(
+            expected(
+                f"{collective} of unit {unit!r} on every rank",
+                f"another unit on {source or 'at least one'}",
+                where=self.where,
+                hint=f"all ranks must {verb} units in the same order; a branch that only some "
+                "ranks take has to be inside one unit (`units=`)",
+            )
+        )

@@ -1,35 +1,44 @@
-"""How the rows of all ranks become the whole weights of one unit, and what ranks tell each other.
+"""Gathers: from the own rows of all ranks to the unsharded weights of one unit.
 
-Behind the weights every rank sends one number, its tag: which unit it gathers, or that it could not
-have its rows. So ranks that use different units, and a disk that fails on one rank, are errors on
-all of them, by name, and no rank waits for another that has given up.
+Behind the weights every rank sends its tag: the number of the unit that it gathers, or FAILED_TAG
+if it has no rows to send. So a mix of units and a disk that fails on one rank raise errors on every
+rank, and no rank waits for another that has given up.
+
+    UnitGather      own rows -> full
+    TwoHopGather    own rows -> between nodes -> second shard (at rest) -> inside the node -> full
+                    or, without a second shard, own rows -> between -> full -> inside -> full
+
+The hop between nodes is made once a step. Forward, backward and every micro-batch gather from the
+second shard (hpZ: ZeRO++, arXiv 2306.10209, section 3.2). It begins with the forward, for all
+units, so slow links have all of forward to hide behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from onefold.errors import TierError, WireError, expected
+from onefold.errors import TierError
+from onefold.layout.axes import NodeLayout
 from onefold.layout.rows import Slot
+from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
 from onefold.unit.buffer import Buffer
+from onefold.unit.context import Hops
+from onefold.unit.weights import UnitWeights
+from onefold.wire.collectives import Group
 from onefold.wire.cut import MessageLayout
 from onefold.wire.transport import SendRows, Transport
-
-if TYPE_CHECKING:
-    from onefold.unit.unit import Unit
 
 Stretch = tuple[int, int]
 """[start, stop) in elements."""
 
 FAILED_TAG = 0
-"""In place of a unit's tag: the rank could not have its rows."""
+"""Replaces a unit's tag: the rank has no rows to send."""
 
 
 def tags_of(world_size: int) -> Slot:
@@ -38,54 +47,70 @@ def tags_of(world_size: int) -> Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class GatherMessage:
-    """A buffer that one hop fills: how it is cut, its tags and which is ours, what carries it."""
+class GatherPlan:
+    """One hop's message: how it is cut, and where own rows and the own tag lie in it."""
 
-    flat: Tensor
-    cut: MessageLayout | None
+    cut: MessageLayout | None  # None: a world of one
     tags_at: int
     own_tag: int
-    transport: Transport
+    copies: list[tuple[Stretch, Stretch]]  # in the message, in the shard
+    uncoded: list[tuple[Stretch, Stretch]]  # the copies of rows that no transport codes
+    coded: list[Stretch]  # the other rows, in the shard
+
+    @staticmethod
+    def of(
+        cut: MessageLayout | None, tags_at: int, own_tag: int, starts: Sequence[int],
+        slots: Sequence[Slot], rank: int,
+    ) -> GatherPlan:  # fmt: skip
+        """The plan of a message in which own rows of `slots` begin at `starts`."""
+        plan = GatherPlan(cut, tags_at, own_tag, [], [], [])
+        for start, slot in zip(starts, slots, strict=True):
+            first, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
+            copy = ((start, start + numel), (first, first + numel))
+            plan.copies.append(copy)
+            if slot.replicated:
+                plan.uncoded.append(copy)
+            else:
+                plan.coded.append(copy[1])
+        return plan
 
 
 class UnitGather:
     """Fills full buffers of a unit, of any dtype, from the shards of all ranks."""
 
-    def __init__(self, unit: Unit, transport: Transport) -> None:
-        self._unit = ref(unit)
+    def __init__(self, weights: UnitWeights, transport: Transport) -> None:
+        self._weights = ref(weights)
+        self._spec = weights.spec
         self._transport = transport
-        self._cut: MessageLayout | None = None
-        self._copies: list[tuple[Stretch, Stretch]] = []  # in the buffer to fill, in the shard
-        self._always: list[tuple[Stretch, Stretch]] = []  # those of them that no transport codes
-        self._coded: list[Stretch] = []  # own rows of the others in the shard
-        self._has_base = False  # the buffer holds what every rank has read last
-        self._edits: list[int] = []  # of each parameter, when it was gathered last
+        self._plan: GatherPlan | None = None
+        self._has_base = False  # the buffer holds the weights that every rank read last
+        self._user_edits: list[int] = []  # of each parameter, at the last gather
+        self._gathered = -1  # all edits then
+        rest = weights.rest
+        self.full_numel = rest.full_numel + (rest.world_size if rest.world_size > 1 else 0)
+        """Elements of a full buffer: the regions, and a tag for each rank if it is gathered."""
 
     @property
-    def unit(self) -> Unit:
-        unit = self._unit()
-        assert unit is not None, "a gather outlived its unit"
-        return unit
+    def weights(self) -> UnitWeights:
+        weights = self._weights()
+        assert weights is not None, "a gather outlived its unit"
+        return weights
 
     @property
     def is_exact(self) -> bool:
         """True if every rank reads weights as they rest, in whatever dtype the buffer has."""
         return not self._transport.is_coded
 
-    @property
-    def full_numel(self) -> int:
-        """Elements of a full buffer: the regions, and a tag for each rank if it is gathered."""
-        rest = self.unit.rest
-        return rest.full_numel + (rest.world_size if rest.world_size > 1 else 0)
-
     def prefetch(self) -> None:
-        """`start` comes soon: begin what has to be done before."""
-        self.unit.rows.start(self.unit.edits(), self.unit.pending)
+        """Begin to fetch own rows, as `start` comes soon."""
+        weights = self.weights
+        if weights.weight.far is not None:
+            weights.rows.start(weights.edits(), weights.pending)
 
     def begin_early(self, *, is_summoned: bool) -> None:
-        """A forward begins that may use the unit: begin what every rank will want of it.
+        """A forward begins that may use the unit: begin the hop that every rank will need.
 
-        Nothing where modules show whole weights already, of which each rank does what it likes.
+        Nothing where modules show unsharded weights already: ranks may differ in their use.
         """
 
     def forget_base(self) -> None:
@@ -93,161 +118,280 @@ class UnitGather:
         self._has_base = False
 
     def follow(self, full: Buffer, edits: int) -> None:
-        """A forward changed the whole weights in `full`, on every rank alike, since `edits`."""
+        """A forward changed the unsharded weights in `full`, on every rank alike, since `edits`."""
 
     def start(self, full: Buffer) -> Ticket:
-        """Begin to fill `full`; once the ticket is waited for, `check` tells if it went well.
+        """Begin to fill `full`. Call `check` once the ticket was waited for.
 
-        Raises `TierError` if this rank's rows cannot be had and no other rank would learn of it.
+        Raises `TierError` if this rank has no rows to send and no other rank would learn of it.
         """
-        unit = self.unit
-        if not self._copies:
-            self._plan(full)
-        where = self._label("gather")
-        rank = unit.setting.rest_rank
-        message = GatherMessage(full.tensor, self._cut, unit.rest.full_numel, rank, self._transport)
-        return self._send(message, where)
+        plan = self._plan
+        if plan is None:
+            plan = self._plan = self._planned(full)
+        return self._send(full.tensor, plan, self._label("gather"))
 
-    def _label(self, what: str) -> str:
-        """What is begun, for the message if it fails: perhaps since the others know of no edit."""
-        before, self._edits = self._edits, [p.edits_by_users for p in self.unit.parameters]
-        pairs = zip(self.unit.parameters, before, self._edits, strict=False)
-        edited = next((p.fqn for p, old, new in pairs if old != new), "")
-        since = f", where {edited!r} was edited," if edited else ""
-        return f"{what} of unit {self.unit.name!r} on {self.unit.setting.where}{since}"
+    def _label(self, verb: str) -> str:
+        """The name of a collective, for errors: one rank may have edited a parameter alone."""
+        weights, since = self.weights, ""
+        edits = weights.edits()
+        if edits != self._gathered:
+            self._gathered = edits
+            before, self._user_edits = self._user_edits, [p.user_edits for p in weights.parameters]
+            pairs = zip(weights.parameters, before, self._user_edits, strict=False)
+            edited = next((p.fqn for p, old, new in pairs if old != new), "")
+            since = f", where {edited!r} was edited," if edited else ""
+        return f"{self._spec.label(verb)}{since}"
 
-    def _send(self, message: GatherMessage, where: str) -> Ticket:
-        """Put own rows and the tag into a message, and begin to exchange it."""
-        unit, flat = self.unit, message.flat
-        own = self._own(message)
+    def _send(self, flat: Tensor, plan: GatherPlan, label: str) -> Ticket:
+        """Put own rows and the tag into the message `flat`, and begin to exchange it."""
+        weights, own = self.weights, self._coded_rows(plan)
 
         def bring() -> None:
-            near = unit.rows.take(unit.edits())
+            near = weights.own_rows()
             if own is not None:
-                self._take_rows(near, own)
-            # what a transport codes it takes itself, and a base has other things in its place
-            copies = self._copies if own is None or own.starts_base else self._always
-            places = [flat[start:stop] for (start, stop), _ in copies]
-            if places:
-                torch._foreach_copy_(places, [near[start:stop] for _, (start, stop) in copies])
+                self._take_rows(near, own, plan)
+            # a transport takes the rows that it codes itself; a base has other values there
+            copies = plan.copies if own is None or own.starts_base else plan.uncoded
+            if copies:
+                torch._foreach_copy_(
+                    [flat[a:b] for (a, b), _ in copies], [near[c:d] for _, (c, d) in copies]
+                )
 
         try:
-            self.bring_and_tag(bring, flat[message.tags_at :], message.own_tag)
-            if message.cut is None:
+            self.bring_and_tag(bring, flat[plan.tags_at :], plan.own_tag)
+            if plan.cut is None:
                 return DONE
             self._has_base = False  # until this message has arrived
-            ticket = message.transport.gather(flat, message.cut, where, own)
+            ticket = self._transport.gather(flat, plan.cut, label, own)
         finally:
-            unit.rows.give_back()
+            weights.rows.give_back()
         return ticket if own is None or not own.is_base_kept else ticket.then(self._note_base)
 
     def _note_base(self) -> None:
         self._has_base = True
 
-    def _own(self, message: GatherMessage) -> SendRows | None:
+    def _coded_rows(self, plan: GatherPlan) -> SendRows | None:
         """For a coding transport: whether it sends differences. The same on every rank."""
-        if not self._transport.is_coded or message.cut is None:
+        if plan.cut is None or not self._transport.is_coded:
             return None
-        keeps = self.unit.setting.routes.sends_differences
-        rows: list[Tensor | None] = [None] * len(message.cut.numels)
+        keeps = self._spec.context.routes.sends_differences
+        rows: list[Tensor | None] = [None] * len(plan.cut.numels)
         return SendRows(rows, has_base=keeps and self._has_base, is_base_kept=keeps)
 
-    def _take_rows(self, near: Tensor, own: SendRows) -> None:
+    def _take_rows(self, near: Tensor, own: SendRows, plan: GatherPlan) -> None:
         """Let a coding transport send rows of the master, so that they are rounded once."""
-        unit = self.unit
-        is_near = not unit.steps_in_blocks and unit.stepped.device == near.device
+        weights = self.weights
+        is_near = not weights.steps_in_blocks and weights.stepped.device == near.device
         if is_near:
-            unit.refresh_master()
-        source = unit.stepped if is_near else near
-        for index, (start, stop) in enumerate(self._coded):
+            weights.refresh_master()
+        source = weights.stepped if is_near else near
+        for index, (start, stop) in enumerate(plan.coded):
             own.rows[index] = source[start:stop]
 
     def bring_and_tag(self, bring: Callable[[], None], tags: Tensor, own: int) -> None:
-        """Have `bring` put own rows into a message; then set the `own` one of its `tags` [N, or
-        none in a world of one]. If the rows cannot be had it says so; where nobody looks at it,
-        that is raised. The others say so until their ranks' have come.
+        """Have `bring` put own rows into a message; then set the `own` one of its `tags`.
+
+        `tags` [N], or none in a world of one. On a failure, send FAILED_TAG. Raise it where ranks
+        do not read each other's tags at once. The tags of other ranks are FAILED_TAG until they
+        arrive.
         """
-        unit = self.unit
+        weights = self.weights
         with torch.no_grad():
             try:
-                unit.settle()
+                weights.settle()
                 bring()
             except TierError as error:
-                unit.failure = error
-                if not self._tells(tags):
+                weights.failure = error
+                if not self._reads(tags):
                     raise
-            tags.fill_(FAILED_TAG)
-            if unit.failure is None:
-                tags[own : own + 1] = unit.tag
+            if len(tags):
+                tags.fill_(FAILED_TAG)
+                if weights.failure is None:
+                    tags[own : own + 1] = self._spec.tag
 
-    def _plan(self, full: Buffer) -> None:
-        """What is sent and copied, found once."""
-        setting, rest = self.unit.setting, self.unit.rest
-        if setting.rest_world > 1:
-            sharded = [slot for slot in rest.slots if not slot.replicated]
-            offsets = [slot.full_offset for slot in sharded]
-            self._cut = MessageLayout(
-                [*sharded, tags_of(setting.world_size)], [*offsets, rest.full_numel],
-                setting.transport.group, full.tensor.itemsize, self.unit.name,
-            )  # fmt: skip
-        self._share(
-            [
-                (slot.full_offset + slot.pieces[setting.rest_rank][0], slot)
-                for slot in rest.slots
-            ]
-        )  # fmt: skip
+    def _planned(self, full: Buffer) -> GatherPlan:
+        """The message of all regions, made with the first gather."""
+        context, rest = self._spec.context, self._spec.rest
+        group, itemsize, rank = context.transport.group, full.tensor.itemsize, context.rest_rank
+        cut = None
+        if context.rest_world > 1:
+            regions = [(slot, slot.full_offset) for slot in rest.slots if not slot.replicated]
+            tags = (tags_of(context.world_size), rest.full_numel)
+            cut = _cut([*regions, tags], group, itemsize, self._spec.name)
+        starts = [slot.full_offset + slot.pieces[rank][0] for slot in rest.slots]
+        return GatherPlan.of(cut, rest.full_numel, rank, starts, rest.slots, rank)
 
-    def _share(self, starts: list[tuple[int, Slot]]) -> None:
-        """Note where own rows of each slot begin in the message."""
-        rank = self.unit.setting.rest_rank
-        for start, slot in starts:
-            first, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
-            copy = ((start, start + numel), (first, first + numel))
-            self._copies.append(copy)
-            if slot.replicated:
-                self._always.append(copy)
-            else:
-                self._coded.append(copy[1])
-
-    @staticmethod
-    def _tells(tags: Tensor) -> bool:
-        """True if ranks look at each other's tags: where the host can without a device's wait."""
-        return len(tags) > 1 and tags.device.type == "cpu"
+    def _reads(self, tags: Tensor) -> bool:
+        """True if ranks read each other's tags at once: where the host need not wait for it."""
+        return len(tags) > 1 and not self._spec.context.tags.defers(tags)
 
     def check(self, full: Buffer) -> None:
         """Raise if some rank gathered another unit at the same time, or had no rows to send.
 
         Pieces of equal length would otherwise mix two units without anyone noticing.
         """
-        self.check_tags(full.tensor[self.unit.rest.full_numel :])
+        if self._spec.rest.world_size > 1:
+            self.check_tags(full.tensor[self._spec.rest.full_numel :])
 
-    def check_tags(self, told: Tensor) -> None:
-        """Raise as `check` does, from the tags that came with a message of this unit."""
-        if not self._tells(told):
+    def check_tags(self, tags: Tensor) -> None:
+        """Raise as `check` does, from the tags [N] that came with a message of this unit."""
+        spec, context = self._spec, self._spec.context
+        if not self._reads(tags):
+            if len(tags) > 1:
+                context.tags.note("gather", spec.name, tags, spec.tag)
             return
-        unit, tags = self.unit, told.tolist()
-        if any(abs(tag - FAILED_TAG) < 0.25 for tag in tags):
+        found = tags.tolist()
+        if found.count(spec.tag) == len(found):
+            return
+        if any(context.is_tag(tag, FAILED_TAG) for tag in found):
             raise self._failed_somewhere()
-        for rank, tag in enumerate(tags):
-            if abs(tag - unit.tag) > 0.25:
-                raise WireError(
-                    expected(
-                        f"gather of unit {unit.name!r} on every rank",
-                        f"another unit on {unit.setting.named(rank)}",
-                        where=unit.setting.where,
-                        hint="all ranks must use units in the same order; a branch that only some "
-                        "ranks take has to be inside one unit (`units=`)",
-                    )
-                )
+        for rank, tag in enumerate(found):
+            if not context.is_tag(tag, spec.tag):
+                raise context.mixed("gather", spec.name, context.named(rank))
 
     def _failed_somewhere(self) -> TierError:
-        """The error of this rank, or that of the first rank that has one.
+        """The error of this rank, or of the first rank that has one.
 
-        A collective of those who have seen each other's tags: not of nodes that are replicas.
+        A collective of the ranks that have seen each other's tags: not of nodes that are replicas.
         """
-        unit = self.unit
-        mine = None if unit.failure is None else str(unit.failure)
-        texts = unit.setting.transport.group.all_gather_object(mine)
-        if unit.failure is None:
-            unit.failure = TierError(str(next(text for text in texts if text is not None)))
-        return unit.failure
+        weights = self.weights
+        mine = None if weights.failure is None else str(weights.failure)
+        texts = self._spec.context.transport.group.all_gather_object(mine)
+        if weights.failure is None:
+            weights.failure = TierError(str(next(text for text in texts if text is not None)))
+        return weights.failure
+
+
+class TwoHopGather(UnitGather):
+    """Gathers between nodes, then inside. Tags travel with both hops: every rank sees all."""
+
+    def __init__(self, weights: UnitWeights, hops: Hops) -> None:
+        super().__init__(weights, hops.gather_between)
+        self._hops = hops
+        self._second: Buffer | None = None  # the node's shard of weights, and a tag for each node
+        self._filled = -1  # `edits` of the unit when it was filled
+        self._between = DONE  # fills it
+        self._cut_inside: MessageLayout
+        self._from_second: list[tuple[Stretch, Stretch]] = []  # in full, in the second shard
+        self._layout = NodeLayout.build(weights.rest.slots, hops.axes)  # of the second shard
+        if hops.keeps_weights:
+            context, numel = weights.setting, self._layout.numel + hops.axes.nodes
+            self._second = Buffer(
+                numel, weights.compute_dtype, Kind.SECONDARY, context.store, context.ledger
+            )
+
+    @property
+    def is_exact(self) -> bool:
+        """See `UnitGather.is_exact`: the second shard has the compute dtype."""
+        return False
+
+    def prefetch(self) -> None:
+        """See `UnitGather.prefetch`."""
+        if self._second is None or self._filled != self.weights.edits():
+            super().prefetch()
+
+    def begin_early(self, *, is_summoned: bool) -> None:
+        """Begin the hop between nodes; not where that would wait for a step, or for a disk."""
+        weights, is_late = self.weights, is_summoned or self._second is None
+        if not is_late and not weights.steps_in_blocks and weights.weight.far is None:
+            self._fill()
+
+    def follow(self, full: Buffer, edits: int) -> None:
+        """See `UnitGather.follow`: the second shard takes the changes; nothing travels."""
+        if self._second is not None and self._filled == edits:
+            self._copy_second(full.tensor, into_second=True)
+            self._filled = self.weights.edits()
+
+    def start(self, full: Buffer) -> Ticket:
+        """See `UnitGather.start`."""
+        flat, axes, numel = full.tensor, self._hops.axes, self._spec.rest.full_numel
+        inside, label = self._hops.gather_inside, self._spec.label("gather")
+        if self._second is None:
+            between = self._cross(full)
+            return between.then(lambda: inside.gather(flat, self._cut_inside, label).wait())
+        self._fill(full)
+        self._await_second()
+        self._copy_second(flat, into_second=False)
+        tags = self._second.tensor[self._layout.numel :]
+        with torch.no_grad():
+            flat[numel:][axes.place :: axes.neighbours] = tags
+        return inside.gather(flat, self._cut_inside, label)
+
+    def _copy_second(self, flat: Tensor, *, into_second: bool) -> None:
+        """Copy the node's shard from the second shard into the message, or back."""
+        assert self._second is not None, "the second shard is copied where there is one"
+        second = self._second.tensor
+        near = [flat[a:b] for (a, b), _ in self._from_second]
+        kept = [second[c:d] for _, (c, d) in self._from_second]
+        with torch.no_grad():
+            torch._foreach_copy_(*((kept, near) if into_second else (near, kept)))
+
+    def _fill(self, full: Buffer | None = None) -> None:
+        """Begin to fill the second shard, if weights have changed since it was filled."""
+        edits = self.weights.edits()
+        if self._filled == edits:
+            return
+        assert self._second is not None, "the second shard is filled where there is one"
+        self._await_second()  # of a forward that did not use the unit
+        self._filled = -1
+        self._between = self._cross(self._second)
+        self._filled = edits
+
+    def _await_second(self) -> None:
+        try:
+            self._between.wait()
+        except BaseException:
+            self._filled = -1
+            raise
+
+    def _cross(self, message: Buffer) -> Ticket:
+        plan = self._plan
+        if plan is None:
+            plan = self._plan = self._planned(message)
+        return self._send(message.tensor, plan, self._label("gather between nodes"))
+
+    def _planned(self, full: Buffer) -> GatherPlan:
+        """The messages of both hops. Both have the compute dtype, as has the second shard."""
+        hops, axes, rest = self._hops, self._hops.axes, self._spec.rest
+        itemsize, name, layout = full.tensor.itemsize, self._spec.name, self._layout
+        sharded = [(i, slot) for i, slot in enumerate(rest.slots) if not slot.replicated]
+        tags = tags_of(rest.world_size)
+        inside = [(part, slot.full_offset) for _, slot in sharded for part in axes.inside(slot)]
+        inside += [(part, rest.full_numel) for part in axes.inside(tags)]
+        self._cut_inside = _cut(inside, hops.gather_inside.group, itemsize, name)
+        if self._second is None:
+            regions = [(axes.between(slot), slot.full_offset) for _, slot in sharded]
+            regions.append((axes.between(tags), rest.full_numel))
+            starts = [slot.full_offset + slot.pieces[axes.rank][0] for slot in rest.slots]
+            tags_at, own_tag = rest.full_numel, axes.rank
+        else:
+            regions = [(layout.between(i), layout.region(i)[0]) for i, _ in sharded]
+            regions.append((tags_of(axes.nodes), layout.numel))
+            starts = [layout.own(i)[0] for i in range(len(rest.slots))]
+            tags_at, own_tag = layout.numel, axes.node
+            for slot, spans in zip(rest.slots, layout.spans, strict=True):
+                pieces = slot.pieces[:1] if slot.replicated else axes.between(slot).pieces
+                for (start, stop), span in zip(pieces, spans, strict=True):
+                    target = (slot.full_offset + start, slot.full_offset + stop)
+                    self._from_second.append((target, span))
+        cut = _cut(regions, hops.gather_between.group, itemsize, name)
+        rank = self._spec.context.rest_rank
+        return GatherPlan.of(cut, tags_at, own_tag, starts, rest.slots, rank)
+
+
+def _cut(
+    regions: Sequence[tuple[Slot, int]], group: Group, itemsize: int, name: str
+) -> MessageLayout:
+    """The cut of a message of regions, each with its offset."""
+    slots, offsets = [slot for slot, _ in regions], [offset for _, offset in regions]
+    return MessageLayout(slots, offsets, group, itemsize, name)
+
+
+def gather_of(weights: UnitWeights, *, is_tiled: bool) -> UnitGather:
+    """The gather of a unit's weights in the compute dtype, on its routes."""
+    routes = weights.setting.routes
+    if is_tiled or not weights.dtype.is_floating_point:  # neither coded nor kept twice
+        return UnitGather(weights, routes.transport)
+    if routes.hops is not None:
+        return TwoHopGather(weights, routes.hops)
+    return UnitGather(weights, routes.gather)

@@ -1,21 +1,22 @@
-"""The gradient of one unit: partial on every rank, then reduced to where it rests.
+"""UnitGradient: the gradient of one unit, partial on every rank, then reduced to where it rests.
 
-While backward runs, autograd leaves this rank's gradient on the whole weight (`whole.grad`), where
-micro-batches add up; that is the Partial placement, and nothing is copied for it. A reduction sends
-it from there, and what comes back is the face's `.grad`:
+While backward runs, autograd leaves this rank's gradient on the unsharded parameter (`whole.grad`),
+where micro-batches add up: the Partial placement, with no copy. A reduction sends it from there.
+The result is the `.grad` of the sharded parameter:
 
     world 1             the partial gradient itself
     optimizer sharded   own rows of the mean, a slice of one flat shard buffer
     stage 0             the mean whole, a slice of one flat buffer: rows reduced, then gathered
 
-Every message carries one number per parameter and destination: whether this rank used it. So a
-parameter that no rank used keeps `grad is None` on all of them, as in plain PyTorch, and an
-optimizer leaves it alone.
+Every message tells which parameters this rank used. So a parameter that no rank used keeps
+`grad is None` on all ranks, as in plain PyTorch, and an optimizer leaves it alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -24,21 +25,34 @@ from torch import Tensor
 from onefold.errors import StateError
 from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
-from onefold.unit.buffer import Buffer
+from onefold.unit import refusals
+from onefold.unit.buffer import Account, Buffer
 from onefold.unit.logical import NoMean
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.unit import Unit
+from onefold.unit.reduction import MeanRows
+from onefold.unit.spec import UnitSpec
+
+
+class GradientHome(Protocol):
+    """The unit of a gradient, as the gradient knows it."""
+
+    keeps_bytes: bool
+
+    def await_step(self) -> None: ...
 
 
 class UnitGradient:
     """Partial and reduced gradients of a unit's parameters."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(
+        self, unit: GradientHome, spec: UnitSpec, parameters: Sequence[UnitParameter]
+    ) -> None:
         self._unit = ref(unit)
+        self._spec = spec
+        self._parameters = parameters
         self.fired: set[UnitParameter] = set()  # accumulated in the running backward
         self._num_awaited = 0
-        self._spans: dict[UnitParameter, tuple[int, int]] = {}
         self._resting: dict[UnitParameter, Tensor] = {}  # `.grad` of faces with a resting partial
         self._due: set[UnitParameter] = set()  # trained by a micro-batch that rests; on every rank
         self.is_unused = False  # by every rank, in the last backward
@@ -48,15 +62,19 @@ class UnitGradient:
         self.reduced: Buffer | None = None
         self._reduced_at = -1  # steps that were done when a mean was last shown
         self.is_last = True  # of the micro-batches: nodes may talk now
-        self.reduction = reduction_of(self)
-        self._following = DONE  # what comes after the first hop of a reduction
+        self.reduction = reduction_of(spec)
+        self._following = DONE  # the second hop of a reduction
         self._gap_index: Tensor | None = None
-        self._local_nbytes = 0  # world 1, where gradients stay the tensors autograd made
-        self._ledger, self._tier = unit.setting.ledger, unit.setting.store.name
-        self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` we gave each face
+        self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` that we gave each face
+        store, ledger = spec.context.store, spec.context.ledger
+        self._ledger = ledger
+        self._partial_account = Account(self, Kind.PARTIAL_GRAD, store.name, ledger)
+        # world 1, where gradients stay the tensors that autograd made
+        self._local_account = Account(self, Kind.GRAD, store.name, ledger)
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> Any:
+        """The `Unit`. Untyped here: units are built of gradients."""
         unit = self._unit()
         assert unit is not None, "a gradient outlived its unit"
         return unit
@@ -64,25 +82,27 @@ class UnitGradient:
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
         if self.is_spent:
-            raise StateError(parameter.why_spent())
+            raise StateError(refusals.why_spent(parameter.fqn, self._spec.context.where))
 
     def spend(self) -> None:
-        """Its values are being stepped by: show none, and let whoever steps have the buffer."""
+        """A step uses the values now: show no gradient, and leave the buffer to the step."""
         self.is_spent = True
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self.unit.parameters:
+            for parameter in self._parameters:
                 parameter.face.grad = None
+            self._count_local()
         self.shown.clear()
         self._resting.clear()
         self.reduced = None
-        self._count_local()
 
     # partial
 
     def trainable(self) -> list[UnitParameter]:
-        """Those that are reduced: they require a gradient now, or did in one that rests."""
+        """The parameters that require a gradient now, or did in a micro-batch that rests."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [p for p in self.unit.parameters if p.face.requires_grad or p in self._due]
+            if not self._due:
+                return [p for p in self._parameters if p.face.requires_grad]
+            return [p for p in self._parameters if p.face.requires_grad or p in self._due]
 
     def note_fired(self, parameter: UnitParameter) -> bool:
         """Count a gradient that autograd has just accumulated; True if the unit is now complete."""
@@ -90,16 +110,17 @@ class UnitGradient:
             self._num_awaited = len(self.trainable())
         self.fired.add(parameter)
         if parameter not in self.partial:
-            self._hold(parameter, parameter.slot.numel * self.unit.compute_dtype.itemsize)
+            self._hold(parameter, parameter.slot.numel * self._spec.compute_dtype.itemsize)
         return len(self.fired) == self._num_awaited
 
     def _hold(self, parameter: UnitParameter, nbytes: int) -> None:
         self.partial[parameter] = nbytes
-        self._ledger.add(Kind.PARTIAL_GRAD, self._tier, nbytes)
+        self._partial_account.set(self._partial_account.nbytes + nbytes)
 
     def _count_reduced(self, parameters: Iterable[UnitParameter]) -> None:
-        nbytes = sum(self.partial.pop(parameter, 0) for parameter in parameters)
-        self._ledger.add(Kind.PARTIAL_GRAD, self._tier, -nbytes)
+        nbytes = sum([self.partial.pop(parameter, 0) for parameter in parameters])
+        if nbytes:
+            self._partial_account.set(self._partial_account.nbytes - nbytes)
 
     def rest_partial(self) -> None:
         """Micro-batches go on: show resting partials on faces, so that clearing them is seen."""
@@ -114,21 +135,10 @@ class UnitGradient:
                     parameter.face.grad = parameter.wrap_partial(grad)
                 self._resting[parameter] = parameter.face.grad  # type: ignore[assignment]
 
-    def _drop_cleared_partials(self) -> None:
-        """Forget partials whose face was cleared (`zero_grad`) since they came to rest."""
-        if self._resting:
-            cleared = [p for p, shown in self._resting.items() if p.face.grad is not shown]
-            for parameter in cleared:
-                parameter.whole.grad = None
-                del self._resting[parameter]
-            self._count_reduced(cleared)
-            self.reduction.drop(cleared)
-
     def _take_back_partials(self) -> None:
-        """Partials are about to be reduced: faces show only what is reduced already."""
+        """Partials are about to be reduced: faces show only reduced gradients."""
         for parameter, shown in self._resting.items():
-            is_reduced = shown is self.shown.get(parameter)
-            if parameter.face.grad is shown and not is_reduced:
+            if parameter.face.grad is shown and shown is not self.shown.get(parameter):
                 parameter.face.grad = None
         self._resting.clear()
 
@@ -144,19 +154,19 @@ class UnitGradient:
                 if parameter.whole is not parameter.face:  # else as in plain PyTorch
                     parameter.whole.grad = None
         self._count_reduced(list(self.partial))
-        self.reduction.drop(self.unit.parameters)
+        self.reduction.drop(range(len(self._parameters)))
         return lost
 
     def lose(self) -> None:
-        """A backward failed: forget what is not reduced. Faces whose earlier sums go say so."""
+        """A backward failed: forget partial gradients. Faces whose earlier sums go say so."""
         for parameter in self.drop_partial():
-            parameter.face.grad = parameter.mean_lost()
+            parameter.face.grad = parameter.no_mean(is_lost=True)
 
     def check_whole(self) -> None:
         """Raise `StateError` if sums were lost, and nobody has cleared them since."""
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [(p, p.face.grad) for p in self.unit.parameters]
-        for parameter, shown in grads:
+            grads = [p.face.grad for p in self._parameters]
+        for parameter, shown in zip(self._parameters, grads, strict=True):
             if isinstance(shown, NoMean) and parameter not in self._resting | self.shown:
                 shown.refuse()
 
@@ -169,57 +179,71 @@ class UnitGradient:
     # between micro-batches, for checkpoints
 
     def accumulated(self) -> tuple[dict[UnitParameter, Tensor], dict[UnitParameter, Tensor]]:
-        """What backward has left since the last step: own rows of means, and whole partials."""
+        """Gradients since the last step: own rows of means, and whole partials."""
         with torch._C.DisableTorchFunctionSubclass():
-            partial = {p: p.whole.grad for p in self.partial if p.whole.grad is not None}
+            partials = {p: p.whole.grad for p in self.partial if p.whole.grad is not None}
             means = {
                 p: p.unwrap(grad)
-                for p in self.unit.parameters
+                for p in self._parameters
                 if (grad := p.face.grad) is not None
                 and not isinstance(grad, NoMean)
                 and self._reduced_at == self._ledger.steps
-                and (p not in partial or grad is self.shown.get(p))
+                and (p not in partials or grad is self.shown.get(p))
             }
-        return means, partial
+        return means, partials
 
     def restore(
         self, means: dict[UnitParameter, Tensor], partial: dict[UnitParameter, Tensor]
     ) -> None:
-        """Undo `accumulated`, in place of whatever gradients there are."""
+        """Undo `accumulated`: these gradients replace all others."""
         self.drop_partial()
+        has_rows = self._spec.context.world_size > 1
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for parameter in self.unit.parameters:
+            for parameter in self._parameters:
                 parameter.face.grad = None
             self.drop_cleared()
-            if means and self.unit.setting.world_size > 1:
-                self.prepare_reduced(list(means))
+            if means and has_rows:
+                self.mean_rows(list(means))
             for parameter, mean in means.items():
-                if self.unit.setting.world_size > 1:
+                if has_rows:
                     mean = self._rest_view(parameter).copy_(mean)
-                self.shown[parameter] = parameter.face.grad = parameter.wrap_grad(mean)
+                self._give(parameter, mean)
             for parameter, grad in partial.items():
                 parameter.whole.grad = grad
                 self._hold(parameter, grad.nbytes)
         self._reduced_at = self._ledger.steps
         self.rest_partial()
 
+    def _give(self, parameter: UnitParameter, mean: Tensor) -> None:
+        self.shown[parameter] = parameter.face.grad = parameter.wrap_grad(mean)
+
     # reduced
 
     def start_reduce(self) -> Ticket:
         """Begin averaging over the ranks; the ticket's `wait` shows the result on the faces.
 
-        Where a second hop follows it begins that, and `end_following` shows the result.
+        Where a second hop follows, `wait` begins it, and `end_following` shows the result.
         """
         parameters = self.trainable()
-        self.unit.await_step()  # it may still read what is written now
-        for parameter in parameters:
-            self.check_there(parameter)
-        if self.unit.setting.world_size == 1:
+        self.unit.await_step()  # it may still read the rows that are written now
+        if self.is_spent and parameters:
+            self.check_there(parameters[0])
+        if self._spec.context.world_size == 1:
             self.fired.clear()
             self._due.clear()
-            return Ticket(finish=lambda: self._keep_local(parameters))
+            return Ticket(finish=partial(self._keep_local, parameters))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            return self._start_reduce(parameters)
+            self.drop_cleared()
+            self._take_back_partials()
+            used = [p.whole.grad is not None for p in parameters]
+            partials = [self._flat_partial(p) for p in parameters]
+            mean = self.mean_rows(parameters) if self.reduction.fills_rows else None
+            which = tuple([p.index for p in parameters])
+            ticket = self.reduction.start(which, partials, used, mean)
+            for parameter in parameters:
+                parameter.whole.grad = None
+            self.fired.clear()
+            return ticket.then(partial(self._finish_reduce, parameters, used, partials, mean))
 
     def _keep_local(self, parameters: list[UnitParameter]) -> None:
         """World 1: the partial gradient is the mean already."""
@@ -237,146 +261,128 @@ class UnitGradient:
                 if existing is not None:
                     parameter.unwrap(existing).add_(mean)
                 else:
-                    self.shown[parameter] = face.grad = parameter.wrap_grad(mean)
+                    self._give(parameter, mean)
                 parameter.whole.grad = None
                 parameter.call_hooks()
-        self._count_reduced(parameters)
-        self._count_local()
+            self._count_reduced(parameters)
+            self._count_local()
 
     def _count_local(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            grads = [p.face.grad for p in self.unit.parameters]
-        now = sum(grad.nbytes for grad in grads if grad is not None)
-        self._ledger.add(Kind.GRAD, self._tier, now - self._local_nbytes)
-        self._local_nbytes = now
+        grads = [p.face.grad for p in self._parameters]
+        self._local_account.set(sum([grad.nbytes for grad in grads if grad is not None]))
 
-    def __del__(self) -> None:
-        self._ledger.add(Kind.GRAD, self._tier, -self._local_nbytes)
-        self._ledger.add(Kind.PARTIAL_GRAD, self._tier, -sum(self.partial.values()))
-
-    def _start_reduce(self, parameters: list[UnitParameter]) -> Ticket:
-        self.drop_cleared()
-        self._take_back_partials()
-        used = [p.whole.grad is not None for p in parameters]
-        partials = [self._flat_partial(p) for p in parameters]
-        ticket = self.reduction.start(parameters, partials, used)
-        for parameter in parameters:
-            parameter.whole.grad = None
-        self.fired.clear()
-
-        def finish() -> None:
-            partials.clear()
-            self._finish_reduce(parameters, used)
-
-        return ticket.then(finish)
-
-    def _finish_reduce(self, parameters: list[UnitParameter], used: list[bool]) -> None:
-        """The first hop is over: show the mean, or begin what follows."""
+    def _finish_reduce(
+        self, parameters: list[UnitParameter], used: list[bool], partials: list[Tensor],
+        mean: MeanRows | None,
+    ) -> None:  # fmt: skip
+        """The first hop is over: show the mean, or begin the second hop."""
+        partials.clear()
         self._count_reduced(parameters)
         if self.is_discarding:
             return
-        users = self._users(parameters, used)
-        if self.reduction.rests_between and not self.is_last:
+        reduction, is_sharded = self.reduction, self._spec.context.is_sharded
+        users = reduction.users(used)
+        which = tuple([p.index for p in parameters])
+        if reduction.rests_between and not self.is_last:
             self._due.update(parameters)
-            self._show_resting(users)
+            self._show_resting(reduction.rest(which, users))
             return
         self._due.clear()
-        following = self.reduction.go_on(parameters, users)
-        if following is None or not self.unit.setting.is_sharded:
-            self.is_unused = not users
-            self._following = (following or DONE).then(lambda: self.show_all(users))
-        else:
-
-            def show() -> None:
-                found = self._users(parameters, [False])  # other nodes may have used more
-                self.is_unused = not found
-                self.show_all(found)
-
-            self._following = following.then(show)
-        if self.reduction.finishes_alone:
-            self.end_following()
-
-    def _users(self, parameters: list[UnitParameter], used: list[bool]) -> list[UnitParameter]:
-        """Which parameters some rank has used, from the counts that came with the gradients."""
-        counts = self.reduction.counts
-        if counts.device.type == "cpu":
-            self.reduction.check_tag(counts[-1].item())
-        if not all(used):  # only then is it worth asking the device what the others did
-            used = [count != 0 for count in counts[:-1].tolist()]
-        return [p for p, is_used in zip(parameters, used, strict=True) if is_used]
-
-    def _show_resting(self, used: list[UnitParameter]) -> None:
-        """Until nodes talk faces show that there is something, so that clearing it is seen."""
-        resting, in_place = self.reduction.rest(used), self.reduction.rests_in_place
+        if reduction.finishes_alone:
+            self._show_users(parameters, users)
+            return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for parameter in resting:
+            mean = mean or self.mean_rows(parameters)
+            shown = [p in self.shown for p in parameters]
+            following = reduction.follow(which, users, shown, mean)
+        # other nodes may have used more
+        found = None if is_sharded else users
+        self._following = (following or DONE).then(partial(self._show_users, parameters, found))
+
+    def _show_users(self, parameters: list[UnitParameter], users: list[bool] | None) -> None:
+        """Show the mean of parameters that some rank used; None: ask the counts of the last hop."""
+        if users is None:
+            users = self.reduction.users([False])
+        used = [p for p, is_used in zip(parameters, users, strict=True) if is_used]
+        self.is_unused = not used
+        self.show_all(used)
+
+    def _show_resting(self, resting: list[int]) -> None:
+        """Until nodes talk, faces show that there is something, so that clearing it is seen."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter in [self._parameters[index] for index in resting]:
                 if parameter.face.grad is None:
-                    parameter.face.grad = parameter.mean_to_come()
-                    if in_place:
+                    parameter.face.grad = parameter.no_mean(is_lost=False)
+                    if self.reduction.rests_in_place:
                         self.shown[parameter] = parameter.face.grad
                 self._resting[parameter] = parameter.face.grad  # type: ignore[assignment]
 
     def end_following(self) -> None:
-        """Wait for what comes after the first hop of the last reduction, if it is not over."""
+        """Wait for the second hop of the last reduction, if it is not over."""
         following, self._following = self._following, DONE
         following.wait()
 
     def show_all(self, parameters: Iterable[UnitParameter]) -> None:
+        """Show the reduced gradients of `parameters` on their faces."""
         if self.is_discarding:
             return
         self._reduced_at = self._ledger.steps
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in parameters:
-                self._show(parameter)
+                shown = parameter.face.grad
+                is_own = parameter.face is parameter.whole
+                if shown is None or is_own or isinstance(shown, NoMean):
+                    self._give(parameter, self._rest_view(parameter))
+                parameter.call_hooks()
 
-    def _show(self, parameter: UnitParameter) -> None:
-        view = self._rest_view(parameter)
-        shown = parameter.face.grad
-        if shown is None or parameter.face is parameter.whole or isinstance(shown, NoMean):
-            self.shown[parameter] = parameter.face.grad = parameter.wrap_grad(view)
-        parameter.call_hooks()
-
-    def prepare_reduced(self, parameters: list[UnitParameter]) -> list[bool]:
-        """Make room for the mean; for each parameter, whether it replaces what is there."""
-        unit, setting = self.unit, self.unit.setting
+    def mean_rows(self, parameters: list[UnitParameter]) -> MeanRows:
+        """Make room for the mean of `parameters`, at rest."""
         if self.reduced is None:
-            numel = unit.rest.shard_numels[setting.rest_rank]
+            spec, context = self._spec, self._spec.context
+            numel = spec.rest.shard_numels[context.rest_rank]
             self.reduced = Buffer(
-                numel, unit.dtype, Kind.GRAD, setting.store, setting.ledger,
+                numel, spec.dtype, Kind.GRAD, context.store, context.ledger,
                 is_brief=not self._keeps_bytes,
             )  # fmt: skip
             self.reduced.tensor.index_fill_(0, self._gaps(), 0)  # optimizers read them too
-        fresh: list[bool] = []
+        flat, fresh = self.reduced.tensor, list[bool]()
         for parameter in parameters:
             grad = parameter.face.grad
             adds = grad is not None and parameter.face is not parameter.whole
             fresh.append(not adds)
             if adds and grad is not None and grad is not self.shown.get(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
-                shown = parameter.wrap_grad(self._rest_view(parameter))
-                self.shown[parameter] = parameter.face.grad = shown
-        return fresh
+                self._give(parameter, self._rest_view(parameter))
+        return MeanRows(flat, [flat[parameter.span] for parameter in parameters], fresh)
 
     def _gaps(self) -> Tensor:
         """int64: the elements of the reduced buffer that no reduction writes."""
         if self._gap_index is None:
-            gaps, setting = self.unit.rest.gaps(self.unit.setting.rest_rank), self.unit.setting
-            self._gap_index = torch.tensor(gaps, dtype=torch.int64, device=setting.store.device)
+            context = self._spec.context
+            gaps = self._spec.rest.gaps(context.rest_rank)
+            self._gap_index = torch.tensor(gaps, dtype=torch.int64, device=context.store.device)
         return self._gap_index
 
     def drop_cleared(self) -> None:
-        """Free the reduced buffer once no face shows a piece of it (after `zero_grad`).
+        """Forget gradients whose face was cleared (`zero_grad`), and free the reduced buffer.
 
         At stages 0 to 2 it stays for the next backward, unless the user kept a gradient.
         """
-        if self._local_nbytes:
-            self._count_local()
-        with torch._C.DisableTorchFunctionSubclass():
-            self._drop_cleared_partials()
-        if self.reduced is None:
+        if not (self._local_account.nbytes or self._resting or self.reduced is not None):
             return
         with torch._C.DisableTorchFunctionSubclass():
+            if self._local_account.nbytes:
+                self._count_local()
+            if self._resting:
+                cleared = [p for p, shown in self._resting.items() if p.face.grad is not shown]
+                for parameter in cleared:
+                    parameter.whole.grad = None
+                    del self._resting[parameter]
+                self._count_reduced(cleared)
+                self.reduction.drop([parameter.index for parameter in cleared])
             cleared = [p for p, shown in self.shown.items() if p.face.grad is not shown]
+        if self.reduced is None:
+            return
         for parameter in cleared:
             del self.shown[parameter]
         if self._reduced_at == self._ledger.steps:  # nothing was stepped by them
@@ -387,33 +393,17 @@ class UnitGradient:
     @property
     def _keeps_bytes(self) -> bool:
         """Stages 0 to 2, as for whole weights, unless states are offloaded to save memory."""
-        unit = self.unit
-        return not unit.steps_in_blocks and (unit.keeps_bytes or not unit.setting.is_sharded)
+        spec = self._spec
+        return not spec.steps_in_blocks and (self.unit.keeps_bytes or not spec.context.is_sharded)
 
     def _flat_partial(self, parameter: UnitParameter) -> Tensor:
         grad = parameter.whole.grad
         if grad is None:
             whole = parameter.whole
-            return torch.zeros(whole.numel(), dtype=self.unit.compute_dtype, device=whole.device)
+            return torch.zeros(whole.numel(), dtype=self._spec.compute_dtype, device=whole.device)
         dense = grad if grad.layout is torch.strided else grad.to_dense()
         return dense.contiguous().view(-1)
 
-    def own_piece(self, parameter: UnitParameter) -> Tensor:
-        """Where this rank's part of the mean goes."""
-        if self.unit.setting.is_sharded:
-            return self.rest_rows(parameter)
-        index = self.unit.parameters.index(parameter)
-        start, stop = self.unit.wire.slots[index].pieces[self.unit.setting.rank]
-        return self.rest_rows(parameter)[start:stop]
-
     def _rest_view(self, parameter: UnitParameter) -> Tensor:
-        return self.rest_rows(parameter).view(parameter.local.shape)
-
-    def rest_rows(self, parameter: UnitParameter) -> Tensor:
-        """The parameter's part of the reduced buffer, flat."""
         assert self.reduced is not None, "a reduced gradient is used before it has a buffer"
-        if parameter not in self._spans:
-            start = parameter.slot.shard_offsets[self.unit.setting.rest_rank]
-            self._spans[parameter] = (start, start + parameter.local.numel())
-        start, stop = self._spans[parameter]
-        return self.reduced.tensor[start:stop]
+        return parameter.own_rows(self.reduced.tensor)

@@ -1,7 +1,7 @@
-"""DTensors that read as the wholes they stand for: gradients, `.data`, what is computed from them.
+"""DTensors that read as the whole value: gradients, `.data`, and results computed from them.
 
-torch's DTensor gives `norm.item()` of this rank's part; a plain script that logs it would log
-something else on each rank.
+torch's DTensor gives `norm.item()` of this rank's part: a plain script would log another number on
+each rank. And DTensor loses an indexed write, as it writes to a gathered copy.
 """
 
 from __future__ import annotations
@@ -12,14 +12,93 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
+from onefold.unit import refusals
 
 
 class LogicalValues(DTensor):
     """A DTensor that may stand beside plain tensors, as a parameter of a plain module may."""
+
+    _label = "a sharded tensor"  # in errors
+
+
+_WRITES = {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
+    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
+}  # fmt: skip
+"""Operators that write in place, as all functions do whose name ends with one underscore."""
+
+_BOUNDS = {
+    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian",
+    "_foreach_max", "fmax", "fmin",
+}  # fmt: skip
+_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"}
+
+
+def writes(func: Callable[..., Any]) -> bool:
+    """True for functions that change their first argument in place."""
+    name = getattr(func, "__name__", "")
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on DTensors, right where DTensor is not: empty shards, indexed writes."""
+    if func is Tensor.__setitem__ and isinstance(args[0], DTensor):
+        return _set_item(*args)
+    if _has_no_identity(func, args, kwargs):
+        args, kwargs = tree_map(_with_rows, (args, kwargs))
+    return as_logical(func(*args, **kwargs))
+
+
+def _refuse_lost_write(target: DTensor) -> None:
+    """Raise `StateError` for a view that DTensor made of a gathered copy."""
+    base = target._base if target._is_view() else None
+    if not isinstance(base, DTensor):
+        return
+    own, seen = base._local_tensor.untyped_storage(), target._local_tensor.untyped_storage()
+    if own.data_ptr() != seen.data_ptr():
+        raise refusals.lost_write(getattr(base, "_label", LogicalValues._label))
+
+
+def _set_item(target: DTensor, index: Any, value: Any) -> None:
+    """`target[index] = value`, on all ranks alike: a collective."""
+    index, value = tree_map(_whole, (index, value))
+    full = target.full_tensor()
+    full[index] = value
+    mesh, placements = target.device_mesh, target.placements
+    whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    target.copy_(whole.redistribute(placements=placements))
+
+
+def _whole(leaf: Any) -> Any:
+    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+
+
+def _has_no_identity(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """True for reductions that are not defined on an empty shard."""
+    name = getattr(func, "__name__", "")
+    if name in _BOUNDS:
+        return True
+    orders = [each for each in (*args, *kwargs.values()) if isinstance(each, int | float | str)]
+    return name in _NORMS and any(str(order) in ("inf", "-inf") for order in orders)
+
+
+def _with_rows(leaf: Any) -> Any:
+    """A DTensor, gathered if the shard of some rank is empty."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    mesh = leaf.device_mesh
+    for axis, placement in enumerate(leaf.placements):
+        if isinstance(placement, Shard):
+            numel, ranks = leaf.shape[placement.dim], mesh.size(axis)
+            if -(-numel // ranks) * (ranks - 1) >= numel:  # torch's chunks
+                return leaf.redistribute(placements=[Replicate()] * mesh.ndim)
+    return leaf
 
 
 def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
@@ -28,7 +107,7 @@ def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
     In-place functions are left to DTensor, and to its error: on a copy they would do nothing.
     """
     name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         return False
     if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
         return True
@@ -39,7 +118,7 @@ def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
 
 
 def count_edits(func: Callable[..., Any], edited: list[Tensor]) -> None:
-    """Count what `func` did to `edited` where DTensor hides it: functions of lists, in place."""
+    """Count the edits of functions that change lists in place, which DTensor hides."""
     name = getattr(func, "__name__", "")
     if name.startswith("_foreach_") and name.endswith("_"):
         increment_version(edited)
@@ -48,9 +127,8 @@ def count_edits(func: Callable[..., Any], edited: list[Tensor]) -> None:
 def dtensor_over(kind: type[DTensor], local: Tensor, spec: object) -> DTensor:
     """A `kind` of DTensor over `local` with the placement and logical shape of `spec`.
 
-    Not through the constructor, whose compiler guard costs more than everything else here; and made
-    over a stand-in, since a wrapper that inherits its local tensor's offset into a flat buffer
-    looks to `copy.deepcopy` as if it had a storage of its own.
+    The constructor's compiler guard would cost more than everything else here. And a wrapper that
+    inherits an offset into a flat buffer would look to `copy.deepcopy` as if it had a storage.
     """
     shown = kind.__new__(kind, local.new_empty(0), spec, requires_grad=False)  # type: ignore[call-arg]
     shown._local_tensor = local
@@ -64,34 +142,27 @@ _READS = {
 
 
 class LogicalTensor(LogicalValues):
-    """A gradient, or what was computed from faces and gradients: a DTensor that reads as a whole.
+    """A gradient, or a result of sharded parameters and gradients: a DTensor that reads as a whole.
 
-    A read of a number completes the value first: a collective, as all of DTensor's operations.
+    A read of a number gathers the value first: a collective, as all of DTensor's operations.
     """
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             leaves = list(tree_iter((args, kwargs)))
             _await_readers(leaves)
+            if writes(func) and isinstance(args[0], DTensor):
+                _refuse_lost_write(args[0])
             if func in _READS or needs_plain(func, leaves):
-                plain_args, plain_kwargs = tree_map(
-                    lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf,
-                    (args, kwargs),
-                )
+                plain_args, plain_kwargs = tree_map(_whole, (args, kwargs))
                 return func(*plain_args, **plain_kwargs)
-            return as_logical(func(*args, **kwargs))
+            return run_sharded(func, args, kwargs)
 
 
 def as_logical(outputs: Any) -> Any:
-    """DTensors among the outputs of one operation, as ones that read as a whole."""
+    """Let DTensors among the outputs of one operation read as a whole."""
     for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
         if type(output) is DTensor:
             output.__class__ = LogicalTensor
@@ -99,7 +170,7 @@ def as_logical(outputs: Any) -> Any:
 
 
 class ShownData(LogicalTensor):
-    """`.data` of a sharded parameter: its edits are counted, and looks at it are not."""
+    """`.data` of a sharded parameter: edits are counted, reads are not."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         copied = memo[id(self)] = dtensor_over(DTensor, self._local_tensor.clone(), self._spec)
@@ -109,20 +180,14 @@ class ShownData(LogicalTensor):
         return dtensor_over(DTensor, self._local_tensor, self._spec).__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = super().__torch_function__(func, types, args, kwargs)
         count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, ShownData)])
         return outputs
 
 
 class RestingGrad(Tensor):
-    """A gradient that rests whole, and may be read by a step in the background."""
+    """A gradient that rests whole while a step in the background may read it."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         copied = memo[id(self)] = self.clone().as_subclass(Tensor)
@@ -132,30 +197,24 @@ class RestingGrad(Tensor):
         return self.clone().as_subclass(Tensor).__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             _await_readers(tree_iter((args, kwargs)))
             return func(*args, **(kwargs or {}))
 
 
 def _await_readers(leaves: Iterable[Any]) -> None:
-    """Wait for background steps that still read a gradient which somebody wants to use."""
+    """Wait for background steps that still read one of these gradients."""
     for leaf in leaves:
         if isinstance(leaf, LogicalTensor | RestingGrad):
             summoner = getattr(leaf, "_summoner", None)
             alive = summoner() if summoner is not None else None
             if alive is not None:
-                alive.settle()
+                alive.home.settle()
 
 
 class NoMean(Tensor):
-    """What stands for a gradient while there is none to read: it may be cleared, and looked for.
+    """Stands for a gradient that cannot be read. It may be cleared and tested for None.
 
     Any use of its value raises `StateError`.
     """
@@ -164,7 +223,7 @@ class NoMean(Tensor):
 
     @staticmethod
     def like(face: Tensor, why: str) -> NoMean:
-        """For `face.grad`, of which `why` tells whoever uses it."""
+        """A stand-in for the gradient of `face`; a use raises the message `why`."""
         with torch._C.DisableTorchFunctionSubclass():
             made = torch.empty((), dtype=face.dtype, device=face.device).expand(face.shape)
             shown = made.as_subclass(NoMean)
@@ -175,7 +234,7 @@ class NoMean(Tensor):
         """Raise `StateError`."""
         raise StateError(self._why)
 
-    to_local = full_tensor = redistribute = refuse  # of the DTensor that it stands for
+    to_local = full_tensor = redistribute = refuse  # of the DTensor that it replaces
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         raise StateError(self._why)
@@ -184,13 +243,7 @@ class NoMean(Tensor):
         raise StateError(self._why)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_ITS_KIND:
                 return func(*args, **(kwargs or {}))
@@ -205,4 +258,4 @@ _OF_ITS_KIND = {
     Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.__hash__, torch.is_tensor,
 }  # fmt: skip
-"""What asks a tensor for something else than its value."""
+"""Functions that do not read a tensor's value."""

@@ -1,16 +1,16 @@
-"""From partial gradients on every rank to where their mean rests, where nodes talk in between.
+"""Hops of a unit's gradients between nodes.
 
-Between micro-batches `Replicated` and `TwoHop` can stop after the first hop, inside the node: nodes
-then talk once a step.
+Between micro-batches `Replicated` and `TwoHop` can stop after the first hop, inside the node. Nodes
+then exchange gradients once a step.
 
 Sources: ZeRO++, arXiv 2306.10209, section 3.3 (two hops); MiCS, arXiv 2205.00119, section 3.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,89 +21,86 @@ from onefold.ledger import Kind
 from onefold.ticket import Ticket
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
-from onefold.unit.feedback import Region
-from onefold.unit.parameter import UnitParameter
-from onefold.unit.reduction import Key, OneHop, Spread, flags_of, regions_of
-from onefold.wire.cut import MessageLayout
+from onefold.unit.reduction import MeanRows, OneHop, Region, Spread, Which
+from onefold.unit.spec import UnitSpec
 from onefold.wire.transport import Transport
-
-if TYPE_CHECKING:
-    from onefold.unit.gradient import UnitGradient
 
 
 class Replicated(OneHop):
-    """Nodes that are replicas average own rows once a step: each its part, then all gather them."""
+    """Nodes are replicas. They average own rows once a step: each its part, then all gather."""
 
     rests_between = True
     rests_in_place = True
     finishes_alone = False
 
-    def __init__(self, gradient: UnitGradient, replicas: Transport) -> None:
-        super().__init__(gradient)
+    def __init__(self, spec: UnitSpec, transport: Transport, replicas: Transport) -> None:
+        super().__init__(spec, transport)
         self._replicas = replicas
         self._waits = False
-        self._between: dict[Key, tuple[MessageLayout, MessageLayout, list[tuple[int, int]]]] = {}
+        rank, parts = spec.context.rest_rank, replicas.group.world_size
+        self._slots = [_in_parts(slot, rank, parts) for slot in spec.wire.slots]
 
     def start(
-        self, parameters: list[UnitParameter], partials: list[Tensor], used: list[bool]
+        self, which: Which, partials: list[Tensor], used: list[bool], mean: MeanRows | None
     ) -> Ticket:
-        """See `OneHop.start`: rows hold the node's mean until nodes have talked."""
+        """See `OneHop.start`: rows hold the node's mean until nodes have exchanged theirs."""
         self._waits = True
-        return super().start(parameters, partials, used)
+        return super().start(which, partials, used, mean)
 
-    def go_on(self, parameters: list[UnitParameter], users: list[UnitParameter]) -> Ticket:
-        """See `OneHop.go_on`. Exact means travel in the compute dtype, as partials do."""
-        gradient, replicas = self.gradient, self._replicas
+    def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
+        """See `OneHop.follow`. Exact means travel in the compute dtype, as partials do."""
+        replicas, spec = self._replicas, self._spec
         self._waits = False
-        reduce, gather, spans = self._cuts_between(parameters)
-        dtype = self.unit.compute_dtype
-        wide = self.unit.dtype if replicas.is_coded else dtype  # rounded once
-        rows = [gradient.rest_rows(p).to(wide) for p in parameters]
-        is_used = [p in users or p in gradient.shown for p in parameters]
-        for index, parameter in enumerate(parameters):
-            if parameter in gradient.shown:  # by an earlier micro-batch
+        wide = spec.dtype if replicas.is_coded else spec.compute_dtype  # rounded once
+        rows = [row.to(wide) for row in mean.rows]
+        for index, is_shown in enumerate(shown):
+            if is_shown:  # by an earlier micro-batch
                 self.counts[index] += 1
-        flags = self.counts.to(dtype)
-        means = [
-            row.new_empty(stop - start) for row, (start, stop) in zip(rows, spans, strict=True)
-        ]
+        flags = self.counts.to(spec.compute_dtype)
+        own = [row.new_empty(b - a) for row, (a, b) in zip(rows, self._spans(which), strict=True)]
         self.counts = torch.empty_like(self.counts)
+        is_used = [a or b for a, b in zip(users, shown, strict=True)]
         first = replicas.reduce_scatter(
-            [*rows, flags], reduce, [*means, self.counts], [True] * (len(rows) + 1),
-            self._where("reduce_scatter between nodes"),
-            self.feedback.of("between", regions_of(parameters, is_used)),
+            [*rows, flags], self._cut("between", which, replicas.group), [*own, self.counts],
+            [True] * (len(rows) + 1), self._spec.label("reduce_scatter between nodes"),
+            self.feedback.of("between", self._regions(which, is_used)),
         )  # fmt: skip
+        spread = partial(self._spread, which, first, rows, own, mean)
+        return Ticket(first.works, spread, self._spec.label("reduction between nodes"))
 
-        def go_on() -> None:
-            first.wait()
-            flat = torch.cat(rows)
-            starts = accumulate(map(len, rows), initial=0)
-            own: list[Tensor] = []
-            for mean, begin, (start, stop) in zip(means, starts, spans, strict=False):
-                own.append(flat[begin + start : begin + stop])
-                own[-1].copy_(mean)
-            owed = self._add_owed(parameters, own)
-            replicas.gather(flat, gather, self._where("gather between nodes")).wait()
-            for rest, read in owed:
-                rest.sub_(read).nan_to_num_(0.0, 0.0, 0.0)
-            for p, row in zip(parameters, flat.split([len(row) for row in rows]), strict=True):
-                gradient.rest_rows(p).copy_(row)
+    def _spread(
+        self, which: Which, first: Ticket, rows: list[Tensor], own: list[Tensor], mean: MeanRows
+    ) -> None:
+        """Gather the parts that each node has averaged."""
+        first.wait()
+        flat = torch.cat(rows)
+        starts = list(accumulate(map(len, rows), initial=0))[:-1]
+        parts: list[Tensor] = []
+        for found, begin, (start, stop) in zip(own, starts, self._spans(which), strict=True):
+            parts.append(flat[begin + start : begin + stop])
+            parts[-1].copy_(found)
+        residuals = self._add_residuals(which, parts)
+        slots, group = [self._slots[index] for index in which], self._replicas.group
+        itemsize = self._spec.compute_dtype.itemsize
+        cut = self._gather_cut(which, slots, starts, group, itemsize)
+        self._replicas.gather(flat, cut, self._spec.label("gather between nodes")).wait()
+        for residual, decoded in residuals:
+            residual.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)
+        for target, row in zip(mean.rows, flat.split([len(row) for row in rows]), strict=True):
+            target.copy_(row)
 
-        return Ticket(first.works, go_on, self._where("reduction between nodes"))
-
-    def _add_owed(
-        self, parameters: list[UnitParameter], own: list[Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Means are coded again, to be gathered: add what that owes; later, less what was read."""
-        if not (self._replicas.is_coded and self.unit.setting.routes.feeds_back):
+    def _add_residuals(self, which: Which, parts: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Means are coded again, to be gathered: add the residuals of the last such message."""
+        if not (self._replicas.is_coded and self._spec.context.routes.feeds_back):
             return []
         is_used = [count != 0 for count in self.counts[:-1].tolist()]
-        ask = self.feedback.of("means", regions_of(parameters, is_used))
+        ask = self.feedback.of("means", self._regions(which, is_used))
         found: list[tuple[Tensor, Tensor]] = []
-        for index, (p, mean) in enumerate(zip(parameters, own, strict=True)):
-            rest = ask(index, len(mean)) if ask and len(p.slot.shape) > 1 and len(mean) else None
-            if rest is not None:
-                found.append((rest.copy_(mean.add_(rest)), mean))
+        for place, (index, part) in enumerate(zip(which, parts, strict=True)):
+            is_coded = len(self._spec.wire.slots[index].shape) > 1 and len(part)
+            residual = ask(place, len(part)) if ask and is_coded else None
+            if residual is not None:
+                found.append((residual.copy_(part.add_(residual)), part))
         return found
 
     @property
@@ -111,168 +108,141 @@ class Replicated(OneHop):
         """See `OneHop.waits`."""
         return self._waits
 
-    def rest(self, used: list[UnitParameter]) -> list[UnitParameter]:
-        """See `OneHop.rest`: the node's mean rests where that of all will be."""
-        return used
+    def rest(self, which: Which, users: list[bool]) -> list[int]:
+        """See `OneHop.rest`: the node's mean rests in the rows of the mean of all."""
+        return [index for index, is_user in zip(which, users, strict=True) if is_user]
 
-    def _cuts_between(
-        self, parameters: list[UnitParameter]
-    ) -> tuple[MessageLayout, MessageLayout, list[tuple[int, int]]]:
-        """Own rows of each parameter, cut by elements over the nodes; and this node's span."""
-        key = tuple(map(id, parameters))
-        if key not in self._between:
-            group = self._replicas.group
-            slots = [_in_parts(p, group.world_size) for p in parameters]
-            flags = flags_of(len(parameters) + 1, group.world_size)
-            reduce = self._made([*slots, flags], None, self._replicas)
-            starts = accumulate((p.local.numel() for p in parameters), initial=0)
-            sharded = [(s, at) for s, at in zip(slots, starts, strict=False) if not s.replicated]
-            gather = self._made(
-                [s for s, _ in sharded], [at for _, at in sharded], self._replicas
-            )  # fmt: skip
-            self._between[key] = (reduce, gather, [slot.pieces[group.rank] for slot in slots])
-        return self._between[key]
+    def _parts(self, hop: str, index: int) -> list[Slot]:
+        return [self._slots[index]] if hop else super()._parts(hop, index)
+
+    def _spans(self, which: Which) -> list[tuple[int, int]]:
+        """This node's part of each parameter's own rows."""
+        return [self._slots[index].pieces[self._replicas.group.rank] for index in which]
 
 
-def _in_parts(parameter: UnitParameter, parts: int) -> Slot:
-    numel = parameter.local.numel()
-    if parameter.slot.replicated:
-        return Slot(parameter.fqn, (), 0, ((0, 1),) * parts, ())
+def _in_parts(slot: Slot, rank: int, parts: int) -> Slot:
+    """A rank's own rows of a parameter, cut by elements over the nodes."""
+    if slot.replicated:
+        return Slot(slot.fqn, (), 0, ((0, 1),) * parts, ())
+    numel = slot.piece_numel(rank)
     bounds = [numel * part // parts for part in range(parts + 1)]
-    pieces = tuple(pairwise(bounds))
-    return Slot(parameter.fqn, parameter.slot.shape, 0, pieces, ())
+    return Slot(slot.fqn, slot.shape, 0, tuple(pairwise(bounds)), ())
 
 
 class TwoHop(OneHop):
     """Inside the node first, into sums that may rest there; then between nodes."""
 
+    rests_between = False  # see the constructor
     finishes_alone = False
+    fills_rows = False
 
-    def __init__(self, gradient: UnitGradient, hops: Hops) -> None:
-        super().__init__(gradient)
+    def __init__(self, spec: UnitSpec, hops: Hops) -> None:
+        super().__init__(spec, hops.reduce_inside)
         self._hops = hops
         self.rests_between = hops.keeps_gradients
-        self._layout = NodeLayout.build(self.unit.wire.slots, hops.axes)
+        self._layout = NodeLayout.build(spec.wire.slots, hops.axes)
         self._sums: Buffer | None = None
-        self._entered: list[UnitParameter] = []  # of the first hop that is under way
-        self._used: dict[UnitParameter, Tensor] = {}  # counts of those that the sums hold
-        self._users: dict[UnitParameter, None] = {}  # those of them that a rank of the node used
-        self._cuts_between: dict[Key, MessageLayout] = {}
+        self._entered: Which = ()  # of the first hop that is under way
+        self._counts: dict[int, Tensor] = {}  # of the parameters in the sums
+        self._users: dict[int, None] = {}  # the parameters in the sums that the node used
 
     def start(
-        self, parameters: list[UnitParameter], partials: list[Tensor], used: list[bool]
+        self, which: Which, partials: list[Tensor], used: list[bool], mean: MeanRows | None
     ) -> Ticket:
         """See `OneHop.start`: a piece of every node's rows is added to the node's sums."""
-        setting, inside = self.unit.setting, self._hops.reduce_inside
-        self._entered = parameters
+        spec, inside = self._spec, self._hops.reduce_inside
+        self._entered = which
         if self._sums is None:
             self._sums = Buffer(
-                self._layout.numel, self.unit.dtype, Kind.PARTIAL_GRAD, setting.store,
-                setting.ledger, is_brief=True,
+                self._layout.numel, spec.dtype, Kind.PARTIAL_GRAD, spec.context.store,
+                spec.context.ledger, is_brief=True,
             )  # fmt: skip
         sent: list[Tensor] = []
         out: list[Tensor] = []
         fresh: list[bool] = []
         regions: list[Region] = []
-        for parameter, partial, is_used in zip(parameters, partials, used, strict=True):
-            index = self.unit.parameters.index(parameter)
+        for index, tensor, is_used in zip(which, partials, used, strict=True):
             slot = self._layout.slots[index]
             stretches = [(0, 1)] if slot.replicated else self._hops.axes.stretches(slot)
-            sent += [partial[start:stop] for start, stop in stretches]
+            sent += [tensor[start:stop] for start, stop in stretches]
             out += [self._sums.tensor[a:b] for a, b in self._layout.spans[index]]
-            fresh += [parameter not in self._used] * len(stretches)
-            regions += [(parameter, n) if is_used else None for n in range(len(stretches))]
+            fresh += [index not in self._counts] * len(stretches)
+            regions += [(slot.fqn, n) if is_used else None for n in range(len(stretches))]
         flags = self._flags(used)
         return inside.reduce_scatter(
-            [*sent, flags], self._cut(parameters, inside), [*out, self.counts], [*fresh, True],
-            self._where("reduce_scatter inside the node"), self.feedback.of("inside", regions),
+            [*sent, flags], self._cut("inside", which, inside.group), [*out, self.counts],
+            [*fresh, True], self._spec.label("reduce_scatter inside the node"),
+            self.feedback.of("inside", regions),
         )  # fmt: skip
 
     @property
     def waits(self) -> bool:
         """See `OneHop.waits`."""
-        return bool(self._used)
+        return bool(self._counts)
 
-    def rest(self, used: list[UnitParameter]) -> list[UnitParameter]:
+    def rest(self, which: Which, users: list[bool]) -> list[int]:
         """See `OneHop.rest`."""
-        self._note_counts()
-        self._users |= dict.fromkeys(used)
+        self._add_counts()
+        self._users |= {index: None for index, used in zip(which, users, strict=True) if used}
         return list(self._users)
 
-    def _note_counts(self) -> None:
-        """The first hop is over: count who used what, over micro-batches."""
-        for parameter, count in zip(self._entered, self.counts[:-1], strict=True):
-            known = self._used.get(parameter)
-            self._used[parameter] = count if known is None else known + count
+    def _add_counts(self) -> None:
+        """The first hop has landed: add its counts to those of earlier micro-batches."""
+        for index, count in zip(self._entered, self.counts[:-1], strict=True):
+            known = self._counts.get(index)
+            self._counts[index] = count if known is None else known + count
 
-    def go_on(self, parameters: list[UnitParameter], users: list[UnitParameter]) -> Ticket:
-        """See `OneHop.go_on`. Exact messages travel in the compute dtype, as partials do;
-        coded ones are made of the sums as they are.
+    def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
+        """See `OneHop.follow`. Exact messages travel in the compute dtype, as partials do; coded
+        messages are made of the sums as they are.
         """
-        gradient, between = self.gradient, self._hops.reduce_between
+        between = self._hops.reduce_between
         assert self._sums is not None, "sums are reduced before there are any"
-        self._note_counts()
+        self._add_counts()
         sums, self._sums = self._sums, None
-        dtype = self.unit.compute_dtype
+        dtype = self._spec.compute_dtype
         wide = sums.tensor.dtype if between.is_coded else dtype  # rounded once
-        indices = [self.unit.parameters.index(p) for p in parameters]
-        partials = [sums.tensor[slice(*self._layout.region(i))].to(wide) for i in indices]
-        flags = torch.stack([*(self._used[p] for p in parameters), self.counts[-1]]).to(dtype)
-        is_used = [p in self._users or p in users for p in parameters]
-        self._used.clear()
+        partials = [sums.tensor[slice(*self._layout.region(index))].to(wide) for index in which]
+        flags = torch.stack([*(self._counts[index] for index in which), self.counts[-1]]).to(dtype)
+        is_used = [u or i in self._users for i, u in zip(which, users, strict=True)]
+        self._counts.clear()
         self._users.clear()
-        fresh = gradient.prepare_reduced(parameters)
         self.counts = torch.empty_like(self.counts)
         ticket = between.reduce_scatter(
-            [*partials, flags], self._cut_between(parameters),
-            [*(gradient.own_piece(p) for p in parameters), self.counts], [*fresh, True],
-            self._where("reduce_scatter between nodes"),
-            self.feedback.of("between", regions_of(parameters, is_used)),
+            [*partials, flags], self._cut("between", which, between.group),
+            [*mean.rows, self.counts], [*mean.fresh, True],
+            self._spec.label("reduce_scatter between nodes"),
+            self.feedback.of("between", self._regions(which, is_used)),
         )  # fmt: skip
+        return ticket.then(partial(_free, partials, sums))
 
-        def finish() -> None:
-            partials.clear()
-            sums.release()
-
-        return ticket.then(finish)
-
-    def drop(self, parameters: Sequence[UnitParameter]) -> None:
+    def drop(self, which: Iterable[int]) -> None:
         """See `OneHop.drop`: sums begin anew."""
-        super().drop(parameters)
-        for parameter in parameters:
-            self._used.pop(parameter, None)
-            self._users.pop(parameter, None)
-        if not self._used:
+        dropped = list(which)
+        super().drop(dropped)
+        for index in dropped:
+            self._counts.pop(index, None)
+            self._users.pop(index, None)
+        if not self._counts:
             self._sums = None
 
-    def _cut(self, parameters: list[UnitParameter], transport: Transport) -> MessageLayout:
-        key = tuple(map(id, parameters))
-        if key not in self._cuts:
-            indices = [self.unit.parameters.index(p) for p in parameters]
-            slots = [part for index in indices for part in self._layout.inside(index)]
-            flags = flags_of(len(parameters) + 1, transport.group.world_size)
-            self._cuts[key] = self._made([*slots, flags], None, transport)
-        return self._cuts[key]
-
-    def _cut_between(self, parameters: list[UnitParameter]) -> MessageLayout:
-        key = tuple(map(id, parameters))
-        if key not in self._cuts_between:
-            between = self._hops.reduce_between
-            indices = [self.unit.parameters.index(p) for p in parameters]
-            slots = [self._layout.between(index) for index in indices]
-            flags = flags_of(len(parameters) + 1, between.group.world_size)
-            self._cuts_between[key] = self._made([*slots, flags], None, between)
-        return self._cuts_between[key]
+    def _parts(self, hop: str, index: int) -> list[Slot]:
+        layout = self._layout
+        return layout.inside(index) if hop == "inside" else [layout.between(index)]
 
 
-def reduction_of(gradient: UnitGradient) -> OneHop:
-    """The way in which a unit's gradients are reduced."""
-    setting = gradient.unit.setting
-    routes = setting.routes
-    if not setting.is_sharded:
-        return Spread(gradient)
+def _free(partials: list[Tensor], sums: Buffer) -> None:
+    partials.clear()
+    sums.release()
+
+
+def reduction_of(spec: UnitSpec) -> OneHop:
+    """The reduction of a unit's gradients on its routes."""
+    routes = spec.context.routes
+    if not spec.context.is_sharded:
+        return Spread(spec, routes.reduce)
     if routes.hops is not None:
-        return TwoHop(gradient, routes.hops)
+        return TwoHop(spec, routes.hops)
     if routes.replicas is not None:
-        return Replicated(gradient, routes.replicas)
-    return OneHop(gradient)
+        return Replicated(spec, routes.reduce, routes.replicas)
+    return OneHop(spec, routes.reduce)

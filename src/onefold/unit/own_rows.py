@@ -1,4 +1,4 @@
-"""Own rows of a unit's weight, brought near when they are to be sent or computed with."""
+"""OwnRows: this rank's rows of a unit's weight, fetched to where they are sent or computed with."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from onefold.unit.context import Context
 
 
 class OwnRows:
-    """The flat rows [own rows of a unit] of a weight that may rest far."""
+    """The flat rows of a weight that may rest in a far tier."""
 
-    def __init__(self, weight: Buffer, setting: Context, unit: str) -> None:
+    def __init__(self, weight: Buffer, context: Context, unit: str) -> None:
         self._weight = weight
-        self._ledger = setting.ledger
+        self._ledger = context.ledger
         self._unit = unit
-        self._tiers = setting.tiers
+        self._tiers = context.tiers
         self._slot: Room | None = None
         self._task: Task | None = None
-        self._edits = -1  # of the weight, when it was fetched
+        self._edits = -1  # of the weight, when the fetch began
 
     def start(self, edits: int, after: Waitable | None) -> None:
-        """Begin to fetch them, once `after` is over; nothing where they rest near."""
+        """Begin to fetch the rows, once `after` is over; nothing to do where they rest near."""
         far = self._weight.far
         if far is None or (self._task is not None and self._edits == edits):
             return
@@ -44,8 +44,6 @@ class OwnRows:
 
     def take(self, edits: int) -> Tensor:
         """The rows as they are after `edits`, valid until `give_back`. Raises `TierError`."""
-        if self._weight.far is None:
-            return self._weight.tensor
         self.start(edits, None)
         assert self._task is not None, "a fetch was just begun"
         assert self._slot is not None, "a fetch has a slot"
@@ -53,7 +51,7 @@ class OwnRows:
         return self._slot.tensor(len(self._weight.tensor), self._weight.tensor.dtype)
 
     def give_back(self) -> None:
-        """Let go of what was fetched; waits for a fetch that nobody will use."""
+        """Return the slot of fetched rows; waits for a fetch that is still under way."""
         task, self._task = self._task, None
         slot, self._slot = self._slot, None
         if task is not None and slot is not None:

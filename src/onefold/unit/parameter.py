@@ -1,15 +1,15 @@
-"""One parameter of a unit: where it stands in the module tree, what it shows, where its rows lie.
+"""UnitParameter: one parameter of a unit, its place in the module tree and its two forms.
 
-face    what modules and users see at rest (unit/sharded.py)
-local   [own rows] of the weight at rest, a view of the unit's weight buffer; what the face shows
-whole   [all rows] in the compute dtype, a view of the unit's full buffer; what forward sees
+face    the sharded parameter: modules and users see it at rest (unit/sharded.py)
+local   [own rows] of the weight at rest, a view of the unit's weight buffer; the face shows it
+whole   the unsharded parameter: [all rows] in the compute dtype, a view of the unit's full buffer
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -17,114 +17,97 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.layout.rows import Slot
-from onefold.unit import logical
-from onefold.unit import sharded as faces
+from onefold.unit import logical, refusals, sharded
+from onefold.unit.sharded import ParameterHome
+from onefold.unit.spec import UnitSpec
 from onefold.wire.collectives import Group
-
-if TYPE_CHECKING:
-    from onefold.unit.tiles import TiledWeight
-    from onefold.unit.unit import Unit
 
 
 class UnitParameter:
-    """One parameter of a unit: its owners in the module tree, its face, its whole weight."""
+    """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
     __slots__ = (
         "__weakref__", "_data", "_hooked", "_looked_at", "_resting", "_template", "_unit", "face",
-        "fqn", "local", "on_grad", "owners", "slot", "tiled", "version", "whole",
+        "fqn", "index", "label", "local", "owners", "slot", "span", "spec", "version", "whole",
     )  # fmt: skip
 
-    def __init__(self, unit: Unit, slot: Slot, owners: Iterable[tuple[nn.Module, str]]) -> None:
+    def __init__(
+        self, unit: ParameterHome, spec: UnitSpec, index: int, weight: Tensor,
+        owners: Iterable[tuple[nn.Module, str]],
+    ) -> None:  # fmt: skip
         self._unit = ref(unit)
-        self.slot = slot
+        self.spec = spec
+        self.index = index  # in the unit
+        slot = self.slot = spec.rest.slots[index]
+        rank = spec.context.rest_rank
+        start, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
+        self.span = slice(start, start + numel)  # of own rows, in the unit's flat buffers
+        self.local = weight[self.span].view(slot.piece_shape(rank))
         self.fqn = slot.fqn
+        self.label = f"parameter {slot.fqn!r} on {spec.context.where}"
         self.owners = [(ref(module), name) for module, name in owners]
         self._hooked = False
-        self._resting = _why_resting(slot.fqn, unit.setting.where)
+        self._resting = refusals.why_resting(slot.fqn, spec.context.where)
         self._template: DTensor | None = None
         self._data: Tensor | None = None  # `face.data`, once somebody took it
         self._looked_at: Tensor | None = None  # own rows of the whole weight when `.data` was taken
-        self.on_grad: Callable[[UnitParameter], None] | None = None
-        self.tiled: TiledWeight | None = None  # of a weight that is used in row blocks
-        self.version = 0
+        self.version = 0  # of the whole weight, when it was gathered
         self.face: nn.Parameter
         self.whole: nn.Parameter
-        self.local: Tensor  # this rank's rows of the weight at rest, a view of the weight buffer
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> Any:
+        """The `Unit`. Untyped here: units are built of parameters."""
+        return self.home
+
+    @property
+    def home(self) -> ParameterHome:
+        """The unit, as a parameter knows it. Raises `StateError` if the module was deleted."""
         unit = self._unit()
         if unit is None:
-            raise StateError(
-                expected(
-                    f"the sharded module of parameter {self.fqn!r} to be alive",
-                    "a parameter whose module was deleted",
-                    hint="keep the module as long as its parameters are used",
-                )
-            )
+            raise refusals.deleted(self.fqn)
         return unit
 
     @property
     def stepped(self) -> Tensor:
-        """This rank's rows of what is stepped: a view of the unit's master, or of its weight."""
-        start = self.slot.shard_offsets[self.unit.setting.rest_rank]
-        return self.unit.stepped[start : start + self.local.numel()].view(self.local.shape)
+        """This rank's rows of the tensor that is stepped: a view of the master, or the weight."""
+        return self.own_rows(self.home.stepped)
+
+    def own_rows(self, flat: Tensor) -> Tensor:
+        """This rank's rows in a flat buffer of the unit's shard, in the shape of `local`."""
+        return flat[self.span].view(self.local.shape)
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor."""
+        start, stop = self.slot.pieces[self.spec.context.rest_rank]
+        return whole.reshape(-1)[start:stop].view(self.local.shape)
+
+    # as users see it
 
     def wrap(self, local: Tensor) -> Tensor:
-        """`local` [own rows] as what users see: a DTensor like the face, or itself."""
+        """`local` [own rows] as users see it: a DTensor like the face, or itself."""
         if self._template is None:
             return local
         spec = self._template._spec
-        if local.shape == self.local.shape:  # from_local would copy what lies on another device
+        if local.shape == self.local.shape:  # from_local would copy rows of another device
             if local.dtype != self._template.dtype and spec.tensor_meta is not None:
                 spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
             return logical.dtensor_over(DTensor, local, spec)
-        return _dtensor(local, self.unit.setting.mesh, self.slot)
+        return _dtensor(local, self.spec.context.mesh, self.slot)
 
     def wrap_grad(self, local: Tensor) -> Tensor:
         """A reduced gradient [own rows] as users see it."""
-        in_background = self.unit.steps_in_blocks
+        in_background = self.spec.steps_in_blocks
         if self._template is not None:
-            shown: Tensor = logical.dtensor_over(logical.LogicalTensor, local, self._template._spec)
+            shown: Any = logical.dtensor_over(logical.LogicalTensor, local, self._template._spec)
+            shown._label = self.label
         else:
             shown = local.as_subclass(logical.RestingGrad) if in_background else local
         if in_background:
-            faces.introduce(shown, ref(self))
+            sharded.introduce(shown, ref(self))
         return shown
-
-    def why_spent(self) -> str:
-        """The message about a gradient that a step in backward has used up."""
-        return expected(
-            f"no use for the gradient of {self.fqn!r} between backward and step",
-            "one, after it was stepped by and freed",
-            where=self.unit.setting.where,
-            hint="turn Offload.step_in_backward off to clip, scale or read gradients; of "
-            "several backwards, put all but the last inside onefold.accumulate(module)",
-        )
-
-    def mean_to_come(self) -> Tensor:
-        """What stands in `face.grad` while sums of micro-batches rest inside the node."""
-        return self._no_mean(
-            "sums of its node, before the last micro-batch",
-            "clip, scale and read gradients after a backward outside of onefold.accumulate; to "
-            "clear them between micro-batches, zero_grad(set_to_none=True)",
-        )
-
-    def mean_lost(self) -> Tensor:
-        """What stands in `face.grad` once a backward that failed has torn earlier micro-batches'
-        sums, until it is cleared.
-        """
-        return self._no_mean(
-            "sums of micro-batches that a failed backward has torn",
-            "optimizer.zero_grad(), and all micro-batches of the step anew",
-        )
-
-    def _no_mean(self, got: str, hint: str) -> Tensor:
-        what = f"the gradient of {self.fqn!r} to be the mean of all ranks"
-        where = self.unit.setting.where
-        return logical.NoMean.like(self.face, expected(what, got, where=where, hint=hint))
 
     def wrap_partial(self, grad: Tensor) -> Tensor:
         """A gradient [all rows] that rests on each rank as its part of the mean."""
@@ -133,14 +116,18 @@ class UnitParameter:
         mesh = self._template.device_mesh
         return logical.as_logical(DTensor.from_local(grad, mesh, [Partial("avg")], run_check=False))
 
+    def no_mean(self, *, is_lost: bool) -> Tensor:
+        """Stands in `face.grad` while sums rest inside the node, or after a backward tore them."""
+        why = refusals.why_no_mean(self.fqn, self.spec.context.where, is_lost=is_lost)
+        return logical.NoMean.like(self.face, why)
+
     def unwrap(self, shown: Tensor) -> Tensor:
         """The rank's rows of a tensor shown like the face, or of a whole plain tensor."""
         if self._template is not None and isinstance(shown, DTensor):
             return shown._local_tensor
         if self._template is None or tuple(shown.shape) == tuple(self.local.shape):
             return shown
-        start, stop = self.slot.pieces[self.unit.setting.rest_rank]
-        return shown.reshape(-1)[start:stop].view(self.local.shape)
+        return self.own_part(shown)
 
     def own_grad(self) -> Tensor | None:
         """The rows that the face shows as its gradient, as real numbers; None if there are none."""
@@ -152,17 +139,14 @@ class UnitParameter:
             return torch.view_as_real(own) if own.is_complex() else own
 
     def shown_like_face(self, value: Tensor) -> Tensor:
-        """A whole or already sharded tensor as the face shows its own: for copying into it."""
+        """A whole or already sharded tensor, in the form that can be copied into the face."""
         if self._template is None:
             return value.full_tensor() if isinstance(value, DTensor) else value
         if isinstance(value, DTensor):
             return value
         return self.wrap(self.unwrap(value).to(self.local))
 
-    def bury_whole(self) -> None:
-        """Make reading the whole weight an error: its bytes are about to go."""
-        if self.whole is not self.face:
-            faces.bury(self.whole, self._resting)
+    # its two forms
 
     def show(self, parameter: nn.Parameter) -> None:
         """Put `parameter` into every owner, as assignment would, without its checks."""
@@ -171,143 +155,156 @@ class UnitParameter:
             if module is not None:
                 module._parameters[name] = parameter
 
-    def make_face(self, original: nn.Parameter) -> None:
-        """Build the face over `local`; `original` becomes it, or is gone."""
-        setting = self.unit.setting
-        requires_grad = original.requires_grad
-        if setting.mesh is not None:
-            self._template = _dtensor(self.local, setting.mesh, self.slot)
-            self.face = faces.sharded_face(self.local, self._template, ref(self))
-            self.face.requires_grad_(requires_grad)
-            original.grad = None
-            original.data = original.data.new_empty(0)  # whoever holds the object holds no bytes
-            faces.bury(original, _why_replaced(self.fqn, setting.where))
+    def build(self, original: nn.Parameter, full: Callable[[int, tuple[int, ...]], Tensor]) -> None:
+        """Build both forms and show the face; `original` becomes the face, or is stale.
+
+        `full` gives views of the unit's full buffer.
+        """
+        self._make_face(original)
+        if self.spec.computes_on_sharded:
+            self.whole = self.face
         else:
-            original.grad = None
+            view = full(self.slot.full_offset, self.slot.shape)
+            self.whole = nn.Parameter(view, requires_grad=False)
+            sharded.introduce(self.whole, ref(self))
+            self.invalidate_whole()
+        if self.face.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.follow_requires_grad()
+        self.show(self.face)
+
+    def _make_face(self, original: nn.Parameter) -> None:
+        spec, context = self.spec, self.spec.context
+        requires_grad = original.requires_grad
+        original.grad = None
+        if context.mesh is not None:
+            self._template = _dtensor(self.local, context.mesh, self.slot)
+            self.face = sharded.sharded_face(self.local, self._template, ref(self), self.label)
+            self.face.requires_grad_(requires_grad)
+            original.data = original.data.new_empty(0)  # whoever holds the object holds no bytes
+            sharded.invalidate(original, refusals.why_replaced(self.fqn, context.where))
+        else:
             original.data = self.local
-            faces.introduce(original, ref(self))
-            if not self.unit.computes_on_faces:
-                original.__class__ = faces.ReplicatedParameter
-            elif self.unit.master is not None:
-                original.__class__ = faces.PlainSharded
+            sharded.introduce(original, ref(self))
+            if not spec.computes_on_sharded:
+                original.__class__ = sharded.ReplicatedParameter
+            elif context.master.itemsize > spec.dtype.itemsize and spec.dtype.is_floating_point:
+                original.__class__ = sharded.PlainSharded
             self.face = original
-        if not self.unit.computes_on_faces and requires_grad:
+        if not spec.computes_on_sharded and requires_grad:
             self.face.register_post_accumulate_grad_hook(_DirectUse(ref(self)))
-        if self.unit.compute_dtype != self.unit.dtype:
+        if spec.compute_dtype != spec.dtype:
             self.face.grad_dtype = None  # a partial gradient shows in the compute dtype
+
+    def show_whole(self) -> None:
+        """Show the unsharded parameter, whose values have just been gathered."""
+        if self.whole is not self.face:
+            self.whole.__class__ = sharded.UnshardedParameter
+            self.follow_requires_grad()
+            self.version = self.whole._version
+            self.show(self.whole)
+        elif self.face.requires_grad:
+            self.follow_requires_grad()
+
+    def invalidate_whole(self) -> None:
+        """Make reading the unsharded parameter an error: its bytes are about to go."""
+        if self.whole is not self.face:
+            sharded.invalidate(self.whole, self._resting)
+
+    def is_untouched(self) -> bool:
+        """True if the face shows the own memory still."""
+        if self._template is not None:
+            return self.face._local_tensor is self.local  # type: ignore[attr-defined]
+        face, local = self.face, self.local
+        return face.data_ptr() == local.data_ptr() and face.shape == local.shape
+
+    def touched(self, got: str) -> StateError:
+        """The error for a parameter that was replaced, moved or resized."""
+        return refusals.touched(self.fqn, self.spec.context.where, got)
+
+    # gradients
 
     def call_hooks(self) -> None:
         """Run the user's post-accumulate hooks: faces are in no graph, so autograd cannot."""
-        if self.face is not self.whole:
-            for hook in list((self.face._post_accumulate_grad_hooks or {}).values()):
-                if not isinstance(hook, _DirectUse):
-                    hook(self.face)
+        hooks = self.face._post_accumulate_grad_hooks if self.face is not self.whole else None
+        for hook in list((hooks or {}).values()):
+            if not isinstance(hook, _DirectUse):
+                hook(self.face)
 
     def follow_requires_grad(self) -> None:
-        """Let the whole weight train when, and only when, the face says so."""
-        with torch._C.DisableTorchFunctionSubclass():
-            wanted = self.face.requires_grad
-            if self.whole.requires_grad != wanted:
-                self.whole.requires_grad_(wanted)
-            if wanted and not self._hooked:
-                self._hooked = True
-                self.whole.register_post_accumulate_grad_hook(_grad_hook(ref(self)))
+        """Let the unsharded parameter train when, and only when, the face says so."""
+        wanted = self.face.requires_grad
+        if self.whole.requires_grad != wanted:
+            self.whole.requires_grad_(wanted)
+        if wanted and not self._hooked:
+            self._hooked = True
+            self.whole.register_post_accumulate_grad_hook(_grad_hook(ref(self)))
+
+    # edits
 
     @property
-    def group(self) -> Group:
-        return self.unit.setting.transport.group
-
-    # what faces ask for (state.face.Summoner)
-
-    def settle(self) -> None:
-        self.unit.settle()
-
-    def check_grad(self) -> None:
-        self.unit.gradient.check_there(self)
-
-    def why_no_hook(self) -> str:
-        return expected(
-            f"no tensor hook on sharded parameter {self.fqn!r}",
-            "register_hook, which autograd would never call",
-            hint="use register_post_accumulate_grad_hook, or change gradients between backward "
-            "and step",
-        )
-
-    def detached(self) -> Tensor:
-        shown = self.wrap(self.local.detach())
-        self.unit.note_shown(shown)
-        return shown
-
-    def is_differentiable_use(self) -> bool:
-        return self.unit.is_wanted_whole(self)
-
-    def whole_for(self) -> Tensor:
-        return self.unit.summon_for_use(self)
-
-    def refuse_other_data(self, value: Tensor) -> None:
-        """`face.data = value`: only a value that is already where it belongs may come."""
-        local = value._local_tensor if isinstance(value, DTensor) else value
-        own = self.local
-        same = (local.data_ptr(), local.dtype, local.shape) == (
-            own.data_ptr(),
-            own.dtype,
-            own.shape,
-        )
-        if not same:
-            raise self.unit.touched(self, "an assignment to its .data")
-
-    def note_data_access(self) -> None:
-        self.unit.note_data_access()
-
-    def shown_data(self) -> Tensor:
-        """`face.data`, always the same: it counts its edits itself, so they are told from looks.
-
-        Where no counter tells (plain tensors on a device, inference mode), expect the worst.
-        """
+    def user_edits(self) -> int:
+        """How often users changed the weight at rest: through its face, or by way of `.data`."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self._template is None or torch.is_inference_mode_enabled():
-                self.unit.note_data_access()
-                return self.face.data
-            if self._data is None:
-                self._data = self.face.data
-                self._data.__class__ = logical.ShownData
-            return self._data
-
-    @property
-    def edits_by_data(self) -> int:
-        """How often the weight at rest was changed by way of `face.data`."""
-        return 0 if self._data is None else self._data._version
-
-    @property
-    def edits_by_users(self) -> int:
-        """How often the weight at rest was changed through its face, or by way of `.data`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.face._version + self.edits_by_data
+            return self.face._version + (0 if self._data is None else self._data._version)
 
     def note_whole_edit(self) -> None:
-        if self.whole._version == self.version and not self.unit.is_resident:
-            self._looked_at = self._own_rows_of_whole().clone()
+        """`.data` of the unsharded parameter was taken: compare values at the next reshard."""
+        if self.whole._version == self.version and not self.spec.is_resident:
+            with torch.no_grad():
+                self._looked_at = self.own_part(self.whole.detach()).clone()
         self.version = -1
 
-    def _own_rows_of_whole(self) -> Tensor:
-        start, stop = self.slot.pieces[self.unit.setting.rest_rank]
-        with torch.no_grad():
-            return self.whole.detach().reshape(-1)[start:stop].view(self.local.shape)
-
     def keep_edits(self) -> None:
-        """Bring edits made to the whole weight back to own rows.
+        """Bring edits made to the unsharded parameter back to own rows.
 
-        Elements that were not changed stay as they rest: more exact than what computes, maybe.
+        Elements that did not change stay as they rest, maybe in a wider dtype.
         """
         before, self._looked_at = self._looked_at, None
-        now = self._own_rows_of_whole()
+        with torch.no_grad():
+            now = self.own_part(self.whole.detach())
         if before is None:
             before = self.local.to(now)
         changed = (now != before).to(self.local.device)
         self.local.copy_(torch.where(changed, now.to(self.local), self.local))
 
-    def used_by(self, outputs: object) -> None:
-        self.unit.note_use(outputs)
+    # for its face (`ParameterOwner` of unit/sharded.py)
+
+    @property
+    def group(self) -> Group:
+        return self.spec.context.transport.group
+
+    def refuse_hook(self) -> None:
+        raise refusals.tensor_hook(self.fqn)
+
+    def detached(self) -> Tensor:
+        shown = self.wrap(self.local.detach())
+        self.home.note_shown(shown)
+        return shown
+
+    def refuse_other_data(self, value: Tensor) -> None:
+        """`face.data = value`: accept only a value that is already in its place."""
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        own = self.local
+        found = (local.data_ptr(), local.dtype, local.shape)
+        if found != (own.data_ptr(), own.dtype, own.shape):
+            raise self.touched("an assignment to its .data")
+
+    def shown_data(self) -> Tensor:
+        """`face.data`, always the same object: it counts edits itself, so reads count as none.
+
+        Where nothing counts them (plain tensors on a device, inference mode), assume an edit.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._template is None or torch.is_inference_mode_enabled():
+                self.home.note_data_access()
+                return self.face.data
+            if self._data is None:
+                self._data = self.face.data
+                self._data.__class__ = logical.ShownData
+                self._data._label = self.label  # type: ignore[attr-defined]
+                self.home.count_edits_of(self._data)
+            return self._data
 
 
 class _DirectUse:
@@ -321,22 +318,15 @@ class _DirectUse:
         if isinstance(face.grad, DTensor):  # of an operation that DTensor defines: full_tensor()
             return
         if parameter is not None:
-            raise StateError(
-                expected(
-                    f"parameter {parameter.fqn!r} to be used by its own module, or by functions",
-                    "a use inside a torch.autograd.Function outside that module",
-                    where=parameter.unit.setting.where,
-                    hint="pass `weight.view_as(weight)`, or call the function in the module that "
-                    "owns the weight",
-                )
-            )
+            raise refusals.direct_use(parameter.fqn, parameter.spec.context.where)
 
 
 def _grad_hook(parameter: ReferenceType[UnitParameter]) -> Callable[[Tensor], None]:
     def on_accumulated(_: Tensor) -> None:
         alive = parameter()
-        if alive is not None and alive.on_grad is not None:
-            alive.on_grad(alive)
+        unit = None if alive is None else alive._unit()
+        if alive is not None and unit is not None:
+            unit.on_grad(alive)
 
     return on_accumulated
 
@@ -346,22 +336,3 @@ def _dtensor(local: Tensor, mesh: DeviceMesh | None, slot: Slot) -> DTensor:
     shape = torch.Size(slot.shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
-
-
-def _why_replaced(fqn: str, where: str) -> str:
-    return expected(
-        f"the parameter that {fqn!r} is now",
-        "the object it was before onefold.shard replaced it",
-        where=where,
-        hint="pass the optimizer to onefold.shard, or build optimizers and lists of parameters "
-        "from module.parameters() after it",
-    )
-
-
-def _why_resting(fqn: str, where: str) -> str:
-    return expected(
-        f"whole weight {fqn!r} to be used while its module runs",
-        "a use after it was sharded again",
-        where=where,
-        hint="read module parameters anew, or inside `with onefold.unsharded(module):`",
-    )

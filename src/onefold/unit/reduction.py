@@ -1,150 +1,224 @@
-"""From partial gradients on every rank to where their mean rests, over one axis.
+"""Hops of a unit's gradients: from partial gradients on every rank to the rows where means rest.
 
     OneHop       sharded over one axis    partial -> own rows
     Spread       stage 0                  partial -> a rank's rows -> all rows everywhere
     Replicated   nodes are replicas       partial -> own rows, of the node's mean -> of all nodes'
     TwoHop       sharded over two axes    partial -> a piece of every node's rows -> own rows
 
-The last two are in node_reduction.py. The first hop begins when backward is through with a unit;
-what follows begins when that has landed, at the same place in the order on every rank. Beside
-gradients travels one number for each parameter and one for the unit (flags, `counts`): the share of
-ranks that used it.
+`Replicated` and `TwoHop` are in node_reduction.py. The first hop begins when backward is through
+with a unit. The second begins when the first has landed, at the same place in the order on every
+rank. One number for each parameter and one for the unit travel with the gradients (`counts`): the
+share of ranks that used the parameter, and the mean of the tags.
+
+A hop knows no unit, parameter or `.grad`: it receives indices of parameters, tensors and flags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-from weakref import ref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from onefold.errors import WireError, expected
 from onefold.layout.rows import Slot
+from onefold.ledger import Kind
 from onefold.ticket import Ticket
-from onefold.unit.feedback import Feedback, Region
-from onefold.unit.parameter import UnitParameter
+from onefold.unit.buffer import Buffer
+from onefold.unit.context import Context
+from onefold.unit.spec import UnitSpec
+from onefold.wire.collectives import Group
 from onefold.wire.cut import MessageLayout
-from onefold.wire.transport import Transport
+from onefold.wire.transport import ErrorFeedback, Transport
 
-if TYPE_CHECKING:
-    from onefold.unit.gradient import UnitGradient
-    from onefold.unit.unit import Unit
+Which = tuple[int, ...]
+"""The parameters of a message, by their index in the unit."""
 
-Key = tuple[int, ...]
+Region = tuple[str, int] | None
+"""The fqn of a parameter and one of its regions; None for a region without feedback."""
 
 
-def flags_of(numel: int, world_size: int) -> Slot:
-    """The region of a message that goes whole to every rank; it carries no state."""
-    return Slot("", (), 0, ((0, numel),) * world_size, (0,) * world_size)
+@dataclass(frozen=True, slots=True)
+class MeanRows:
+    """The memory at rest of some parameters' means."""
+
+    flat: Tensor  # the unit's buffer of reduced gradients
+    rows: list[Tensor]  # of each parameter, flat
+    fresh: list[bool]  # True: the mean replaces the rows; False: it is added to them
+
+
+class Named(Protocol):
+    """A parameter, or its slot."""
+
+    @property
+    def fqn(self) -> str: ...
+
+
+class Feedback:
+    """Error feedback: the residuals of coded gradients, which the next message carries.
+
+        message = code(gradient + residual)     residual = gradient + residual - decoded message
+
+    Over all steps the decoded messages sum to the gradients, up to the last residual. Every hop
+    that codes has residuals of its own, fp32, made with its first message.
+
+    Residuals belong to gradients that were stepped by. They are dropped with gradients that are
+    cleared without a step, lost with their backward or not finite, and when weights are loaded. A
+    rank that did not use a parameter sends zeros and keeps its residual.
+
+    Sources: 1-bit SGD (Seide et al., Interspeech 2014, section 3), which named it; EF-SGD
+    (Karimireddy et al., arXiv 1901.09847, section 4), which shows that it converges.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._residuals: dict[tuple[str, str, int], Buffer] = {}
+
+    def of(self, hop: str, regions: Sequence[Region]) -> ErrorFeedback | None:
+        """The residuals of a message's `regions`, for its transport; None without feedback."""
+        if not self._context.routes.feeds_back:
+            return None
+
+        def residual(index: int, numel: int) -> Tensor | None:
+            region = regions[index]
+            if region is None:
+                return None
+            key = (region[0], hop, region[1])
+            if key not in self._residuals:
+                store, ledger = self._context.store, self._context.ledger
+                self._residuals[key] = Buffer(numel, torch.float32, Kind.FEEDBACK, store, ledger)
+                self._residuals[key].tensor.zero_()
+            return self._residuals[key].tensor
+
+        return residual
+
+    def forget(self, parameters: Iterable[Named]) -> None:
+        """Drop the residuals of these parameters."""
+        if self._residuals:
+            forgotten = {parameter.fqn for parameter in parameters}
+            for key in [key for key in self._residuals if key[0] in forgotten]:
+                del self._residuals[key]
 
 
 class OneHop:
-    """Own rows of the mean, or at stage 0 this rank's part of them; also the base of the others."""
+    """Reduce partial gradients to own rows; the base of the other reductions."""
 
-    rests_between = False  # can stop after the first hop, until nodes talk
-    rests_in_place = False  # and then has sums where the mean will be
-    finishes_alone = True  # what follows the first hop is no collective
+    rests_between = False  # may stop after the first hop, until nodes talk
+    rests_in_place = False  # and then has its sums in the rows of the mean
+    finishes_alone = True  # no collective follows the first hop
+    fills_rows = True  # the first hop writes the rows of the mean
 
-    def __init__(self, gradient: UnitGradient) -> None:
-        self._gradient = ref(gradient)
-        self._cuts: dict[Key, MessageLayout] = {}
-        self.feedback = Feedback(gradient.unit.setting)
-        self._told: tuple[list[bool], Tensor] = [], torch.empty(0)  # the last flags
-        self.counts: Tensor  # of the hop that has landed last: [parameters + 1]
-
-    @property
-    def gradient(self) -> UnitGradient:
-        gradient = self._gradient()
-        assert gradient is not None, "a reduction outlived its gradient"
-        return gradient
-
-    @property
-    def unit(self) -> Unit:
-        return self.gradient.unit
+    def __init__(self, spec: UnitSpec, transport: Transport) -> None:
+        self._spec = spec
+        self._first = transport
+        self._cuts: dict[tuple[str, Which], MessageLayout] = {}
+        self._sent_flags: tuple[list[bool], Tensor] = [], torch.empty(0)
+        self.feedback = Feedback(spec.context)
+        self.counts: Tensor  # of the last hop that has landed: [parameters + 1]
 
     def start(
-        self, parameters: list[UnitParameter], partials: list[Tensor], used: list[bool]
+        self, which: Which, partials: list[Tensor], used: list[bool], mean: MeanRows | None
     ) -> Ticket:
-        """Begin the first hop with flat `partials` [all rows]; this rank has `used` some."""
-        gradient, transport = self.gradient, self._first
-        fresh = gradient.prepare_reduced(parameters)
+        """Begin the first hop with flat `partials` [all rows] of parameters; this rank used some.
+
+        `mean` receives the result where `fills_rows`.
+        """
+        assert mean is not None, "the first hop of this reduction fills the rows of the mean"
         flags = self._flags(used)
-        owed = self.feedback.of("", regions_of(parameters, used))
-        out = [*(gradient.own_piece(p) for p in parameters), self.counts]
-        cut = self._cut(parameters, transport)
-        where = self._where("reduce_scatter")
-        return transport.reduce_scatter([*partials, flags], cut, out, [*fresh, True], where, owed)
+        return self._first.reduce_scatter(
+            [*partials, flags], self._cut("", which, self._first.group),
+            [*self._pieces(which, mean.rows), self.counts], [*mean.fresh, True],
+            self._spec.label("reduce_scatter"), self.feedback.of("", self._regions(which, used)),
+        )  # fmt: skip
 
-    def _flags(self, used: list[bool]) -> Tensor:
-        """What rides with gradients: whether this rank used each, and the unit's tag."""
-        unit = self.unit
-        device = unit.setting.store.device
-        told, flags = self._told
-        if told != used:  # seldom: a GPU's host waits for what it copies there
-            flags = torch.tensor([*used, unit.tag], dtype=unit.compute_dtype, device=device)
-            self._told = used, flags
-        self.counts = torch.empty(len(flags), dtype=unit.dtype, device=device)
-        return flags
+    def users(self, used: list[bool]) -> list[bool]:
+        """For each parameter, whether some rank used it, from the counts of the last message.
 
-    def go_on(self, parameters: list[UnitParameter], users: list[UnitParameter]) -> Ticket | None:
-        """Begin what follows the first hop, which summed gradients of `users` and zeros; None where
-        the mean is in its place already.
+        Raises `WireError` if the ranks did not all reduce this unit.
+        """
+        context, mean_tag = self._spec.context, self.counts[-1:]
+        if context.tags.defers(mean_tag):
+            context.tags.note("reduce_scatter", self._spec.name, mean_tag, self._spec.tag)
+        elif not context.is_tag(mean_tag.item(), self._spec.tag):
+            raise context.mixed("reduce_scatter", self._spec.name, None)
+        if all(used):  # else the host has to wait for the device
+            return used
+        return [count != 0 for count in self.counts[:-1].tolist()]
+
+    def follow(
+        self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows
+    ) -> Ticket | None:
+        """Begin the second hop, of gradients of `users` and zeros; None where there is none.
+
+        `shown`: parameters whose mean of earlier micro-batches a `.grad` shows.
         """
         return None
 
     @property
     def waits(self) -> bool:
-        """True if it has stopped after the first hop, and nodes have yet to talk."""
+        """True if sums rest inside the node, and nodes have yet to exchange them."""
         return False
 
-    def rest(self, used: list[UnitParameter]) -> list[UnitParameter]:
-        """Stop after the first hop; what rests: `used`, and what earlier micro-batches used."""
+    def rest(self, which: Which, users: list[bool]) -> list[int]:
+        """Stop after the first hop; returns the parameters whose sums rest now."""
         raise NotImplementedError("only reductions with `rests_between` are asked to rest")
 
-    def drop(self, parameters: Sequence[UnitParameter]) -> None:
-        """Their gradients were cleared: forget what rests of them."""
-        self.feedback.forget(parameters)
+    def drop(self, which: Iterable[int]) -> None:
+        """Forget the sums and residuals of gradients that were cleared."""
+        slots = self._spec.wire.slots
+        self.feedback.forget(slots[index] for index in which)
 
-    def check_tag(self, mean: float | complex) -> None:
-        """Raise `WireError` if the ranks did not all reduce this unit."""
-        if abs(mean - self.unit.tag) > 0.25:
-            raise WireError(
-                expected(
-                    f"reduce_scatter of unit {self.unit.name!r} on every rank",
-                    "another unit on at least one",
-                    where=self.unit.setting.where,
-                    hint="all ranks must run backward through units in the same order; a branch "
-                    "that only some ranks take has to be inside one unit (`units=`)",
-                )
-            )
+    def _flags(self, used: list[bool]) -> Tensor:
+        """The numbers that travel with gradients: whether this rank used each, and the tag."""
+        spec = self._spec
+        device = spec.context.store.device
+        sent, flags = self._sent_flags
+        if sent != used:  # seldom: a GPU's host waits for the copy
+            flags = torch.tensor([*used, spec.tag], dtype=spec.compute_dtype, device=device)
+            self._sent_flags = list(used), flags
+        self.counts = torch.empty(len(flags), dtype=spec.dtype, device=device)
+        return flags
 
-    @property
-    def _first(self) -> Transport:
-        return self.unit.setting.routes.reduce
+    def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
+        """The part of each parameter's rows that this rank reduces."""
+        return rows
 
-    def _where(self, collective: str) -> str:
-        return f"{collective} of unit {self.unit.name!r} on {self.unit.setting.where}"
+    def _regions(self, which: Which, used: list[bool]) -> list[Region]:
+        """For the feedback of a message with one region a parameter."""
+        slots, feeds = self._spec.wire.slots, self._spec.context.routes.feeds_back
+        pairs = zip(which, used, strict=True) if feeds else ()
+        return [(slots[index].fqn, 0) if is_used else None for index, is_used in pairs]
 
-    def _slots(self, parameters: Sequence[UnitParameter]) -> list[Slot]:
-        unit = self.unit
-        return [unit.wire.slots[unit.parameters.index(p)] for p in parameters]
+    def _cut(self, hop: str, which: Which, group: Group) -> MessageLayout:
+        """The cut of a hop's message: these parameters' gradients and one flag for each."""
+        cut = self._cuts.get((hop, which))
+        if cut is None:
+            slots = [part for index in which for part in self._parts(hop, index)]
+            flags = Slot("", (), 0, ((0, len(which) + 1),) * group.world_size, ())
+            itemsize, name = self._spec.compute_dtype.itemsize, self._spec.name
+            cut = MessageLayout([*slots, flags], None, group, itemsize, name)
+            self._cuts[hop, which] = cut
+        return cut
 
-    def _cut(self, parameters: list[UnitParameter], transport: Transport) -> MessageLayout:
-        """How these parameters' gradients, and one flag for each, are cut over the ranks."""
-        key = tuple(map(id, parameters))
-        if key not in self._cuts:
-            flags = flags_of(len(parameters) + 1, transport.group.world_size)
-            self._cuts[key] = self._made([*self._slots(parameters), flags], None, transport)
-        return self._cuts[key]
+    def _parts(self, hop: str, index: int) -> list[Slot]:
+        """The regions of one parameter in a hop's message."""
+        return [self._spec.wire.slots[index]]
 
-    def _made(
-        self, slots: list[Slot], offsets: list[int] | None, transport: Transport
-    ) -> MessageLayout:
-        return MessageLayout(
-            slots, offsets, transport.group, self.unit.compute_dtype.itemsize, self.unit.name
-        )
+    def _gather_cut(
+        self, which: Which, slots: Sequence[Slot], offsets: Sequence[int], group: Group,
+        itemsize: int,
+    ) -> MessageLayout:  # fmt: skip
+        """The cut of the message in which all ranks gather means that each has a part of."""
+        cut = self._cuts.get(("gather", which))
+        if cut is None:
+            sharded = [(s, at) for s, at in zip(slots, offsets, strict=True) if not s.replicated]
+            cut = MessageLayout(
+                [slot for slot, _ in sharded], [at for _, at in sharded], group, itemsize,
+                self._spec.name,
+            )  # fmt: skip
+            self._cuts["gather", which] = cut
+        return cut
 
 
 class Spread(OneHop):
@@ -152,26 +226,15 @@ class Spread(OneHop):
 
     finishes_alone = False
 
-    def __init__(self, gradient: UnitGradient) -> None:
-        super().__init__(gradient)
-        self._spread_cuts: dict[Key, MessageLayout] = {}
-
-    def go_on(self, parameters: list[UnitParameter], users: list[UnitParameter]) -> Ticket:
-        """See `OneHop.go_on`."""
-        setting, reduced = self.unit.setting, self.gradient.reduced
-        assert reduced is not None, "reduced rows are gathered before there are any"
-        key = tuple(map(id, parameters))
-        if key not in self._spread_cuts:
-            slots = [slot for slot in self._slots(parameters) if not slot.replicated]
-            offsets = [slot.full_offset for slot in slots]
-            group, itemsize = setting.transport.group, reduced.tensor.itemsize
-            self._spread_cuts[key] = MessageLayout(slots, offsets, group, itemsize, self.unit.name)
+    def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
+        """See `OneHop.follow`."""
+        transport = self._spec.context.transport
+        slots = [self._spec.wire.slots[index] for index in which]
+        offsets = [slot.full_offset for slot in slots]
+        cut = self._gather_cut(which, slots, offsets, transport.group, mean.flat.itemsize)
         with torch.no_grad():
-            return setting.transport.gather(
-                reduced.tensor, self._spread_cuts[key], self._where("gather of gradients")
-            )
+            return transport.gather(mean.flat, cut, self._spec.label("gather of gradients"))
 
-
-def regions_of(parameters: list[UnitParameter], used: list[bool]) -> list[Region]:
-    """For the feedback of messages with one region a parameter."""
-    return [(p, 0) if is_used else None for p, is_used in zip(parameters, used, strict=True)]
+    def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
+        rank, slots = self._spec.context.rank, self._spec.wire.slots
+        return [row[slice(*slots[i].pieces[rank])] for i, row in zip(which, rows, strict=True)]

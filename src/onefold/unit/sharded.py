@@ -1,15 +1,16 @@
-"""What a parameter shows to the world between a backward and the next forward.
+"""The classes of a parameter object, by what may be done with it now.
 
-Three faces, one per situation:
+    ShardedParameter     DTensor(Shard(0)); this rank's rows of a parameter that is sharded at rest
+    ReplicatedParameter  plain Parameter; the whole fp32 weight where compute sees a narrower copy
+    UnshardedParameter   the whole weight, while modules run
+    PlainSharded         one process: the weight at rest, which modules read, with a master
+    StaleParameter       an object that is no longer a parameter; every use is an error
 
-    ShardedFace     DTensor(Shard(0)); this rank's rows of a parameter that is sharded at rest
-    ReplicatedFace  plain Parameter; the whole fp32 weight where compute sees a narrower copy
-    GoneParameter   an object that is no longer a parameter; every use is an error that names it
-
-A module's own forward never meets a face: its unit puts the whole compute weight in place first.
-Any other differentiable use - a tied head by `F.linear(x, self.embed.weight)`, a penalty on
-`model.parameters()` - reaches the face, which then has its unit gathered and hands the whole weight
-on. So it is right wherever it stands, and the gradient flows to the weight that computes.
+The first two are *faces*. A module's own forward never meets a face: its unit puts the unsharded
+parameter in place first. Any other differentiable use (a tied head by
+`F.linear(x, self.embed.weight)`, a penalty on `model.parameters()`) reaches the face, which has its
+unit gathered and hands on the unsharded parameter. So the gradient flows to the weight that
+computes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
-from onefold.unit.logical import LogicalValues, as_logical, count_edits, dtensor_over, needs_plain
+from onefold.unit.logical import LogicalValues, count_edits, dtensor_over, needs_plain, run_sharded
 from onefold.wire.collectives import Group
 
 
@@ -36,27 +37,38 @@ class Tiled(Protocol):
         ...
 
 
+class ParameterHome(Protocol):
+    """The unit of a parameter, as the parameter and its faces know it (unit/unit.py)."""
+
+    @property
+    def tiled(self) -> Tiled | None: ...
+    @property
+    def stepped(self) -> Tensor: ...
+    def settle(self) -> None: ...
+    def check_grad(self, parameter: Any) -> None: ...
+    def on_grad(self, parameter: Any) -> None: ...
+    def is_wanted_whole(self, parameter: Any) -> bool: ...
+    def summon_for_use(self, parameter: Any) -> Tensor: ...
+    def note_use(self, outputs: object) -> None: ...
+    def note_shown(self, weight: Tensor) -> None: ...
+    def note_data_access(self) -> None: ...
+    def count_edits_of(self, data: Tensor) -> None: ...
+
+
 class ParameterOwner(Protocol):
-    """What a face needs from its parameter: the fqn, and the whole weight on demand."""
+    """The parameter of a face, as the face knows it (unit/parameter.py)."""
 
     fqn: str
 
     @property
-    def tiled(self) -> Tiled | None: ...
-
+    def home(self) -> ParameterHome: ...
     @property
     def group(self) -> Group: ...
-    def settle(self) -> None: ...
-    def check_grad(self) -> None: ...
-    def is_differentiable_use(self) -> bool: ...
-    def why_no_hook(self) -> str: ...
+    def refuse_hook(self) -> None: ...
     def detached(self) -> Tensor: ...
     def refuse_other_data(self, value: Tensor) -> None: ...
-    def note_data_access(self) -> None: ...
     def shown_data(self) -> Tensor: ...
     def note_whole_edit(self) -> None: ...
-    def whole_for(self) -> Tensor: ...
-    def used_by(self, outputs: object) -> None: ...
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -76,15 +88,14 @@ _PASSIVE = {
     torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones,
     Tensor.new_full, Tensor.new_tensor,
 }  # fmt: skip
-"""What does not read the whole value, or writes in place (initialisers act on the shard)."""
-
+"""Functions that need no whole value, or write in place (initialisers act on the shard)."""
 
 _VALUES = {
     Tensor.detach, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr, Tensor.untyped_storage,
     Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.zero_, Tensor.copy_, Tensor.fill_,
     Tensor.normal_, Tensor.uniform_, _GET_DATA, _SET_DATA,
 }  # fmt: skip
-"""Those of them that read or write values all the same: a step in the background must be over."""
+"""The passive functions that read or write values: a step in the background must be over."""
 
 
 def is_passive(func: Callable[..., Any]) -> bool:
@@ -103,44 +114,40 @@ def _dispatch(
     if is_passive(func):
         return _bookkeeping(func, args, kwargs)
     leaves = list(tree_iter((args, kwargs)))
-    owners = {id(leaf): leaf.summoner() for leaf in leaves if isinstance(leaf, FACES)}
-    for owner in owners.values():
-        used = owner.tiled.use(func, args, kwargs) if owner and owner.tiled else None
+    found = {id(leaf): leaf.summoner() for leaf in leaves if isinstance(leaf, FACES)}
+    owners = {key: (owner, owner.home) for key, owner in found.items() if owner is not None}
+    for _, home in owners.values():
+        used = home.tiled.use(func, args, kwargs) if home.tiled else None
         if used is not None:
             return used
     with torch._C.DisableTorchFunctionSubclass():
         must = needs_plain(func, leaves)
-        for owner in owners.values():
-            if owner is not None:
-                owner.settle()
-        wanted = [
-            owner
-            for owner in owners.values()
-            if owner is not None and (must or owner.is_differentiable_use())
-        ]
+        for _, home in owners.values():
+            home.settle()
+        wanted = [home for owner, home in owners.values() if must or home.is_wanted_whole(owner)]
         if not wanted:
-            outputs = as_logical(func(*args, **kwargs))
+            outputs = run_sharded(func, args, kwargs)
             count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, FACES)])
             return outputs
-        whole = {key: owner.whole_for() for key, owner in owners.items() if owner is not None}
+        whole = {key: home.summon_for_use(owner) for key, (owner, home) in owners.items()}
         new_args, new_kwargs = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
     outputs = _own_memory(func(*new_args, **new_kwargs), list(whole.values()))
-    for owner in wanted:
-        owner.used_by(outputs)
+    for home in wanted:
+        home.note_use(outputs)
     return outputs
 
 
 def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Attribute access on a face itself, and what has to be noticed about it."""
+    """Run attribute access on a face itself; tell its owner about reads and writes."""
     face = args[0] if args else None
     owner = face.summoner() if isinstance(face, FACES) else None
     if owner is not None:
         if func in _VALUES:
-            owner.settle()
+            owner.home.settle()
         elif func == _GET_GRAD:
-            owner.check_grad()
+            owner.home.check_grad(owner)
         if func is Tensor.register_hook:
-            raise StateError(owner.why_no_hook())
+            owner.refuse_hook()
         if func is Tensor.detach and isinstance(face, ShardedParameter):  # as state_dict() does
             return owner.detached()
         if func == _SET_DATA:
@@ -162,16 +169,24 @@ def _own_memory(outputs: Any, whole: list[Tensor]) -> Any:
     return outputs
 
 
-class ShardedParameter(LogicalValues):
-    """This rank's rows of a sharded parameter, as a `DTensor` with the parameter's logical shape.
-
-    `nn.Parameter` for every `isinstance` check.
-    """
+class _Face:
+    """A parameter object that shows the weight at rest, and asks its owner for the whole one."""
 
     _summoner: ReferenceType[ParameterOwner]
 
     def summoner(self) -> ParameterOwner | None:
         return self._summoner()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs)
+
+
+class ShardedParameter(_Face, LogicalValues):
+    """This rank's rows of a sharded parameter, as a `DTensor` with the parameter's logical shape.
+
+    `nn.Parameter` for every `isinstance` check.
+    """
 
     def to_local(self, **options: Any) -> Tensor:  # type: ignore[override]
         self._settle()
@@ -184,47 +199,22 @@ class ShardedParameter(LogicalValues):
     def _settle(self) -> None:
         summoner = self._summoner()
         if summoner is not None:
-            summoner.settle()
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return _dispatch(func, args, kwargs)
+            summoner.home.settle()
 
 
-class ReplicatedParameter(nn.Parameter):
+class ReplicatedParameter(_Face, nn.Parameter):
     """The whole weight at rest, where forward computes with a narrower copy of it."""
-
-    _summoner: ReferenceType[ParameterOwner]
-
-    def summoner(self) -> ParameterOwner | None:
-        return self._summoner()
 
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"Parameter containing:\n{self.detach().as_subclass(Tensor)!r}"
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return _dispatch(func, args, kwargs)
 
 
 FACES = (ShardedParameter, ReplicatedParameter)
 
 
 class UnshardedParameter(nn.Parameter):
-    """A whole weight while its modules run. Notices when `.data` is taken, perhaps to be edited."""
+    """A whole weight while its modules run. Taking `.data` may be the start of an edit."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _summoner: Callable[[], ParameterOwner | None] = staticmethod(lambda: None)  # until introduced
@@ -246,12 +236,12 @@ class UnshardedParameter(nn.Parameter):
 
 
 class PlainSharded(UnshardedParameter):
-    """A weight that rests whole where forward reads it, and has a master to follow its edits."""
+    """A weight that rests where forward reads it, and has a master that copies its edits."""
 
     def _expect_edit(self) -> None:
         summoner = self._summoner()
         if summoner is not None:
-            summoner.note_data_access()
+            summoner.home.note_data_access()
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
@@ -265,13 +255,7 @@ class StaleParameter(nn.Parameter):
     _why: str
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gone = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, StaleParameter))
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in ("__hash__", "__repr__", "__format__"):
@@ -279,27 +263,23 @@ class StaleParameter(nn.Parameter):
             raise StateError(gone._why)
 
 
-def bury(parameter: nn.Parameter, why: str) -> None:
+def invalidate(parameter: nn.Parameter, why: str) -> None:
     """Make every later use of the object a `StateError` that says `why`."""
     parameter.__class__ = StaleParameter
     setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
 
 
 def introduce(parameter: Tensor, summoner: ReferenceType[ParameterOwner]) -> None:
-    """Tell a parameter object of whatever face, or a gradient, whose it is."""
+    """Give a parameter object, or a gradient, its owner."""
     setattr(parameter, "_summoner", summoner)  # noqa: B010 - torch declares no such attribute
 
 
-def revive(parameter: nn.Parameter) -> None:
-    """Undo `bury`: the object is a whole weight that may be read."""
-    parameter.__class__ = UnshardedParameter
-
-
 def sharded_face(
-    local: Tensor, like: DTensor, summoner: ReferenceType[ParameterOwner]
+    local: Tensor, like: DTensor, summoner: ReferenceType[ParameterOwner], label: str
 ) -> nn.Parameter:
     """A face over `local` [own rows] with the placement and logical shape of `like`."""
     face: Any = dtensor_over(ShardedParameter, local, like._spec)
     face._is_param = True
     face._summoner = summoner
+    face._label = label
     return face

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, ref
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -28,12 +28,10 @@ from onefold.observer import Stream, watched
 from onefold.ticket import DONE, Ticket
 from onefold.tier.store import GRAIN_NUMEL
 from onefold.unit.buffer import Buffer
-from onefold.unit.gather import tags_of
+from onefold.unit.gather import UnitGather, tags_of
+from onefold.unit.gradient import UnitGradient
+from onefold.unit.parameter import UnitParameter
 from onefold.wire.cut import MessageLayout
-
-if TYPE_CHECKING:
-    from onefold.unit.gradient import UnitGradient
-    from onefold.unit.parameter import UnitParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +54,36 @@ class _Use:
     __slots__ = ("__weakref__",)
 
 
+class TileOwner(Protocol):
+    """The engine, as tiled weights know it."""
+
+    def note_reduced(self, gradient: UnitGradient) -> None: ...
+
+
 class TiledWeight:
     """The two uses of a tiled weight [R, C], their gradients, and its tiles."""
 
-    def __init__(self, parameter: UnitParameter, tile_nbytes: int) -> None:
-        self._parameter = ref(parameter)
-        unit = parameter.unit
+    def __init__(
+        self, parameter: UnitParameter, gather: UnitGather, gradient: UnitGradient,
+        owner: Callable[[], TileOwner | None], tile_nbytes: int,
+    ) -> None:  # fmt: skip
+        self._parameter = parameter
+        self._gather = gather
+        self.gradient = gradient
+        self._owner = owner
+        self._context = parameter.spec.context
         self.num_rows, self.num_columns = parameter.slot.shape
-        self.dtype = unit.compute_dtype
+        self.dtype = parameter.spec.compute_dtype
         self.tiles = _tiles(parameter, tile_nbytes)
         numel = max(tile.num_rows for tile in self.tiles) * self.num_columns
-        numel += unit.setting.world_size  # for tags
-        store, ledger = unit.setting.store, unit.setting.ledger
+        numel += self._context.world_size  # for tags
+        store, ledger = self._context.store, self._context.ledger
         self._rooms = [Buffer(numel, self.dtype, Kind.UNSHARDED, store, ledger) for _ in "ab"]
         for room in self._rooms:
             room.release()
         self._open: WeakSet[_Use] = WeakSet()  # uses that backward has not come by
-        self.on_reduced: Callable[[UnitGradient], None] | None = None
 
-    @property
-    def parameter(self) -> UnitParameter:
-        parameter = self._parameter()
-        assert parameter is not None, "a tiled weight outlived its parameter"
-        return parameter
-
-    # what faces ask for
+    # for sharded parameters (`Tiled` of unit/sharded.py)
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`F.linear` or `F.embedding` by tiles; None for what needs no whole weight.
@@ -91,7 +94,7 @@ class TiledWeight:
             return self._linear(*args, **kwargs)
         if func is F.embedding:
             return self._embedding(*args, **kwargs)
-        if self.parameter.is_differentiable_use():
+        if self._parameter.home.is_wanted_whole(self._parameter):
             name = getattr(func, "__name__", repr(func))
             raise self._refused(f"{name}()")
         return None
@@ -99,9 +102,9 @@ class TiledWeight:
     def _refused(self, got: str) -> StateError:
         return StateError(
             expected(
-                f"tiled weight {self.parameter.fqn!r} to be used by Linear or Embedding",
+                f"tiled weight {self._parameter.fqn!r} to be used by Linear or Embedding",
                 got,
-                where=self.parameter.unit.setting.where,
+                where=self._context.where,
                 hint="a larger Offload.tile keeps this weight whole while it is used",
             )
         )
@@ -122,9 +125,9 @@ class TiledWeight:
         return _Embedding.apply(tokens, self._anchor(), self, padding_idx)  # type: ignore[no-untyped-call, no-any-return]
 
     def _anchor(self) -> Tensor:
-        """What makes autograd come by where the weight trains, whatever the input does."""
+        """An input that makes autograd run backward if the weight trains."""
         with torch._C.DisableTorchFunctionSubclass():
-            wants = self.parameter.face.requires_grad and torch.is_grad_enabled()
+            wants = self._parameter.face.requires_grad and torch.is_grad_enabled()
         return torch.empty(0, requires_grad=wants)
 
     def opened(self) -> _Use:
@@ -144,115 +147,115 @@ class TiledWeight:
             following = self._start(number + 1) if number + 1 < len(self.tiles) else DONE
             ticket.wait()
             numel = tile.num_rows * self.num_columns
-            self.parameter.unit.gather.check_tags(room.tensor[numel : numel + len(tile.rows)])
+            self._gather.check_tags(room.tensor[numel : numel + len(tile.rows)])
             yield tile, room.tensor[:numel].view(tile.num_rows, self.num_columns)
             room.release()
 
     def _start(self, number: int) -> Ticket:
         """Begin to gather a tile into its room."""
-        tile, room, unit = self.tiles[number], self._rooms[number % 2], self.parameter.unit
-        rank, world_size = unit.setting.rank, unit.setting.world_size
+        tile, room, context = self.tiles[number], self._rooms[number % 2], self._context
+        rank, world_size = context.rank, context.world_size
         room.reallocate()
         numel = tile.num_rows * self.num_columns
         before = sum(stop - start for start, stop in tile.rows[:rank]) * self.num_columns
         own = room.tensor[before : before + tile.own[1] - tile.own[0]]
         tags = room.tensor[numel : numel + world_size]
-        unit.gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags, rank)
+        self._gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags, rank)
         if world_size == 1:
             return DONE
-        where = f"gather of a tile of {self.parameter.fqn!r} on rank {rank}"
-        return unit.setting.transport.gather(room.tensor[: numel + world_size], tile.gather, where)
+        label = f"gather of a tile of {self._parameter.fqn!r} on rank {rank}"
+        return context.transport.gather(room.tensor[: numel + world_size], tile.gather, label)
 
     def _copy_near(self, span: tuple[int, int], into: Tensor) -> None:
         """Own elements [start, stop) of the weight at rest, in the compute dtype."""
-        unit, slot = self.parameter.unit, self.parameter.slot
-        offset = slot.shard_offsets[unit.setting.rest_rank]
+        offset = self._parameter.span.start
         start, stop = offset + span[0], offset + span[1]
-        weight = unit.weight
-        if weight.far is None:
-            into.copy_(weight.tensor[start:stop])
+        weights = self._gather.weights
+        far, flat = weights.weight.far, weights.weight.tensor
+        if far is None:
+            into.copy_(flat[start:stop])
             return
         first = start // GRAIN_NUMEL * GRAIN_NUMEL
-        last = min(round_up(stop, GRAIN_NUMEL), len(weight.tensor))
-        dtype = weight.tensor.dtype
-        with unit.setting.tiers.slots.lend((last - first) * dtype.itemsize) as room:
-            near = room.tensor(last - first, dtype)
-            observer = unit.setting.ledger.observer
-            with watched(observer, Stream.TIER, "fetch", unit.name, near.nbytes):
-                weight.far.fetch(first, near)
+        last = min(round_up(stop, GRAIN_NUMEL), len(flat))
+        with self._context.tiers.slots.lend((last - first) * flat.dtype.itemsize) as room:
+            near = room.tensor(last - first, flat.dtype)
+            observer = self._context.ledger.observer
+            with watched(observer, Stream.TIER, "fetch", weights.name, near.nbytes):
+                far.fetch(first, near)
             into.copy_(near[start - first : stop - first])
 
     # gradients
 
     def reducer(self) -> _TileReducer:
         """Takes this rank's gradient tile by tile; a use in backward."""
-        return _TileReducer(self)
+        return _TileReducer(self._parameter, self.gradient)
 
     def closed(self, use: _Use) -> None:
         """Backward is through with a use; with the last of them the gradient is complete."""
         self._open.discard(use)
-        if not self._open and self.on_reduced is not None:
-            self.on_reduced(self.parameter.unit.gradient)
+        owner = self._owner()
+        if not self._open and owner is not None:
+            owner.note_reduced(self.gradient)
 
 
 class _TileReducer:
     """Averages one use's gradient over the ranks, tile by tile, one of them under way."""
 
-    def __init__(self, tiled: TiledWeight) -> None:
-        self._parameter = tiled.parameter
-        gradient = self._parameter.unit.gradient
-        gradient.unit.await_step()  # it may still read what is written now
-        gradient.check_there(self._parameter)
+    def __init__(self, parameter: UnitParameter, gradient: UnitGradient) -> None:
+        self._parameter, self._gradient = parameter, gradient
+        self._context = parameter.spec.context
+        gradient.unit.await_step()  # it may still read the rows that are written now
+        gradient.check_there(parameter)
         with torch._C.DisableTorchFunctionSubclass():
             gradient.drop_cleared()
-            (self._fresh,) = gradient.prepare_reduced([self._parameter])
-        self._rows = gradient.rest_rows(self._parameter)
+            mean = gradient.mean_rows([parameter])
+        (self._rows,), (self._fresh,) = mean.rows, mean.fresh
         self._ticket = DONE
 
     def reduce(self, tile: Tile, partial: Tensor) -> None:
         """`partial` [num_rows, C]: this rank's gradient of a tile."""
-        setting = self._parameter.unit.setting
+        context = self._context
         own = self._rows[slice(*tile.own)]
         flat = partial.reshape(-1)
         self._ticket.wait()
-        if setting.world_size == 1:
+        if context.world_size == 1:
             own.copy_(flat) if self._fresh else own.add_(flat)
             return
-        where = f"reduce_scatter of a tile of {self._parameter.fqn!r} on {setting.where}"
-        ticket = setting.transport.reduce_scatter([flat], tile.reduce, [own], [self._fresh], where)
+        label = f"reduce_scatter of a tile of {self._parameter.fqn!r} on {context.where}"
+        ticket = context.transport.reduce_scatter([flat], tile.reduce, [own], [self._fresh], label)
         self._ticket = ticket
 
     def finish(self) -> None:
         """Wait for the last tile, and show the mean."""
         self._ticket.wait()
-        self._parameter.unit.gradient.show_all([self._parameter])
+        self._gradient.show_all([self._parameter])
 
 
 def _tiles(parameter: UnitParameter, tile_nbytes: int) -> list[Tile]:
     """Tiles of about `tile_nbytes` in the compute dtype, each with rows of every rank."""
-    unit, slot = parameter.unit, parameter.slot
-    setting, columns = unit.setting, prod(slot.shape[1:])
-    ranks, itemsize = range(setting.world_size), unit.compute_dtype.itemsize
-    height = max(1, tile_nbytes // (columns * itemsize * setting.world_size))
+    spec, context, slot = parameter.spec, parameter.spec.context, parameter.slot
+    columns, world_size = prod(slot.shape[1:]), context.world_size
+    ranks, itemsize = range(world_size), spec.compute_dtype.itemsize
+    height = max(1, tile_nbytes // (columns * itemsize * world_size))
     bounds = [slot.rows(rank) for rank in ranks]
     tiles: list[Tile] = []
     for first in range(0, max(stop - start for start, stop in bounds), height):
         rows = tuple(
             (min(start + first, stop), min(start + first + height, stop)) for start, stop in bounds
         )
-        own_start = bounds[setting.rank][0]
-        own = tuple((row - own_start) * columns for row in rows[setting.rank])
+        own_start = bounds[context.rank][0]
+        own = tuple((row - own_start) * columns for row in rows[context.rank])
         ends = [0]
         for start, stop in rows:
             ends.append(ends[-1] + (stop - start) * columns)
         pieces = tuple(pairwise(ends))
         region = Slot(slot.fqn, (ends[-1],), 0, pieces, ())
-        group, tags = setting.transport.group, tags_of(setting.world_size)
+        group, tags = context.transport.group, tags_of(world_size)
         tiles.append(
             Tile(
                 rows, (own[0], own[1]),
-                MessageLayout([region, tags], [0, ends[-1]], group, itemsize, unit.name),
-                MessageLayout([region], None, group, itemsize, unit.name),
+                MessageLayout([region, tags], [0, ends[-1]], group, itemsize, spec.name),
+                MessageLayout([region], None, group, itemsize, spec.name),
             )
         )  # fmt: skip
     return tiles

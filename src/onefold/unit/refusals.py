@@ -1,0 +1,112 @@
+"""Messages of errors about one parameter, given its fqn and this rank as messages name it."""
+
+from __future__ import annotations
+
+from onefold.errors import StateError, expected
+
+
+def touched(fqn: str, where: str, got: str) -> StateError:
+    """The error for a parameter that was replaced, moved or resized."""
+    return StateError(
+        expected(
+            f"parameter {fqn!r} to be as onefold.shard left it",
+            got,
+            where=where,
+            hint="move, cast and resize a module before onefold.shard; "
+            "edit values inside `with onefold.unsharded(module, writeback=True):`",
+        )
+    )
+
+
+def deleted(fqn: str) -> StateError:
+    """The error for a parameter that outlived its module."""
+    return StateError(
+        expected(
+            f"the sharded module of parameter {fqn!r} to be alive",
+            "a parameter whose module was deleted",
+            hint="keep the module as long as its parameters are used",
+        )
+    )
+
+
+def tensor_hook(fqn: str) -> StateError:
+    """The error for `register_hook` on a sharded parameter."""
+    return StateError(
+        expected(
+            f"no tensor hook on sharded parameter {fqn!r}",
+            "register_hook, which autograd would never call",
+            hint="use register_post_accumulate_grad_hook, or change gradients between backward "
+            "and step",
+        )
+    )
+
+
+def direct_use(fqn: str, where: str) -> StateError:
+    """The error for a gradient that autograd left on a sharded parameter."""
+    return StateError(
+        expected(
+            f"parameter {fqn!r} to be used by its own module, or by functions",
+            "a use inside a torch.autograd.Function outside that module",
+            where=where,
+            hint="pass `weight.view_as(weight)`, or call the function in the module that "
+            "owns the weight",
+        )
+    )
+
+
+def lost_write(label: str) -> StateError:
+    """The error for an in-place write to a view of gathered rows."""
+    return StateError(
+        expected(
+            f"no write to a part of {label}",
+            "one in place to a view of gathered rows, which would be lost",
+            hint="assign under torch.no_grad(), as in `p[0] = p[0] + 1`, or edit inside "
+            "`with onefold.unsharded(module, writeback=True):`",
+        )
+    )
+
+
+def why_replaced(fqn: str, where: str) -> str:
+    """For the parameter object that a sharded parameter replaced."""
+    return expected(
+        f"the parameter that {fqn!r} is now",
+        "the object it was before onefold.shard replaced it",
+        where=where,
+        hint="pass the optimizer to onefold.shard, or build optimizers and lists of parameters "
+        "from module.parameters() after it",
+    )
+
+
+def why_resting(fqn: str, where: str) -> str:
+    """For an unsharded parameter whose bytes are gone."""
+    return expected(
+        f"whole weight {fqn!r} to be used while its module runs",
+        "a use after it was sharded again",
+        where=where,
+        hint="read module parameters anew, or inside `with onefold.unsharded(module):`",
+    )
+
+
+def why_spent(fqn: str, where: str) -> str:
+    """For a gradient that a step in backward has used up."""
+    return expected(
+        f"no use for the gradient of {fqn!r} between backward and step",
+        "one, after it was stepped by and freed",
+        where=where,
+        hint="turn Offload.step_in_backward off to clip, scale or read gradients; of "
+        "several backwards, put all but the last inside onefold.accumulate(module)",
+    )
+
+
+def why_no_mean(fqn: str, where: str, *, is_lost: bool) -> str:
+    """For a gradient whose sums rest inside the node, or were torn by a failed backward."""
+    got, hint = (
+        "sums of its node, before the last micro-batch",
+        "clip, scale and read gradients after a backward outside of onefold.accumulate; to "
+        "clear them between micro-batches, zero_grad(set_to_none=True)",
+    )
+    if is_lost:
+        got = "sums of micro-batches that a failed backward has torn"
+        hint = "optimizer.zero_grad(), and all micro-batches of the step anew"
+    mean = f"the gradient of {fqn!r} to be the mean of all ranks"
+    return expected(mean, got, where=where, hint=hint)

@@ -1,0 +1,58 @@
+"""UnitSpec: the facts about one unit that never change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from onefold.layout.rows import Layout
+from onefold.layout.units import UnitPlan
+from onefold.unit.context import MAX_TAG, Context
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitSpec:
+    """Name, dtypes and rows of one unit, for the objects that move its weights and gradients."""
+
+    name: str
+    tag: int  # tells the unit apart in messages
+    described: str  # the unit and this rank, in labels of collectives
+    context: Context
+    dtype: torch.dtype  # of the parameters
+    compute_dtype: torch.dtype
+    rest: Layout  # rows of weights, masters, moments and gradients at rest
+    wire: Layout  # rows of a gradient's message: cut over all ranks, at stage 0 too
+    is_offloaded: bool  # masters and moments rest in tiers.state
+    is_resident: bool  # weights at rest are those that compute: both moves are free
+    steps_in_blocks: bool  # in the background, rather than by the optimizer's own step
+    computes_on_sharded: bool  # one process: modules always show the same parameter
+
+    @staticmethod
+    def of(plan: UnitPlan, context: Context, index: int, *, is_offloaded: bool) -> UnitSpec:
+        """The spec of a planned unit; `index` numbers the units of a module."""
+        dtype, compute = plan.dtype, context.compute
+        compute_dtype = compute if compute is not None and dtype.is_floating_point else dtype
+        near = context.rests_near
+        is_resident = context.rest_world == 1 and compute_dtype == dtype and near
+        steps_in_blocks = is_offloaded or not near
+        is_alone = context.mesh is None and context.world_size == 1
+        shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
+        return UnitSpec(
+            name=plan.name,
+            tag=index % MAX_TAG + 1,
+            described=f"unit {plan.name!r} on {context.where}",
+            context=context,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            rest=Layout.build(shapes, context.rest_world),
+            wire=Layout.build(shapes, context.world_size),
+            is_offloaded=is_offloaded,
+            is_resident=is_resident,
+            steps_in_blocks=steps_in_blocks,
+            computes_on_sharded=is_resident and is_alone and not steps_in_blocks,
+        )
+
+    def label(self, collective: str) -> str:
+        """The name of a collective of this unit, for errors."""
+        return f"{collective} of {self.described}"

@@ -1,0 +1,167 @@
+"""UnitWeights: the weights of one unit at rest, for a parameter of n elements over N ranks.
+
+    weight   [n/N] (or [n] if replicated)  in the parameter's own dtype; sharded parameters show it
+    master   like weight, wider            only where the own dtype is narrower than the master
+    moments  like master                   where the unit is offloaded; else the optimizer's own
+
+Edits are counted, so that gathered weights, fetched rows and masters are known to be out of date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from onefold.errors import TierError
+from onefold.ledger import Kind
+from onefold.observer import Stream, watched
+from onefold.ticket import Waitable
+from onefold.tier.store import Store
+from onefold.unit.buffer import Buffer
+from onefold.unit.own_rows import OwnRows
+from onefold.unit.parameter import UnitParameter
+from onefold.unit.spec import UnitSpec
+
+
+class UnitWeights:
+    """This rank's rows of a unit's weights, masters and moments, and how often they changed."""
+
+    def __init__(self, spec: UnitSpec) -> None:
+        self.spec = spec
+        self.name, self.tag = spec.name, spec.tag
+        self.setting = spec.context
+        self.dtype, self.compute_dtype = spec.dtype, spec.compute_dtype
+        self.rest, self.wire = spec.rest, spec.wire
+        self.is_offloaded, self.is_resident = spec.is_offloaded, spec.is_resident
+        self.steps_in_blocks = spec.steps_in_blocks
+        self.parameters: list[UnitParameter] = []
+        self.pending: Waitable | None = None  # the step that is under way in the background
+        self.failure: TierError | None = None  # of that step, or of a fetch: it stays
+        context, numel = spec.context, spec.rest.shard_numels[spec.context.rest_rank]
+        tiers, ledger = context.tiers, context.ledger
+        self.weight = Buffer(numel, self.dtype, Kind.WEIGHT, tiers.weight, ledger)
+        self.weight.tensor.zero_()
+        self.rows = OwnRows(self.weight, context, self.name)
+        self.master: Buffer | None = None
+        self.moments: dict[str, Buffer] = {}
+        is_narrow = self.dtype.is_floating_point and context.master.itemsize > self.dtype.itemsize
+        is_elsewhere = spec.is_offloaded and tiers.weight.device != tiers.state.device
+        if is_narrow or is_elsewhere:
+            dtype = context.master if is_narrow else self.dtype
+            self.master = Buffer(numel, dtype, Kind.MASTER, self.state_store, ledger)
+            self.master.tensor.zero_()
+        self._shown = WeakSet[Tensor]()  # detached shards, whose edits are not counted
+        self._counted: list[Tensor] = []  # sharded parameters: their version counters
+        self._counted_data: list[Tensor] = []  # and those of their `.data`, once taken
+        self._num_steps = self._uncounted = self._kept_edits = 0
+        self._published = -1  # `edits` when the weight and its master agreed
+
+    @property
+    def state_store(self) -> Store:
+        """The tier of masters and moments."""
+        return self.setting.tiers.state if self.is_offloaded else self.setting.store
+
+    @property
+    def stepped(self) -> Tensor:
+        """The flat tensor that the optimizer steps: the master, or the weight itself."""
+        return self.weight.tensor if self.master is None else self.master.tensor
+
+    def make_moments(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Allocate zeros [own rows] for optimizer states, by name."""
+        for name, dtype in dtypes.items():
+            if name not in self.moments:
+                numel, ledger = len(self.weight.tensor), self.setting.ledger
+                made = Buffer(numel, dtype, Kind.OPTIMIZER, self.state_store, ledger)
+                if made.far is None:  # else the file is new, and reads as zeros
+                    made.tensor.zero_()
+                self.moments[name] = made
+
+    def await_step(self) -> None:
+        """Wait for the step that runs in the background; note its failure, if it failed."""
+        if self.pending is not None:
+            try:
+                with watched(self.setting.ledger.observer, Stream.COMPUTE, "await_step", self.name):
+                    self.pending.wait()
+            except TierError as error:
+                self.failure = error
+            self.pending = None  # not before: an interrupted wait is waited for again
+
+    def settle(self) -> None:
+        """Wait for the step that runs in the background. Raises `TierError` if it failed."""
+        if self.pending is not None:
+            self.await_step()
+        if self.failure is not None:
+            raise self.failure
+
+    def forget(self) -> None:
+        """Free memory in which users, or a checkpoint, read state of a far tier."""
+        if self.weight.far is None and not self.is_offloaded:
+            return
+        for buffer in (self.weight, self.master, *self.moments.values()):
+            if buffer is not None and buffer.far is not None:
+                buffer.far.forget()
+
+    def own_rows(self) -> Tensor:
+        """The flat own rows, near, until `rows.give_back`. Raises `TierError`."""
+        if self.weight.far is None:
+            return self.weight.tensor
+        return self.rows.take(self.edits())
+
+    # edits
+
+    def edits(self) -> int:
+        """A number that grows with every change of the weights at rest, by anybody."""
+        with torch._C.DisableTorchFunctionSubclass():
+            counted = sum([tensor._version for tensor in self._counted])
+            if self._counted_data:
+                counted += sum([tensor._version for tensor in self._counted_data])
+            return counted + self.weight.tensor._version + self._num_steps + self._uncounted
+
+    def edits_at_rest(self) -> int:
+        """`edits`, without edits by way of `.data` and without those that a forward made itself."""
+        with torch._C.DisableTorchFunctionSubclass():
+            counted = sum([tensor._version for tensor in self._counted])
+            return counted + self.weight.tensor._version + self._num_steps - self._kept_edits
+
+    def note_data_access(self) -> None:
+        """`.data` was taken and its edits cannot be counted: assume one."""
+        self._uncounted += 1
+
+    def count_edits_of(self, data: Tensor) -> None:
+        """`.data` of a sharded parameter was taken: count its edits."""
+        self._counted_data.append(data)
+
+    # masters
+
+    def note_shown(self, weight: Tensor) -> None:
+        """A detached shard was given out (`state_dict`), whose edits are not counted."""
+        if self.master is not None:
+            self._shown.add(weight)
+            self._published = -1
+
+    def refresh_master(self) -> None:
+        """Copy edited weights (a loaded state dict) into the master."""
+        if self.master is None:
+            return
+        # a device's list kernels change plain parameters without counting it
+        is_counted = not self.spec.computes_on_sharded or self.weight.tensor.device.type == "cpu"
+        if is_counted and not self._shown and self._published == self.edits():
+            return
+        master = self.master.tensor
+        weight = self.weight.tensor.to(master.device)
+        with torch.no_grad():
+            untouched = weight == master.to(weight.dtype)
+            master.copy_(torch.where(untouched, master, weight.to(master.dtype)))
+        self._published = self.edits()
+
+    def publish(self, *, is_rounded: bool) -> None:
+        """Round the stepped master into the weight, unless that `is_rounded` already."""
+        self._num_steps += 1  # fused kernels change lists of tensors without counting it on them
+        if self.master is not None:
+            if not is_rounded:
+                with torch.no_grad():
+                    self.weight.tensor.copy_(self.master.tensor)
+            self._published = self.edits()
