@@ -30,12 +30,12 @@ from contest.results import RESULTS, provenance
 from memory_cases import BATCH, MODELS, Case
 
 import onefold
-from onefold.config import Offload, offload_of, placements_of, precision_of
+from onefold.config import Offload, offload_of, precision_of, stage_of
 from onefold.engine.registry import engine_of
 from onefold.planner.memory import forecast
-from onefold.planner.setup import Setup
 from onefold.planner.storages import Storages
 from onefold.planner.trace import default_loss, trace
+from onefold.recipe import Recipe
 
 DOCS = Path(__file__).parent.parent / "docs" / "memory.md"
 BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
@@ -98,7 +98,7 @@ def _job(case: Case, folder: str) -> tuple[torch.nn.Module, Offload]:
         assert made.recompute is not None, "no recompute for this model"
         made.recompute(module)
     choice = f"disk:{folder}" if case.offload == "disk" else case.offload
-    return module, offload_of(choice, placements_of(case.stage))
+    return module, offload_of(choice)
 
 
 def measure(case: Case, folder: str, steps: int = 3) -> dict[str, Any]:
@@ -139,11 +139,10 @@ def predict(case: Case, folder: str) -> dict[str, Any]:
     module, offload = _job(case, folder)
     chosen = precision_of(case.precision)
     seen = trace(module, MODELS[case.model].inputs(BATCH), precision=chosen)
-    setup = Setup(
-        stage=case.stage, world_size=case.ranks, accumulate=case.accumulate, precision=chosen,
-        offload=offload,
-    )  # fmt: skip
-    found = forecast(seen, setup)
+    recipe = Recipe(
+        stage=stage_of(case.stage), world_size=case.ranks, precision=chosen, offload=offload
+    )
+    found = forecast(seen, recipe, accumulate=case.accumulate)
     held: dict[str, int] = {}
     for (kind, tier), nbytes in found.peak.held.items():
         if tier != "disk":

@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from itertools import combinations
 from pathlib import Path
@@ -29,13 +30,15 @@ from contest.results import RESULTS, provenance, rounded
 from contest.world import run_ranks
 from step_time_cases import CALIBRATED, CASES, ROWS, SEQ, STAGES, Case, train
 
+from onefold.config import stage_of
 from onefold.planner.calibrate import Sample, calibrate
 from onefold.planner.calibration import Calibration
-from onefold.planner.run import Run
+from onefold.planner.conditions import Conditions
 from onefold.planner.search import work_of
 from onefold.planner.simulate import simulate
 from onefold.planner.trace import tokens_of, trace
 from onefold.planner.work import ModelWork
+from onefold.recipe import Recipe
 
 DOCS = Path(__file__).parent.parent / "docs" / "time.md"
 BEGIN, END = "<!-- steps: begin -->", "<!-- steps: end -->"
@@ -51,16 +54,18 @@ def predict(case: Case, calibration: Calibration) -> dict[int, float]:
     """Seconds of a step at each stage, from a trace without values and the calibration."""
     work = _work(case)
     machine = calibration.machine(case.ranks)
-    return {stage: simulate(work, _run(case, stage), machine).seconds for stage in STAGES}
+    conditions = Conditions(
+        accumulate=case.accumulate, dtype="fp32", weight_itemsize=4, grad_itemsize=4
+    )
+    recipe = Recipe(world_size=case.ranks, local_world_size=case.ranks)
+    recipes = {stage: replace(recipe, stage=stage_of(stage)) for stage in STAGES}
+    return {
+        stage: simulate(work, each, machine, conditions).seconds for stage, each in recipes.items()
+    }
 
 
 def _work(case: Case) -> ModelWork:
     return work_of(trace(case.build(), tokens_of(ROWS, SEQ)), ROWS * SEQ)
-
-
-def _run(case: Case, stage: int) -> Run:
-    return Run(stage, case.ranks, ranks_per_node=case.ranks, dtype="fp32", weight_itemsize=4,
-               grad_itemsize=4, accumulate=case.accumulate)  # fmt: skip
 
 
 def measure(case: Case, rounds: int) -> tuple[list[dict[str, Any]], float]:

@@ -21,12 +21,12 @@ from onefold.planner.calibration import (
     Whole,
 )
 from onefold.planner.planning import Cluster, plan
-from onefold.planner.run import Run
-from onefold.planner.simulate import simulate, slowest_of
+from onefold.planner.simulate import slowest_of
 from onefold.planner.trace import tokens_of, trace
 from onefold.planner.whole_steps import predict_seconds, with_whole_steps
 from onefold.planner.work import ModelWork, UnitWork
 from tests.commands import onefold
+from tests.recipes import Way, timed, way
 
 MIB = 2**20
 MICRO = MicroBatch(
@@ -44,9 +44,11 @@ WORK = ModelWork((UNIT, UNIT), 512)
 """Two units: in forward and backward 3 GFLOP, 30 MB, 30 kernels and 0.3 GFLOP of attention each."""
 
 
-def fp32(stage: int, ranks: int, **options: float) -> Run:
-    return Run(stage, ranks, ranks_per_node=ranks, dtype="fp32", weight_itemsize=4,
-               grad_itemsize=4, **options)  # fmt: skip
+def fp32(stage: int, ranks: int, **options: float) -> Way:
+    return way(
+        stage, ranks, uses_rings=False, local_world_size=ranks, dtype="fp32", weight_itemsize=4,
+        grad_itemsize=4, **options,
+    )  # fmt: skip
 
 
 def test_every_constant_is_a_quotient_of_two_measured_numbers():
@@ -66,7 +68,7 @@ def test_a_step_takes_the_sum_of_its_work_where_nothing_is_hidden():
     compute = 2 * (3e9 / 100e9 + 0.3e9 / 40e9)
     memory = 2 * (30e6 / 10e9 + 30 * 100e-6)
     optimizer = 2 * 2_000_000 * 28 / 10e9
-    step = simulate(WORK, fp32(0, 1), MADE.machine(1))
+    step = timed(WORK, fp32(0, 1), MADE.machine(1))
     assert step.compute == pytest.approx(compute)
     assert step.memory == pytest.approx(memory)
     assert step.optimizer == pytest.approx(optimizer)
@@ -77,7 +79,7 @@ def test_random_numbers_take_time_of_their_own_and_are_drawn_again_by_a_recomput
     drawing = replace(UNIT, forward_drawn=3e6, backward_drawn=1e6)
     machine = replace(ALONE, draw_rate=2e8).machine(1, 1e9)
     without, once, again = (
-        simulate(ModelWork((unit,), 512), fp32(0, 1, recompute=share), machine)
+        timed(ModelWork((unit,), 512), fp32(0, 1, recompute=share), machine)
         for unit, share in ((UNIT, 0.0), (drawing, 0.0), (drawing, 1.0))
     )
     assert once.memory == pytest.approx(without.memory + 4e6 / 2e8)
@@ -99,10 +101,10 @@ def test_a_trace_counts_what_dropout_draws_and_no_other_operation():
 
 
 def test_later_micro_batches_add_whole_gradients_to_those_that_rest():
-    once, twice = (simulate(WORK, fp32(2, 1, accumulate=n), MADE.machine(1)) for n in (1, 2))
+    once, twice = (timed(WORK, fp32(2, 1, accumulate=n), MADE.machine(1)) for n in (1, 2))
     added = WORK.numel * 12 / 10e9  # two reads and a write
     assert twice.memory == pytest.approx(2 * once.memory + added)
-    assert simulate(WORK, fp32(3, 1, accumulate=2), MADE.machine(1)).memory == pytest.approx(
+    assert timed(WORK, fp32(3, 1, accumulate=2), MADE.machine(1)).memory == pytest.approx(
         2 * once.memory
     )
 
@@ -125,7 +127,7 @@ def test_where_collectives_need_whole_cores_compute_stands_still_beside_them():
     blocked = replace(TOGETHER, gather=replace(GATHER, large=busy),
                       reduce=replace(GATHER, large=busy))  # fmt: skip
     assert blocked.contention == 1.0
-    step = simulate(WORK, fp32(2, 2), blocked.machine(2, 1e9))
+    step = timed(WORK, fp32(2, 2), blocked.machine(2, 1e9))
     sent = sum(span.end - span.start for span in step.spans if span.stream != "compute")
     assert step.seconds == pytest.approx(step.compute + step.memory + step.optimizer + sent)
 
@@ -165,7 +167,7 @@ def test_whole_steps_tell_what_a_collective_takes_in_a_step_and_what_is_around_i
 def test_a_lone_rank_has_only_what_is_around_its_steps():
     found = with_whole_steps(as_measured(replace(ALONE, around=0.02), (2, 1)), WORK)
     assert found.around == pytest.approx(0.02)
-    step, without = (simulate(WORK, fp32(2, 1), s.machine(1, 1e9)) for s in (found, ALONE))
+    step, without = (timed(WORK, fp32(2, 1), s.machine(1, 1e9)) for s in (found, ALONE))
     assert step.seconds == pytest.approx(without.seconds + 0.02)
 
 

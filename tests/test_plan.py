@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.config import Offload, Precision, offload_of, placements_of, precision_of
+from onefold.config import Offload, Precision, offload_of, precision_of, stage_of
+from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, TierError
+from onefold.layout.flat import unit_bytes
 from onefold.layout.units import plan_units
 from onefold.models.gpt import GPT, GPTConfig
 from onefold.models.loader import build_model
@@ -28,10 +30,10 @@ from onefold.planner.estimate import estimated
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.search import Capacity, Search, extrapolated, nearest
-from onefold.planner.setup import Setup, unit_bytes
 from onefold.planner.sizes import parse_nbytes, told
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.trace import Heard, Trace, default_loss, tokens_of, trace, without_values
+from onefold.recipe import Recipe
 from tests.models import Model
 from tests.ranks import run_processes, run_ranks, seeded
 
@@ -76,16 +78,17 @@ def loss_of(outputs: Any) -> Tensor:
     return default_loss(outputs)
 
 
-def run(name: str, setup: Setup, folder: Any, steps: int = 2) -> onefold.Report:
+def run(name: str, recipe: Recipe, accumulate: int = 1, steps: int = 2) -> onefold.Report:
     """What an engine holds after real steps."""
     module = seeded(BUILDS[name])
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     onefold.shard(
-        module, optimizer, stage=setup.stage, precision=setup.precision, offload=setup.offload
-    )
+        module, optimizer, stage=recipe.stage.number, precision=recipe.precision,
+        offload=recipe.offload,
+    )  # fmt: skip
     for _ in range(steps):
-        for micro in range(setup.accumulate):
-            is_last = micro + 1 == setup.accumulate
+        for micro in range(accumulate):
+            is_last = micro + 1 == accumulate
             with nullcontext() if is_last else onefold.accumulate(module):
                 loss_of(module(*inputs_of(name))).backward()
         optimizer.step()
@@ -99,8 +102,8 @@ def traced(name: str, precision: Precision) -> Trace:
     return trace(BUILDS[name](), inputs_of(name), precision=precision)
 
 
-def predicted(name: str, setup: Setup) -> Forecast:
-    return forecast(traced(name, setup.precision), setup)
+def predicted(name: str, recipe: Recipe, accumulate: int = 1) -> Forecast:
+    return forecast(traced(name, recipe.precision), recipe, accumulate=accumulate)
 
 
 def resting(found: Forecast, kind: str) -> dict[str, int]:
@@ -135,37 +138,37 @@ def test_states_are_what_the_plan_says_to_the_byte_and_every_kind_peaks_where_it
 ):
     for stage, precision, offload, accumulate in settings_of(name, world):
         choice = f"disk:{tmp_path}" if offload == "disk" else offload
-        setup = Setup(
-            stage=stage, world_size=world, accumulate=accumulate,
-            precision=precision_of(precision), offload=offload_of(choice, placements_of(stage)),
+        recipe = Recipe(
+            stage=stage_of(stage), world_size=world, precision=precision_of(precision),
+            offload=offload_of(choice),
         )  # fmt: skip
-        report = run_ranks(world, lambda rank, s=setup: run(name, s, tmp_path))[0]
-        found = predicted(name, setup)
+        report = run_ranks(world, lambda rank, r=recipe, n=accumulate: run(name, r, n))[0]
+        found = predicted(name, recipe, accumulate)
         for kind in ("weight", "master", "optimizer"):
             held = {t: u.now for t, u in report.memory.get(kind, {}).items() if u.now}
-            assert held == resting(found, kind), (kind, setup)
+            assert held == resting(found, kind), (kind, recipe)
         if name == "gpt" and world > 1 and offload is None:
             assert report.last_step["reduce_scatter"].sent_nbytes == found.sent["reduce_scatter"], (
-                setup
+                recipe
             )
-            assert report.last_step["gather"].sent_nbytes == found.sent["gather"], setup
+            assert report.last_step["gather"].sent_nbytes == found.sent["gather"], recipe
         if name == "gpt" and offload != "disk":  # of tiny odd ones a flag is a share
             for kind in ("unsharded", "grad"):
                 held = sum(u.peak for u in report.memory.get(kind, {}).values())
-                assert held == pytest.approx(found.most_of(kind), rel=0.05), (kind, setup)
+                assert held == pytest.approx(found.most_of(kind), rel=0.05), (kind, recipe)
             for kind in ("partial_grad", "wire"):  # at its most
                 held = sum(u.peak for u in report.memory.get(kind, {}).values())
-                assert held <= 1.05 * found.most_of(kind), (kind, setup)
-            assert report.differing() == {}, (report.verdict, setup)
+                assert held <= 1.05 * found.most_of(kind), (kind, recipe)
+            assert report.differing() == {}, (report.verdict, recipe)
 
 
 @pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("world", [2, 3])
-def test_messages_that_regions_share_are_held_as_the_plan_says(world, stage, tmp_path):
-    setup = Setup(stage=stage, world_size=world)
-    report = run_ranks(world, lambda rank: run("gpt", setup, tmp_path))[0]
-    found = predicted("gpt", setup)
+def test_messages_that_regions_share_are_held_as_the_plan_says(world, stage):
+    recipe = Recipe(stage=stage_of(stage), world_size=world)
+    report = run_ranks(world, lambda rank: run("gpt", recipe))[0]
+    found = predicted("gpt", recipe)
     held = sum(usage.peak for usage in report.memory["wire"].values())
     assert 0.5 * found.most_of("wire") < held <= 1.05 * found.most_of("wire")
     assert report.differing() == {}, report.verdict
@@ -190,8 +193,8 @@ def test_a_reduction_is_over_once_a_unit_has_been_recomputed(recomputes):
         """Of gradients on their way, in backward of the blocks, which are what is recomputed."""
         twin = narrow_gpt()
         twin.recomputes = recomputes
-        setup = Setup(stage=3, world_size=2, device_type=device)
-        found = forecast(trace(twin, inputs_of("gpt")), setup, has_timeline=True)
+        recipe = Recipe(world_size=2, device_type=device)
+        found = forecast(trace(twin, inputs_of("gpt")), recipe, has_timeline=True)
         backward = [each for each in found.timeline if each.phase == "backward"]
         return max(
             each.held.get(("partial_grad", "device"), 0)
@@ -219,9 +222,9 @@ def test_closed_forms_hold_for_any_shape(shapes, world, stage, dtype):
     module = nn.Module()
     for index, shape in enumerate(shapes):
         module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(shape, dtype=dtype)))
-    setup = Setup(stage=stage, world_size=world)
+    recipe = Recipe(stage=stage_of(stage), world_size=world)
     units = estimated(plan_units(without_values(module)), 0, Precision()).units
-    wanted = [unit_bytes(unit, setup) for unit in units]
+    wanted = [unit_bytes(unit.members, recipe) for unit in units]
 
     def body(rank: int) -> tuple[int, int]:
         copy = nn.Module()
@@ -369,8 +372,10 @@ def test_the_way_to_take_is_traced_with_the_rows_it_takes():
     rows = made.best.rows
     assert rows > 2
     seen = trace(build_model("tiny", SEQ), tokens_of(rows, SEQ), device_type="cuda")
-    setup = Setup(stage=made.best.stage, world_size=8, device_type="cuda", ranks_per_host=8)
-    assert made.best.needs["device"] == forecast(seen, setup).memory_nbytes
+    recipe = Recipe(
+        stage=stage_of(made.best.stage), world_size=8, local_world_size=8, device_type="cuda"
+    )
+    assert made.best.needs["device"] == forecast(seen, recipe).memory_nbytes
     assert made.best.fits
 
 
@@ -444,8 +449,8 @@ def traced_rows(rows: int) -> Trace:
 @given(memory=st.integers(50, 4000), stage=st.integers(0, 3))
 def test_auto_batch_fits_and_twice_as_much_does_not(memory, stage):
     one, two = traced_rows(1), traced_rows(2)
-    setup = Setup(stage=3, world_size=4, device_type="cuda")
-    search = Search(one, two, setup, Capacity(memory * 2**20), None, SEQ)
+    recipe = Recipe(world_size=4, device_type="cuda")
+    search = Search(one, two, recipe, Capacity(memory * 2**20), None, SEQ)
     row = search.largest(stage, "none")
     if row.rows > 1 or row.fits:
         assert row.fits
@@ -458,7 +463,7 @@ def test_memory_never_grows_with_the_stage_or_the_ranks():
     for device in ("cpu", "cuda"):
         needs = {
             (stage, world): forecast(
-                seen, Setup(stage=stage, world_size=world, device_type=device)
+                seen, Recipe(stage=stage_of(stage), world_size=world, device_type=device)
             ).memory_nbytes
             for stage, world in product(range(1, 4), (2, 4, 8, 64))
         }
@@ -472,8 +477,8 @@ def test_states_off_a_gpu_bring_a_copy_of_the_fp32_weights_that_stay_on_it():
     seen = trace(narrow_gpt(), tokens_of(2, SEQ), device_type="cuda")
 
     def resting(kind: str, **tiers: Any) -> int:
-        setup = Setup(stage=3, world_size=2, device_type="cuda", offload=Offload(**tiers))
-        return sum(n for (k, _), n in forecast(seen, setup).resting.items() if k == kind)
+        recipe = Recipe(world_size=2, device_type="cuda", offload=Offload(**tiers))
+        return sum(n for (k, _), n in forecast(seen, recipe).resting.items() if k == kind)
 
     whole = resting("master", optimizer="cpu")
     assert whole == resting("weight", optimizer="cpu")
@@ -487,7 +492,7 @@ def test_the_textbook_is_the_limit_of_the_closed_form():
     module = nn.Linear(1024, 1024, bias=False).bfloat16()
     units = estimated(plan_units(without_values(module)), 0, Precision()).units
     for world, stage in product((1, 2, 8, 64), range(4)):
-        sizes = unit_bytes(units[0], Setup(stage=stage, world_size=world))
+        sizes = unit_bytes(units[0].members, Recipe(stage=stage_of(stage), world_size=world))
         states = (sizes.master + sizes.moments) / sizes.numel
         weight = sizes.weight if stage in (0, 3) or world == 1 else sizes.whole
         grad = sizes.grad if stage in (0, 2, 3) or world == 1 else sum(sizes.partials)
@@ -522,7 +527,7 @@ def test_a_prediction_is_drawn_over_units_and_the_step_alone():
     onefold.shard(module, optimizer, stage=3)
     loss_of(module(*inputs_of("gpt", 4))).backward()
     optimizer.step()
-    made = predict(job, Offload(), seen, onefold.report(module), "cpu")
+    made = predict(job, engine_of(module).recipe, seen, onefold.report(module))
     assert made is not None
     assert all(entry.unit or entry.phase == "step" for entry in made.timeline)
     phases = list(dict.fromkeys(entry.phase for entry in made.timeline))
@@ -584,9 +589,9 @@ def test_a_plan_refuses_what_cannot_be(options, match):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_auto_takes_the_lowest_stage_whose_states_fit_on_every_rank(world, monkeypatch):
     def needs(stage: int) -> int:
-        setup = Setup(stage=stage, world_size=world)
+        recipe = Recipe(stage=stage_of(stage), world_size=world)
         plans = plan_units(without_values(seeded(BUILDS["gpt"])))
-        return forecast(estimated(plans, 0, Precision()), setup).memory_nbytes
+        return forecast(estimated(plans, 0, Precision()), recipe).memory_nbytes
 
     def body(rank: int) -> tuple[int, str]:
         module = seeded(BUILDS["gpt"])

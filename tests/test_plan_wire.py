@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import Wire
-from onefold.config import Offload, Precision, placements_of, precision_of
+from onefold.config import Offload, Precision, precision_of, stage_of
 from onefold.errors import ConfigError
 from onefold.layout.units import plan_units
 from onefold.planner.auto import ACTIVATIONS_SHARE
@@ -27,12 +27,12 @@ from onefold.planner.machines import machine_of
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.search import Capacity, Search
-from onefold.planner.setup import Setup
 from onefold.planner.show import wire_lines
 from onefold.planner.sizes import told
 from onefold.planner.trace import Trace, trace, without_values
 from onefold.planner.wires import candidates
-from onefold.wire_config import PRESETS, check_wire, fitted
+from onefold.recipe import Recipe
+from onefold.wire_config import PRESETS, resolve_wire
 from tests.ranks import run_ranks, seeded
 
 WIDTH, ODD = 128, 37
@@ -82,32 +82,32 @@ def traced(precision: Precision) -> Trace:
 
 
 def wire_at(stage: int, name: str) -> Wire:
-    placements = placements_of(stage)
-    wire = NAMES[name]
-    wire = fitted(wire, placements, has_axes=True) if name in PRESETS else wire
-    check_wire(wire, placements, Offload(), has_axes=True)
-    return wire
+    adapts = name in PRESETS
+    return resolve_wire(NAMES[name], stage_of(stage), Offload(), has_axes=True, adapts=adapts)
 
 
-def setup_of(shape: tuple[int, int], stage: int, name: str, **others: Any) -> Setup:
-    return Setup(
-        stage=stage, world_size=shape[0] * shape[1], neighbours=shape[1],
-        wire=wire_at(stage, name), **others,
+def recipe_of(shape: tuple[int, int], stage: int, name: str, **others: Any) -> Recipe:
+    return Recipe(
+        stage=stage_of(stage), world_size=shape[0] * shape[1], local_world_size=shape[1],
+        has_axes=True, wire=wire_at(stage, name), **others,
     )  # fmt: skip
 
 
-def run(rank: int, shape: tuple[int, int], setup: Setup, name: str) -> onefold.Report:
+def run(
+    rank: int, shape: tuple[int, int], recipe: Recipe, name: str, accumulate: int = 1
+) -> onefold.Report:
     """What rank 0 holds and sends in its second step."""
     module = seeded(Net)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     mesh = init_device_mesh("cpu", shape)
     wire = name if name in PRESETS else NAMES[name]
     onefold.shard(
-        module, optimizer, stage=setup.stage, mesh=mesh, wire=wire, precision=setup.precision
-    )
+        module, optimizer, stage=recipe.stage.number, mesh=mesh, wire=wire,
+        precision=recipe.precision,
+    )  # fmt: skip
     for _ in range(2):
-        for micro in range(setup.accumulate):
-            is_last = micro + 1 == setup.accumulate
+        for micro in range(accumulate):
+            is_last = micro + 1 == accumulate
             with nullcontext() if is_last else onefold.accumulate(module):
                 loss_of(module(*inputs())).backward()
         optimizer.step()
@@ -129,9 +129,9 @@ def resting(found: Forecast, kind: str) -> int:
 @pytest.mark.parametrize(("stage", "name"), CASES)
 def test_bytes_held_and_sent_are_those_of_the_plan(stage, name, shape, precision, accumulate):
     chosen = precision_of(precision)
-    setup = setup_of(shape, stage, name, precision=chosen, accumulate=accumulate)
-    report = run_ranks(shape[0] * shape[1], run, shape, setup, name)[0]
-    found = forecast(traced(chosen), setup)
+    recipe = recipe_of(shape, stage, name, precision=chosen)
+    report = run_ranks(shape[0] * shape[1], run, shape, recipe, name, accumulate)[0]
+    found = forecast(traced(chosen), recipe, accumulate=accumulate)
     sent = {k: t.sent_nbytes for k, t in report.last_step.items() if k != "control"}
     assert {k: n for k, n in sent.items() if n} == found.sent
     for kind in ("weight", "master", "optimizer", "secondary"):
@@ -146,9 +146,9 @@ def test_bytes_held_and_sent_are_those_of_the_plan(stage, name, shape, precision
 @pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("name", ["zero++diff", "replicas"])
 def test_messages_that_regions_share_are_those_of_the_plan(name):
-    setup = setup_of((2, 2), 3, name)
-    report = run_ranks(4, run, (2, 2), setup, name)[0]
-    most = forecast(traced(setup.precision), setup).most_of("wire")
+    recipe = recipe_of((2, 2), 3, name)
+    report = run_ranks(4, run, (2, 2), recipe, name)[0]
+    most = forecast(traced(recipe.precision), recipe).most_of("wire")
     assert 0.5 * most <= held(report, "wire") <= most
 
 
@@ -166,14 +166,15 @@ def test_between_nodes_a_plan_tells_what_was_counted_at_the_sockets_of_hosts():
     schemes = [scheme for scheme in wire.SCHEMES if scheme.nbytes_between is not None]
     assert len(schemes) >= 10
     for scheme in schemes:
-        setup = Setup(
-            stage=scheme.stage, world_size=4, neighbours=2, ranks_per_host=2, precision=chosen,
-            wire=scheme.wire or Wire(), accumulate=scheme.accumulate,
+        recipe = Recipe(
+            stage=stage_of(scheme.stage), world_size=4, local_world_size=2, has_axes=True,
+            precision=chosen, wire=scheme.wire or Wire(),
         )  # fmt: skip
-        told = 4 * forecast(seen, setup).between_nbytes / seen.numel
+        found = forecast(seen, recipe, accumulate=scheme.accumulate)
+        told = 4 * found.between_nbytes / seen.numel
         assert told == pytest.approx(scheme.nbytes_between, rel=0.005), scheme.name
         assert told == pytest.approx(measured[scheme.name], rel=0.01), scheme.name
-    flat = forecast(seen, Setup(stage=3, world_size=4, ranks_per_host=2, precision=chosen))
+    flat = forecast(seen, Recipe(world_size=4, local_world_size=2, precision=chosen))
     told = 4 * flat.between_nbytes / seen.numel
     at_sockets = next(float(row[1]) for row in every if row[0] == "| stage 3, one axis")
     said = " ".join(wire.PAGE.read_text().split())
@@ -184,13 +185,11 @@ def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(m
     """On 2 x 2 ranks half of them, not a quarter; and passes over stages without such a wire."""
 
     def needs(stage: int, name: str) -> int:
-        setup = setup_of((2, 2), stage, name)
-        return forecast(estimated(plans, 0, Precision()), setup).memory_nbytes
+        recipe = recipe_of((2, 2), stage, name)
+        return forecast(estimated(plans, 0, Precision()), recipe).memory_nbytes
 
     plans = plan_units(without_values(Net()))
-    needs_flat = forecast(
-        estimated(plans, 0, Precision()), Setup(stage=3, world_size=4)
-    ).memory_nbytes
+    needs_flat = forecast(estimated(plans, 0, Precision()), Recipe(world_size=4)).memory_nbytes
 
     def body(rank: int, name: str) -> tuple[int, str]:
         module = seeded(Net)
@@ -314,9 +313,9 @@ _PLANS = plan_units(without_values(Net()))
 def test_as_many_rows_as_fit_are_looked_for_on_every_wire(memory):
     """A wire with a second shard may lose to one that has room for more rows, and may not."""
     one, two = (estimated(_PLANS, rows * 32, Precision()) for rows in (1, 2))
-    setup = Setup(stage=3, world_size=4, ranks_per_host=2, device_type="cuda")
+    recipe = Recipe(world_size=4, local_world_size=2, device_type="cuda")
     room = Capacity(memory * 2**17)
-    search = Search(one, two, setup, room, machine_of("a100-40"), 32, candidates("auto", nodes=2))
+    search = Search(one, two, recipe, room, machine_of("a100-40"), 32, candidates("auto", nodes=2))
     best = search.largest(3, "none")
     alone = [replace(search, wires=(each,)).largest(3, "none") for each in search.wires]
     fitting = [row for row in alone if row.fits]

@@ -13,8 +13,7 @@ from published_runs.tables import memory_rows, parts
 
 from onefold.planner.drawing import drawn
 from onefold.planner.machines import machine_of
-from onefold.planner.run import Run
-from onefold.planner.simulate import simulate
+from tests.recipes import timed, way
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def test_a_drawing_has_a_line_for_each_stream_and_a_mark_for_each_unit():
     shape = TransformerShape(hidden=1024, layers=2, heads=16, vocab=1000)
     work = transformer_work(shape, seq=1024, microbatch=1)
     lines = drawn(
-        simulate(work, Run(3, 16, optimizer="cpu", step="cpu"), machine_of("a100-80")), width=60
+        timed(work, way(3, 16, optimizer="cpu", step="cpu"), machine_of("a100-80")), width=60
     )
     assert [line.split()[0] for line in lines] == [
         "gather", "compute", "reduce", "flush", "cpu", "publish"

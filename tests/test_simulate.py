@@ -20,10 +20,10 @@ from onefold.errors import ConfigError
 from onefold.planner.goodput import goodput
 from onefold.planner.links import LinkGroup, gather_cost, replica_group
 from onefold.planner.machines import MACHINES, Efficiency, Link, Machine, machine_of
-from onefold.planner.run import Run
-from onefold.planner.simulate import scaling_curve, simulate, slowest_of
+from onefold.planner.simulate import scaling_curve, slowest_of
 from onefold.planner.work import ModelWork, UnitWork
 from tests.ranks import run_ranks
+from tests.recipes import timed, way
 from tests.test_bytes import NUMEL as NUMEL_OF_ENGINE
 from tests.test_bytes import one_step
 
@@ -46,20 +46,20 @@ def work_of(units=UNITS, numel=NUMEL, flops=1e9):
 
 
 RUNS = st.builds(
-    Run,
+    way,
     stage=st.integers(0, 3),
     world_size=st.sampled_from([1, 2, 3, 8, 24, 64]),
     accumulate=st.integers(1, 3),
     recompute=st.sampled_from([0.0, 0.5, 1.0]),
     prefetch=st.integers(0, 3),
     optimizer=st.sampled_from(["device", "cpu", "disk"]),
-    steps_in_backward=st.booleans(),
+    step_in_backward=st.booleans(),
 )
 SEVERAL = settings(max_examples=60, deadline=None)
 
 
 def test_a_step_that_compute_bounds_takes_the_sum_of_its_products():
-    step = simulate(work_of(), Run(3, 64), FAST_LINKS)
+    step = timed(work_of(), way(3, 64), FAST_LINKS)
     assert step.compute == pytest.approx(UNITS * 3e9 / 1e12)
     assert step.seconds == pytest.approx(step.compute + step.optimizer, rel=1e-6)
     assert step.bound == "compute"
@@ -68,7 +68,7 @@ def test_a_step_that_compute_bounds_takes_the_sum_of_its_products():
 @pytest.mark.parametrize(("stage", "passes"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_step_that_links_bound_takes_bytes_over_bandwidth(stage, passes):
     """Inside one node; the last reduction of stage 0 is followed by its gather."""
-    step = simulate(work_of(), Run(stage, 8), FAST_COMPUTE)
+    step = timed(work_of(), way(stage, 8), FAST_COMPUTE)
     sent = passes * UNITS * NUMEL * 2 * 7 / 8
     assert step.seconds == pytest.approx(sent / 100e9)
     assert step.bound == "link"
@@ -92,7 +92,7 @@ def test_a_ring_pays_one_hop_for_each_rank_and_more_between_nodes():
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_world_of_one_is_silent(stage):
-    step = simulate(work_of(), Run(stage, 1, accumulate=2), MACHINE)
+    step = timed(work_of(), way(stage, 1, accumulate=2), MACHINE)
     assert {span.stream for span in step.spans} == {"compute"}
     assert step.seconds == pytest.approx(step.compute + step.memory + step.optimizer)
 
@@ -102,7 +102,7 @@ def test_a_world_of_one_is_silent(stage):
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_sent_are_the_table_of_memory_md(stage, accumulate, ranks):
     """2(N-1)/N per step at stages 0-2, 3(N-1)/N per micro-batch at stage 3."""
-    step = simulate(work_of(), Run(stage, ranks, accumulate=accumulate), MACHINE)
+    step = timed(work_of(), way(stage, ranks, accumulate=accumulate), MACHINE)
     unit = UNITS * NUMEL * 2 * (ranks - 1) / ranks
     passes = 3 * accumulate if stage == 3 else 2
     assert sum(span.nbytes for span in step.spans) == pytest.approx(passes * unit)
@@ -115,8 +115,8 @@ def test_bytes_sent_are_the_table_of_memory_md(stage, accumulate, ranks):
 def test_collectives_are_as_many_and_as_large_as_those_of_the_engine(stage, micro_batches):
     """Against a step that ranks really made: four units on two ranks, fp32."""
     (_, report), _ = run_ranks(2, one_step, 2, stage, micro_batches)
-    run = Run(stage, 2, weight_itemsize=4, grad_itemsize=4, accumulate=micro_batches)
-    step = simulate(work_of(4, NUMEL_OF_ENGINE // 4), run, MACHINE)
+    run = way(stage, 2, weight_itemsize=4, grad_itemsize=4, accumulate=micro_batches)
+    step = timed(work_of(4, NUMEL_OF_ENGINE // 4), run, MACHINE)
     for told, whats in (("gather", ("gather", "spread")), ("reduce_scatter", ("reduce",))):
         spans = [span for span in step.spans if span.what in whats]
         assert len(spans) == report.last_step[told].calls
@@ -125,8 +125,8 @@ def test_collectives_are_as_many_and_as_large_as_those_of_the_engine(stage, micr
 
 def test_a_hybrid_gathers_inside_the_node_and_reduces_its_shards_outside_once_a_step():
     """scale.md's HSDP: 3m(p-1)/p inside, 2(k-1)/k of a p-th outside, whatever m is."""
-    run = Run(3, 64, shard_ranks=8, accumulate=4)
-    step = simulate(work_of(), run, MACHINE)
+    run = way(3, 64, copies=8, accumulate=4)
+    step = timed(work_of(), run, MACHINE)
     model = UNITS * NUMEL * 2
     inside = step.sent_nbytes("gather") + step.sent_nbytes("reduce")
     assert inside == pytest.approx(3 * 4 * model * 7 / 8)
@@ -136,19 +136,19 @@ def test_a_hybrid_gathers_inside_the_node_and_reduces_its_shards_outside_once_a_
 
 
 def test_a_hybrid_whose_copy_is_the_world_is_the_flat_run():
-    flat = simulate(work_of(), Run(3, 64), MACHINE)
-    assert simulate(work_of(), Run(3, 64, shard_ranks=64), MACHINE) == flat
+    flat = timed(work_of(), way(3, 64), MACHINE)
+    assert timed(work_of(), way(3, 64, copies=64), MACHINE) == flat
 
 
 def test_a_hybrid_beats_the_flat_run_where_the_network_is_the_bound():
     machine = replace(FAST_COMPUTE, outside=Link(1e8, 0.0))
-    flat = simulate(work_of(), Run(3, 64, accumulate=4), machine)
-    hybrid = simulate(work_of(), Run(3, 64, shard_ranks=8, accumulate=4), machine)
+    flat = timed(work_of(), way(3, 64, accumulate=4), machine)
+    hybrid = timed(work_of(), way(3, 64, copies=8, accumulate=4), machine)
     assert hybrid.seconds < flat.seconds / 4, "12 passes of the model between nodes against 2"
 
 
 def test_accumulation_repeats_compute_and_at_stages_below_three_no_communication():
-    once, four = (simulate(work_of(), Run(2, 8, accumulate=m), MACHINE) for m in (1, 4))
+    once, four = (timed(work_of(), way(2, 8, accumulate=m), MACHINE) for m in (1, 4))
     assert four.compute == pytest.approx(4 * once.compute)
     assert four.sent_nbytes("gather") == once.sent_nbytes("gather")
     assert four.seconds < 4 * once.seconds
@@ -158,7 +158,7 @@ def test_accumulation_repeats_compute_and_at_stages_below_three_no_communication
 @SEVERAL
 def test_the_parts_of_a_step_sum_to_its_seconds(run, contention):
     machine = replace(MACHINE, efficiency=replace(PERFECT, contention=contention), spread=0.02)
-    step = simulate(work_of(), run, machine)
+    step = timed(work_of(), run, machine)
     parts = (
         step.compute, step.memory, step.contention, step.exposed_gather, step.exposed_reduce,
         step.exposed_host, step.exposed_disk, step.optimizer, step.stragglers,
@@ -171,7 +171,7 @@ def test_the_parts_of_a_step_sum_to_its_seconds(run, contention):
 @SEVERAL
 def test_spans_of_one_stream_never_overlap(run):
     spans = defaultdict(list)
-    for span in simulate(work_of(), run, MACHINE).spans:
+    for span in timed(work_of(), run, MACHINE).spans:
         spans[span.stream].append(span)
     for stream in spans.values():
         for before, after in pairwise(sorted(stream, key=lambda span: span.start)):
@@ -182,7 +182,7 @@ def test_spans_of_one_stream_never_overlap(run):
 @SEVERAL
 def test_collectives_take_turns_on_a_link(run):
     """Whatever the streams: one node, so all of them are on the inside link."""
-    spans = simulate(work_of(), replace(run, world_size=8), MACHINE).spans
+    spans = timed(work_of(), (replace(run[0], world_size=8), run[1]), MACHINE).spans
     sending = sorted((span for span in spans if span.nbytes), key=lambda span: span.start)
     for before, after in pairwise(sending):
         assert before.end <= after.start + 1e-12
@@ -192,8 +192,8 @@ def test_collectives_take_turns_on_a_link(run):
 @SEVERAL
 def test_a_units_compute_never_begins_before_its_gather_has_ended(prefetch, accumulate, contention):
     machine = replace(MACHINE, efficiency=replace(PERFECT, contention=contention))
-    run = Run(3, 64, prefetch=prefetch, accumulate=accumulate)
-    spans = simulate(work_of(), run, machine).spans
+    run = way(3, 64, prefetch=prefetch, accumulate=accumulate)
+    spans = timed(work_of(), run, machine).spans
     for name in {span.unit for span in spans if span.what == "gather"}:
         gathers = [span for span in spans if (span.unit, span.what) == (name, "gather")]
         uses = [s for s in spans if s.unit == name and s.stream == "compute"]
@@ -204,7 +204,7 @@ def test_a_units_compute_never_begins_before_its_gather_has_ended(prefetch, accu
 
 def test_a_gather_begins_when_the_unit_before_is_entered():
     """At depth 1, and not earlier: its memory is that of the unit before that one."""
-    spans = simulate(work_of(), Run(3, 8), FAST_LINKS).spans
+    spans = timed(work_of(), way(3, 8), FAST_LINKS).spans
     forward = [span for span in spans if span.what == "forward"]
     gathers = [span for span in spans if span.what == "gather"][:UNITS]
     assert [g.start for g in gathers[2:]] == pytest.approx([f.start for f in forward[1:-1]])
@@ -212,7 +212,7 @@ def test_a_gather_begins_when_the_unit_before_is_entered():
 
 def test_a_reduction_begins_with_the_end_of_its_units_backward_and_one_is_under_way():
     slow = replace(MACHINE, inside=Link(1e7, 0.0))
-    spans = simulate(work_of(), Run(2, 8), slow).spans
+    spans = timed(work_of(), way(2, 8), slow).spans
     backward = {span.unit: span.end for span in spans if span.what == "backward"}
     reductions = [span for span in spans if span.what == "reduce"]
     assert all(span.start >= backward[span.unit] for span in reductions)
@@ -229,7 +229,7 @@ def test_a_faster_link_is_never_slower(run, factor):
         inside=Link(MACHINE.inside.nbytes_per_second * factor, 0.0),
         outside=Link(MACHINE.outside.nbytes_per_second * factor, 0.0),
     )
-    slow, fast = (simulate(work_of(), run, each).seconds for each in (MACHINE, faster))
+    slow, fast = (timed(work_of(), run, each).seconds for each in (MACHINE, faster))
     assert fast <= slow * (1 + 1e-9)
 
 
@@ -238,24 +238,24 @@ def test_a_faster_link_is_never_slower(run, factor):
 def test_a_longer_hop_is_never_faster(run, one, other):
     low, high = sorted((one, other))
     seconds = [
-        simulate(work_of(), run, replace(MACHINE, inside=Link(1e11, hop))).seconds
+        timed(work_of(), run, replace(MACHINE, inside=Link(1e11, hop))).seconds
         for hop in (low, high)
     ]
     assert seconds[0] <= seconds[1] * (1 + 1e-9)
 
 
 def test_recompute_adds_a_forward_to_every_backward_and_sends_nothing():
-    plain, again = (simulate(work_of(), Run(3, 8, recompute=r), MACHINE) for r in (0.0, 1.0))
+    plain, again = (timed(work_of(), way(3, 8, recompute=r), MACHINE) for r in (0.0, 1.0))
     assert again.compute == pytest.approx(plain.compute * 4 / 3)
     assert again.sent_nbytes("gather") == plain.sent_nbytes("gather")
 
 
 def test_contention_slows_compute_only_beside_collectives():
     slow = replace(MACHINE, efficiency=replace(PERFECT, contention=0.5))
-    assert simulate(work_of(), Run(3, 1), slow).contention == 0
+    assert timed(work_of(), way(3, 1), slow).contention == 0
     # links are the bound: while compute runs, something is always under way, at half the speed
     heavy = replace(slow, inside=Link(1e8, 0.0))
-    step = simulate(work_of(), Run(3, 8), heavy)
+    step = timed(work_of(), way(3, 8), heavy)
     assert 0 < step.contention <= step.compute + step.memory + 1e-12
 
 
@@ -272,47 +272,48 @@ def test_the_slowest_of_many_is_the_expected_maximum(ranks):
 def test_a_step_on_the_cpu_that_fits_beside_the_next_forward_costs_nothing():
     """Only the last units' steps are waited for when the CPU is slow."""
     work = work_of(flops=1e10)
-    run = Run(3, 8, optimizer="cpu", step="cpu")
+    run = way(3, 8, optimizer="cpu", step="cpu")
     quick = replace(MACHINE, cpu_rate=1e15, host_rate=1e15)
-    assert simulate(work, run, quick).exposed_host == pytest.approx(0, abs=1e-6)
-    slow = simulate(work, run, replace(MACHINE, cpu_rate=1e7))
+    assert timed(work, run, quick).exposed_host == pytest.approx(0, abs=1e-6)
+    slow = timed(work, run, replace(MACHINE, cpu_rate=1e7))
     assert slow.bound == "host link"
     # the CPU is the bound: a step is what it needs for every element
     assert slow.seconds >= UNITS * NUMEL / 8 * 30 / 1e7
 
 
 def test_states_in_cpu_memory_are_streamed_where_the_link_is_faster_than_the_cores():
-    run = Run(3, 8, optimizer="cpu")
     machine = replace(MACHINE, cpu_rate=1e7, host_rate=1e7)  # 30 bytes by the cores, 12 each way
     chosen, streamed, stepped = (
-        simulate(work_of(), replace(run, step=step), machine) for step in ("auto", "device", "cpu")
+        timed(work_of(), way(3, 8, optimizer="cpu", step=step), machine)
+        for step in ("auto", "device", "cpu")
     )
     assert chosen.seconds == streamed.seconds < stepped.seconds
     assert streamed.seconds == pytest.approx(UNITS * NUMEL / 8 * 12 / 1e7, rel=0.02)
     slow_link = replace(machine, host_rate=3e6)
     chosen, stepped = (
-        simulate(work_of(), replace(run, step=step), slow_link) for step in ("auto", "cpu")
+        timed(work_of(), way(3, 8, optimizer="cpu", step=step), slow_link)
+        for step in ("auto", "cpu")
     )
     assert chosen.seconds == stepped.seconds
 
 
 def test_a_fraction_of_the_states_leaves_the_rest_on_the_device():
-    step = simulate(work_of(), Run(3, 8, optimizer="cpu", fraction=0.5, step="cpu"), MACHINE)
+    step = timed(work_of(), way(3, 8, optimizer="cpu", fraction=0.5, step="cpu"), MACHINE)
     stepped = {span.unit for span in step.spans if span.stream == "cpu"}
     assert stepped == {f"unit {index}" for index in range(UNITS // 2, UNITS)}
-    whole = simulate(work_of(), Run(3, 8), MACHINE)
+    whole = timed(work_of(), way(3, 8), MACHINE)
     assert step.optimizer == pytest.approx(whole.optimizer / 2)
 
 
 def test_a_disk_that_bounds_the_step_takes_its_bytes_over_its_rate():
-    run, machine = Run(3, 8, optimizer="disk"), replace(MACHINE, disk_rate=1e6)
-    step = simulate(work_of(), run, machine)
+    run, machine = way(3, 8, optimizer="disk"), replace(MACHINE, disk_rate=1e6)
+    step = timed(work_of(), run, machine)
     assert step.bound == "disk"
     assert step.seconds == pytest.approx(UNITS * NUMEL / 8 * 26 / 1e6, rel=0.02)
 
 
 def test_weights_off_the_device_are_fetched_before_each_gather():
-    step = simulate(work_of(), Run(3, 8, parameters="cpu"), replace(MACHINE, host_rate=1e6))
+    step = timed(work_of(), way(3, 8, parameters="cpu"), replace(MACHINE, host_rate=1e6))
     fetches = [span for span in step.spans if span.what == "fetch"]
     assert len(fetches) == 2 * UNITS
     assert step.bound == "host link"
@@ -322,7 +323,8 @@ def test_a_scaling_curve_starts_at_one_and_large_worlds_are_quick():
     shape = TransformerShape(hidden=8192, layers=98, heads=64, vocab=50000)
     work = transformer_work(shape, seq=4096, microbatch=1)
     assert len(work.units) == 100
-    curve = scaling_curve(work, Run(3, 8), machine_of("h100-80"), [8, 512, 10_000])
+    recipe, conditions = way(3, 8)
+    curve = scaling_curve(work, recipe, machine_of("h100-80"), [8, 512, 10_000], conditions)
     assert curve[0].efficiency == 1
     assert [point.efficiency for point in curve] == sorted(
         (point.efficiency for point in curve), reverse=True
@@ -333,26 +335,26 @@ def test_a_scaling_curve_starts_at_one_and_large_worlds_are_quick():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"stage": 4}, {"world_size": 0}, {"shard_ranks": 3}, {"optimizer": "tape"},
+        {"stage": 4}, {"world_size": 0}, {"copies": 3}, {"optimizer": "tape"}, {"prefetch": -1},
         {"accumulate": 0}, {"recompute": 2.0}, {"fraction": -0.1},
     ],
 )  # fmt: skip
 def test_a_run_that_cannot_be_is_an_error_with_a_hint(wrong):
     with pytest.raises(ConfigError, match=r"expected .*, got .*\nhint: "):
-        Run(**{"stage": 3, "world_size": 8, **wrong})
+        way(**{"stage": 3, "world_size": 8, **wrong})
     with pytest.raises(ConfigError, match="h100-80"):
         machine_of("abacus")
     with pytest.raises(ConfigError, match="fp8"):
-        simulate(work_of(), Run(3, 8, dtype="fp8"), MACHINE)
+        timed(work_of(), way(3, 8, dtype="fp8"), MACHINE)
 
 
 def test_a_unit_takes_as_long_as_the_host_needs_to_launch_its_kernels():
     unit = UnitWork("small", 0, 1.0, 1.0, 2.0, 2.0, num_kernels=300)
-    step = simulate(ModelWork((unit,), 1), Run(3, 1), replace(MACHINE, kernel_seconds=1e-5))
+    step = timed(ModelWork((unit,), 1), way(3, 1), replace(MACHINE, kernel_seconds=1e-5))
     assert step.seconds == pytest.approx(300e-5)
     assert step.bound == "memory"
-    step = simulate(
-        ModelWork((unit,), 1), Run(3, 1, recompute=1.0), replace(MACHINE, kernel_seconds=1e-5)
+    step = timed(
+        ModelWork((unit,), 1), way(3, 1, recompute=1.0), replace(MACHINE, kernel_seconds=1e-5)
     )
     assert step.seconds == pytest.approx(400e-5)
 
@@ -361,7 +363,7 @@ def test_attention_and_the_head_stay_in_bf16_where_products_are_in_fp8():
     shape = TransformerShape(hidden=256, layers=1, heads=4, vocab=256, ffn=1024)
     machine = replace(MACHINE, flops={"bf16": 1e12, "fp8": 2e12})
     work = transformer_work(shape, seq=128, microbatch=1)
-    wide, narrow = (simulate(work, Run(3, 1, dtype=dtype), machine) for dtype in ("bf16", "fp8"))
+    wide, narrow = (timed(work, way(3, 1, dtype=dtype), machine) for dtype in ("bf16", "fp8"))
     block = work.units[1]
     saved = (block.forward_flops + block.backward_flops) / 2e12
     assert wide.compute - narrow.compute == pytest.approx(saved)

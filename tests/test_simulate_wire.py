@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,53 +13,53 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from onefold.config import Precision
+from onefold.config import Precision, stage_of
 from onefold.layout.units import plan_units
 from onefold.planner.coding import CPU_RATES, GPU_NBYTES, seconds_of
+from onefold.planner.conditions import Conditions
 from onefold.planner.estimate import estimated
 from onefold.planner.links import LinkGroup, gather_cost, reduce_cost
 from onefold.planner.machines import Link
 from onefold.planner.memory import forecast
-from onefold.planner.run import Element, Run, Travel
-from onefold.planner.search import run_of, work_of
-from onefold.planner.setup import Setup
-from onefold.planner.simulate import simulate
+from onefold.planner.search import work_of
+from onefold.recipe import Recipe
 from onefold.wire_config import PRESETS, Wire
 from tests import test_simulate
-from tests.test_plan_wire import CASES, setup_of, traced
+from tests.recipes import Way, timed, way
+from tests.test_plan_wire import CASES, recipe_of, traced
 
 MACHINE, NUMEL, UNITS = test_simulate.MACHINE, test_simulate.NUMEL, test_simulate.UNITS
 WIDE = replace(MACHINE, flops={"fp32": 1e12, "bf16": 1e12})
 PAGES = Path(__file__).parent.parent / "docs"
-HALF = Element(2.0)
-EIGHT = Element(1 + 2 / 512, "int8")
 SEVERAL = settings(max_examples=40, deadline=None)
 WHATS = {"gather inside": ("gather",), "gather between": ("cross",),
          "reduce_scatter inside": ("reduce",), "reduce_scatter between": ("settle",)}  # fmt: skip
 
 
-def travel(keeps: str | None, weights: Element = HALF, gradients: Element = HALF) -> Travel:
-    return Travel(
-        weights=HALF, gradients=HALF, weights_between=weights, gradients_between=gradients,
-        hops=keeps,
-    )  # fmt: skip
+def hops(keeps: str | bool, weights: str = "exact", gradients: str = "exact") -> Wire:
+    return Wire(("exact", weights), ("exact", gradients), secondary=keeps)
 
 
-TRAVELS = st.builds(
-    travel,
-    st.sampled_from(["", "weights", "gradients", None]),
-    st.sampled_from([HALF, EIGHT]),
-    st.sampled_from([HALF, EIGHT]),
+def nodes_of_8(stage: int, world_size: int, wire: Wire, **options: Any) -> Way:
+    return way(stage, world_size, uses_rings=False, has_axes=True, wire=wire, **options)
+
+
+WIRES = st.builds(
+    hops,
+    st.sampled_from([False, "weights", "gradients", "optimizer"]),
+    st.sampled_from(["exact", "int8"]),
+    st.sampled_from(["exact", "int8"]),
 )
-RUNS = st.builds(
-    Run,
-    stage=st.integers(1, 3),
-    world_size=st.sampled_from([16, 24, 64]),
-    shard_ranks=st.sampled_from([0, 8]),
-    accumulate=st.integers(1, 3),
-    optimizer=st.sampled_from(["device", "cpu"]),
-    steps_in_backward=st.booleans(),
-    travel=TRAVELS,
+OPTIONS = {
+    "stage": st.integers(1, 3),
+    "world_size": st.sampled_from([16, 24, 64]),
+    "accumulate": st.integers(1, 3),
+    "optimizer": st.sampled_from(["device", "cpu"]),
+    "step_in_backward": st.booleans(),
+}
+RUNS = st.one_of(
+    st.builds(nodes_of_8, wire=WIRES, **OPTIONS),
+    st.builds(way, uses_rings=st.just(False), **OPTIONS),
 )
 
 
@@ -69,10 +70,13 @@ def test_bytes_of_the_spans_are_those_of_the_forecast(stage, name):
         plans = plan_units(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3))))
     seen = estimated(plans, 5, Precision())
     for accumulate in (1, 3):
-        setup = setup_of((2, 2), stage, name, ranks_per_host=2, accumulate=accumulate)
-        step = simulate(work_of(seen, 5), run_of(setup), WIDE)
-        sent = forecast(seen, setup).sent
-        if setup.are_replicas:
+        recipe = recipe_of((2, 2), stage, name)
+        conditions = Conditions(
+            accumulate=accumulate, dtype="fp32", weight_itemsize=4, grad_itemsize=4
+        )
+        step = timed(work_of(seen, 5), (recipe, conditions), WIDE)
+        sent = forecast(seen, recipe, accumulate=accumulate).sent
+        if recipe.are_replicas:
             told = {"replica": sum(n for k, n in sent.items() if k.endswith("between"))}
             told |= {"gather": sent["gather inside"], "reduce": sent["reduce_scatter inside"]}
         else:
@@ -85,10 +89,12 @@ def test_two_hops_are_the_volumes_of_the_page():
     """All ranks together, a step of m micro-batches: 3m, m + 1 + ... , 2 times (k-1) models."""
     nodes, near, micros = 4, 8, 3
     model = UNITS * NUMEL * 2
-    wanted = {"": 3 * micros, "weights": micros + 1, "gradients": 2}
+    wanted: dict[str | bool, int] = {
+        False: 3 * micros, "weights": micros + 1, "gradients": 2,
+    }  # fmt: skip
     for keeps, passes in wanted.items():
-        run = Run(3, nodes * near, accumulate=micros, travel=travel(keeps))
-        step = simulate(test_simulate.work_of(), run, MACHINE)
+        run = nodes_of_8(3, nodes * near, hops(keeps), accumulate=micros)
+        step = timed(test_simulate.work_of(), run, MACHINE)
         between = step.sent_nbytes("cross") + step.sent_nbytes("settle")
         assert between * nodes * near == pytest.approx(passes * (nodes - 1) * model), keeps
         inside = step.sent_nbytes("gather") + step.sent_nbytes("reduce")
@@ -100,9 +106,9 @@ def test_nodes_that_keep_more_never_send_more_between_them():
     slow = replace(test_simulate.FAST_COMPUTE, outside=Link(1e8, 0.0))
     for accumulate in (1, 2, 5):
         sent, seconds = [], []
-        for keeps in ("gradients", "weights", ""):
-            run = Run(3, 32, accumulate=accumulate, travel=travel(keeps))
-            step = simulate(test_simulate.work_of(), run, slow)
+        for keeps in ("gradients", "weights", False):
+            run = nodes_of_8(3, 32, hops(keeps), accumulate=accumulate)
+            step = timed(test_simulate.work_of(), run, slow)
             sent.append(step.sent_nbytes("cross") + step.sent_nbytes("settle"))
             seconds.append(step.seconds)
         assert sent == sorted(sent)
@@ -116,23 +122,21 @@ def test_a_slower_link_never_makes_a_step_faster(run, inside, outside):
         MACHINE, inside=Link(MACHINE.inside.nbytes_per_second / inside, 0.0),
         outside=Link(MACHINE.outside.nbytes_per_second / outside, 0.0),
     )  # fmt: skip
-    fast, slow = (
-        simulate(test_simulate.work_of(), run, each).seconds for each in (MACHINE, slower)
-    )
+    fast, slow = (timed(test_simulate.work_of(), run, each).seconds for each in (MACHINE, slower))
     assert fast <= slow * (1 + 1e-9)
 
 
 @given(RUNS)
 @SEVERAL
 def test_the_parts_of_a_step_sum_to_its_seconds_and_no_two_messages_share_a_link(run):
-    step = simulate(test_simulate.work_of(), run, replace(MACHINE, spread=0.02))
+    step = timed(test_simulate.work_of(), run, replace(MACHINE, spread=0.02))
     parts = (
         step.compute, step.memory, step.contention, step.exposed_gather, step.exposed_reduce,
         step.exposed_host, step.exposed_disk, step.optimizer, step.stragglers,
     )  # fmt: skip
     assert sum(parts) == pytest.approx(step.seconds)
     for whats in (("cross", "settle"), ("gather", "reduce")):
-        if run.hops is None:
+        if not run[0].has_hops:
             continue
         spans = sorted((s for s in step.spans if s.what in whats), key=lambda s: s.start)
         for before, after in pairwise(spans):
@@ -140,8 +144,8 @@ def test_the_parts_of_a_step_sum_to_its_seconds_and_no_two_messages_share_a_link
 
 
 def test_weights_of_the_node_cross_once_a_step_before_they_are_gathered_inside():
-    run = Run(3, 16, accumulate=2, travel=travel("gradients"))
-    spans = simulate(test_simulate.work_of(), run, MACHINE).spans
+    run = nodes_of_8(3, 16, hops("gradients"), accumulate=2)
+    spans = timed(test_simulate.work_of(), run, MACHINE).spans
     for name in {span.unit for span in spans if span.what == "gather"}:
         (cross,) = [span for span in spans if (span.unit, span.what) == (name, "cross")]
         gathers = [span for span in spans if (span.unit, span.what) == (name, "gather")]
@@ -153,14 +157,13 @@ def test_weights_of_the_node_cross_once_a_step_before_they_are_gathered_inside()
 
 
 def test_fewer_bytes_win_on_slow_links_and_coding_costs_on_fast_ones():
-    coded = travel("gradients", EIGHT, EIGHT)
-    exact = Run(3, 16, travel=travel("gradients"))
+    coded = nodes_of_8(3, 16, hops("gradients", "int8", "int8"))
+    exact = nodes_of_8(3, 16, hops("gradients"))
     slow = replace(test_simulate.FAST_COMPUTE, outside=Link(1e8, 0.0), memory_rate=1e12)
     fast = replace(MACHINE, outside=Link(1e18, 0.0))
     work = test_simulate.work_of()
-    saved = [simulate(work, exact, m).seconds - simulate(work, replace(exact, travel=coded),
-             m).seconds for m in (slow, fast)]  # fmt: skip
-    assert saved[0] > 0.4 * simulate(work, exact, slow).seconds
+    saved = [timed(work, exact, m).seconds - timed(work, coded, m).seconds for m in (slow, fast)]
+    assert saved[0] > 0.4 * timed(work, exact, slow).seconds
     assert saved[1] <= 0
 
 
@@ -200,19 +203,21 @@ def test_the_rates_of_coding_are_those_of_the_page():
 def test_one_axis_counts_what_leaves_the_node_and_hybrid_never_sends_more(ranks, nodes):
     seen, world = traced(Precision()), ranks * nodes
     for device, stage in (("cpu", 3), ("cuda", 3), ("cpu", 2)):
-        flat = Setup(stage=stage, world_size=world, ranks_per_host=ranks, device_type=device)
+        flat = Recipe(
+            stage=stage_of(stage), world_size=world, local_world_size=ranks, device_type=device
+        )
         found = forecast(seen, flat)
         share = (world - ranks) / (world - 1)
         gathered, reduced = found.sent["gather"], found.sent["reduce_scatter"]
         ring = ranks if device == "cuda" else 1
         assert found.between_nbytes == pytest.approx(share * (gathered / ring + reduced))
         assert sum(found.sent_by_link.values()) == pytest.approx(found.sent_nbytes)
-        hybrid = forecast(seen, replace(flat, neighbours=ranks))
-        two_hops = forecast(seen, replace(flat, neighbours=ranks, wire=Wire(secondary=False)))
+        hybrid = forecast(seen, replace(flat, has_axes=True))
+        two_hops = forecast(seen, replace(flat, has_axes=True, wire=Wire(secondary=False)))
         assert hybrid.between_nbytes <= two_hops.between_nbytes <= found.between_nbytes * 1.02
     names = [name for name in PRESETS if name != "exact"]
     sent = {
-        name: forecast(seen, replace(flat, stage=3, neighbours=ranks, wire=PRESETS[name]))
+        name: forecast(seen, replace(flat, stage=stage_of(3), has_axes=True, wire=PRESETS[name]))
         for name in names
     }
     order = sorted(names, key=lambda name: sent[name].between_nbytes)

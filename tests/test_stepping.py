@@ -21,8 +21,8 @@ from onefold.errors import ConfigError, TierError
 from onefold.ledger import Ledger
 from onefold.models.loader import build_model
 from onefold.planner.memory import forecast
-from onefold.planner.setup import Setup
 from onefold.planner.trace import tokens_of, trace
+from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS, DeviceStep
 from onefold.wire.collectives import Group
 from tests.ranks import run_ranks
@@ -139,8 +139,8 @@ def test_a_device_without_room_for_slots_says_what_was_wanted_and_what_helps():
 def test_a_plan_counts_slots_only_where_states_may_be_streamed():
     def staged(device_type: str, **tiers: str) -> int:
         offload = Offload(optimizer="cpu", disk=".", **tiers)
-        setup = Setup(stage=3, world_size=2, device_type=device_type, offload=offload)
-        return forecast(seen, setup).resting.get(("staging", "device"), 0)
+        recipe = Recipe(world_size=2, device_type=device_type, offload=offload)
+        return forecast(seen, recipe).resting.get(("staging", "device"), 0)
 
     seen = trace(build_model("tiny", 64), tokens_of(2, 64))
     moments = staged("cpu", step="device")

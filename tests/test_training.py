@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
+from onefold.config import STAGES
+from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
 from onefold.host import memory_nbytes
 from onefold.mesh.world import World
 from onefold.models.gpt import GPT, PRESETS, GPTConfig
 from onefold.models.loader import build_model, described, logits_of, refuse
+from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.tools.machine import describe
 from onefold.tools.parity import difference
 from onefold.train.corpus import Corpus, Split, Windows, open_corpus, own_rows
 from onefold.train.job import Job
 from onefold.train.loop import Progress, preflight, schedule, train
-from onefold.train.memory_table import ParameterShape, expected_nbytes, measure
+from onefold.train.memory_table import expected_nbytes, measure
 from onefold.train.sample import one_line
 from onefold.wire.collectives import Group
 from tests.models import Model
@@ -301,12 +303,11 @@ def test_a_hugging_face_config_becomes_a_model_with_logits(tmp_path):
 def test_the_closed_form_is_what_the_report_counts_for_odd_shapes(world_size, stage, dtype):
     def body(rank: int) -> tuple[dict[str, int], dict[str, int]]:
         module = Model().to(dtype)
-        shapes = ParameterShape.of(module)
         optimizer = torch.optim.AdamW(module.parameters())
         onefold.shard(module, optimizer, stage=stage)
         module(torch.zeros(2, 6, dtype=torch.long)).float().square().mean().backward()
         optimizer.step()
-        memory = measure(shapes, onefold.report(module))
+        memory = measure(engine_of(module).recipe, onefold.report(module))
         assert memory.is_equal
         return {kind: memory.now.get(kind, 0) for kind in memory.expected}, memory.expected
 
@@ -320,26 +321,28 @@ def test_the_closed_form_of_nodes_is_what_the_report_counts(wire, stage):
     def body(rank: int) -> int:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "place"))
         module = seeded(Model)
-        shapes = ParameterShape.of(module)
         optimizer = torch.optim.AdamW(module.parameters())
         onefold.shard(module, optimizer, stage=stage, mesh=mesh, wire=wire)
         module(torch.zeros(2, 6, dtype=torch.long)).square().mean().backward()
         optimizer.step()
         report = onefold.report(module)
-        assert measure(shapes, report).is_equal
+        assert measure(engine_of(module).recipe, report).is_equal
         return report.num_shards
 
     assert run_ranks(4, body) == [{"hybrid": 4, "replicas": 2}[wire]] * 4
 
 
 def test_the_closed_form_for_even_shapes_is_that_of_the_paper():
-    shapes = [ParameterShape((64, 32), 4), ParameterShape((128,), 4)]
+    members = [
+        Member(name, shape, torch.float32, torch.float32)
+        for name, shape in {"matrix": (64, 32), "vector": (128,)}.items()
+    ]
+    units = (UnitRecipe("unit", tuple(members)),)
     numel = 64 * 32 + 128
     for world_size, num_shards in ((4, 1), (4, 4), (2, 2), (1, 1)):
+        recipe = Recipe(stage=STAGES[3 * (num_shards > 1)], world_size=world_size, units=units)
         for shard in range(num_shards):
-            held = expected_nbytes(
-                shapes, world_size=world_size, shard=shard, num_shards=num_shards
-            )
+            held = expected_nbytes(recipe, shard)
             share = numel // num_shards
             wanted = {"weight": 4 * share, "master": 0, "grad": 4 * share, "optimizer": 8 * share}
             assert held == wanted
@@ -370,7 +373,7 @@ def test_a_run_holds_the_closed_form_and_gives_every_rank_the_same_result(
     assert first.losses[-1] < first.losses[0]
     assert notes.is_trained
     assert notes.progress[-1].step == 3
-    assert notes.num_parameters == sum(prod(s.shape) for s in ParameterShape.of(unseeded_gpt()))
+    assert notes.num_parameters == sum(p.numel() for p in unseeded_gpt().parameters())
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -6,14 +6,17 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from onefold.config import Offload, stage_of
+from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Efficiency, machine_of
-from onefold.planner.run import Run
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.work import ModelWork
+from onefold.recipe import Recipe
 from published_runs.decoder import TransformerShape, transformer_work
 
 HERE = Path(__file__).parent
 MPT_VOCAB, MEGATRON_VOCAB = 50368, 51200
+RANKS_PER_HOST = 8
 MPT = {  # hidden, layers, heads: scripts/train/yamls/pretrain/mpt-*.yaml
     "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12), "1b": (2048, 24, 16),
     "3b": (2560, 32, 20), "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56),
@@ -73,23 +76,32 @@ class Row:
         )
 
     @property
-    def run(self) -> Run:
-        """How it was trained."""
-        return Run(
-            stage=self.stage,
+    def recipe(self) -> Recipe:
+        """Stage, ranks and tiers of the run."""
+        return Recipe(
+            stage=stage_of(self.stage),
             world_size=self.ranks,
+            local_world_size=RANKS_PER_HOST,
+            offload=Offload(optimizer=self.optimizer),
+            device_type="cuda",
+        )
+
+    @property
+    def conditions(self) -> Conditions:
+        """The job, and the dtypes that the system sends."""
+        return Conditions(
             dtype=self.dtype,
             weight_itemsize=self.weight_itemsize,
             grad_itemsize=self.grad_itemsize,
             accumulate=self.accumulate,
             recompute=self.recompute,
-            optimizer=self.optimizer,
+            uses_rings=True,
         )
 
     def step(self, efficiency: Efficiency) -> StepTime:
         """The simulated step."""
         machine = replace(machine_of(self.machine), efficiency=efficiency)
-        return simulate(self.work, self.run, machine)
+        return simulate(self.work, self.recipe, machine, self.conditions)
 
     def speed(self, step: StepTime) -> float:
         """A simulated step in the unit of `measured`."""

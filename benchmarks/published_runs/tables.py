@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import mean
 
+from onefold.planner.conditions import Conditions
 from onefold.planner.drawing import drawn
 from onefold.planner.goodput import HOUR, LLAMA3_DEVICE_MTBF, goodput
 from onefold.planner.links import LinkGroup, all_reduce_cost
 from onefold.planner.machines import FITS, MACHINES, Efficiency, Link, machine_of
-from onefold.planner.run import Run
 from onefold.planner.simulate import scaling_curve, simulate, slowest_of
 from onefold.planner.work import ModelWork, UnitWork
+from onefold.recipe import Recipe
+from onefold.wire_config import Wire
 from published_runs.decoder import TransformerShape, block_activation_nbytes, transformer_work
 from published_runs.fits import CLASSES
-from published_runs.rows import GPT, MEGATRON_VOCAB, Row, deepspeed
+from published_runs.rows import GPT, MEGATRON_VOCAB, RANKS_PER_HOST, Row, deepspeed
 
 MIB, GIB = 1 << 20, 1 << 30
 LLAMA_70B = TransformerShape(
@@ -220,13 +222,17 @@ WORLDS = (8, 64, 512, 1024, 4096, 10_240)
 def scaling() -> list[str]:
     """Llama 70B on H100, one sequence of 8192 a rank: flat, hybrid over 64, hybrid in the node."""
     work = transformer_work(LLAMA_70B, seq=8192, microbatch=1, fused_elementwise=True)
-    run = Run(3, 64, recompute=1.0, grad_itemsize=2)
+    flat_recipe = Recipe(world_size=64, local_world_size=RANKS_PER_HOST, device_type="cuda")
+    copies = replace(
+        flat_recipe, local_world_size=64, has_axes=True, wire=Wire(secondary="optimizer")
+    )
+    conditions = Conditions(recompute=1.0, ranks_per_host=RANKS_PER_HOST, uses_rings=True)
     machine = machine_of("h100-80")
     lines = []
     for world in WORLDS[1:]:
         flat, near = (
-            scaling_curve(work, replace(run, shard_ranks=shards), machine, (64, world))[-1]
-            for shards in (0, 64)
+            scaling_curve(work, recipe, machine, (64, world), conditions)[-1]
+            for recipe in (flat_recipe, copies)
         )
         lines.append(
             (f"{world:,}", f"{flat.tokens_per_s_per_rank:.0f}", f"{flat.efficiency:.2f}",
@@ -298,7 +304,8 @@ def drawing() -> list[str]:
         machine_of("h100-80"), flops={"bf16": 1e15}, inside=Link(20e9, 0.0),
         efficiency=Efficiency(1.0, 1.0),
     )  # fmt: skip
-    return ["```text", *drawn(simulate(work, Run(3, 8), machine)), "```"]
+    recipe, conditions = Recipe(world_size=8, local_world_size=8), Conditions(uses_rings=True)
+    return ["```text", *drawn(simulate(work, recipe, machine, conditions)), "```"]
 
 
 def blocks() -> dict[str, list[str]]:

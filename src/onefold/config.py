@@ -1,7 +1,7 @@
-"""What a user may choose, as frozen values: `Precision`, `Offload` and the stage table.
+"""A user's choices as frozen values: `Stage`, `Precision`, `Offload`. `Wire` is in wire_config.py.
 
-`Wire` is in wiring.py. Validated here, turned into objects in `api`; the runtime never sees these
-classes.
+Words and presets become values here, and values that cannot work are refused. build/resolve.py
+puts them into a `Recipe`; rooms below never see a user's words.
 """
 
 from __future__ import annotations
@@ -19,42 +19,43 @@ from onefold.errors import ConfigError, expected
 
 
 class Placement(StrEnum):
-    """Who holds a piece of state."""
+    """How the ranks hold one kind of state."""
 
-    REPLICATE = "replicate"  # every rank holds all of it
-    PARTIAL = "partial"  # every rank holds its own summand of it
-    SHARD = "shard"  # every rank holds its rows of it
+    REPLICATE = "replicate"  # every rank holds the whole tensor
+    PARTIAL = "partial"  # every rank holds its own summand of the whole tensor
+    SHARD = "shard"  # every rank holds its rows
 
 
 @dataclass(frozen=True, slots=True)
-class Placements:
-    """Where each kind of state rests: one row of the ZeRO table (arXiv 1910.02054, section 5).
+class Stage:
+    """One row of the ZeRO table (arXiv 1910.02054, section 5): the placement of each kind of state.
 
-    `parameter` is the placement between forward and backward; `gradient` the one between the
-    micro-batches of an accumulation; `optimizer` that of masters and moments, always.
+    `number` is for people: reports and errors. `parameter` is the placement between forward and
+    backward, `gradient` between micro-batches, `optimizer` that of masters and moments at any time.
     """
 
+    number: int
     parameter: Placement
     gradient: Placement
     optimizer: Placement
 
 
 STAGES = {
-    0: Placements(Placement.REPLICATE, Placement.PARTIAL, Placement.REPLICATE),
-    1: Placements(Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD),
-    2: Placements(Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD),
-    3: Placements(Placement.SHARD, Placement.SHARD, Placement.SHARD),
+    0: Stage(0, Placement.REPLICATE, Placement.PARTIAL, Placement.REPLICATE),
+    1: Stage(1, Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD),
+    2: Stage(2, Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD),
+    3: Stage(3, Placement.SHARD, Placement.SHARD, Placement.SHARD),
 }
 
 
-def placements_of(stage: object) -> Placements:
-    """The row of the stage table, or `ConfigError`."""
-    if isinstance(stage, int) and not isinstance(stage, bool) and stage in STAGES:
-        return STAGES[stage]
+def stage_of(number: object) -> Stage:
+    """Return the row of the stage table, or raise `ConfigError`."""
+    if isinstance(number, int) and not isinstance(number, bool) and number in STAGES:
+        return STAGES[number]
     raise ConfigError(
         expected(
             "stage to be 0, 1, 2 or 3",
-            repr(stage),
+            repr(number),
             hint="0 replicates everything, 1 shards the optimizer, 2 also gradients, "
             "3 also parameters",
         )
@@ -65,10 +66,11 @@ def placements_of(stage: object) -> Placements:
 class Precision:
     """dtypes of compute, master weights, gradient sums and buffers.
 
-    `compute`: what forward and backward see; None is each parameter's own dtype. `master`: the
-    dtype the optimizer steps in, where it is wider than the parameter's own. `reduce`: dtype in
-    which gradients of the ranks are summed; they travel in the compute dtype. `buffers`: dtype
-    floating-point buffers are cast to once, None leaves them alone.
+    Args:
+        compute: dtype of forward and backward; None: each parameter's own.
+        master: dtype that the optimizer steps, where it is wider than the parameter's own.
+        reduce: dtype in which gradients of the ranks are summed. They travel in `compute`.
+        buffers: dtype to which floating-point buffers are cast once; None leaves them alone.
     """
 
     compute: torch.dtype | None = None
@@ -100,7 +102,7 @@ PRECISIONS = {
 
 
 def precision_of(choice: object) -> Precision:
-    """A `Precision` from None, a name or a `Precision`."""
+    """Return the `Precision` that None, a name or a `Precision` stands for."""
     if choice is None:
         return Precision()
     if isinstance(choice, Precision):
@@ -122,20 +124,22 @@ STEPPERS = ("auto", "cpu", "device")
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Where each kind of state sleeps: on the device that computes, in CPU memory, or on disk.
+    """The tier of each kind of state: "device" (which computes), "cpu" (its memory) or "disk".
 
-    `optimizer`: masters and moments, which are then stepped in the background (see `step`):
-    `optimizer.step()` returns early, and each unit's next use waits for its own part.
-    `parameters`: the shards of weights (stage 3 only). `activations`: what backward needs of
-    forward. `fraction`: the share of optimizer state that leaves the device; the rest is stepped
-    there, at the same time (Twin-Flow). "auto": as little as must leave, for what memory is free.
-    `disk`: one folder, or several whose bandwidths add.
-    `step_in_backward`: step each unit as soon as its gradient is reduced, and free the gradient.
-    Nothing can look at all gradients then: no clipping, no loss scaling.
-    `step`: who steps states that rest in CPU memory: the "cpu", or the "device", through which they
-    are streamed, with the bits of states that rest there; "auto" takes what is faster, measured.
-    `tile`: bytes above which one weight of a Linear or Embedding is gathered, used and reduced in
-    row blocks of about that size, so that it is never whole (stage 3; None: always whole).
+    Args:
+        optimizer: tier of masters and moments. Off the device they are stepped in the background:
+            `optimizer.step()` returns early, and each unit's next use waits for its own step.
+        parameters: tier of the shards of weights (stage 3 only).
+        activations: tier of the tensors that backward needs from forward.
+        fraction: share of the optimizer state that leaves the device; the rest is stepped there at
+            the same time (Twin-Flow). "auto": as little as the free memory allows.
+        disk: one folder, or several whose bandwidths add.
+        step_in_backward: step each unit as soon as its gradient is reduced, and free the gradient.
+            Nothing can look at all gradients then: no clipping, no loss scaling.
+        step: which processor steps states in CPU memory: "cpu", or "device", to which they are
+            streamed. Both give the same bits. "auto" measures which is faster.
+        tile: bytes above which the weight of a Linear or Embedding is gathered, used and reduced
+            in row blocks of about that size, so that it is never whole (stage 3).
     """
 
     optimizer: str = "device"
@@ -204,9 +208,9 @@ class Offload:
 
     @property
     def may_stream(self) -> bool:
-        """True if a device may step it: states in CPU memory, and nothing that files are read for.
+        """True if a device may step the states: they lie in CPU memory, and no weights in files.
 
-        Where the device is the CPU, it does so only if `step` names it.
+        Where the device is the CPU, it streams only if `step` names it.
         """
         return self.optimizer == "cpu" and self.parameters != "disk" and self.step != "cpu"
 
@@ -220,35 +224,37 @@ class Offload:
         return [Path(os.path.abspath(each)) for each in several]
 
 
-def offload_of(choice: object, placements: Placements) -> Offload:
-    """An `Offload` from None, "optimizer", "cpu", "disk:PATH" (or several, by ":") or itself."""
+def offload_of(choice: object) -> Offload:
+    """Return the `Offload` that a choice of `shard(offload=)` stands for.
+
+    Args:
+        choice: None, "optimizer", "cpu", "disk:PATH" (or several paths, by ":") or an `Offload`.
+    """
     if choice is None:
         return Offload()
     if isinstance(choice, Offload):
-        offload = choice
-    elif choice == "optimizer":
-        offload = Offload(optimizer="cpu")
-    elif choice == "cpu":
-        offload = Offload(optimizer="cpu", parameters="cpu")
-    elif isinstance(choice, str) and choice.partition(":")[0] == "disk":
+        return choice
+    if choice == "optimizer":
+        return Offload(optimizer="cpu")
+    if choice == "cpu":
+        return Offload(optimizer="cpu", parameters="cpu")
+    if isinstance(choice, str) and choice.partition(":")[0] == "disk":
         paths = [path for path in choice.split(":")[1:] if path]
-        offload = Offload(optimizer="disk", parameters="disk", disk=paths or None)
-    else:
-        words = ("optimizer", "cpu", "disk:PATH")
-        raise ConfigError(
-            expected(
-                f"offload to be None, {', '.join(map(repr, words))} or an Offload",
-                repr(choice),
-                hint=nearest_word(choice, words) or "None keeps every state on the device",
-            )
+        return Offload(optimizer="disk", parameters="disk", disk=paths or None)
+    words = ("optimizer", "cpu", "disk:PATH")
+    raise ConfigError(
+        expected(
+            f"offload to be None, {', '.join(map(repr, words))} or an Offload",
+            repr(choice),
+            hint=nearest_word(choice, words) or "None keeps every state on the device",
         )
-    _check_offload(offload, placements)
-    return offload
+    )
 
 
-def _check_offload(offload: Offload, placements: Placements) -> None:
+def check_offload(offload: Offload, stage: Stage) -> None:
+    """Raise `ConfigError` for tiers that a stage cannot have."""
     leaves = offload.optimizer != "device"
-    if offload.tile is not None and placements.parameter is not Placement.SHARD:
+    if offload.tile is not None and stage.parameter is not Placement.SHARD:
         raise ConfigError(
             expected(
                 "stage=3 for weights that are used in tiles",
@@ -256,7 +262,7 @@ def _check_offload(offload: Offload, placements: Placements) -> None:
                 hint="stage=3, or no tile",
             )
         )
-    if offload.parameters != "device" and placements.parameter is not Placement.SHARD:
+    if offload.parameters != "device" and stage.parameter is not Placement.SHARD:
         raise ConfigError(
             expected(
                 "stage=3 for parameters off the device",
@@ -264,7 +270,7 @@ def _check_offload(offload: Offload, placements: Placements) -> None:
                 hint=f"stage=3, or Offload(optimizer={offload.optimizer!r}), which every stage has",
             )
         )
-    if leaves and placements.optimizer is not Placement.SHARD:
+    if leaves and stage.optimizer is not Placement.SHARD:
         raise ConfigError(
             expected(
                 "stage 1, 2 or 3 for optimizer state off the device",
@@ -283,6 +289,6 @@ def _check_offload(offload: Offload, placements: Placements) -> None:
 
 
 def nearest_word(word: object, known: Iterable[str]) -> str:
-    """A hint that names the one of `known` that was meant, or nothing."""
+    """Return a hint that names the closest of `known`, or an empty string."""
     close = get_close_matches(str(word), list(known), n=1)
     return f"did you mean {close[0]!r}?" if close else ""

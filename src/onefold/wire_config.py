@@ -1,50 +1,51 @@
-"""How state travels, as users say it: `Wire`, its words and presets.
+"""The wire as users choose it: `Wire`, its words and presets.
 
-`routing` makes transports of it, of which `wire/` has the kinds.
+build/routes.py makes transports (wire/) from a `Wire`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from onefold.config import Offload, Placement, Placements, nearest_word
+from onefold.config import Offload, Placement, Stage, nearest_word
 from onefold.errors import ConfigError, expected
 
 EXACT = "exact"
 CODECS = (EXACT, "int8", "int4", "int8+h", "int4+h")
-"""Words for how numbers are written into a message (wire/codec.py)."""
+"""Codecs of a message (wire/codec.py)."""
 
 DIFFERENCE = "-diff"
-"""Behind a codec of weights: what is sent is the change since the last gather."""
+"""Suffix of a codec of weights: a message holds the change since the last gather."""
 
 WEIGHT_CODECS = (*CODECS, *(word + DIFFERENCE for word in ("int8", "int4")))
 
 SECONDARY = ("weights", "gradients", "optimizer")
-"""What rests inside the node, on a mesh of two axes: each word includes those before it."""
+"""The state that rests inside the node, on a mesh of two axes; each word includes the former."""
 
 Words = str | tuple[str, str]
-"""One word for all links; or two: inside the node, between nodes."""
+"""One codec for all links, or two: (inside the node, between nodes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How weights and gradients travel between ranks, and what a node keeps for itself.
+    """Codecs of weights and gradients between ranks, and the state that rests inside a node.
 
-    `weights`, `gradients`: a codec: "exact" (the compute dtype; sums in fp32), "int8"
-    (qwZ, qgZ) or "int4", also with "+h" for a rotation that spreads outliers (32-wide Hadamard);
-    weights also "int8-diff" and "int4-diff": the change since the last gather,
-    into a replica that every rank keeps, so that what one message rounds off comes with the next.
-    One word, or two for a mesh of two axes: (inside the node, between nodes); one word there means
-    ("exact", word): the slow link decides.
+    A codec is "exact" (the compute dtype; sums in fp32), "int8" or "int4". "int8+h" and "int4+h"
+    rotate first, which spreads outliers (32-wide Hadamard). One codec means ("exact", codec) on a
+    mesh of two axes, as the slow link decides; two are (inside the node, between nodes).
 
-    `secondary`: on a mesh of two axes, what rests inside the node at stage 3. "weights": a second
-    shard of the weights, from which forward and backward gather (hpZ). "gradients": also sums of
-    micro-batches, so that nodes talk once a step (fully hybrid; what None means there).
-    "optimizer": everything; nodes are replicas of one another (HSDP, MiCS), at stages 1 to 3.
-    False: nothing. True is "weights".
-
-    `feedback`: what coded gradients round off is kept, 4 bytes an element that is sent, and added
-    to the next step's: rounding delays, it does not lose.
+    Args:
+        weights: codec of gathers (int8: qwZ). "int8-diff" and "int4-diff" send the change since the
+            last gather into a replica that every rank keeps, so that the next message brings the
+            part that rounding left out.
+        gradients: codec of reductions (int8 or int4: qgZ).
+        secondary: on a mesh of two axes, the state that rests inside the node at stage 3.
+            "weights": a second shard of weights, from which forward and backward gather (hpZ).
+            "gradients": also sums of micro-batches, so that nodes communicate once a step (HFSDP;
+            the meaning of None there). "optimizer": all states; nodes are replicas of one another
+            (HSDP, MiCS), at stages 1 to 3. False: nothing. True is "weights".
+        feedback: keep the rounding error of coded gradients, 4 bytes for each element sent, and add
+            it to the next step's gradients.
 
     Sources: ZeRO++, arXiv 2306.10209, sections 3.1-3.3; SDP4Bit, arXiv 2410.15526, section 3 (the
     differences); MiCS, arXiv 2205.00119, section 3; EF-SGD, arXiv 1901.09847 (feedback).
@@ -128,9 +129,10 @@ class Wire:
         return (self.gradients_inside, self.gradients_between) != (EXACT, EXACT)
 
     def kept(self, *, is_whole: bool) -> str:
-        """What rests inside the node, on a mesh of two axes: one of `SECONDARY`, or "" for nothing.
+        """Name the state that rests inside the node, on a mesh of two axes; "" for none.
 
-        `is_whole`: weights are whole on every rank (stages 0 to 2).
+        Args:
+            is_whole: weights are whole on every rank (stages 0 to 2).
         """
         if isinstance(self.secondary, str):
             return self.secondary
@@ -138,12 +140,8 @@ class Wire:
 
     @property
     def is_plain(self) -> bool:
-        """True if nothing is asked for that one axis and exact messages do not do."""
+        """True for exact messages on one axis."""
         return self in (Wire(), Wire(secondary=False))
-
-    def facts(self) -> list[str]:
-        """A line for each field: ranks compare them, and name the one that differs."""
-        return [f"Wire.{field.name}={getattr(self, field.name)!r}" for field in fields(self)]
 
 
 PRESETS = {
@@ -154,17 +152,17 @@ PRESETS = {
     "zero++": Wire(weights="int8", gradients=("int8+h", "int4+h")),
     "zero++diff": Wire(weights="int4-diff", gradients=("int8+h", "int4+h")),
 }
-"""Named wires, from exact to lossy; what each sends and costs in loss is in docs/wire.md.
+"""Named wires, from exact to lossy; docs/wire.md has the bytes and the loss of each.
 
 "hybrid" is HFSDP and "replicas" HSDP, exact. "recommended" sends a third of their bytes between
-nodes: int8 differences of weights, int8 gradients. "zero++" is ZeRO++ as published, but that nodes
-keep sums of micro-batches as well: int8 weights (qwZ, hpZ), int8/int4 gradients in two hops (qgZ),
-here with a rotation. A name means what a mesh has: on one axis nothing is kept for a node.
+nodes: int8 differences of weights, int8 gradients. "zero++" is ZeRO++ as published, and nodes also
+keep sums of micro-batches: int8 weights (qwZ, hpZ), int8/int4 gradients in two hops (qgZ), here
+with a rotation. A name adapts to the mesh: on one axis no state rests for a node.
 """
 
 
 def wire_of(choice: object) -> Wire:
-    """A `Wire` from None, a preset's name or a `Wire`."""
+    """Return the `Wire` that None, a preset's name or a `Wire` stands for."""
     if choice is None:
         return Wire()
     if isinstance(choice, Wire):
@@ -180,12 +178,12 @@ def wire_of(choice: object) -> Wire:
     )
 
 
-def fitted(wire: Wire, placements: Placements, *, has_axes: bool) -> Wire:
-    """A named wire, or any on a mesh with an axis of 1, as far as it applies at a stage and on a
-    mesh: without a second shard where there is none, and then with whole weights instead of
-    differences to it.
+def fitted(wire: Wire, stage: Stage, *, has_axes: bool) -> Wire:
+    """Adapt a named wire, or one on a mesh with an axis of 1, to a stage and a mesh.
+
+    Without a second shard, weights travel whole instead of as differences to it.
     """
-    is_whole = placements.parameter is not Placement.SHARD
+    is_whole = stage.parameter is not Placement.SHARD
     if has_axes:
         is_moot = is_whole and wire.secondary == "gradients"
         return replace(wire, secondary=None) if is_moot else wire
@@ -195,8 +193,21 @@ def fitted(wire: Wire, placements: Placements, *, has_axes: bool) -> Wire:
     return replace(wire, weights=weights, secondary=None)
 
 
-def check_wire(wire: Wire, placements: Placements, offload: Offload, *, has_axes: bool) -> None:
-    """Refuse what would mean nothing at a stage or on a mesh, rather than ignore it."""
+def resolve_wire(
+    wire: Wire, stage: Stage, offload: Offload, *, has_axes: bool, adapts: bool
+) -> Wire:
+    """Return the wire as a stage and a mesh have it; `ConfigError` for one that they cannot have.
+
+    Args:
+        adapts: a name, or a mesh with an axis of 1, may mean less here than elsewhere.
+    """
+    chosen = fitted(wire, stage, has_axes=has_axes) if adapts else wire
+    check_wire(chosen, stage, offload, has_axes=has_axes)
+    return chosen
+
+
+def check_wire(wire: Wire, stage: Stage, offload: Offload, *, has_axes: bool) -> None:
+    """Raise `ConfigError` for a wire that would mean nothing at this stage or on this mesh."""
     if wire.rounds_gradients and offload.step_in_backward:
         raise ConfigError(
             expected(
@@ -214,7 +225,7 @@ def check_wire(wire: Wire, placements: Placements, offload: Offload, *, has_axes
                 hint='secondary="gradients" has the same traffic between nodes',
             )
         )
-    if placements.optimizer is not Placement.SHARD and not wire.is_plain:
+    if stage.optimizer is not Placement.SHARD and not wire.is_plain:
         raise ConfigError(
             expected(
                 "an exact wire at stage 0, which averages gradients whole on every rank",
@@ -222,7 +233,7 @@ def check_wire(wire: Wire, placements: Placements, offload: Offload, *, has_axes
                 hint="stage=1 sends no more bytes, and takes any wire",
             )
         )
-    is_whole = placements.parameter is not Placement.SHARD
+    is_whole = stage.parameter is not Placement.SHARD
     if has_axes:
         _check_two_axes(wire, is_whole=is_whole)
     else:

@@ -1,1 +1,1 @@
-"""From a choice to objects: tiers, routes, checks of arguments."""
+"""The composition root: from arguments to a recipe (resolve.py), from a recipe to objects."""

@@ -1,4 +1,4 @@
-"""What `shard` refuses before it touches anything: modules, parameters, optimizers."""
+"""Refuse modules, parameters and optimizers that cannot be sharded, before anything is touched."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from onefold.layout.units import Owned
 
 
 def as_list(optimizer: object) -> list[Optimizer]:
+    """Return the optimizers of `shard(optimizer=)`; raise `ConfigError` for other objects."""
     if optimizer is None:
         return []
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -34,6 +35,7 @@ def as_list(optimizer: object) -> list[Optimizer]:
 
 
 def check_module(module: object) -> None:
+    """Raise `ConfigError` unless this is a module that is not sharded yet."""
     if not isinstance(module, nn.Module):
         raise ConfigError(
             expected(
@@ -53,6 +55,7 @@ def check_module(module: object) -> None:
 
 
 def check_parameters(parameters: Sequence[Owned]) -> None:
+    """Raise `ConfigError` for lazy, foreign, shared or hooked parameters."""
     for owned in parameters:
         kind = type(owned.parameter)
         if isinstance(owned.parameter, UninitializedParameter):
@@ -92,6 +95,7 @@ def check_parameters(parameters: Sequence[Owned]) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned]) -> None:
+    """Raise `ConfigError` for optimizers without such parameters, or with unusable state."""
     known = {id(owned.parameter) for owned in parameters}
     for optimizer in optimizers:
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]

@@ -1,7 +1,4 @@
-"""From a wire and a mesh to the objects behind them: transports, hops, codecs.
-
-Part of the composition root; `api` alone calls it.
-"""
+"""From a recipe and its ranks to routes: transports, hops, codecs."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from onefold.config import Placement, Placements
 from onefold.ledger import Ledger
 from onefold.mesh.ranks import Ranks
+from onefold.recipe import Recipe
 from onefold.unit.context import Hops, Routes
 from onefold.wire.codec import codec_of
 from onefold.wire.coded import Coded
@@ -25,14 +22,14 @@ from onefold.wire_config import DIFFERENCE, EXACT, Wire
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What transports are made of, whatever ranks they join."""
+    """The parts of every transport, whatever ranks it joins."""
 
     device: torch.device
     ledger: Ledger
     reduce: torch.dtype
 
     def transport(self, group: Group, codec: str = EXACT, where: str = "") -> Transport:
-        """Messages between the ranks of a group, exact or coded."""
+        """Make a transport between the ranks of a group, exact or coded."""
         if group.world_size == 1:
             return LocalTransport(group)
         is_cuda = self.device.type == "cuda"
@@ -45,17 +42,17 @@ class Links:
         return Streamed(timed, self.device) if is_cuda else timed
 
 
-def routes_of(wire: Wire, ranks: Ranks, placements: Placements, links: Links) -> Routes:
-    """The ways that state travels under a wire that was found to be sound."""
-    is_sharded = placements.optimizer is Placement.SHARD
-    if ranks.inside is None or ranks.between is None or not is_sharded:
+def routes_of(recipe: Recipe, ranks: Ranks, links: Links) -> Routes:
+    """Make the transports of a recipe."""
+    wire = recipe.wire
+    if ranks.inside is None or ranks.between is None or not recipe.is_sharded:
         return _one_axis(wire, ranks.everyone, ranks.everyone, links)
-    if wire.secondary == "optimizer":
+    if recipe.are_replicas:
         inner = Wire(wire.weights_inside, wire.gradients_inside)
         routes = _one_axis(inner, ranks.everyone, ranks.inside, links)
         replicas = links.transport(ranks.between, wire.gradients_between, "between")
         return replace(routes, replicas=replicas, feeds_back=wire.feedback)
-    return _two_hops(wire, ranks, placements, links)
+    return _two_hops(recipe, ranks, links)
 
 
 def _one_axis(wire: Wire, everyone: Group, group: Group, links: Links) -> Routes:
@@ -74,12 +71,11 @@ def _one_axis(wire: Wire, everyone: Group, group: Group, links: Links) -> Routes
     )
 
 
-def _two_hops(wire: Wire, ranks: Ranks, placements: Placements, links: Links) -> Routes:
-    inside, between, axes = ranks.inside, ranks.between, ranks.axes
+def _two_hops(recipe: Recipe, ranks: Ranks, links: Links) -> Routes:
+    inside, between, axes, wire = ranks.inside, ranks.between, ranks.axes, recipe.wire
     assert inside is not None, "checked by the caller"
     assert between is not None, "checked by the caller"
     assert axes is not None, "there are two axes where there are two groups"
-    keeps = wire.kept(is_whole=placements.parameter is not Placement.SHARD)
     exact = links.transport(ranks.everyone)
     hops = Hops(
         axes=axes,
@@ -87,8 +83,8 @@ def _two_hops(wire: Wire, ranks: Ranks, placements: Placements, links: Links) ->
         gather_inside=links.transport(inside, wire.weights_inside, "inside"),
         reduce_inside=links.transport(inside, wire.gradients_inside, "inside"),
         reduce_between=links.transport(between, wire.gradients_between, "between"),
-        keeps_weights=keeps in ("weights", "gradients"),
-        keeps_gradients=keeps == "gradients",
+        keeps_weights=recipe.keeps_weights,
+        keeps_gradients=recipe.keeps_sums,
     )
     return Routes(
         group=ranks.everyone, transport=exact, gather=exact, reduce=exact, hops=hops,

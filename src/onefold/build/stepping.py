@@ -1,11 +1,10 @@
-"""Who steps states that rest in CPU memory, where that was left open: what is faster, measured.
+"""Choose the processor that steps states in CPU memory, by measuring which is faster.
 
-    by the CPU      its cores read and write 28 bytes of an element where they lie, and its
-                    gradient and new weight cross the link, before and behind that
-    by the device   12 bytes of it cross the link, and 12 come back at the same time
+    the CPU      its cores read and write 28 bytes of an element in place; the gradient crosses the
+                 link before, and the new weight after
+    the device   12 bytes of an element cross the link, and 12 come back at the same time
 
-Ranks of a host share its memory and links, so all measure at once, as they will step. Part of the
-composition root; `api` alone calls it.
+Ranks of a host share its memory and links, so all measure at once, as they will step.
 """
 
 from __future__ import annotations
@@ -25,36 +24,34 @@ from onefold.tier.workers import Workers
 from onefold.wire.collectives import Group
 
 CPU_NBYTES, CROSSING_NBYTES = 28, 8
-"""Of an fp32 element: gradient in, master and moments in and out; gradient and weight over the
-link."""
+"""Bytes of an fp32 element: gradient in, master and moments in and out; and over the link."""
 PIECE_NUMEL = 4 << 20
-"""Elements that each core steps, and that cross the link: 64 MiB of streams, past the caches."""
+"""Elements that each core steps, and that cross the link: 64 MiB of streams exceed the caches."""
 MOST_CORES = 16
-"""That are measured: with more, memory is what counts, and they would take more of it than some
-hosts have."""
+"""Cores that are measured. More would be bound by memory, and need more than some hosts have."""
 REPEATS = 4
-"""The first finds memory that was never touched."""
+"""Runs, of which the best counts: the first one touches its memory for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second of one rank: of its cores' Adam, and of its link each way, both in use."""
+    """Bytes per second of one rank: Adam on its cores, and its link each way with both in use."""
 
     cpu: float
     link: float
 
     @property
     def by_cpu(self) -> float:
-        """Elements a second."""
+        """Elements a second that the cores step."""
         return 1 / (CPU_NBYTES / self.cpu + CROSSING_NBYTES / self.link)
 
     @property
     def streamed(self) -> float:
-        """Elements a second, through the device."""
+        """Elements a second that are streamed through the device."""
         return self.link / STREAMED_NBYTES
 
-    def told(self) -> str:
-        """What was chosen, and why."""
+    def describe(self) -> str:
+        """Describe the choice, and both rates."""
         who = "streamed to the device" if self.streamed > self.by_cpu else "stepped by the CPU"
         return (
             f"states in CPU memory are {who}: {self.by_cpu / 1e9:.2f} billion parameters a second "
@@ -63,9 +60,9 @@ class Rates:
 
 
 def stepper_of(offload: Offload, device: torch.device, group: Group) -> tuple[Offload, str]:
-    """`offload` with "cpu" or "device" for `step`, the same on every rank, and why.
+    """Resolve `Offload.step` to "cpu" or "device", the same on every rank, and say why.
 
-    A collective of half a second, where there is something to choose; else as it was.
+    A collective of half a second where both are possible.
     """
     if offload.step != "auto" or offload.optimizer != "cpu":
         return offload, ""
@@ -74,11 +71,13 @@ def stepper_of(offload: Offload, device: torch.device, group: Group) -> tuple[Of
     rates = slowest(measured(device, cores_of(*local_place(group))), group)
     if rates is None:
         return replace(offload, step="cpu"), "states in CPU memory are stepped by the CPU"
-    return replace(offload, step="device" if rates.streamed > rates.by_cpu else "cpu"), rates.told()
+    return replace(
+        offload, step="device" if rates.streamed > rates.by_cpu else "cpu"
+    ), rates.describe()
 
 
 def measured(device: torch.device, cores: tuple[int, ...]) -> Rates | None:
-    """What this rank reaches now, the best of some tries; None where there is no room for them."""
+    """Measure the rates of this rank, the best of some runs; None where memory is short."""
     try:
         return Rates(_cpu_rate(cores[1:][:MOST_CORES] or cores), _link_rate(device))
     except (RuntimeError, MemoryError):  # torch's own are RuntimeErrors
@@ -86,7 +85,7 @@ def measured(device: torch.device, cores: tuple[int, ...]) -> Rates | None:
 
 
 def slowest(mine: Rates | None, group: Group) -> Rates | None:
-    """Of all ranks, as all wait for the slowest; None if one has none. A collective."""
+    """Return the lowest rates of all ranks; None if one rank has none. A collective."""
     if group.world_size == 1:
         return mine
     everyone: list[Any] = group.all_gather_object(mine)
@@ -115,7 +114,7 @@ def _cpu_rate(cores: tuple[int, ...]) -> float:
 
 
 def _link_rate(device: torch.device) -> float:
-    """Both directions at once, from and to page-locked memory."""
+    """Measure both directions at once, from and to page-locked memory."""
     is_cuda = device.type == "cuda"
     near = [torch.zeros(PIECE_NUMEL, device=device) for _ in range(2)]
     far = [torch.zeros(PIECE_NUMEL, pin_memory=is_cuda) for _ in range(2)]

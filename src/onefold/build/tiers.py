@@ -1,33 +1,28 @@
-"""From a choice of tiers to the objects behind it: stores, threads, and a budget that is checked.
-
-Part of the composition root; `api` alone calls it.
-"""
+"""From a recipe to tiers: stores, threads, and a budget that is checked first."""
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
 
-from onefold.config import Offload, Precision
+from onefold.config import Offload
 from onefold.engine.optimizer import steps_elements
-from onefold.engine.policy import last_units
 from onefold.engine.rules import moments_after_first_step, rule_of
 from onefold.errors import TierError, expected
 from onefold.host import cores_of, free_host_nbytes
-from onefold.layout.rows import Layout
+from onefold.layout.flat import stepped_itemsize, unit_bytes
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
-from onefold.mesh.ranks import Ranks, local_place
-from onefold.planner.auto import Subject, least_fraction
+from onefold.mesh.ranks import local_place
+from onefold.recipe import Recipe
 from onefold.tier.cpu import HostStore
 from onefold.tier.device import DeviceStore
 from onefold.tier.disk import DiskStore, SwapFile
@@ -38,49 +33,16 @@ from onefold.tier.store import Store, whole_pages
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS, Workers
 from onefold.unit.context import Tiers
 from onefold.wire.collectives import Group
-from onefold.wire_config import Wire
 
 T = TypeVar("T")
 
-LOG = logging.getLogger(__name__)
-
 NUM_MOVERS = 4
-"""Threads that write and read activations: requests that the disk has at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What is to be offloaded: the choice, and what it is about."""
-
-    offload: Offload
-    precision: Precision
-    plans: Sequence[UnitPlan]
-    optimizers: Sequence[Optimizer]
-    device: torch.device  # that computes
-    stage: int = 3
-    ranks: Ranks = field(default_factory=lambda: Ranks(Group.of(None)))
-    wire: Wire = field(default_factory=Wire)
-
-    @property
-    def shards(self) -> Group:
-        """The ranks over which resting state is cut."""
-        return self.ranks.shards(are_replicas=self.wire.secondary == "optimizer")
-
-    @property
-    def subject(self) -> Subject:
-        """What of it a forecast needs."""
-        largest = sorted(self.plans, key=lambda plan: plan.numel)[-1:]  # none without parameters
-        num_moments = sum(len(moments_of(p, p.dtype, self.optimizers)) for p in largest)
-        axes = self.ranks.axes
-        return Subject(
-            self.plans, self.precision, self.offload, num_moments, self.device, self.stage,
-            self.ranks.everyone.world_size, axes.neighbours if axes else 0, self.wire,
-        )  # fmt: skip
+"""Threads that write and read activations, so requests that the disk has at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes of this rank's resting state by tier; `states` are masters and moments in any."""
+    """Bytes of this rank's resting state by tier; `states`: masters and moments in all tiers."""
 
     device: int
     cpu: int
@@ -88,38 +50,35 @@ class Budget:
     states: int
 
 
-@dataclass(frozen=True, slots=True)
-class Offloading:
-    """What a wish has come to: tiers, which units' states are in them, and a line for people."""
+def budget_of(
+    recipe: Recipe, plans: Sequence[UnitPlan], optimizers: Sequence[Optimizer], rank: int
+) -> Budget:
+    """Compute the bytes of resting state on this rank, whole pages for each buffer.
 
-    tiers: Tiers
-    chosen: list[bool]
-    told: str
+    They are 0 where nothing is offloaded: then nobody checks them.
 
-
-def offloaded_units(wish: Wish, fraction: float) -> list[bool]:
-    """Which units' states leave the device: the last ones, up to `fraction` of all elements."""
-    if wish.offload.optimizer == "device":
-        return [False] * len(wish.plans)
-    return last_units([plan.numel for plan in wish.plans], fraction)
-
-
-def budget_of(wish: Wish, chosen: Sequence[bool]) -> Budget:
-    """What resting state will need on this rank, whole pages for each buffer."""
-    offload, precision = wish.offload, wish.precision
-    group = wish.shards
+    Args:
+        recipe: the resolved choices, with a unit for each of `plans`.
+        plans: the units, for the states that their optimizers keep.
+        optimizers: those of the module.
+        rank: position among the ranks that hold one copy of the states.
+    """
+    offload = recipe.offload
+    if offload == Offload():
+        return Budget(0, 0, 0, 0)
+    copies = recipe.device_type != "cpu" and offload.parameters == "device"
     needs, all_states = {"device": 0, "cpu": 0, "disk": 0}, 0
-    for plan, is_chosen in zip(wish.plans, chosen, strict=True):
-        shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
-        numel = max(1, Layout.build(shapes, group.world_size).shard_numels[group.rank])
-        is_narrow = plan.dtype.is_floating_point and precision.master.itemsize > plan.dtype.itemsize
-        stepped = precision.master if is_narrow else plan.dtype
-        is_copied = is_chosen and wish.device.type != "cpu" and offload.parameters == "device"
-        states = [stepped] if is_narrow or is_copied else []
-        states += moments_of(plan, stepped, wish.optimizers).values()
+    for unit, plan in zip(recipe.units, plans, strict=True):
+        held = unit_bytes(unit.members, recipe, rank)
+        numel = max(1, held.rest_numel)
+        itemsize, _ = stepped_itemsize(unit.members[0], recipe)
+        has_master = held.has_master or (unit.is_offloaded and copies)
+        states = [itemsize] if has_master else []
+        stepped = recipe.precision.master if held.has_master else plan.dtype
+        states += [each.itemsize for each in moments_of(plan, stepped, optimizers).values()]
         needs[offload.parameters] += whole_pages(numel * plan.dtype.itemsize)
-        nbytes = sum(whole_pages(numel * each.itemsize) for each in states)
-        needs[offload.optimizer if is_chosen else "device"] += nbytes
+        nbytes = sum(whole_pages(numel * itemsize) for itemsize in states)
+        needs[offload.optimizer if unit.is_offloaded else "device"] += nbytes
         all_states += nbytes
     return Budget(**needs, states=all_states)
 
@@ -127,7 +86,7 @@ def budget_of(wish: Wish, chosen: Sequence[bool]) -> Budget:
 def moments_of(
     plan: UnitPlan, stepped: torch.dtype, optimizers: Sequence[Optimizer]
 ) -> dict[str, torch.dtype]:
-    """The states by name that the optimizers will keep for each element of a unit."""
+    """Return the states that the optimizers will keep for each element of a unit, by name."""
     members = {id(owned.parameter) for owned in plan.members}
     found: dict[str, torch.dtype] = {}
     for optimizer in optimizers:
@@ -138,7 +97,7 @@ def moments_of(
 
 
 def check_budget(budget: Budget, offload: Offload, group: Group, local_world_size: int) -> None:
-    """Raise `TierError` if a tier has no room for it; warn if a path of the disk tier is memory."""
+    """Raise `TierError` if a tier lacks room; warn if a path of the disk tier lies in memory."""
     where = f"rank {group.rank}"
     free = free_host_nbytes() // local_world_size
     if budget.cpu > free:
@@ -172,7 +131,7 @@ def check_budget(budget: Budget, offload: Offload, group: Group, local_world_siz
             warnings.warn(
                 f"the disk tier at {path} lies in memory (tmpfs): what is offloaded there stays in "
                 "memory; name a folder on a disk",
-                stacklevel=5,
+                stacklevel=7,
             )
         each, free = budget.disk // len(paths), shutil.disk_usage(path).free // local_world_size
         if each > free:
@@ -199,29 +158,23 @@ def is_memory(path: Path) -> bool:
     return bool(inside) and kinds[max(inside, key=len)] in ("tmpfs", "ramfs")
 
 
-def offload_together(wish: Wish, store: DeviceStore, ledger: Ledger, group: Group) -> Offloading:
-    """Check the budget and take the files; if that fails on a rank, `TierError` on all.
+def build_tiers(
+    recipe: Recipe, budget: Budget, store: DeviceStore, ledger: Ledger, group: Group
+) -> Tiers:
+    """Check the budget and take the files; if one rank fails, raise `TierError` on all.
 
     A collective, where anything is offloaded.
     """
-    offload, local = wish.offload, local_place(group)
+    offload, local = recipe.offload, local_place(group)
     if offload == Offload():
-        chosen = [False] * len(wish.plans)
-        tiers = _build(offload, store, ledger, group, Budget(0, 0, 0, 0), local)
-        return Offloading(tiers, chosen, "")
-    fraction, why = _agreed_fraction(wish, group, local[1])
-    chosen = offloaded_units(wish, fraction)
-    budget = budget_of(wish, chosen)
-    # all look at what is free before any takes of it
+        return _build(offload, store, ledger, group, budget, local)
+    # every rank looks at the free memory before any rank takes of it
     _together(group, lambda: check_budget(budget, offload, group, local[1]))
-    told = _told(wish, budget, chosen, why)
-    LOG.info("rank %d: %s", group.rank, told)
-    tiers = _together(group, lambda: _build(offload, store, ledger, group, budget, local))
-    return Offloading(tiers, chosen, told)
+    return _together(group, lambda: _build(offload, store, ledger, group, budget, local))
 
 
 def _together(group: Group, body: Callable[[], T]) -> T:
-    """What `body` gives; if it raises `TierError` on one rank, that is raised on all."""
+    """Return the result of `body`; if it raises `TierError` on one rank, raise it on all."""
     results: list[T] = []
     problem = None
     try:
@@ -237,25 +190,16 @@ def _together(group: Group, body: Callable[[], T]) -> T:
     return results[0]
 
 
-def _agreed_fraction(wish: Wish, group: Group, local_world_size: int) -> tuple[float, str]:
-    """The share that leaves, the same on every rank: that of the rank with the least room."""
-    fraction = wish.offload.fraction
-    if fraction != "auto":
-        return float(fraction), ""
-    states = budget_of(wish, [False] * len(wish.plans)).states
-    mine = least_fraction(wish.subject, states, local_world_size)
-    everyone: list[Any] = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-    return max(everyone)
-
-
-def _told(wish: Wish, budget: Budget, chosen: Sequence[bool], why: str) -> str:
-    plans = zip(wish.plans, chosen, strict=True)
-    away = sum(plan.numel for plan, is_chosen in plans if is_chosen)
-    share = away / max(1, sum(plan.numel for plan in wish.plans))
+def describe(recipe: Recipe, budget: Budget, why_fraction: str) -> str:
+    """Describe for people where the state of a rank rests; empty where none is offloaded."""
+    if recipe.offload == Offload():
+        return ""
+    away = sum(unit.numel for unit in recipe.units if unit.is_offloaded)
+    share = away / max(1, sum(unit.numel for unit in recipe.units))
     rest = {"on the device": budget.device, "in CPU memory": budget.cpu, "on disk": budget.disk}
     tiers = [f"{nbytes:,} bytes {where}" for where, nbytes in rest.items() if nbytes]
     line = f"{', '.join(tiers)}; {share:.0%} of the optimizer state is off the device"
-    return f"{line}: {why}" if why else line
+    return f"{line}: {why_fraction}" if why_fraction else line
 
 
 def _build(
@@ -292,7 +236,7 @@ def _scratch(
     offload: Offload, device: torch.device, slots: SlotPool, ledger: Ledger, group: Group,
     cores: tuple[int, ...],
 ) -> Scratch | None:  # fmt: skip
-    """Where activations go; None if they stay, or would only move within the same memory."""
+    """Make the store of activations; None if they stay, or would move within the same memory."""
     if offload.activations == "disk":
         files = [SwapFile(path, group.rank) for path in offload.paths]
         workers = Workers(NUM_MOVERS, "onefold-activation", cores)

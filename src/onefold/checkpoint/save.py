@@ -157,7 +157,7 @@ def _agree(engine: Engine, asked: _Asked) -> _WriteJob:
         own = contents.of_rank(subject, asked.extra)
         state[RANK] = {str(engine.group.rank): (own,)}  # a tuple is one object to torch's planner
         manifest = Manifest(
-            save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.stage,
+            save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.recipe.stage.number,
             world_size=engine.group.world_size, optimizers=subject.records(),
             config=contents.config_of(asked.module), **manifests.stamp(),
         )  # fmt: skip

@@ -210,7 +210,7 @@ class Targets:
     def _keeps_partials(self) -> bool:
         """Each rank goes on with its own; else all of them are averaged where they rest."""
         is_same_world = self.saved_ranks == self.subject.engine.group.world_size
-        return is_same_world and self.subject.engine.stage < 3
+        return is_same_world and not self.subject.engine.recipe.shards_parameters
 
     def _gradient_target(self, name: str, parameter: UnitParameter) -> Tensor:
         unit = parameter.unit

@@ -175,7 +175,7 @@ def _size(flag: str, text: str | None) -> int | None:
 def _curve(made: Plan) -> list[dict[str, float]]:
     """Return tokens/s per device of the best plan on more and more nodes, and its goodput."""
     from onefold.planner.goodput import goodput
-    from onefold.planner.search import run_of, work_of
+    from onefold.planner.search import work_of
     from onefold.planner.simulate import scaling_curve
 
     row, request, machine = made.best, made.request, made.search.machine
@@ -185,7 +185,8 @@ def _curve(made: Plan) -> list[dict[str, float]]:
     worlds = [world for world in worlds if world <= MAX_DEVICES]
     work = work_of(made.search.trace_of(row.rows), row.rows * request.seq)
     found: list[dict[str, float]] = []
-    for point in scaling_curve(work, run_of(row.forecast.setup), machine, worlds):
+    conditions = made.search.conditions
+    for point in scaling_curve(work, row.forecast.recipe, machine, worlds, conditions):
         world, step = point.world_size, point.step
         written = STATE_NBYTES * made.numel / world / machine.disk_rate
         useful = goodput(step.seconds, world_size=world, checkpoint_seconds=written)

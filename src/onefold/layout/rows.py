@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -37,6 +38,12 @@ def row_bounds(num_rows: int, world_size: int) -> tuple[int, ...]:
     """The `world_size + 1` row numbers at which `torch.chunk` cuts `num_rows` rows."""
     per_rank = -(-num_rows // world_size)
     return tuple(min(rank * per_rank, num_rows) for rank in range(world_size + 1))
+
+
+@lru_cache(maxsize=1024)  # a plan asks for few shapes, hundreds of ranks, many ways to train
+def piece_numels(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    """Elements that each rank owns of a parameter; 1 of one without rows."""
+    return tuple(stop - start for start, stop in _pieces(shape, world_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,30 +15,21 @@ from torch import nn
 
 from onefold.config import Precision
 from onefold.layout.units import UnitPlan
-from onefold.planner.trace import Event, Heard, Member, Tally, Trace, UnitTrace
+from onefold.planner.trace import Event, Heard, Tally, Trace, UnitTrace
+from onefold.recipe import Member, UnitRecipe
 
 
 def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> Trace:
-    """What `tokens` tokens of one micro-batch will keep and compute, from shapes alone.
-
-    Of 0 tokens it is exact: what the engine itself holds.
-    """
+    """Estimate what `tokens` tokens of one micro-batch keep and compute, from shapes alone."""
     traced: list[UnitTrace] = []
     kept: list[int] = []
     for plan in plans:
         members: list[Member] = []
         elements = flops = 0
         for owned in plan.members:
-            parameter = owned.parameter
-            compute = precision.compute if parameter.is_floating_point() else None
-            itemsize = (compute or parameter.dtype).itemsize
-            shape = tuple(parameter.shape)
-            members.append(
-                Member(
-                    owned.fqn, shape, parameter.itemsize, itemsize, parameter.is_floating_point(),
-                    parameter.requires_grad,
-                )
-            )  # fmt: skip
+            member = Member.of(owned.fqn, owned.parameter, precision)
+            members.append(member)
+            shape, itemsize = member.shape, member.compute_itemsize
             is_table = any(isinstance(owner, nn.Embedding) for owner, _ in owned.owners)
             if len(shape) == 2:
                 elements += itemsize * (shape[1] if is_table else sum(shape))
@@ -47,6 +38,12 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
         traced.append(UnitTrace(plan.name, tuple(members), Tally(work), Tally(2 * work)))
         kept.append(tokens * elements)
     return Trace(tuple(traced), tuple(_events(traced, kept)), 8 * tokens, 0)
+
+
+def bare(units: Sequence[UnitRecipe]) -> Trace:
+    """Trace a micro-batch without activations: only the engine's own bytes, which are exact."""
+    traced = [UnitTrace(unit.name, unit.members) for unit in units]
+    return Trace(tuple(traced), tuple(_events(traced, [0] * len(traced))), 0, 0)
 
 
 def _events(units: list[UnitTrace], kept: list[int]) -> list[Event]:

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from math import prod
 
-from onefold.layout.rows import PIECE_NUMEL, round_up, row_bounds
-from onefold.planner.trace import Member
+from onefold.layout.rows import PIECE_NUMEL, piece_numels, round_up
+from onefold.recipe import Member
 from onefold.wire.codec import Codec, codec_of
 from onefold.wire.coded import ALIGN_NBYTES
 from onefold.wire.cut import Size, size_of
@@ -76,7 +75,7 @@ def messages_of(
 def spread_of(members: Sequence[Member], ranks: int, *, is_nccl: bool = False) -> UnitMessages:
     """At stage 0: gradients are reduced, and their means gathered in the parameters' own dtype."""
     trained = [member for member in members if member.requires_grad]
-    regions = [_Region.of(member, pieces_of(member.shape, ranks), is_nccl) for member in trained]
+    regions = [_Region.of(member, piece_numels(member.shape, ranks), is_nccl) for member in trained]
     reduce = messages_of(members, ranks, 0, Wire(), is_nccl=is_nccl).reduce
     return UnitMessages(reduce=reduce, settle=_gather(regions, 0, EXACT, members[0].itemsize))
 
@@ -115,23 +114,13 @@ class _Region:
         )
 
 
-@lru_cache(maxsize=1024)  # of few shapes, for hundreds of ranks, again for every way to train
-def pieces_of(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    """Elements of the rows that `torch.chunk` gives each rank; one of a 0-dim parameter."""
-    if not shape:
-        return (1,) * world_size
-    numel = prod(shape[1:])
-    bounds = pairwise(row_bounds(shape[0], world_size))
-    return tuple((stop - start) * numel for start, stop in bounds)
-
-
 def _one_axis(
     members: tuple[Member, ...], ranks: int, weights: str, gradients: str, is_nccl: bool
 ) -> UnitMessages:
     if ranks == 1:
         return UnitMessages()
     first = members[0]
-    regions = [_Region.of(member, pieces_of(member.shape, ranks), is_nccl) for member in members]
+    regions = [_Region.of(member, piece_numels(member.shape, ranks), is_nccl) for member in members]
     flags = 1 + sum(region.is_trained for region in regions)
     return UnitMessages(
         gather=_gather(regions, 1, weights if first.is_floating else EXACT, first.compute_itemsize),
@@ -147,7 +136,7 @@ def _with_replicas(
     neighbours, nodes = mesh
     regions = []
     for member in members:
-        own = pieces_of(member.shape, neighbours)[0]
+        own = piece_numels(member.shape, neighbours)[0]
         bounds = [own * part // nodes for part in range(nodes + 1)]
         parts = [stop - start for start, stop in pairwise(bounds)] if member.shape else [1] * nodes
         regions.append(_Region.of(member, parts, is_nccl))
@@ -171,7 +160,7 @@ def _two_hops(
     far: list[_Region] = []  # this place's piece of every node's rows
     kept = 0
     for member in members:
-        pieces = pieces_of(member.shape, ranks)
+        pieces = piece_numels(member.shape, ranks)
         own = pieces[::neighbours]
         far.append(_Region.of(member, own, is_nccl))
         starts = range(0, ranks, neighbours) if member.shape else (0,)

@@ -21,11 +21,11 @@ from onefold.planner.estimate import estimated
 from onefold.planner.machines import Machine, machine_of
 from onefold.planner.result import Plan, Request
 from onefold.planner.search import Capacity, Row, Search, best_of, nearest
-from onefold.planner.setup import Setup
 from onefold.planner.storages import Untraceable
 from onefold.planner.strategies import OFFLOADS, WAYS
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.planner.wires import candidates, lossy
+from onefold.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +109,14 @@ def plan(  # noqa: PLR0913 - the contract
     search = Search(
         one=one,
         two=two,
-        setup=Setup(
-            stage=3, world_size=request.world_size, ranks_per_host=where.ranks,
-            accumulate=accumulate, precision=chosen, device_type=device_type,
-            itemsize=next((p.itemsize for p in module.parameters()), 4),
+        recipe=Recipe(
+            world_size=request.world_size, local_world_size=where.ranks, precision=chosen,
+            device_type=device_type,
         ),
         room=_room(where),
         machine=machine,
         tokens=seq,
+        accumulate=accumulate,
         wires=candidates(wire, nodes=where.nodes),
     )  # fmt: skip
     found = _found(search, _ways(stage, offload, device_type), None if batch == "auto" else rows)

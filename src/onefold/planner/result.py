@@ -198,7 +198,7 @@ def _wire_notes(plan: Plan) -> list[str]:
     assert row is not None, "notes on nothing"
     if row.wire.wire.is_plain:
         return []
-    if nodes == 1 and row.forecast.setup.wire.is_plain:
+    if nodes == 1 and row.forecast.recipe.wire.is_plain:
         return [
             f"wire {row.wire.name} is an exact one on a single node, which keeps all for itself"
         ]

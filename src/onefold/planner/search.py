@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from onefold.config import stage_of
 from onefold.errors import ConfigError
+from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
-from onefold.planner.run import Element, Run, Travel
-from onefold.planner.setup import Setup
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.strategies import OFFLOADS
 from onefold.planner.trace import Trace
 from onefold.planner.wires import Candidate
 from onefold.planner.work import ModelWork, UnitWork
-from onefold.wire.codec import codec_of
-from onefold.wire_config import DIFFERENCE, EXACT, Wire
+from onefold.recipe import Recipe
+from onefold.wire_config import EXACT, Wire
 
 EXACT_WIRE = Candidate(EXACT, Wire())
 
@@ -62,10 +62,10 @@ class Row:
 
         Where the CPU computes, device and host are one memory, of which each rank has its share.
         """
-        setup = self.forecast.setup
-        ranks = min(setup.ranks_per_host, setup.world_size)
+        recipe = self.forecast.recipe
+        ranks = min(recipe.local_world_size, recipe.world_size)
         cpu, disk = self.forecast.peaks.get("cpu", 0), self.forecast.peaks.get("disk", 0)
-        if setup.device_type == "cpu":
+        if recipe.device_type == "cpu":
             return {"device": self.forecast.memory_nbytes, "host": 0, "disk": disk * ranks}
         return {"device": self.forecast.peaks["device"], "host": cpu * ranks, "disk": disk * ranks}
 
@@ -85,7 +85,7 @@ class Row:
     @property
     def groups(self) -> dict[str, int]:
         """Bytes on the device at the peak, by what they are for."""
-        places = ("device", "cpu") if self.forecast.setup.device_type == "cpu" else ("device",)
+        places = ("device", "cpu") if self.forecast.recipe.device_type == "cpu" else ("device",)
         held = self.forecast.peak.held
         return {
             group: sum(held.get((kind, place), 0) for kind in kinds for place in places)
@@ -105,17 +105,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is to be trained and where. `two` is the trace of one row more than `one` has; `wires`
-    are those that may be chosen.
+    """A model and a cluster to search ways for.
+
+    `two` is the trace of one row more than `one` has. `recipe` has the ranks, the device and the
+    precision; each way brings its own stage, tiers and wire, one of `wires`.
     """
 
     one: Trace
     two: Trace | None
-    setup: Setup
+    recipe: Recipe
     room: Capacity
     machine: Machine | None
     tokens: int  # of one row
     wires: tuple[Candidate, ...] = (EXACT_WIRE,)
+    accumulate: int = 1  # micro-batches of a step
 
     def row(self, stage: int, offload: str, rows: int) -> Row:
         """One way, with micro-batches of `rows` rows, on the wire that suits it best."""
@@ -123,34 +126,40 @@ class Search:
 
     def over(self, wires: Sequence[Candidate], stage: int, offload: str, rows: int) -> list[Row]:
         """One way on each of several wires that it can have; `ConfigError` if that is none."""
-        found: dict[tuple[Wire, int], Row] = {}
+        found: dict[Recipe, Row] = {}
         refused: ConfigError | None = None
-        ranks = self.setup.ranks_per_host
+        way = replace(self.recipe, stage=stage_of(stage), offload=OFFLOADS[offload])
         for wire in wires:
             try:
-                key = wire.at(
-                    stage, OFFLOADS[offload], ranks=ranks, nodes=self.setup.world_size // ranks
-                )
+                recipe = wire.fit(way)
             except ConfigError as error:
                 refused = refused or error
                 continue
-            if key not in found:
-                found[key] = self._row(wire, key, (stage, offload, rows))
+            if recipe not in found:
+                found[recipe] = self._row(wire, recipe, offload, rows)
         if refused is not None and not found:
             raise refused
         return list(found.values())
 
-    def _row(self, wire: Candidate, meant: tuple[Wire, int], way: tuple[int, str, int]) -> Row:
-        stage, offload, rows = way
-        setup = replace(
-            self.setup, stage=stage, offload=OFFLOADS[offload], wire=meant[0], neighbours=meant[1]
-        )
+    def _row(self, wire: Candidate, recipe: Recipe, offload: str, rows: int) -> Row:
         trace = self.trace_of(rows)
-        found = forecast(trace, setup)
+        found = forecast(trace, recipe, accumulate=self.accumulate)
         step = None
         if self.machine is not None:
-            step = simulate(work_of(trace, rows * self.tokens), run_of(setup), self.machine)
-        return Row(stage, offload, rows, found, self.room, step, wire)
+            work = work_of(trace, rows * self.tokens)
+            step = simulate(work, recipe, self.machine, self.conditions)
+        return Row(recipe.stage.number, offload, rows, found, self.room, step, wire)
+
+    @property
+    def conditions(self) -> Conditions:
+        """The micro-batches, and the dtype of products and messages."""
+        compute = self.recipe.precision.compute
+        first = next((member for unit in self.one.units for member in unit.members), None)
+        itemsize = compute.itemsize if compute else first.itemsize if first else 4
+        return Conditions(
+            accumulate=self.accumulate, dtype=DTYPES.get(itemsize, "fp32"),
+            weight_itemsize=itemsize, grad_itemsize=itemsize,
+        )  # fmt: skip
 
     def trace_of(self, rows: int) -> Trace:
         """The trace of that many rows; those of one and two rows tell all others."""
@@ -175,6 +184,8 @@ class Search:
 
 
 MAX_ROWS = 4096
+DTYPES = {2: "bf16", 4: "fp32"}
+"""dtype of matrix products by the bytes of an element."""
 
 
 def preferred(rows: Sequence[Row]) -> Row:
@@ -252,60 +263,3 @@ def work_of(trace: Trace, tokens: int) -> ModelWork:
         ),
         tokens=tokens,
     )
-
-
-DTYPES = {2: "bf16", 4: "fp32"}
-
-
-def run_of(setup: Setup) -> Run:
-    """The same choices as the simulator names them."""
-    compute = setup.precision.compute
-    itemsize = compute.itemsize if compute is not None else setup.itemsize
-    offload = setup.offload
-    return Run(
-        stage=setup.stage,
-        world_size=setup.world_size,
-        ranks_per_node=setup.ranks_per_host,
-        dtype=DTYPES.get(itemsize, "fp32"),
-        weight_itemsize=itemsize,
-        grad_itemsize=itemsize,
-        accumulate=setup.accumulate,
-        optimizer=offload.optimizer,
-        parameters=offload.parameters,
-        fraction=1.0 if offload.fraction == "auto" else float(offload.fraction),
-        step=offload.step,
-        steps_in_backward=offload.step_in_backward,
-        shard_ranks=setup.neighbours if setup.are_replicas else 0,
-        travel=_travel(setup, itemsize),
-    )
-
-
-def _travel(setup: Setup, itemsize: int) -> Travel | None:
-    """How messages differ from exact ones inside a node; None if they do not."""
-    wire = setup.wire
-    is_local = setup.world_size <= setup.ranks_per_host
-    if setup.stage == 0 or (is_local and wire.is_plain):
-        return None
-
-    def element(word: str) -> Element:
-        if word == EXACT:
-            return Element(itemsize)
-        codec = word.removesuffix(DIFFERENCE)
-        return Element(codec_of(codec).nbytes(LONG_NUMEL) / LONG_NUMEL, codec)
-
-    between = element(wire.weights_between), element(wire.gradients_between)
-    inside = element(wire.weights_inside), element(wire.gradients_inside)
-    weights, gradients = inside if setup.neighbours else between
-    return Travel(
-        weights=weights,
-        gradients=gradients,
-        weights_between=between[0],
-        gradients_between=between[1],
-        hops=wire.kept(is_whole=setup.stage < 3) if setup.has_hops else None,
-        sends_straight=not setup.neighbours,
-        gathers_straight=not setup.neighbours and setup.device_type == "cpu",
-    )
-
-
-LONG_NUMEL = 1 << 20
-"""Elements of a message whose scales are counted."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from onefold.config import stage_of
 from onefold.planner.calibration import Speeds, Whole
-from onefold.planner.run import Run
+from onefold.planner.conditions import Conditions
 from onefold.planner.simulate import simulate
 from onefold.planner.work import ModelWork
+from onefold.recipe import Recipe
 
 MOST_CROWDING = 0.1
 """Seconds of one collective: longer than any scheduler makes it wait."""
@@ -44,11 +46,13 @@ def with_whole_steps(speeds: Speeds, work: ModelWork) -> Speeds:
 def predict_seconds(speeds: Speeds, work: ModelWork, whole: Whole) -> float:
     """Simulate one of the measured steps."""
     itemsize = 2 if speeds.dtype == "bf16" else 4
-    run = Run(
-        whole.stage, speeds.ranks, ranks_per_node=speeds.ranks, dtype=speeds.dtype,
-        weight_itemsize=itemsize, grad_itemsize=itemsize, accumulate=whole.accumulate,
+    ranks = speeds.ranks
+    recipe = Recipe(stage=stage_of(whole.stage), world_size=ranks, local_world_size=ranks)
+    conditions = Conditions(
+        accumulate=whole.accumulate, dtype=speeds.dtype, weight_itemsize=itemsize,
+        grad_itemsize=itemsize,
     )  # fmt: skip
-    return simulate(work, run, speeds.machine(speeds.ranks, 1.0)).seconds
+    return simulate(work, recipe, speeds.machine(ranks, 1.0), conditions).seconds
 
 
 def _root(rising: Callable[[float], float]) -> float:

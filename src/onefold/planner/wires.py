@@ -1,13 +1,13 @@
-"""Which wires a plan tries, and what each means at a stage, as `onefold.shard` would have it."""
+"""The wires that a plan tries, each adapted to a recipe as `onefold.shard` would adapt it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from onefold.config import Offload, placements_of
 from onefold.errors import ConfigError, expected
-from onefold.wire_config import PRESETS, Wire, check_wire, fitted, wire_of
+from onefold.recipe import Recipe
+from onefold.wire_config import PRESETS, Wire, resolve_wire, wire_of
 
 EXACT_NAMES = ("exact", "hybrid", "replicas")
 """What "auto" chooses from: all of them send every number as it is."""
@@ -33,19 +33,20 @@ class Candidate:
         return wire.rounds_gradients or (wire.weights_inside, wire.weights_between) != (
             "exact", "exact")  # fmt: skip
 
-    def at(self, stage: int, offload: Offload, *, ranks: int, nodes: int) -> tuple[Wire, int]:
-        """The wire at a stage, and the ranks of a node if that is an axis of the mesh (else 0).
+    def fit(self, recipe: Recipe) -> Recipe:
+        """Put the wire into a recipe; `ConfigError` where `onefold.shard` would refuse it.
 
-        `ConfigError` where `onefold.shard` would refuse it. A wire that asks for nothing is exact
-        on one axis, as nothing tells it of nodes.
+        Nodes are an axis of the mesh where the wire asks for them: an exact wire on one axis does
+        not know nodes.
         """
-        if ranks * nodes == 1:
-            return Wire(), 0
-        has_axes = ranks > 1 and nodes > 1 and not self.wire.is_plain
-        placements = placements_of(stage)
-        wire = fitted(self.wire, placements, has_axes=has_axes) if self.is_named else self.wire
-        check_wire(wire, placements, offload, has_axes=has_axes)
-        return wire, ranks if has_axes and stage > 0 else 0
+        if recipe.world_size == 1:
+            return replace(recipe, wire=Wire(), has_axes=False)
+        near = recipe.local_world_size
+        has_axes = 1 < near < recipe.world_size and not self.wire.is_plain
+        wire = resolve_wire(
+            self.wire, recipe.stage, recipe.offload, has_axes=has_axes, adapts=self.is_named
+        )
+        return replace(recipe, wire=wire, has_axes=has_axes and recipe.is_sharded)
 
 
 def candidates(choice: object, *, nodes: int) -> tuple[Candidate, ...]:

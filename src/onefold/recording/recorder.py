@@ -68,7 +68,7 @@ class Recording:
         from onefold.recording.files import write
 
         engine = self._engine
-        about = {"stage": engine.stage, "ranks": engine.group.world_size}
+        about = {"stage": engine.recipe.stage.number, "ranks": engine.group.world_size}
         about |= {"offload": engine.told} if engine.told else {}
         report = RunReport.of([self.step], about=about, units=unit_lines(engine.units))
         write(directory, report, [self.step])

@@ -345,7 +345,7 @@ def _step(ranks: _MeasuredRanks, precision: str | None) -> tuple[float, float]:
         return seconds
 
     found = ranks.repeat(REPEATS, REPEAT_SECONDS, take)
-    moved = 28 if precision is None else 30  # bytes per own element: planner/run.py
+    moved = 28 if precision is None else 30  # bytes per own element: planner/conditions.py
     return float(LARGE_ROWS * LARGE_UNITS * ROW * moved), median(found[1:])
 
 

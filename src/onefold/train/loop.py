@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from math import cos, pi, prod
+from math import cos, pi
 from typing import Protocol
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.config import Offload, offload_of, placements_of, precision_of
+from onefold.config import STAGES, Offload, check_offload, offload_of, precision_of, stage_of
+from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, expected
 from onefold.mesh.world import World
 from onefold.models.loader import build_model, default_lr, logits_of, recompute, refuse
@@ -22,12 +23,12 @@ from onefold.train.checkpoints import Checkpoints, Resumed
 from onefold.train.checkpoints import preflight as preflight_checkpoints
 from onefold.train.corpus import Corpus, Windows, open_corpus, own_rows
 from onefold.train.job import Job
-from onefold.train.memory_table import ParameterShape, RankMemory, expected_nbytes, measure
+from onefold.train.memory_table import RankMemory, expected_nbytes, measure
 from onefold.train.prediction import Prediction, predict, trace_of
 from onefold.train.run_record import Course, Recorded, write_report
 from onefold.train.sample import generate
 from onefold.train.signals import StopRequests
-from onefold.wire_config import wire_of
+from onefold.wire_config import Wire, wire_of
 
 WARMUP_STEPS = 20
 FINAL_LR = 0.05
@@ -105,7 +106,8 @@ def preflight(job: Job, world_size: int) -> Corpus:
 
 def offload_for(job: Job) -> Offload:
     """Return the tiers of the job."""
-    chosen = offload_of(job.offload, placements_of(3 if job.stage == "auto" else job.stage))
+    chosen = offload_of(job.offload)
+    check_offload(chosen, stage_of(3 if job.stage == "auto" else job.stage))
     if job.offload is None:
         if job.fraction != 1:
             raise ConfigError(
@@ -158,7 +160,9 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
         num_parameters=trainer.num_parameters,
         offload=onefold.report(trainer.module).offload,
         memory=world.gather(memory),
-        stage0=expected_nbytes(trainer.shapes, world_size=world.world_size),
+        stage0=expected_nbytes(
+            replace(trainer.recipe, stage=STAGES[0], offload=Offload(), wire=Wire())
+        ),
         report=write_report(recorded, world, course),
         predicted=predicted,
     )
@@ -178,8 +182,7 @@ class Trainer:
         if not any(parameter.is_meta for parameter in self.module.parameters()):
             self.module.to(world.device)
         self.seen = trace_of(job, self.module, world) if world.rank == 0 else None
-        self.shapes = ParameterShape.of(self.module)
-        self.num_parameters = sum(prod(each.shape) for each in self.shapes)
+        self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=self.peak_lr, betas=(0.9, 0.95), weight_decay=0.1
         )
@@ -187,6 +190,7 @@ class Trainer:
             self.module, self.optimizer, stage=job.stage, precision=job.precision,
             offload=offload_for(job), wire=job.wire,
         )  # fmt: skip
+        self.recipe = engine_of(self.module).recipe
         self.scaler = onefold.GradScaler(world.device.type, enabled=job.precision == "fp16")
         own = own_rows(job.batch, world.rank, world.world_size)
         self.windows = Windows(corpus.train, rows=job.batch, seq=job.seq, seed=job.seed, own=own)
@@ -201,14 +205,10 @@ class Trainer:
 
     def predicted(self) -> Prediction | None:
         """Return the predicted memory of this rank, if it traced the model before the run."""
-        report, device = onefold.report(self.module), self.world.device.type
-        return predict(self.job, offload_for(self.job), self.seen, report, device)
+        return predict(self.job, self.recipe, self.seen, onefold.report(self.module))
 
     def _measure(self) -> RankMemory:
-        return measure(
-            self.shapes, onefold.report(self.module), is_offloaded=self.job.offload is not None,
-            steps_in_backward=self.job.steps_in_backward and self.job.fraction == 1,
-        )  # fmt: skip
+        return measure(self.recipe, onefold.report(self.module))
 
     def step(self, step: int) -> Tensor:
         """Take one optimizer step; return a loss whose mean over ranks is the batch's."""

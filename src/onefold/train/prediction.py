@@ -1,4 +1,4 @@
-"""What a run was to hold, beside what it held: traced before it starts, compared when it ends."""
+"""The forecast of a run: traced before it starts, compared with its report when it ends."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from onefold.config import Offload, precision_of
-from onefold.mesh.ranks import local_place
+from onefold.config import precision_of
 from onefold.mesh.world import World
 from onefold.planner.byte_counter import ACTIVATION, LOGITS, Moment
 from onefold.planner.memory import Forecast, forecast
-from onefold.planner.setup import Setup
 from onefold.planner.sizes import told
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace
-from onefold.planner.wires import candidates
+from onefold.recipe import Recipe
 from onefold.recording.report import Report
 from onefold.recording.run_report import MemoryPlan, PlanLines, PlannedMoment
 from onefold.recording.step_record import TORCH
 from onefold.train.corpus import own_rows
 from onefold.train.job import Job
-from onefold.wire.collectives import Group
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What rank 0 was to hold; `by_kind` is the most of each kind, bytes."""
+    """The bytes that rank 0 should hold; `by_kind` is the most of each kind."""
 
     peak_nbytes: int  # on the device, activations included
     phase: str
@@ -66,28 +63,11 @@ def trace_of(job: Job, module: nn.Module, world: World) -> Trace | None:
         return None
 
 
-def predict(
-    job: Job, offload: Offload, seen: Trace | None, report: Report, device_type: str
-) -> Prediction | None:
-    """What this rank was to hold, beside its report."""
+def predict(job: Job, recipe: Recipe, seen: Trace | None, report: Report) -> Prediction | None:
+    """Forecast the bytes of rank 0, and compare them with its report."""
     if seen is None or report.steps == 0:
         return None
-    world_size = report.world_size
-    near = local_place(Group(report.rank, world_size, None))[1]
-    (candidate,) = candidates(job.wire, nodes=world_size // near)
-    wire, neighbours = candidate.at(report.stage, offload, ranks=near, nodes=world_size // near)
-    setup = Setup(
-        stage=report.stage,
-        world_size=world_size,
-        ranks_per_host=near,
-        neighbours=neighbours,
-        wire=wire,
-        accumulate=job.accumulate,
-        precision=precision_of(job.precision),
-        offload=offload,
-        device_type=device_type,
-    )
-    found = forecast(seen, setup, has_timeline=True)
+    found = forecast(seen, recipe, accumulate=job.accumulate, has_timeline=True)
     moments = [(moment.phase, moment.unit, _by_kind(moment)) for moment in found.timeline]
     by_kind: dict[str, int] = {}
     for _, _, held in moments:

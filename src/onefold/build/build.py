@@ -1,0 +1,150 @@
+"""From a recipe to objects: ledger, tiers, routes, units, engine, hooks.
+
+Every object gets its collaborators in its constructor.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from onefold.build.resolve import ModuleParts, Resolved
+from onefold.build.routes import Links, routes_of
+from onefold.build.tiers import budget_of, build_tiers, describe
+from onefold.engine import guards
+from onefold.engine.activations import SavedActivations
+from onefold.engine.engine import Engine
+from onefold.engine.hooks import install
+from onefold.engine.joining import adopt_later, bind, replace_parameters
+from onefold.engine.registry import ENGINE
+from onefold.layout.units import UnitPlan
+from onefold.ledger import Ledger
+from onefold.planner.auto import Expectation
+from onefold.tier.device import DeviceStore
+from onefold.tier.pages import return_free_memory
+from onefold.unit.context import Context, Tiers
+from onefold.unit.init import (
+    PROMISED,
+    Initialisers,
+    Values,
+    agree_on_values,
+    initialisers_of,
+    materialise,
+    materialise_buffers,
+)
+from onefold.unit.unit import Unit
+from onefold.wire.collectives import Group
+
+LOG = logging.getLogger(__name__)
+
+Source = tuple[Initialisers, Values | None]
+"""Initial values of a module on `meta`: the initialisers of its parts, and promised values."""
+
+
+def build(parts: ModuleParts, resolved: Resolved) -> None:
+    """Shard the module in place under a recipe. A collective."""
+    recipe, ranks, device = resolved.recipe, resolved.ranks, resolved.device
+    group, shards = ranks.everyone, ranks.shards(are_replicas=recipe.are_replicas)
+    expectation = Expectation.of(recipe)
+    ledger, store = Ledger(advise=expectation.smallest_change), DeviceStore(device)
+    budget = budget_of(recipe, parts.plans, parts.optimizers, shards.rank)
+    tiers = build_tiers(recipe, budget, store, ledger, group)
+    rests = describe(recipe, budget, resolved.why_fraction)
+    LOG.info("rank %d: %s", group.rank, rests or "all state rests on the device")
+    context = _context(resolved, store, ledger, tiers)
+    source: Source = (initialisers_of(parts.module), parts.module.__dict__.pop(PROMISED, None))
+    originals = [owned.parameter for owned in parts.parameters]
+    units = _units(parts, resolved, context, source)
+    _cast_buffers(parts.module, resolved, group, source)
+    notes = (resolved.why_stage, rests, resolved.why_stepper)
+    engine = Engine(
+        parts.module,
+        units,
+        context,
+        recipe=recipe,
+        saved=_saved(parts.module, units, context),
+        told="; ".join(filter(None, notes)),
+        expected_peaks=expectation.peaks,
+    )
+    parts.module.__dict__[ENGINE] = engine
+    install(engine, parts.module, {at: plan.modules for at, plan in enumerate(parts.plans)})
+    guards.install(parts.module, engine)
+    _join_optimizers(parts, engine, originals)
+    ledger.forget_traffic()
+
+
+def _context(resolved: Resolved, store: DeviceStore, ledger: Ledger, tiers: Tiers) -> Context:
+    recipe, ranks = resolved.recipe, resolved.ranks
+    shards, precision = ranks.shards(are_replicas=recipe.are_replicas), recipe.precision
+    mesh = ranks.mesh if shards is ranks.everyone else None
+    if mesh is None and shards.handle is not None and recipe.is_sharded:
+        mesh = DeviceMesh.from_group(shards.handle, recipe.device_type)
+    return Context(
+        routes=routes_of(recipe, ranks, Links(resolved.device, ledger, precision.reduce)),
+        store=store,
+        ledger=ledger,
+        mesh=mesh if recipe.is_sharded else None,
+        is_sharded=recipe.is_sharded,
+        compute=precision.compute,
+        master=precision.master,
+        tiers=tiers,
+    )
+
+
+def _units(parts: ModuleParts, resolved: Resolved, context: Context, source: Source) -> list[Unit]:
+    """Build the units one by one, so that one unit's unsharded values are alive at a time."""
+    units: list[Unit] = []
+    for index, plan in enumerate(parts.plans):
+        is_offloaded = resolved.recipe.units[index].is_offloaded
+        unit = Unit(plan, context, index, is_offloaded=is_offloaded)
+        _fill(unit, plan, context, source)
+        units.append(unit)
+    return units
+
+
+def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
+    """Give a unit's parameters their values, keep this rank's shard, and free the rest."""
+    materialise(plan, context.store.device, *source)
+    originals = [owned.parameter for owned in plan.members]
+    values = source[1]
+    given = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}
+    own = [owned.parameter.data for owned in plan.members if owned.fqn not in given]
+    agree_on_values(own, context.routes.group)
+    unit.adopt(originals, values)
+    originals.clear()
+    return_free_memory()
+
+
+def _cast_buffers(module: nn.Module, resolved: Resolved, group: Group, source: Source) -> None:
+    """Give buffers the values of rank 0, in the dtype of `Precision.buffers`."""
+    materialise_buffers(module, resolved.device, *source)
+    agree_on_values(module.buffers(), group)
+    dtype: torch.dtype | None = resolved.recipe.precision.buffers
+    if dtype is not None:
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    part._buffers[name] = buffer.to(dtype)
+
+
+def _saved(module: nn.Module, units: list[Unit], context: Context) -> SavedActivations | None:
+    if context.tiers.scratch is None:
+        return None
+    weights = [buffer.tensor for unit in units for buffer in (unit.weight, unit.full)]
+    return SavedActivations(context.tiers.scratch, context.store.device, weights, module)
+
+
+def _join_optimizers(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:
+    """Put sharded parameters into the optimizers, and bind their steps to the engine."""
+    faces = {p.fqn: p.face for unit in engine.units for p in unit.parameters}
+    replaced = {id(owned.parameter): faces[owned.fqn] for owned in parts.parameters} | {
+        id(original): faces[owned.fqn]
+        for original, owned in zip(originals, parts.parameters, strict=True)
+    }
+    for each in parts.optimizers:
+        replace_parameters(each, replaced, originals)
+        bind(each, engine)
+    adopt_later(engine)

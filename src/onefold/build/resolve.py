@@ -1,0 +1,201 @@
+"""From the arguments of `onefold.shard` to a recipe, the same on every rank.
+
+examine             one rank: check the arguments, put words into values
+examine_together    all ranks: compare them; `ConfigError` everywhere if one differs
+resolve             settle what was left open: stepper, axes, stage, wire, fraction
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from onefold.build import checks
+from onefold.build.stepping import stepper_of
+from onefold.build.tiers import budget_of, moments_of
+from onefold.config import STAGES, Stage, check_offload, offload_of, precision_of, stage_of
+from onefold.errors import ConfigError, expected
+from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
+from onefold.mesh.ranks import Ranks, device_of, local_place, two_axes_of_launcher
+from onefold.planner.auto import least_fraction, lowest_stage
+from onefold.recipe import Member, Recipe, UnitRecipe
+from onefold.wire_config import Wire, resolve_wire, wire_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParts:
+    """The objects that a recipe is about."""
+
+    module: nn.Module
+    optimizers: list[Optimizer]
+    parameters: list[Owned]
+    plans: list[UnitPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Arguments that were found sound on this rank: a recipe with open choices."""
+
+    parts: ModuleParts
+    recipe: Recipe
+    opens_stage: bool  # stage="auto"
+    names_wire: bool  # a name means less where a mesh has fewer axes
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The recipe, the ranks and the device it is for, and the reasons for what was left open."""
+
+    recipe: Recipe
+    ranks: Ranks
+    device: torch.device
+    why_stage: str = ""
+    why_fraction: str = ""
+    why_stepper: str = ""
+
+
+def examine(
+    module: nn.Module, optimizer: object, stage: object, units: UnitChoice, precision: object,
+    offload: object, wire: object,
+) -> Asked:  # fmt: skip
+    """Check one rank's arguments without touching anything."""
+    opens_stage = stage == "auto"
+    row = stage_of(3 if opens_stage else stage)  # stage 3 has every tier
+    dtypes = precision_of(precision)
+    tiers = offload_of(offload)
+    check_offload(tiers, row)
+    optimizers = checks.as_list(optimizer)
+    checks.check_module(module)
+    parameters = owned_parameters(module)
+    checks.check_parameters(parameters)
+    checks.check_optimizers(optimizers, parameters)
+    plans = plan_units(module, units, tiers.tile or 0)
+    _order_members(plans, optimizers)
+    recipe = Recipe(
+        stage=row, precision=dtypes, offload=tiers, wire=wire_of(wire),
+        units=tuple(
+            UnitRecipe(
+                plan.name,
+                tuple(Member.of(owned.fqn, owned.parameter, dtypes) for owned in plan.members),
+                plan.tile_nbytes,
+            )
+            for plan in plans
+        ),
+    )  # fmt: skip
+    parts = ModuleParts(module, optimizers, parameters, plans)
+    return Asked(parts, recipe, opens_stage, isinstance(wire, str))
+
+
+def _order_members(plans: Sequence[UnitPlan], optimizers: Sequence[Optimizer]) -> None:
+    """Let parameters of one optimizer group lie together: one fused call steps them."""
+    group_of = {
+        id(tensor): index
+        for optimizer in optimizers
+        for index, group in enumerate(optimizer.param_groups)
+        for tensor in group["params"]
+    }
+    for plan in plans:
+        plan.members.sort(key=lambda owned: group_of.get(id(owned.parameter), len(group_of)))
+
+
+def examine_together(ranks: Ranks, examine_mine: Callable[[], Asked]) -> Asked:
+    """Examine on every rank, and compare; `ConfigError` on all ranks if one differs or fails."""
+    asked, problem = None, None
+    try:
+        asked = examine_mine()
+        asked = replace(asked, recipe=_on_ranks(asked.recipe, ranks))
+    except ConfigError as error:
+        problem = error
+    group = ranks.everyone
+    mine = [f"! {problem}"] if problem else asked.recipe.digest() if asked else []
+    everyone = group.all_gather_object(mine) if group.world_size > 1 else [mine]
+    if problem is not None:
+        raise problem
+    assert asked is not None, "neither arguments nor a problem"
+    for rank, theirs in enumerate(everyone):
+        assert isinstance(theirs, list), "ranks exchange lists of lines"
+        if theirs != mine:
+            pairs = zip_longest(mine, theirs, fillvalue="nothing")
+            ours, other = next((a, b) for a, b in pairs if a != b)
+            raise ConfigError(
+                expected(
+                    "the same module and choices on every rank",
+                    f"{ours!r} on rank {group.rank} but {other!r} on rank {rank}",
+                    hint="build the module from the same configuration everywhere",
+                )
+            )
+    return asked
+
+
+def resolve(asked: Asked, ranks: Ranks) -> Resolved:
+    """Settle every open choice, the same on all ranks. A collective where one is open."""
+    group, parts, recipe = ranks.everyone, asked.parts, asked.recipe
+    device = device_of(parts.parameters, group)
+    offload, why_stepper = stepper_of(recipe.offload, device, group)
+    found = ranks if recipe.wire.is_plain else two_axes_of_launcher(ranks, device)
+    recipe = replace(
+        _on_ranks(recipe, found), offload=offload, device_type=device.type,
+        num_moments=_num_moments(parts),
+    )  # fmt: skip
+    adapts = asked.names_wire or found.is_flat  # a script for nodes runs on one of them, too
+    local_world_size, why_stage = local_place(group)[1], ""
+    if asked.opens_stage:
+        fitting = _stages(recipe, adapts=adapts)
+        chosen, why_stage = lowest_stage(fitting, device, group, local_world_size)
+        recipe = chosen or _at_stage(recipe, STAGES[3], adapts=adapts)
+    else:
+        recipe = _at_stage(recipe, recipe.stage, adapts=adapts)
+    why_fraction = ""
+    if recipe.offload.fraction == "auto" and recipe.offload.optimizer != "device":
+        rank = found.shards(are_replicas=recipe.are_replicas).rank
+        states = budget_of(recipe, parts.plans, parts.optimizers, rank).states
+        mine = least_fraction(recipe, states, device, local_world_size)
+        everyone: list[Any] = group.all_gather_object(mine) if group.world_size > 1 else [mine]
+        fraction, why_fraction = max(everyone)  # that of the rank with the least room
+        recipe = replace(recipe, offload=replace(recipe.offload, fraction=fraction))
+    chosen_units = recipe.offloaded_units([unit.numel for unit in recipe.units])
+    units = tuple(
+        replace(unit, is_offloaded=is_chosen)
+        for unit, is_chosen in zip(recipe.units, chosen_units, strict=True)
+    )
+    recipe = replace(recipe, units=units)
+    return Resolved(recipe, found, device, why_stage, why_fraction, why_stepper)
+
+
+def _on_ranks(recipe: Recipe, ranks: Ranks) -> Recipe:
+    axes, group = ranks.axes, ranks.everyone
+    near = axes.neighbours if axes else local_place(group)[1]
+    has_axes = axes is not None
+    return replace(recipe, world_size=group.world_size, local_world_size=near, has_axes=has_axes)
+
+
+def _at_stage(recipe: Recipe, stage: Stage, *, adapts: bool) -> Recipe:
+    """The recipe at a stage; `ConfigError` if the stage cannot have its tiers or its wire."""
+    check_offload(recipe.offload, stage)
+    wire = Wire()  # alone, no messages are sent
+    if recipe.world_size > 1:
+        has_axes, offload = recipe.has_axes, recipe.offload
+        wire = resolve_wire(recipe.wire, stage, offload, has_axes=has_axes, adapts=adapts)
+    return replace(recipe, stage=stage, wire=wire)
+
+
+def _stages(recipe: Recipe, *, adapts: bool) -> Iterator[Recipe]:
+    """The recipe at each stage that can have its tiers and its wire."""
+    for stage in STAGES.values():
+        try:
+            found = _at_stage(recipe, stage, adapts=adapts)
+        except ConfigError:
+            continue
+        yield found
+
+
+def _num_moments(parts: ModuleParts) -> int:
+    """Optimizer states per element of the largest unit."""
+    largest = sorted(parts.plans, key=lambda plan: plan.numel)[-1:]  # none without parameters
+    return sum(len(moments_of(plan, plan.dtype, parts.optimizers)) for plan in largest)

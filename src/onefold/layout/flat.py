@@ -1,0 +1,83 @@
+"""Bytes of one unit's state on one rank: the closed forms of docs/memory.md, once for everybody.
+
+The planner, the budget of the tiers and the table of `onefold train` all ask here. Each buffer is
+laid out as layout/rows.py lays it out, gaps included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onefold.layout.rows import ALIGN_NUMEL, PIECE_NUMEL, piece_numels, round_up
+from onefold.recipe import Member, Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitBytes:
+    """Bytes of one unit on one rank, by kind of state."""
+
+    numel: int
+    rest_numel: int  # in the shard buffer, with gaps
+    weight: int
+    master: int
+    has_master: bool  # in every tier; else only off the device, where weights rest on it
+    moments: int
+    whole: int  # gathered, or cast; 0 where weights compute from where they rest
+    grad: int  # reduced
+    partials: tuple[int, ...]  # per member; 0 where it needs no gradient
+
+    @property
+    def states(self) -> int:
+        """Bytes of masters and moments."""
+        return self.master + self.moments
+
+
+def unit_bytes(members: Sequence[Member], recipe: Recipe, rank: int = 0) -> UnitBytes:
+    """Compute the bytes of a unit with these members.
+
+    Args:
+        members: the unit's parameters, all of one dtype.
+        recipe: the resolved choices.
+        rank: position among the ranks that hold one copy of the states. Rank 0 has the longest
+            pieces.
+    """
+    first, world, is_cut = members[0], recipe.shard_world, recipe.rest_world > 1
+    own = [piece_numels(member.shape, world)[rank] for member in members]
+    numels = [member.numel for member in members]
+    trained = [member.requires_grad for member in members]
+    full_numel = sum(round_up(numel, ALIGN_NUMEL) for numel in numels)
+    rest = sum(round_up(n, PIECE_NUMEL) for n in own) if is_cut else full_numel
+    stepped, is_narrow = stepped_itemsize(first, recipe)
+    offload = recipe.offload
+    is_elsewhere = recipe.device_type != "cpu" and (offload.parameters == "device") != (
+        offload.optimizer == "device"
+    )
+    casts = any(member.itemsize != member.compute_itemsize for member in members)
+    is_resident = not is_cut and not casts and recipe.rests_near
+    moments_numel = rest
+    if offload.optimizer == "device" and recipe.rests_near:  # torch.optim allocates the moments
+        step = 1 if world == 1 else PIECE_NUMEL if is_cut else ALIGN_NUMEL
+        pieces = zip(own if is_cut else numels, trained, strict=True)
+        moments_numel = sum(round_up(n, step) for n, is_trained in pieces if is_trained)
+    trained_numels = [n if is_trained else 0 for n, is_trained in zip(numels, trained, strict=True)]
+    grad_numel = rest if world > 1 else sum(trained_numels)  # alone, autograd allocates them
+    computes = first.compute_itemsize
+    return UnitBytes(
+        numel=sum(numels),
+        rest_numel=rest,
+        weight=rest * first.itemsize,
+        master=rest * stepped if is_narrow or is_elsewhere else 0,
+        has_master=is_narrow,
+        moments=moments_numel * stepped * recipe.num_moments if any(trained) else 0,
+        whole=0 if is_resident else (full_numel + (world if is_cut else 0)) * computes,
+        grad=grad_numel * first.itemsize if any(trained) else 0,
+        partials=tuple(numel * computes for numel in trained_numels),
+    )
+
+
+def stepped_itemsize(member: Member, recipe: Recipe) -> tuple[int, bool]:
+    """Bytes of an element that the optimizer steps, and whether that is a master of its own."""
+    master = recipe.precision.master.itemsize
+    is_narrow = member.is_floating and master > member.itemsize
+    return (master if is_narrow else member.itemsize), is_narrow

@@ -1,0 +1,287 @@
+"""The recipe: every choice of `onefold.shard`, resolved once into one frozen value.
+
+    arguments --(build/resolve.py)--> Recipe --> engine, planner, checkpoint, report, digest
+
+A stage is a row of placements (config.py). Code below the composition root asks the properties
+here; it reads no user's argument and tests no stage's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from onefold.config import STAGES, Offload, Placement, Precision, Stage
+from onefold.errors import ConfigError, expected
+from onefold.wire_config import Wire
+
+ADAM_MOMENTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One parameter of a unit. `dtype` is at rest, `compute_dtype` in forward and backward."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    requires_grad: bool = True
+
+    @staticmethod
+    def of(fqn: str, parameter: torch.Tensor, precision: Precision) -> Member:
+        """Describe a parameter whose unit computes in `precision`."""
+        dtype = parameter.dtype
+        compute = precision.compute if dtype.is_floating_point else None
+        shape = tuple(parameter.shape)
+        return Member(fqn, shape, dtype, compute or dtype, parameter.requires_grad)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element at rest."""
+        return self.dtype.itemsize
+
+    @property
+    def compute_itemsize(self) -> int:
+        """Bytes of an element in forward and backward."""
+        return self.compute_dtype.itemsize
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype.is_floating_point
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRecipe:
+    """One unit: its parameters in the order of its buffers, and the tier of its states."""
+
+    name: str
+    members: tuple[Member, ...]
+    tile_nbytes: int = 0  # above it, a weight is used in row blocks of about so many bytes
+    is_offloaded: bool = False  # masters and moments rest in the tier `Offload.optimizer`
+
+    @property
+    def numel(self) -> int:
+        return sum(member.numel for member in self.members)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One way to train a module, resolved: it names no default and no "auto" that is still open.
+
+    `local_world_size`: ranks of a host; where the mesh `has_axes` (nodes, ranks of a node), of a
+    node. `num_moments`: optimizer states per element. `units`: empty where no module is known.
+    """
+
+    stage: Stage = STAGES[3]
+    world_size: int = 1
+    local_world_size: int = 1
+    has_axes: bool = False
+    precision: Precision = field(default_factory=Precision)
+    offload: Offload = field(default_factory=Offload)
+    wire: Wire = field(default_factory=Wire)
+    device_type: str = "cpu"
+    num_moments: int = ADAM_MOMENTS
+    units: tuple[UnitRecipe, ...] = ()
+
+    def __post_init__(self) -> None:
+        node = self.local_world_size if self.has_axes else 1
+        if min(self.world_size, self.local_world_size) < 1 or self.world_size % node:
+            got = f"{self.world_size} ranks on nodes of {self.local_world_size}"
+            hint = "world_size is the ranks of all nodes"
+            raise ConfigError(expected("nodes with the same number of ranks", got, hint=hint))
+        if self.offload.disk is not None and type(self.offload.disk) is not tuple:
+            paths = tuple(map(str, self.offload.paths))
+            object.__setattr__(self, "offload", replace(self.offload, disk=paths))
+
+    # the stage's row
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if masters, moments and weights at rest are cut over ranks (stages 1 to 3)."""
+        return self.stage.optimizer is Placement.SHARD
+
+    @property
+    def shards_parameters(self) -> bool:
+        """True if weights are sharded between forward and backward (stage 3)."""
+        return self.stage.parameter is Placement.SHARD
+
+    @property
+    def sums_rest(self) -> bool:
+        """True if gradients rest Partial between micro-batches (stages 0 to 2)."""
+        return self.stage.gradient is Placement.PARTIAL
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """True if gathered weights stay until the step, and their bytes over it (stages 1, 2).
+
+        Backward's peak has room for them (docs/adr/0006). A local cast is not worth that.
+        """
+        return self.is_sharded and not self.shards_parameters and self.world_size > 1
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """True if unsharded weights are freed between forward and backward (stage 3)."""
+        return self.shards_parameters and (self.world_size > 1 or not self.rests_near)
+
+    @property
+    def rests_near(self) -> bool:
+        """True if weights rest in the memory that computes."""
+        tier = self.offload.parameters
+        return tier == "device" or (tier == "cpu" and self.device_type == "cpu")
+
+    # ranks
+
+    @property
+    def nodes(self) -> int:
+        """The number of hosts."""
+        return -(-self.world_size // self.local_world_size)
+
+    @property
+    def shard_world(self) -> int:
+        """The number of ranks that hold one copy of the states: all, or those of a node."""
+        return self.local_world_size if self.are_replicas else self.world_size
+
+    @property
+    def rest_world(self) -> int:
+        """The number of ranks over which weights at rest are cut."""
+        return self.shard_world if self.is_sharded else 1
+
+    # the wire
+
+    @property
+    def are_replicas(self) -> bool:
+        """True if each node holds all states among its ranks (HSDP)."""
+        return self.is_sharded and self.has_axes and self.wire.secondary == "optimizer"
+
+    @property
+    def has_hops(self) -> bool:
+        """True if weights and gradients cross between nodes in a hop of their own."""
+        return self.is_sharded and self.has_axes and not self.are_replicas
+
+    @property
+    def keeps_weights(self) -> bool:
+        """True if a second shard of weights rests inside the node."""
+        return bool(self._kept)
+
+    @property
+    def keeps_sums(self) -> bool:
+        """True if nodes exchange gradients once a step, not once a micro-batch."""
+        return self.are_replicas or self._kept == "gradients"
+
+    @property
+    def _kept(self) -> str:
+        return self.wire.kept(is_whole=not self.shards_parameters) if self.has_hops else ""
+
+    @property
+    def collective_suffix(self) -> str:
+        """The suffix of the names of collectives that do not leave the node, in a report."""
+        return " inside" if self.is_sharded and self.has_axes else ""
+
+    # values
+
+    def offloaded_units(self, numels: Sequence[int]) -> tuple[bool, ...]:
+        """Which of some units' states leave the device; all of them while the share is "auto"."""
+        if self.offload.optimizer == "device":
+            return (False,) * len(numels)
+        share = self.offload.fraction
+        return last_share(numels, 1.0 if share == "auto" else float(share))
+
+    def digest(self) -> list[str]:
+        """One line for each choice. Ranks compare these lines, so they name the one that differs.
+
+        Folders of the disk tier are left out: each host may have its own.
+        """
+        nodes = f"mesh of {self.nodes} nodes x {self.local_world_size} ranks"
+        lines = [nodes if self.has_axes else "one axis", f"stage={self.stage.number}"]
+        for choice in (self.precision, self.offload, self.wire):
+            kind = type(choice).__name__
+            names = [each.name for each in fields(choice) if each.name != "disk"]
+            lines += [f"{kind}.{name}={getattr(choice, name)!r}" for name in names]
+        return lines + [
+            f"{member.fqn} {list(member.shape)} {member.dtype} "
+            f"requires_grad={member.requires_grad} in unit {unit.name}"
+            for unit in self.units
+            for member in unit.members
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, words and numbers, for JSON."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        offload = asdict(self.offload) | {"disk": list(map(str, self.offload.paths)) or None}
+        return plain | {
+            "stage": self.stage.number,
+            "precision": {name: _word(dtype) for name, dtype in asdict(self.precision).items()},
+            "offload": offload,
+            "wire": asdict(self.wire),
+            "units": [_plain(unit) for unit in self.units],
+        }
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> Recipe:
+        """Rebuild a recipe from `as_dict`, or from JSON of it."""
+        values = dict(plain)
+        values["stage"] = STAGES[values["stage"]]
+        dtypes = {name: _dtype(word) for name, word in values["precision"].items()}
+        values["precision"] = Precision(**dtypes)
+        disk = values["offload"]["disk"]
+        values["offload"] = Offload(**values["offload"] | {"disk": tuple(disk) if disk else None})
+        wire: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values["wire"].items()
+        }
+        values["wire"] = Wire(**wire)
+        values["units"] = tuple(_unit(unit) for unit in values["units"])
+        return Recipe(**values)
+
+
+def last_share(numels: Sequence[int], fraction: float) -> tuple[bool, ...]:
+    """Choose the last units, up to about `fraction` of all elements.
+
+    The first units' gradients come last in backward, and forward wants their weights first. So
+    they have the least time to hide a step on another tier (SuperOffload, arXiv 2509.21271, keeps
+    the buckets that backward fills last on the GPU).
+    """
+    wanted, taken = fraction * sum(numels), 0
+    chosen = [False] * len(numels)
+    for index in reversed(range(len(numels))):
+        if fraction == 0 or taken + numels[index] / 2 > wanted:
+            break
+        chosen[index] = True
+        taken += numels[index]
+    return tuple(chosen)
+
+
+def _word(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _dtype(word: str | None) -> Any:
+    return None if word is None else getattr(torch, word)
+
+
+def _plain(unit: UnitRecipe) -> dict[str, Any]:
+    members = [
+        [each.fqn, list(each.shape), _word(each.dtype), _word(each.compute_dtype),
+         each.requires_grad]
+        for each in unit.members
+    ]  # fmt: skip
+    return {
+        "name": unit.name, "members": members, "tile_nbytes": unit.tile_nbytes,
+        "is_offloaded": unit.is_offloaded,
+    }  # fmt: skip
+
+
+def _unit(plain: Mapping[str, Any]) -> UnitRecipe:
+    members = tuple(
+        Member(fqn, tuple(shape), _dtype(dtype), _dtype(compute), requires_grad)
+        for fqn, shape, dtype, compute, requires_grad in plain["members"]
+    )
+    return UnitRecipe(plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"])
