@@ -22,7 +22,7 @@ from onefold.planner.machines import machine_of
 from onefold.planner.memory import forecast
 from onefold.planner.simulate import scaling_curve, simulate
 from onefold.planner.work import ModelWork, UnitWork
-from onefold.recipe import Member, Recipe, UnitRecipe, last_share
+from onefold.recipe import Member, Recipe, UnitRecipe, last_units
 from onefold.wire_config import PRESETS, Wire
 from tests.ranks import run_ranks, seeded
 
@@ -98,6 +98,14 @@ def test_nodes_of_unequal_size_are_refused():
         Recipe(world_size=6, local_world_size=4, has_axes=True)
 
 
+@pytest.mark.parametrize(
+    ("fraction", "chosen"),
+    [(0.0, []), (0.1, []), (0.3, [3]), (0.6, [2, 3]), (0.9, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])],
+)
+def test_the_last_units_leave_the_device_up_to_the_fraction(fraction, chosen):
+    assert [i for i, is_far in enumerate(last_units([10] * 4, fraction)) if is_far] == chosen
+
+
 @pytest.mark.parametrize(("fraction", "count"), [(0.0, 0), (0.1, 0), (0.5, 2), (0.6, 2), (1.0, 4)])
 def test_a_share_of_units_is_one_answer_for_bytes_times_and_engines(fraction, count, tmp_path):
     """Times once told of three units of four at 0.6, and of one at 0.1."""
@@ -112,7 +120,7 @@ def test_a_share_of_units_is_one_answer_for_bytes_times_and_engines(fraction, co
     recipe, is_offloaded = run_ranks(2, body)[0]
     wanted = (False,) * (4 - count) + (True,) * count
     assert tuple(is_offloaded) == wanted == tuple(unit.is_offloaded for unit in recipe.units)
-    assert last_share([unit.numel for unit in recipe.units], fraction) == wanted
+    assert last_units([unit.numel for unit in recipe.units], fraction) == wanted
     found = forecast(bare(recipe.units), recipe)
     state = 2 * 4 * 64 * 65 // 2  # two moments of one unit's shard
     assert found.resting.get(("optimizer", "disk"), 0) == count * state

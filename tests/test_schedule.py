@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.engine.actions import Action, Verb
-from onefold.engine.policy import Policy, UnitFacts, last_units
+from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.schedule import MAX_PENDING, Call, Schedule
 from onefold.engine.successors import Phase
 
@@ -370,11 +370,3 @@ def test_nothing_is_decided_while_modules_show_editable_unsharded_parameters():
     schedule.is_suspended = True
     call, actions = schedule.enter(0, Phase.FORWARD)
     assert actions == schedule.leave(call, 1, 1, is_recompute=False) == []
-
-
-@pytest.mark.parametrize(
-    ("fraction", "chosen"),
-    [(0.0, []), (0.1, []), (0.3, [3]), (0.6, [2, 3]), (0.9, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])],
-)
-def test_the_last_units_leave_the_device_up_to_the_fraction(fraction, chosen):
-    assert [i for i, is_far in enumerate(last_units([10] * 4, fraction)) if is_far] == chosen

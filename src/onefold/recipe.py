@@ -193,7 +193,7 @@ class Recipe:
         if self.offload.optimizer == "device":
             return (False,) * len(numels)
         share = self.offload.fraction
-        return last_share(numels, 1.0 if share == "auto" else float(share))
+        return last_units(numels, 1.0 if share == "auto" else float(share))
 
     def digest(self) -> list[str]:
         """One line for each choice. Ranks compare these lines, so they name the one that differs.
@@ -242,7 +242,7 @@ class Recipe:
         return Recipe(**values)
 
 
-def last_share(numels: Sequence[int], fraction: float) -> tuple[bool, ...]:
+def last_units(numels: Sequence[int], fraction: float) -> tuple[bool, ...]:
     """Choose the last units, up to about `fraction` of all elements.
 
     The first units' gradients come last in backward, and forward wants their weights first. So

@@ -6,6 +6,7 @@ Every object gets its collaborators in its constructor.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from onefold.build.resolve import ModuleParts, Resolved
 from onefold.build.routes import Links, routes_of
 from onefold.build.tiers import budget_of, build_tiers, describe
 from onefold.engine import guards
-from onefold.engine.activations import SavedActivations
 from onefold.engine.engine import Engine
 from onefold.engine.hooks import install
 from onefold.engine.joining import adopt_later, bind, replace_parameters
@@ -57,18 +57,16 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     context = _context(resolved, store, ledger, tiers)
     source: Source = (initialisers_of(parts.module), parts.module.__dict__.pop(PROMISED, None))
     originals = [owned.parameter for owned in parts.parameters]
-    units = _units(parts, resolved, context, source)
-    _cast_buffers(parts.module, resolved, group, source)
     notes = (resolved.why_stage, rests, resolved.why_stepper)
     engine = Engine(
         parts.module,
-        units,
+        partial(_units, parts, context, source),
         context,
         recipe=recipe,
-        saved=_saved(parts.module, units, context),
         told="; ".join(filter(None, notes)),
         expected_peaks=expectation.peaks,
     )
+    _cast_buffers(parts.module, resolved, group, source)
     parts.module.__dict__[ENGINE] = engine
     install(engine, parts.module, {at: plan.modules for at, plan in enumerate(parts.plans)})
     guards.install(parts.module, engine)
@@ -94,12 +92,14 @@ def _context(resolved: Resolved, store: DeviceStore, ledger: Ledger, tiers: Tier
     )
 
 
-def _units(parts: ModuleParts, resolved: Resolved, context: Context, source: Source) -> list[Unit]:
+def _units(parts: ModuleParts, context: Context, source: Source, engine: Engine) -> list[Unit]:
     """Build the units one by one, so that one unit's unsharded values are alive at a time."""
     units: list[Unit] = []
     for index, plan in enumerate(parts.plans):
-        is_offloaded = resolved.recipe.units[index].is_offloaded
-        unit = Unit(plan, context, index, is_offloaded=is_offloaded)
+        unit = Unit(
+            plan, context, index, engine, keeps_bytes=engine.policy.keeps_bytes,
+            is_offloaded=engine.recipe.units[index].is_offloaded,
+        )  # fmt: skip
         _fill(unit, plan, context, source)
         units.append(unit)
     return units
@@ -128,13 +128,6 @@ def _cast_buffers(module: nn.Module, resolved: Resolved, group: Group, source: S
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     part._buffers[name] = buffer.to(dtype)
-
-
-def _saved(module: nn.Module, units: list[Unit], context: Context) -> SavedActivations | None:
-    if context.tiers.scratch is None:
-        return None
-    weights = [buffer.tensor for unit in units for buffer in (unit.weight, unit.full)]
-    return SavedActivations(context.tiers.scratch, context.store.device, weights, module)
 
 
 def _join_optimizers(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:

@@ -19,12 +19,13 @@ from torch import nn
 from onefold.engine.activations import SavedActivations
 from onefold.engine.calls import Marks, in_backward
 from onefold.engine.hands import Hands
-from onefold.engine.policy import Choices, UnitFacts, policy_of
+from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Call, Schedule
 from onefold.engine.structure import check_structure, edited
 from onefold.engine.successors import Phase
 from onefold.engine.watch import watch_outputs
 from onefold.errors import StateError, expected
+from onefold.recipe import Recipe
 from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
@@ -36,19 +37,20 @@ class Engine:
 
     def __init__(
         self, module: nn.Module, build: Callable[[Engine], list[Unit]], setting: Context, *,
-        stage: int, recipe: Choices,
+        recipe: Recipe, told: str = "",
+        expected_peaks: Callable[..., dict[str, int]] = lambda **_: {},
     ) -> None:  # fmt: skip
         self.module = ref(module)
         self.setting = setting
-        self.stage = stage
-        self.saved: SavedActivations | None = None  # where they leave the device
-        self.told = ""  # what was planned, and why
-        self.expected_peaks: Callable[..., dict[str, int]] = lambda **_: {}
+        self.recipe = recipe
+        self.told = told  # what was planned, and why
+        self.expected_peaks = expected_peaks
         self.has_accumulated = self.is_accumulating = False
         self.ledger, self.group = setting.ledger, setting.routes.group
         self.marks = Marks(setting.ledger)
         policy = self.policy = policy_of(recipe)
         units = self.units = build(self)  # units refer to the engine, weakly
+        self.saved = _saved_activations(module, units, setting)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         self.gradients = {unit: unit.gradient for unit in units}
         self.hands = Hands(self.schedule, units, list(self.gradients.values()), setting)
@@ -334,6 +336,17 @@ def current_phase() -> Phase:
     if in_backward():
         return Phase.BACKWARD
     return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+
+
+def _saved_activations(
+    module: nn.Module, units: list[Unit], setting: Context
+) -> SavedActivations | None:
+    """Activations that leave the device, if they do."""
+    scratch = setting.tiers.scratch
+    if scratch is None:
+        return None
+    weights = [buffer.tensor for unit in units for buffer in (unit.weight, unit.full)]
+    return SavedActivations(scratch, setting.store.device, weights, module)
 
 
 def facts_of(unit: Unit) -> UnitFacts:

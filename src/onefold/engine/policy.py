@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onefold.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,64 +62,17 @@ class Policy:
     steps_in_backward: bool = False
 
 
-class Choices(Protocol):
-    """The part of a recipe that a policy follows from."""
-
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def device_type(self) -> str: ...
-    @property
-    def shards_parameters(self) -> bool: ...
-    @property
-    def shards_states(self) -> bool: ...
-    @property
-    def sums_rest(self) -> bool: ...
-    @property
-    def rests_near(self) -> bool: ...
-    @property
-    def has_hops(self) -> bool: ...
-    @property
-    def are_replicas(self) -> bool: ...
-    @property
-    def keeps_weights(self) -> bool: ...
-    @property
-    def keeps_sums(self) -> bool: ...
-    @property
-    def steps_in_backward(self) -> bool: ...
-
-
-def policy_of(recipe: Choices) -> Policy:
+def policy_of(recipe: Recipe) -> Policy:
     """The rules that follow from a stage's placements, the ranks, the tiers and the wire."""
-    is_alone = recipe.world_size == 1
-    keeps_whole = recipe.shards_states and not recipe.shards_parameters and not is_alone
     return Policy(
-        frees_after_forward=recipe.shards_parameters and (not is_alone or not recipe.rests_near),
-        frees_after_backward=not keeps_whole,
-        keeps_bytes=keeps_whole,
+        frees_after_forward=recipe.frees_after_forward,
+        frees_after_backward=not recipe.keeps_gathered,
+        keeps_bytes=recipe.keeps_gathered,
         defers_reduction=recipe.sums_rest,
         prefetches_late=recipe.device_type == "cpu",
-        has_second_hop=not recipe.shards_states or recipe.has_hops or recipe.are_replicas,
+        has_second_hop=not recipe.is_sharded or recipe.has_hops or recipe.are_replicas,
         sums_rest=recipe.keeps_sums,
         keeps_second_shard=recipe.keeps_weights,
         fills_early=recipe.keeps_weights,
-        steps_in_backward=recipe.steps_in_backward,
+        steps_in_backward=recipe.offload.step_in_backward,
     )
-
-
-def last_units(numels: Iterable[int], fraction: float) -> list[bool]:
-    """Choose the units whose states leave the device: the last ones, up to `fraction` of elements.
-
-    The first units' gradients come last in backward and their weights are wanted first in forward,
-    so they have the least time to hide a step on another tier (SuperOffload, arXiv 2509.21271,
-    keeps the buckets that backward fills last on the GPU for the same reason).
-    """
-    each = list(numels)
-    wanted, taken = fraction * sum(each), 0
-    chosen = [False] * len(each)
-    for index in reversed(range(len(each))):
-        if fraction == 0 or taken + each[index] / 2 > wanted:
-            break
-        chosen[index] = True
-        taken += each[index]
-    return chosen

@@ -10,8 +10,9 @@ from onefold.engine.actions import Action, Verb
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
 from onefold.planner.byte_counter import ByteCounter, KeptBuffers
-from onefold.planner.setup import Setup, UnitBytes
 from onefold.planner.trace import Event, Heard
+from onefold.planner.traffic import PlannedUnit
+from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
 
@@ -19,11 +20,11 @@ STEP_BLOCK_NBYTES = {"cpu": 512 * 1024 * 4, "cuda": 64 * 1024 * 1024 * 4}
 """Of one block of fp32 gradients, where narrow ones are widened (engine/blocked_adam.py)."""
 
 
-def facts_of(unit: UnitBytes, setup: Setup, *, is_far: bool) -> UnitFacts:
+def facts_of(unit: PlannedUnit, recipe: Recipe, *, is_far: bool) -> UnitFacts:
     """The facts that a schedule decides by. `is_far`: states of the unit are offloaded."""
     return UnitFacts(
         nbytes=unit.whole, is_resident=unit.whole == 0,
-        is_offloaded=is_far or not setup.rests_near,
+        is_offloaded=is_far or not recipe.rests_near,
     )  # fmt: skip
 
 
@@ -31,9 +32,9 @@ class ByteHands:
     """Counts the bytes that one rank holds and sends. `chosen`: units with offloaded states."""
 
     def __init__(
-        self, setup: Setup, units: list[UnitBytes], chosen: list[bool], held: ByteCounter
+        self, recipe: Recipe, units: list[PlannedUnit], chosen: list[bool], held: ByteCounter
     ) -> None:
-        self._setup = setup
+        self._recipe = recipe
         self._units = units
         self._chosen = chosen
         self._held = held
@@ -42,10 +43,10 @@ class ByteHands:
         self._partial: list[dict[int, int]] = [{} for _ in units]
         self._sums: set[int] = set()
         self._reduced: set[int] = set()
-        self._gathers = {where: KeptBuffers(held, setup.device_type) for where in ("", "between")}
+        self._gathers = {where: KeptBuffers(held, recipe.device_type) for where in ("", "between")}
         self._staged: dict[int, list[tuple[KeptBuffers, tuple[int, ...]]]] = {}  # by unit, underway
         self._first, self._second, self._third = (
-            KeptBuffers(held, setup.device_type) for _ in range(3)
+            KeptBuffers(held, recipe.device_type) for _ in range(3)
         )
         self._is_hidden = False  # a reduction is over behind the recompute of a unit
 
@@ -53,10 +54,9 @@ class ByteHands:
 
     def rest(self, batch_nbytes: int, buffers_nbytes: int) -> None:
         """Count the bytes that are there all the time, in the steady state."""
-        setup, offload, add = self._setup, self._setup.offload, self._held.add
+        recipe, offload, add = self._recipe, self._recipe.offload, self._held.add
         add("batch", batch_nbytes)
         add("buffer", buffers_nbytes)
-        keeps_whole = setup.sums_rest and setup.is_sharded  # stages 1 and 2 (docs/adr/0006)
         for index, (unit, is_away) in enumerate(zip(self._units, self._chosen, strict=True)):
             add("weight", unit.weight, offload.parameters)
             tier = offload.optimizer if is_away else "device"
@@ -64,14 +64,14 @@ class ByteHands:
             add("optimizer", unit.moments, tier)
             add("secondary", unit.second)
             add("feedback", unit.feedback)
-            if keeps_whole:
+            if recipe.keeps_gathered:
                 self._whole.add(index)
                 add("unsharded", unit.whole)
-            if setup.sums_rest and setup.world_size > 1 and not is_away:
+            if recipe.sums_rest and recipe.world_size > 1 and not is_away:
                 self._make_grad(index)
         if "disk" in (offload.parameters, offload.optimizer):
             add("staging", self._staging(), "cpu")
-        is_asked = offload.step == "device" or setup.device_type != "cpu"
+        is_asked = offload.step == "device" or recipe.device_type != "cpu"
         if offload.may_stream and is_asked and any(self._chosen):
             add("staging", self._streamed())
 
@@ -86,7 +86,7 @@ class ByteHands:
 
     def _streamed(self) -> int:
         """Slots on the device, through which states in CPU memory pass."""
-        near = self._setup.offload.parameters == "device"
+        near = self._recipe.offload.parameters == "device"
         away = [unit for unit, is_away in zip(self._units, self._chosen, strict=True) if is_away]
         slots = [
             min(blocks.BLOCK_NUMEL, unit.rest_numel)
@@ -111,7 +111,7 @@ class ByteHands:
         self.do(actions)
         if event.heard is Heard.AGAIN:
             # a link is not slower than half of a backward; a GPU's host is ahead of both
-            self._is_hidden = self._setup.device_type == "cpu"
+            self._is_hidden = self._recipe.device_type == "cpu"
         if event.unit >= 0:
             held.unit = self._units[event.unit].name
 
@@ -136,9 +136,9 @@ class ByteHands:
 
     def step(self) -> None:
         """The optimizer's own step."""
-        held, setup = self._held, self._setup
+        held, recipe = self._held, self._recipe
         held.phase, held.unit, held.torch = "step", "", (0, 0)
-        block = STEP_BLOCK_NBYTES.get(setup.device_type, 0)
+        block = STEP_BLOCK_NBYTES.get(recipe.device_type, 0)
         widened = min(block, 4 * max(unit.rest_numel for unit in self._units))
         held.add("staging", widened if any(unit.master for unit in self._units) else 0)
         held.see()
@@ -155,13 +155,13 @@ class ByteHands:
         if index not in self._whole:
             self._whole.add(index)
             self._held.add("unsharded", unit.whole)
-        if self._setup.rest_world == 1:
+        if self._recipe.rest_world == 1:
             return
         if unit.second:  # it is read before the hop inside the node begins
             self._read(index)
         else:
             self._fill(index)
-        self.sent["gather" + self._setup.where] += unit.messages.gather.sent
+        self.sent["gather" + self._recipe.collective_suffix] += unit.messages.gather.sent
         self._stage(index, "", unit.messages.gather.buffers)
 
     def _stage(self, index: int, where: str, buffers: tuple[int, ...]) -> None:
@@ -190,14 +190,14 @@ class ByteHands:
     # gradients
 
     def _reduce(self, index: int) -> None:
-        messages, setup = self._units[index].messages, self._setup
-        if setup.has_hops and index not in self._sums:
+        messages, recipe = self._units[index].messages, self._recipe
+        if recipe.has_hops and index not in self._sums:
             self._sums.add(index)
             self._held.add("partial_grad", self._units[index].sums)
-        elif not setup.has_hops and setup.world_size > 1:
+        elif not recipe.has_hops and recipe.world_size > 1:
             self._make_grad(index)
         self._first.take(messages.reduce.buffers)
-        self.sent["reduce_scatter" + setup.where] += messages.reduce.sent
+        self.sent["reduce_scatter" + recipe.collective_suffix] += messages.reduce.sent
         self._held.see()
 
     def _land(self, index: int) -> None:
@@ -205,15 +205,15 @@ class ByteHands:
         self._held.add("partial_grad", -sum(partial.values()))
         partial.clear()
         self._first.give(self._units[index].messages.reduce.buffers)
-        if self._setup.world_size == 1:
+        if self._recipe.world_size == 1:
             self._make_grad(index)
 
     def _follow(self, index: int) -> None:
-        if self._setup.has_hops:
+        if self._recipe.has_hops:
             self._make_grad(index)
         settle = self._units[index].messages.settle
         self._second.take(settle.buffers)
-        name = "reduce_scatter between" if self._setup.is_sharded else "gather"
+        name = "reduce_scatter between" if self._recipe.is_sharded else "gather"
         self.sent[name] += settle.sent
         self._held.see()
 

@@ -1,24 +1,23 @@
 """The bytes that a rank will hold, moment by moment: the engine's own schedule, on byte counters.
 
 `forecast` plays one optimizer step in its steady state, from `zero_grad` to `zero_grad`. Resting
-state is a closed form (planner/setup.py). Unsharded weights, gradients and message buffers come and
+state is a closed form (layout/flat.py). Unsharded weights, gradients and message buffers come and
 go as the schedule says (engine/schedule.py), activations as the trace says. The peak is the largest
 sum of all three at any moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onefold.config import Offload
-from onefold.engine.policy import last_units, policy_of
+from onefold.engine.policy import policy_of
 from onefold.engine.schedule import Schedule
 from onefold.planner.byte_counter import ByteCounter, Holding, Moment
 from onefold.planner.byte_hands import ByteHands, facts_of
 from onefold.planner.replay import Replay
-from onefold.planner.setup import Setup, UnitBytes, unit_bytes
 from onefold.planner.trace import Trace
+from onefold.planner.traffic import planned_unit
+from onefold.recipe import Recipe
 
 LINKS = ("inside", "between")
 
@@ -33,7 +32,7 @@ class Forecast:
     names them: "gather", "reduce_scatter", and on two axes each "inside" and "between".
     """
 
-    setup: Setup
+    recipe: Recipe
     peak: Moment
     peaks: dict[str, int]
     most: Holding
@@ -54,15 +53,15 @@ class Forecast:
         On one axis every rank sends its pieces straight to all others, in whatever node; an
         all-gather of GPUs goes round in a ring instead.
         """
-        setup, sent = self.setup, self.sent
-        ranks, near = setup.world_size, min(setup.ranks_per_host, setup.world_size)
-        far = (ranks - near) / max(1, ranks - 1) if not setup.where else 0.0
+        recipe, sent = self.recipe, self.sent
+        ranks, near = recipe.world_size, min(recipe.local_world_size, recipe.world_size)
+        far = (ranks - near) / max(1, ranks - 1) if not recipe.collective_suffix else 0.0
         found = {(link, what): 0.0 for link in LINKS for what in ("weights", "gradients")}
         for name, nbytes in sent.items():
             is_gather = name.startswith("gather")
-            means = setup.stage == 0 or (setup.are_replicas and name.endswith("between"))
+            means = not recipe.is_sharded or (recipe.are_replicas and name.endswith("between"))
             what = "weights" if is_gather and not means else "gradients"
-            is_ring = is_gather and setup.device_type != "cpu"
+            is_ring = is_gather and recipe.device_type != "cpu"
             share = float(name.endswith("between")) or far / (near if is_ring else 1)
             found["between", what] += share * nbytes
             found["inside", what] += (1 - share) * nbytes
@@ -76,7 +75,7 @@ class Forecast:
     @property
     def memory_nbytes(self) -> int:
         """The most that the memory which computes holds at a time."""
-        return self.peak.memory_nbytes(self.setup.device_type)
+        return self.peak.memory_nbytes(self.recipe.device_type)
 
     def most_of(self, kind: str) -> int:
         """The most of one kind, over all tiers."""
@@ -84,38 +83,29 @@ class Forecast:
 
 
 def forecast(
-    trace: Trace, setup: Setup, *, chosen: Sequence[bool] | None = None, has_timeline: bool = False
+    trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False
 ) -> Forecast:
-    """Play one step of `trace`. `chosen`: whose states are offloaded; default: by fraction."""
-    units = [unit_bytes(unit, setup) for unit in trace.units]
-    if chosen is None:
-        chosen = offloaded(units, setup.offload)
-    held = ByteCounter(setup.device_type)
+    """Play one step of `trace`, of `accumulate` micro-batches."""
+    units = [planned_unit(unit, recipe) for unit in trace.units]
+    chosen = recipe.offloaded_units([unit.numel for unit in units])
+    held = ByteCounter(recipe.device_type)
     held.keeps_all = has_timeline
     facts = [
-        facts_of(unit, setup, is_far=is_far) for unit, is_far in zip(units, chosen, strict=True)
+        facts_of(unit, recipe, is_far=is_far) for unit, is_far in zip(units, chosen, strict=True)
     ]
-    schedule = Schedule(policy_of(setup), facts)
-    hands = ByteHands(setup, units, list(chosen), held)
+    schedule = Schedule(policy_of(recipe), facts)
+    hands = ByteHands(recipe, units, list(chosen), held)
     hands.rest(trace.batch_nbytes, trace.buffers_nbytes)
     resting = held.now
     replay = Replay(trace, schedule, [sum(map(bool, unit.partials)) for unit in units])
-    replay.learn(setup.accumulate)
-    for micro in range(setup.accumulate):
+    replay.learn(accumulate)
+    for micro in range(accumulate):
         held.phase, held.unit = "forward", ""
-        for event, actions in replay.micro_batch(is_last=micro + 1 == setup.accumulate):
+        for event, actions in replay.micro_batch(is_last=micro + 1 == accumulate):
             hands.follow(event, actions, schedule)
     hands.step()
     assert held.peak is not None, "a step without a moment"
     return Forecast(
-        setup, held.peak, held.peaks, held.most, resting, tuple(held.timeline),
+        recipe, held.peak, held.peaks, held.most, resting, tuple(held.timeline),
         {name: nbytes for name, nbytes in hands.sent.items() if nbytes},
     )  # fmt: skip
-
-
-def offloaded(units: Sequence[UnitBytes], offload: Offload) -> list[bool]:
-    """Whose states are off the device under a given fraction; all of them where it is "auto"."""
-    if offload.optimizer == "device":
-        return [False] * len(units)
-    fraction = 1.0 if offload.fraction == "auto" else float(offload.fraction)
-    return last_units([unit.numel for unit in units], fraction)

@@ -22,14 +22,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
-from onefold.engine.policy import last_units
+from onefold.planner.conditions import Conditions
 from onefold.planner.costs import costs_of
 from onefold.planner.links import Cost
 from onefold.planner.machines import Machine
-from onefold.planner.run import Run
 from onefold.planner.streams import PlannedSpan, Streams
 from onefold.planner.work import ModelWork, UnitWork
+
+if TYPE_CHECKING:
+    from onefold.recipe import Recipe
 
 STREAMS = {"spread": "gather"}  # collectives that share another's stream
 CAUSES = {"device": "host", "cpu": "host", "disk": "disk"}  # what a wait for a tier is called
@@ -75,18 +78,21 @@ class StepTime:
         return sum(span.nbytes for span in self.spans if span.what == what)
 
 
-def simulate(work: ModelWork, run: Run, machine: Machine) -> StepTime:
-    """The time of one step of `work` under `run` on `machine`, seconds.
+def simulate(
+    work: ModelWork, recipe: Recipe, machine: Machine, conditions: Conditions | None = None
+) -> StepTime:
+    """The time of one step of `work` under `recipe` on `machine`, seconds.
 
     With states off the device it is the second of two steps, which waits for the first's.
     """
-    rank = _Rank(work, run, machine)
+    run = conditions or Conditions()
+    rank = _Rank(work, recipe, run, machine)
     begin = rank.play()
     if rank.tiers.is_used:
         begin = rank.play()
     streams, parts = rank.streams, rank.streams.parts
     own = sum(parts.get(part, 0.0) for part in ("compute", "memory", "contention"))
-    stragglers = own * machine.spread * slowest_of(run.world_size)
+    stragglers = own * machine.spread * slowest_of(recipe.world_size)
     seconds = streams.now - begin + stragglers
     return StepTime(
         seconds=seconds,
@@ -99,7 +105,7 @@ def simulate(work: ModelWork, run: Run, machine: Machine) -> StepTime:
         exposed_disk=parts.get("disk", 0.0),
         optimizer=parts.get("optimizer", 0.0),
         stragglers=stragglers,
-        tokens_per_s=work.tokens * run.accumulate * run.world_size / seconds if seconds else 0.0,
+        tokens_per_s=work.tokens * run.accumulate * recipe.world_size / seconds if seconds else 0.0,
         spans=tuple(
             replace(span, start=span.start - begin, end=span.end - begin) for span in streams.spans
         ),
@@ -133,40 +139,42 @@ class TierSeconds:
         return self.optimizer != "device" or self.parameters != "device"
 
     @classmethod
-    def of(cls, run: Run, machine: Machine) -> TierSeconds:
-        """The tiers of `run` on `machine`; each rank has its own rows only."""
-        host, own = machine.host_rate, 1.0 / run.shards
-        rate = machine.disk_rate if run.parameters == "disk" else host
+    def of(cls, recipe: Recipe, run: Conditions, machine: Machine) -> TierSeconds:
+        """The tiers of `recipe` on `machine`; each rank has its own rows only."""
+        host, own, offload = machine.host_rate, 1.0 / recipe.rest_world, recipe.offload
+        rate = machine.disk_rate if offload.parameters == "disk" else host
         by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
         is_faster = machine.launches_hide and streamed < by_cpu  # where there is a device to ask
         streams = (
-            run.optimizer == "cpu"
-            and run.parameters != "disk"
-            and (run.step == "device" or (run.step == "auto" and is_faster))
+            offload.optimizer == "cpu"
+            and offload.parameters != "disk"
+            and (offload.step == "device" or (offload.step == "auto" and is_faster))
         )
-        returns = run.parameters == "device" and not streams
+        returns = offload.parameters == "device" and not streams
         return cls(
-            run.optimizer,
-            run.parameters,
+            offload.optimizer,
+            offload.parameters,
             flush=own * (STREAMED_NBYTES if streams else run.grad_itemsize) / host,
-            disk=own * run.disk_nbytes / machine.disk_rate if run.optimizer == "disk" else 0.0,
+            disk=own * run.disk_nbytes / machine.disk_rate if offload.optimizer == "disk" else 0.0,
             cpu=0.0 if streams else own * by_cpu,
             publish=own * run.weight_itemsize / host if returns else 0.0,
-            fetch=own * run.weight_itemsize / rate if run.parameters != "device" else 0.0,
+            fetch=own * run.weight_itemsize / rate if offload.parameters != "device" else 0.0,
         )
 
 
 class _Rank:
     """One rank as the engine drives it: forward, backward and step fill its streams."""
 
-    def __init__(self, work: ModelWork, run: Run, machine: Machine) -> None:
-        self.work, self.run, self.machine = work, run, machine
+    def __init__(self, work: ModelWork, recipe: Recipe, run: Conditions, machine: Machine) -> None:
+        self.work, self.recipe, self.run, self.machine = work, recipe, run, machine
+        self.waits_for_hops = run.waits_for_hops(recipe)
         self.streams = Streams(machine.efficiency.contention)
-        self.tiers = TierSeconds.of(run, machine)
-        known = {unit.numel: costs_of(unit.numel, run, machine) for unit in work.units}
+        self.tiers = TierSeconds.of(recipe, run, machine)
+        known = {unit.numel: costs_of(unit.numel, recipe, run, machine) for unit in work.units}
         self.costs = [known[unit.numel] for unit in work.units]
         self.durations = [durations(unit, run, machine) for unit in work.units]
-        self.far = far_units(work, run)
+        chosen = recipe.offloaded_units([unit.numel for unit in work.units])
+        self.far = frozenset(at for at, is_chosen in enumerate(chosen) if is_chosen)
         self.settled = [0.0] * len(work.units)  # when a unit's background step is over
         self.landed = self.last = 0.0  # the newest reduction; the end of all of them
         self.crossed = [0.0] * len(work.units)  # when the node has a unit's new weights
@@ -184,8 +192,8 @@ class _Rank:
 
     def forward(self, *, is_first: bool) -> None:
         """One micro-batch's forward: stages 1 and 2 keep what its first has gathered."""
-        gathers = self.run.stage == 3 or (is_first and self.run.stage > 0)
-        if is_first and self.run.hops:
+        gathers = self.recipe.shards_parameters or (is_first and self.recipe.is_sharded)
+        if is_first and self.recipe.keeps_weights:
             for unit in range(len(self.work.units)):  # where it is stepped far, once it has been
                 ready = self.settled[unit]
                 self.crossed[unit] = self.talk("cross", unit, self.costs[unit].cross, ready)
@@ -197,15 +205,16 @@ class _Rank:
 
         At stages 0-2 all but the first add whole gradients to those that rest: two reads, a write.
         """
-        adds = 3.0 * self.run.grad_itemsize * (not is_first and self.run.stage < 3)
+        adds = 3.0 * self.run.grad_itemsize * (not is_first and self.recipe.sums_rest)
         rate = self.machine.memory_rate * self.machine.efficiency.memory
-        for unit in self.enter(range(len(self.work.units))[::-1], gathers=self.run.stage == 3):
+        gathers = self.recipe.shards_parameters
+        for unit in self.enter(range(len(self.work.units))[::-1], gathers=gathers):
             name, parts = self.work.units[unit].name, self.durations[unit][1]
             added = adds * self.work.units[unit].numel / rate
             self.streams.compute(name, "backward", parts | {"memory": parts["memory"] + added})
-            if is_last or self.run.stage == 3:
+            if is_last or not self.recipe.sums_rest:
                 self.reduce(unit, is_last=is_last)
-        if self.run.travel is not None:
+        if self.waits_for_hops:
             self.land()
             self.streams.wait(self.last, "reduce")
 
@@ -222,11 +231,11 @@ class _Rank:
             for other in near:
                 if other not in whole:
                     ready = max(fetched[other], self.crossed[other])
-                    if self.run.hops == "":
+                    if self.recipe.has_hops and not self.recipe.keeps_weights:
                         ready = self.talk("cross", other, self.costs[other].cross, ready)
                     whole[other] = self.talk("gather", other, self.costs[other].gather, ready)
-            streams.wait(self.settled[unit], CAUSES[self.run.optimizer])
-            streams.wait(fetched.get(unit, 0.0), CAUSES[self.run.parameters])
+            streams.wait(self.settled[unit], CAUSES[self.tiers.optimizer])
+            streams.wait(fetched.get(unit, 0.0), CAUSES[self.tiers.parameters])
             streams.wait(whole.get(unit, 0.0), "gather")
             yield unit
 
@@ -256,7 +265,7 @@ class _Rank:
         """
         self.land()
         self.landed = self.talk("reduce", unit, self.costs[unit].reduce, 0.0)
-        if self.run.travel is None:
+        if not self.waits_for_hops:
             self.follow(unit, self.landed, is_last=is_last)
         else:
             self.following = (unit, is_last)
@@ -272,14 +281,14 @@ class _Rank:
     def follow(self, unit: int, ready: float, *, is_last: bool) -> float:
         """What comes after a unit's reduction; when it ends."""
         end, costs = ready, self.costs[unit]
-        if self.run.stage == 0:
+        if not self.recipe.is_sharded:
             end = self.talk("spread", unit, costs.spread, end)
         if is_last:
             end = self.talk("replica", unit, costs.replica, end)
-        if is_last or self.run.hops != "gradients":
+        if is_last or not (self.recipe.has_hops and self.recipe.keeps_sums):
             end = self.talk("settle", unit, costs.settle, end)
         self.last = max(self.last, end)
-        if is_last and unit in self.far and self.run.steps_in_backward:
+        if is_last and unit in self.far and self.recipe.offload.step_in_backward:
             self.step_far(unit, end)
         return end
 
@@ -290,9 +299,9 @@ class _Rank:
         streams.wait(self.last, "reduce")
         numel = sum(unit.numel for at, unit in enumerate(self.work.units) if at not in self.far)
         rate = machine.memory_rate * machine.efficiency.optimizer
-        seconds = numel / run.shards * run.state_nbytes / rate
+        seconds = numel / self.recipe.rest_world * run.state_nbytes / rate
         streams.compute("", "step", {"optimizer": seconds, "memory": machine.step_seconds})
-        if not run.steps_in_backward:
+        if not self.recipe.offload.step_in_backward:
             for unit in sorted(self.far):
                 self.step_far(unit, streams.now)
 
@@ -307,7 +316,7 @@ class _Rank:
 
 
 def durations(
-    unit: UnitWork, run: Run, machine: Machine
+    unit: UnitWork, run: Conditions, machine: Machine
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of one unit's forward, and of its backward with what that recomputes, by part.
 
@@ -346,14 +355,6 @@ def durations(
     return forward, backward
 
 
-def far_units(work: ModelWork, run: Run) -> frozenset[int]:
-    """Units whose states are off the device."""
-    if run.optimizer == "device":
-        return frozenset()
-    chosen = last_units([unit.numel for unit in work.units], run.fraction)
-    return frozenset(index for index, is_far in enumerate(chosen) if is_far)
-
-
 @dataclass(frozen=True, slots=True)
 class ScalePoint:
     """One world size of a scaling curve; `efficiency` is speed per rank against the first."""
@@ -369,12 +370,13 @@ class ScalePoint:
 
 
 def scaling_curve(
-    work: ModelWork, run: Run, machine: Machine, world_sizes: Sequence[int]
-) -> list[ScalePoint]:
+    work: ModelWork, recipe: Recipe, machine: Machine, world_sizes: Sequence[int],
+    conditions: Conditions | None = None,
+) -> list[ScalePoint]:  # fmt: skip
     """Weak scaling: the same micro-batch on every rank, at each world size in turn."""
     points: list[ScalePoint] = []
     for world_size in world_sizes:
-        step = simulate(work, replace(run, world_size=world_size), machine)
+        step = simulate(work, replace(recipe, world_size=world_size), machine, conditions)
         base = points[0].tokens_per_s_per_rank if points else step.tokens_per_s / world_size
         points.append(ScalePoint(world_size, step, step.tokens_per_s / world_size / base))
     return points

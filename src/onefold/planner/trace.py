@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import prod
 from typing import Any
 from weakref import ref
 
@@ -27,6 +26,7 @@ from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
 from onefold.layout.units import UnitChoice, UnitPlan, plan_units
 from onefold.planner.storages import Storages, Untraceable, WorkDone
+from onefold.recipe import Member
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 """Arguments of the module's forward: by name, or in order."""
@@ -60,18 +60,6 @@ class Event:
     logits: int  # of `peak`: the module's outputs and tensors that the loss made of them
     module: int = -1  # of `LEAVE`: which module
     num_modules: int = 1  # of `LEAVE`: how many modules use the unit
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One parameter: its shape, and bytes of an element at rest and in compute."""
-
-    fqn: str
-    shape: tuple[int, ...]
-    itemsize: int
-    compute_itemsize: int
-    is_floating: bool
-    requires_grad: bool
 
 
 @dataclass(slots=True)
@@ -109,7 +97,7 @@ class UnitTrace:
 
     @property
     def numel(self) -> int:
-        return sum(prod(member.shape) for member in self.members)
+        return sum(member.numel for member in self.members)
 
     def scaled(self, two: UnitTrace, rows: int) -> UnitTrace:
         """What `rows` rows ask of it, where this is for one and `two` for two."""
@@ -240,7 +228,7 @@ class _Tracer:
     """Stands where the engine stands, and writes down what it is told."""
 
     def __init__(self, module: nn.Module, plans: list[UnitPlan], precision: Precision) -> None:
-        self.setting = _Setting(precision.compute)
+        self.setting, self._precision = _Setting(precision.compute), precision
         self.saved, self.ledger, self.is_summoned = None, None, False
         self.units: list[UnitTrace] = []
         self.events: list[Event] = []
@@ -258,18 +246,12 @@ class _Tracer:
         members: list[Member] = []
         for position, owned in enumerate(plan.members):
             parameter = owned.parameter
-            itemsize, is_floating = parameter.itemsize, parameter.is_floating_point()
-            compute = self.setting.compute
-            if compute is not None and is_floating:
-                parameter.data = parameter.data.to(compute)
+            member = Member.of(owned.fqn, parameter, self._precision)
+            if member.compute_dtype != member.dtype:
+                parameter.data = parameter.data.to(member.compute_dtype)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_grad(index, position))
-            members.append(
-                Member(
-                    owned.fqn, tuple(parameter.shape), itemsize, parameter.itemsize, is_floating,
-                    parameter.requires_grad,
-                )
-            )  # fmt: skip
+            members.append(member)
         return UnitTrace(plan.name, tuple(members))
 
     def _on_grad(self, unit: int, member: int) -> Callable[[Tensor], None]:
