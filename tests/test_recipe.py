@@ -148,8 +148,8 @@ def test_one_rank_on_the_cpu_keeps_local_casts_as_its_plan_says(offload, kept, p
     peak = sum(usage.peak for usage in held.values())
     found = Expectation.of(engine.recipe).peaks(accumulates=False)
     assert peak == found.get("unsharded", 0)
-    casts = 4 * (64 * 64 + 64) * 2
-    assert (peak == casts) == (kept and precision == "bf16")
+    if kept:
+        assert peak == (4 * (64 * 64 + 64) * 2 if precision == "bf16" else 0)
 
 
 def test_a_point_of_a_scaling_curve_is_the_step_of_a_plan_for_as_many_ranks():
