@@ -74,6 +74,7 @@ class Hands:
                 assert len(self.flying) <= self.schedule.policy.max_in_flight
             case Verb.LAND:
                 assert self.flying.pop(0) == unit, "landed out of order"
+            case Verb.FOLLOW:
                 self.landed.append(unit)
             case Verb.SETTLE:
                 assert self.landed.pop() == unit, "settled before it landed"
@@ -214,7 +215,7 @@ class Script:
         if ends:
             hands.do(schedule.end_backward())
             assert not hands.flying
-            assert not hands.landed or not is_last
+            assert not hands.landed
 
     def step(self) -> set[int]:
         stepped = self.schedule.take_stepped()

@@ -85,8 +85,9 @@ class Reductions:
             return
         unit = self._in_flight.popleft()
         out.append((Verb.LAND, unit))
-        if not self._policy.sums_rest or self.is_last:
-            out.append((Verb.FOLLOW, unit))
+        if self._policy.sums_rest and not self.is_last:
+            return
+        out.append((Verb.FOLLOW, unit))
         self._following = unit
         if not self._policy.has_second_hop:
             self._settle(out)

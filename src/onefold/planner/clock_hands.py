@@ -1,0 +1,202 @@
+"""Executes a schedule's actions on clocks: what engine/hands.py does to tensors. No torch here.
+
+Streams run beside one another, each in order: `compute`, `gather`, `reduce`, between nodes `cross`
+(weights), `settle` (sums of gradients) and `replica` (averages of copies), and for state off the
+device `fetch`, `flush`, `disk`, `cpu` and `publish`. Collectives share two links, inside the node
+and between nodes, and take turns on a link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from onefold.engine.actions import Action, Verb
+from onefold.planner.conditions import Conditions
+from onefold.planner.costs import costs_of
+from onefold.planner.links import Cost
+from onefold.planner.machines import Machine
+from onefold.planner.streams import Streams
+from onefold.planner.work import ModelWork
+
+if TYPE_CHECKING:
+    from onefold.recipe import Recipe
+
+STREAMS = {"spread": "gather"}  # collectives that share another's stream
+CAUSES = {"device": "host", "cpu": "host", "disk": "disk"}  # the names of waits for a tier
+
+STREAMED_NBYTES = 12
+"""Of an element's fp32 states, each way at once, where the device steps them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSeconds:
+    """Seconds per element that one rank's state off the device costs on each stream."""
+
+    optimizer: str
+    parameters: str
+    flush: float
+    disk: float
+    cpu: float
+    publish: float
+    fetch: float
+
+    @property
+    def is_used(self) -> bool:
+        """True if anything rests off the device."""
+        return self.optimizer != "device" or self.parameters != "device"
+
+    @classmethod
+    def of(cls, recipe: Recipe, run: Conditions, machine: Machine) -> TierSeconds:
+        """The tiers of `recipe` on `machine`; each rank has its own rows only."""
+        host, own, offload = machine.host_rate, 1.0 / recipe.rest_world, recipe.offload
+        rate = machine.disk_rate if offload.parameters == "disk" else host
+        by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
+        is_faster = machine.launches_hide and streamed < by_cpu  # where there is a device to ask
+        streams = (
+            offload.optimizer == "cpu"
+            and offload.parameters != "disk"
+            and (offload.step == "device" or (offload.step == "auto" and is_faster))
+        )
+        returns = offload.parameters == "device" and not streams
+        return cls(
+            offload.optimizer,
+            offload.parameters,
+            flush=own * (STREAMED_NBYTES if streams else run.grad_itemsize) / host,
+            disk=own * run.disk_nbytes / machine.disk_rate if offload.optimizer == "disk" else 0.0,
+            cpu=0.0 if streams else own * by_cpu,
+            publish=own * run.weight_itemsize / host if returns else 0.0,
+            fetch=own * run.weight_itemsize / rate if offload.parameters != "device" else 0.0,
+        )
+
+
+class ClockHands:
+    """One rank's clocks. With `uses_rings` a second hop follows the first one by itself."""
+
+    def __init__(self, work: ModelWork, recipe: Recipe, run: Conditions, machine: Machine) -> None:
+        self._units, self._machine, self._run = work.units, machine, run
+        self._crosses_late = recipe.has_hops and not recipe.keeps_weights
+        self._spreads = not recipe.is_sharded
+        self.streams = Streams(machine.efficiency.contention)
+        self.tiers = TierSeconds.of(recipe, run, machine)
+        known = {unit.numel: costs_of(unit.numel, recipe, run, machine) for unit in work.units}
+        self._costs = [known[unit.numel] for unit in work.units]
+        self._stepped = [0.0] * len(work.units)  # when the background step of a unit is over
+        self._crossed = [0.0] * len(work.units)  # when the node has a unit's new weights
+        self._fetched: dict[int, float] = {}
+        self._gathered: dict[int, float] = {}
+        self._landed: dict[int, float] = {}  # ends of first hops, until they are waited for
+        self._followed: dict[int, float] = {}  # ends of second hops, until they are waited for
+        self.is_last = True  # of the micro-batches
+
+    def do(self, actions: Iterable[Action]) -> None:
+        """Execute actions in order."""
+        for verb, index in actions:
+            hand = _HANDS.get(verb)
+            if hand is not None:
+                hand(self, index)
+
+    def has_landed(self, index: int) -> bool:
+        """True if the first hop of the unit's reduction is over by now."""
+        return self._landed.get(index, 0.0) <= self.streams.now
+
+    def step_far(self, index: int) -> None:
+        """Step a unit in the background: its gradient leaves, its states are stepped, its weight
+        returns.
+        """
+        streams, tiers = self.streams, self.tiers
+        name, numel = self._units[index].name, self._units[index].numel
+        end = streams.move("flush", name, "flush", numel * tiers.flush, streams.now)
+        end = streams.move("disk", name, "swap", numel * tiers.disk, end)
+        end = streams.move("cpu", name, "step", numel * tiers.cpu, end)
+        self._stepped[index] = streams.move("publish", name, "publish", numel * tiers.publish, end)
+
+    def finish(self) -> None:
+        """Wait for every reduction."""
+        for index in list(self._landed):
+            self.streams.wait(self._landed.pop(index), "reduce")
+        for index in list(self._followed):
+            self.streams.wait(self._followed.pop(index), "reduce")
+
+    # one verb each
+
+    def _fetch(self, index: int) -> None:
+        if index not in self._fetched:
+            ready = max(self.streams.now, self._stepped[index])
+            seconds, name = self._units[index].numel * self.tiers.fetch, self._units[index].name
+            self._fetched[index] = self.streams.move("fetch", name, "fetch", seconds, ready)
+
+    def _fill(self, index: int) -> None:
+        cost, ready = self._costs[index].cross, self._stepped[index]
+        self._crossed[index] = self._talk("cross", index, cost, ready)
+
+    def _gather(self, index: int) -> None:
+        self._fetch(index)
+        ready = max(self._fetched[index], self._crossed[index])
+        if self._crosses_late:
+            ready = self._talk("cross", index, self._costs[index].cross, ready)
+        self._gathered[index] = self._talk("gather", index, self._costs[index].gather, ready)
+
+    def _show(self, index: int) -> None:
+        wait = self.streams.wait
+        wait(self._stepped[index], CAUSES[self.tiers.optimizer])
+        wait(self._fetched.get(index, 0.0), CAUSES[self.tiers.parameters])
+        wait(self._gathered.get(index, 0.0), "gather")
+
+    def _free(self, index: int) -> None:
+        self._fetched.pop(index, None)
+        self._gathered.pop(index, None)
+
+    def _reduce(self, index: int) -> None:
+        if self._run.uses_rings:
+            for before in list(self._landed):
+                self.streams.wait(self._landed.pop(before), "reduce")
+        self._landed[index] = self._talk("reduce", index, self._costs[index].reduce, 0.0)
+        if self._run.uses_rings:
+            self._followed[index] = self._chain(index, self._landed[index])
+
+    def _land(self, index: int) -> None:
+        if not self._run.uses_rings:
+            self.streams.wait(self._landed.pop(index), "reduce")
+
+    def _follow(self, index: int) -> None:
+        if not self._run.uses_rings:
+            self._followed[index] = self._chain(index, self.streams.now)
+
+    def _settle(self, index: int) -> None:
+        if not self._run.uses_rings:
+            self.streams.wait(self._followed.pop(index, 0.0), "reduce")
+
+    def _chain(self, index: int, ready: float) -> float:
+        """Begin the collectives that come after a unit's first hop; when the last one ends."""
+        costs = self._costs[index]
+        if self._spreads:
+            ready = self._talk("spread", index, costs.spread, ready)
+        if self.is_last:
+            ready = self._talk("replica", index, costs.replica, ready)
+        return self._talk("settle", index, costs.settle, ready)
+
+    def _wait_step(self, index: int) -> None:
+        self.streams.wait(self._stepped[index], CAUSES[self.tiers.optimizer])
+
+    def _talk(self, what: str, index: int, cost: Cost, ready: float) -> float:
+        """Put one collective of a unit on the stream of its name; when it ends.
+
+        Where the host computes, it also codes: that is compute's own time.
+        """
+        streams, name = self.streams, self._units[index].name
+        if not self._machine.launches_hide:
+            streams.compute(name, "code", {"memory": cost.encode + cost.decode})
+            cost = replace(cost, encode=0.0, decode=0.0)
+        stream = STREAMS.get(what, what)
+        return streams.collective(stream, name, what, cost, max(streams.now, ready))
+
+
+_HANDS: Mapping[Verb, Callable[[ClockHands, int], None]] = {
+    Verb.FETCH: ClockHands._fetch, Verb.FILL: ClockHands._fill, Verb.GATHER: ClockHands._gather,
+    Verb.SHOW: ClockHands._show, Verb.FREE: ClockHands._free, Verb.INVALIDATE: ClockHands._free,
+    Verb.REDUCE: ClockHands._reduce, Verb.LAND: ClockHands._land, Verb.FOLLOW: ClockHands._follow,
+    Verb.SETTLE: ClockHands._settle, Verb.WAIT_STEP: ClockHands._wait_step,
+    Verb.STEP: ClockHands.step_far,
+}  # fmt: skip
