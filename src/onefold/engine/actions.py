@@ -17,8 +17,9 @@ class Verb(IntEnum):
     INVALIDATE = auto()  # hide; unsharded weights may not be read until the next gather
     REDUCE = auto()  # begin the reduction of gradients
     LAND = auto()  # wait for its first hop
-    FOLLOW = auto()  # begin what comes after the first hop
-    SETTLE = auto()  # wait for that, show the averaged gradient
+    KEEP_SUMS = auto()  # the node's sums rest until the last micro-batch
+    FOLLOW = auto()  # show the averaged gradient, or begin the second hop
+    SETTLE = auto()  # wait for the second hop, show the averaged gradient
     WAIT_STEP = auto()  # wait for the background step of the unit
     STEP = auto()  # begin the step of the unit in the background
     REST = auto()  # no message follows for now: free the buffers kept for the next

@@ -66,9 +66,18 @@ class Engine:
         """True if an operation on a sharded parameter needs the unsharded one."""
         return (torch.is_grad_enabled() and requires_grad) or self.schedule.forward_depth > 0
 
+    def unshard_for_use(self, unit: Unit) -> None:
+        """An operation outside the unit's modules needs unsharded parameters now."""
+        is_recorded = torch.is_grad_enabled()
+        self.hands.do(self.schedule.show(self._index[unit], is_recorded=is_recorded))
+
     def on_use(self, unit: Unit, outputs: object) -> None:
-        """Unsharded weights were used outside the unit's modules."""
-        self.watch_use(unit, outputs)
+        """It has used them: backward must find them unsharded, too."""
+        index, is_recorded = self._index[unit], torch.is_grad_enabled()
+        call, actions = self.schedule.use(index, is_recorded=is_recorded)
+        self.hands.do(actions)
+        call.edits = unit.edits_at_rest()
+        watch_outputs(ref(self), [call], outputs)
 
     def note_reduced(self, gradient: UnitGradient) -> None:
         """A tiled weight's gradient is complete."""
@@ -126,28 +135,13 @@ class Engine:
         """A module gave out an unsharded weight or a view of one: it stays until backward ends."""
         for index, unit in enumerate(self.units):
             if any(parameter.whole is tensor for parameter in unit.parameters):
-                self._hold(index)
+                self.schedule.hold(index)
 
     def hold_hidden(self, index: int) -> None:
         """A forward showed no tensor for backward to come by: if it hid one, weights must stay."""
         # not for recompute, which torch ends by an exception: the call that it repeats is open
         if not in_backward() and self.gradients[self.units[index]].trainable():
-            self._hold(index)
-
-    def _hold(self, index: int) -> None:
-        self.schedule.hold(index)
-        self.units[index].hold()
-
-    def watch_use(self, unit: Unit, outputs: object) -> None:
-        """Unsharded weights were used outside the unit's modules: backward must find them, too."""
-        if self.is_summoned:
-            call = Call(self._index[unit], 0)
-        else:
-            is_recorded = torch.is_grad_enabled()
-            call, actions = self.schedule.use(self._index[unit], is_recorded=is_recorded)
-            self.hands.do(actions)
-        call.edits = unit.edits_at_rest()
-        watch_outputs(ref(self), [call], outputs)
+            self.schedule.hold(index)
 
     # backward
 
@@ -157,7 +151,7 @@ class Engine:
             return
         is_last = not self.is_accumulating
         for gradient in self.gradients.values():
-            gradient.begin(is_last=is_last)
+            gradient.begin()
         self.schedule.begin_backward(self._trained(), is_last=is_last)
         self.marks.begin("backward")
         engine = ref(self)
@@ -184,10 +178,7 @@ class Engine:
         unit = self.units[call.unit]
         if call.edits != unit.edits_at_rest():
             raise edited(unit)
-        builds_graph = torch.is_grad_enabled()
-        if builds_graph:
-            unit.hold()
-        actions = self.schedule.enter_backward(call, builds_graph=builds_graph)
+        actions = self.schedule.enter_backward(call, builds_graph=torch.is_grad_enabled())
         for ended in self.schedule.ended:
             self.marks.leave(ended)
         self.hands.do(actions)
@@ -209,9 +200,6 @@ class Engine:
         actions = self.schedule.end_backward()
         for call in self.schedule.ended:
             self.marks.leave(call)
-        if not self.schedule.builds_graph:
-            for unit in self.units:
-                unit.let_go()
         if defers:
             for gradient in self.gradients.values():
                 gradient.rest_partial()
@@ -241,18 +229,14 @@ class Engine:
         """All units rest as shards, nothing unsharded is kept."""
         if self.saved is not None:
             self.saved.end_all()
-        for unit in self.units:
-            unit.let_go()
         self.hands.do(self.schedule.rest())
         for unit in self.units:
-            unit.reshard(release=True)
             unit.rows.give_back()
 
     def complete(self) -> None:
         """Reduce gradients that an accumulation left which ended without its last micro-batch."""
         for gradient in self.gradients.values():
             gradient.check_whole()
-            gradient.is_last = True
         if any(each.partial or each.reduction.waits for each in self.gradients.values()):
             self.hands.do(self.schedule.complete(self._trained()))
 

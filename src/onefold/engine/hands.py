@@ -91,8 +91,11 @@ class Hands:
             ticket.wait()
             del self._tickets[index]
 
+    def _keep_sums(self, index: int) -> None:
+        self.gradients[index].keep_sums()
+
     def _follow(self, index: int) -> None:
-        """The first hop's ticket has begun it."""
+        self.gradients[index].follow()
 
     def _settle(self, index: int) -> None:
         self.gradients[index].end_following()
@@ -143,6 +146,6 @@ _HANDS: Mapping[Verb, Callable[[Hands, int], None]] = {
     Verb.FETCH: Hands._fetch, Verb.FILL: Hands._fill, Verb.GATHER: Hands._gather,
     Verb.SHOW: Hands._show, Verb.HIDE: Hands._hide, Verb.FREE: Hands._free,
     Verb.INVALIDATE: Hands._free, Verb.REDUCE: Hands._reduce, Verb.LAND: Hands._land,
-    Verb.FOLLOW: Hands._follow, Verb.SETTLE: Hands._settle, Verb.WAIT_STEP: Hands._wait_step,
-    Verb.STEP: Hands._step, Verb.REST: Hands._rest,
+    Verb.KEEP_SUMS: Hands._keep_sums, Verb.FOLLOW: Hands._follow, Verb.SETTLE: Hands._settle,
+    Verb.WAIT_STEP: Hands._wait_step, Verb.STEP: Hands._step, Verb.REST: Hands._rest,
 }  # fmt: skip

@@ -86,6 +86,7 @@ class Reductions:
         unit = self._in_flight.popleft()
         out.append((Verb.LAND, unit))
         if self._policy.sums_rest and not self.is_last:
+            out.append((Verb.KEEP_SUMS, unit))
             return
         out.append((Verb.FOLLOW, unit))
         self._following = unit

@@ -139,19 +139,26 @@ class Schedule:
                 out.append((Verb.REST, NO_UNIT))
         return out
 
-    def use(self, unit: int, *, is_recorded: bool) -> tuple[Call, list[Action]]:
-        """Unsharded weights were used outside the unit's modules. `is_recorded`: autograd saw it.
+    def show(self, unit: int, *, is_recorded: bool) -> list[Action]:
+        """An operation outside the unit's modules needs unsharded weights; `use` follows.
 
-        The next use elsewhere must meet the sharded parameter again.
+        `is_recorded`: a graph will refer to them, so they stay until its backward ends.
         """
-        self._clock += 1
         out: list[Action] = []
-        self._whole.add(unit)
-        self._fresh.add(unit)
-        self._shown.add(unit)
+        if not self.is_suspended:
+            self._make_room(unit, out)
+            self._gather(unit, out)
+            out.append((Verb.SHOW, unit))
+            self._shown.add(unit)
         if is_recorded:
             self._held.add(unit)
-        if self._users[unit] == 0:
+        return out
+
+    def use(self, unit: int, *, is_recorded: bool) -> tuple[Call, list[Action]]:
+        """The operation of `show` is over: the next use meets sharded parameters again."""
+        self._clock += 1
+        out: list[Action] = []
+        if self._users[unit] == 0 and not self.is_suspended:
             is_over = self.forward_depth == 0 and not is_recorded
             self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
             if is_over:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from onefold.planner.search import GROUPS, Row
 from onefold.planner.sizes import told
-
-if TYPE_CHECKING:
-    from onefold.planner.result import Plan
 
 HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
@@ -17,7 +14,35 @@ HEADS = {
 }  # fmt: skip
 
 
-def table(plan: Plan) -> list[str]:
+class ShownRequest(Protocol):
+    """The part of a request that tables show."""
+
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+
+class Planned(Protocol):
+    """A plan, as its tables need it."""
+
+    @property
+    def request(self) -> ShownRequest: ...
+    @property
+    def rows(self) -> Sequence[Row]: ...
+    @property
+    def wires(self) -> Sequence[Row]: ...
+    @property
+    def best(self) -> Row | None: ...
+    @property
+    def closest(self) -> Row: ...
+    @property
+    def machine(self) -> str: ...
+    @property
+    def numel(self) -> int: ...
+
+
+def table(plan: Planned) -> list[str]:
     """One line a row, columns as wide as they must be; wires where there are several nodes."""
     has_wires = plan.request.nodes > 1 or any(not row.wire.wire.is_plain for row in plan.rows)
     groups = [group for group in GROUPS if group != "second shard" or has_wires]
@@ -27,7 +52,7 @@ def table(plan: Plan) -> list[str]:
     return _aligned([heads, *(_cells(row, plan, groups, has_wires) for row in plan.rows)])
 
 
-def _cells(row: Row, plan: Plan, groups: Sequence[str], has_wires: bool) -> list[str]:
+def _cells(row: Row, plan: Planned, groups: Sequence[str], has_wires: bool) -> list[str]:
     needs = row.needs
     mark = "*" if row is plan.best else ""
     cells = [f"{mark}{row.stage}", row.offload, *[_name(row)] * has_wires, str(row.rows)]
@@ -39,7 +64,7 @@ def _cells(row: Row, plan: Plan, groups: Sequence[str], has_wires: bool) -> list
     return cells
 
 
-def wire_lines(plan: Plan) -> list[str]:
+def wire_lines(plan: Planned) -> list[str]:
     """The way to take on every wire: bytes a parameter, of all ranks together, and seconds."""
     if not plan.wires:
         return []
@@ -54,7 +79,7 @@ def wire_lines(plan: Plan) -> list[str]:
     return ["", said, *((a + b).rstrip() for a, b in zip(numbers, ends, strict=True))]
 
 
-def _wire_cells(row: Row, plan: Plan, taken: Row) -> list[str]:
+def _wire_cells(row: Row, plan: Planned, taken: Row) -> list[str]:
     world, sent = plan.request.world_size, row.forecast.sent_by_link
     each = [f"{sent[link, what] * world / plan.numel:.3f}"
             for link in ("between", "inside") for what in ("weights", "gradients")]  # fmt: skip

@@ -15,6 +15,7 @@ Every message tells which parameters this rank used. So a parameter that no rank
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 from weakref import ref
@@ -42,6 +43,19 @@ class GradientHome(Protocol):
     def await_step(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    """The first hop of a reduction that is over."""
+
+    parameters: list[UnitParameter]
+    users: list[bool]  # whether some rank used each parameter
+    mean: MeanRows | None
+
+    @property
+    def which(self) -> tuple[int, ...]:
+        return tuple([parameter.index for parameter in self.parameters])
+
+
 class UnitGradient:
     """Partial and reduced gradients of a unit's parameters."""
 
@@ -61,9 +75,9 @@ class UnitGradient:
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
         self._reduced_at = -1  # steps that were done when a mean was last shown
-        self.is_last = True  # of the micro-batches: nodes may talk now
         self.reduction = reduction_of(spec)
-        self._following = DONE  # the second hop of a reduction
+        self._landed: _Landed | None = None  # the first hop of a reduction
+        self._following = DONE  # the second hop
         self._gap_index: Tensor | None = None
         self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` that we gave each face
         store, ledger = spec.context.store, spec.context.ledger
@@ -170,10 +184,9 @@ class UnitGradient:
             if isinstance(shown, NoMean) and parameter not in self._resting | self.shown:
                 shown.refuse()
 
-    def begin(self, *, is_last: bool) -> None:
-        """A backward begins: of the last micro-batch, or nodes do not talk yet."""
+    def begin(self) -> None:
+        """A backward begins."""
         self.check_whole()
-        self.is_last = is_last
         self.drop_cleared()
 
     # between micro-batches, for checkpoints
@@ -220,9 +233,9 @@ class UnitGradient:
     # reduced
 
     def start_reduce(self) -> Ticket:
-        """Begin averaging over the ranks; the ticket's `wait` shows the result on the faces.
+        """Begin the first hop of the average over the ranks; the ticket is done when it has landed.
 
-        Where a second hop follows, `wait` begins it, and `end_following` shows the result.
+        Then `keep_sums` or `follow` is called, and after `follow` `end_following`.
         """
         parameters = self.trainable()
         self.unit.await_step()  # it may still read the rows that are written now
@@ -275,28 +288,35 @@ class UnitGradient:
         self, parameters: list[UnitParameter], used: list[bool], partials: list[Tensor],
         mean: MeanRows | None,
     ) -> None:  # fmt: skip
-        """The first hop is over: show the mean, or begin the second hop."""
+        """The first hop is over."""
         partials.clear()
         self._count_reduced(parameters)
-        if self.is_discarding:
+        if not self.is_discarding:
+            self._landed = _Landed(parameters, self.reduction.users(used), mean)
+
+    def keep_sums(self) -> None:
+        """The node's sums rest until the last micro-batch; faces show that they are there."""
+        landed, self._landed = self._landed, None
+        if landed is not None:
+            self._due.update(landed.parameters)
+            self._show_resting(self.reduction.rest(landed.which, landed.users))
+
+    def follow(self) -> None:
+        """The first hop has landed: show the mean, or begin the second hop."""
+        landed, self._landed = self._landed, None
+        if landed is None:  # one rank alone, or the results are discarded
             return
-        reduction, is_sharded = self.reduction, self._spec.context.is_sharded
-        users = reduction.users(used)
-        which = tuple([p.index for p in parameters])
-        if reduction.rests_between and not self.is_last:
-            self._due.update(parameters)
-            self._show_resting(reduction.rest(which, users))
-            return
+        reduction, parameters, users = self.reduction, landed.parameters, landed.users
         self._due.clear()
         if reduction.finishes_alone:
             self._show_users(parameters, users)
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            mean = mean or self.mean_rows(parameters)
+            mean = landed.mean or self.mean_rows(parameters)
             shown = [p in self.shown for p in parameters]
-            following = reduction.follow(which, users, shown, mean)
+            following = reduction.follow(landed.which, users, shown, mean)
         # other nodes may have used more
-        found = None if is_sharded else users
+        found = None if self._spec.context.is_sharded else users
         self._following = (following or DONE).then(partial(self._show_users, parameters, found))
 
     def _show_users(self, parameters: list[UnitParameter], users: list[bool] | None) -> None:

@@ -29,7 +29,6 @@ from onefold.wire.transport import Transport
 class Replicated(OneHop):
     """Nodes are replicas. They average own rows once a step: each its part, then all gather."""
 
-    rests_between = True
     rests_in_place = True
     finishes_alone = False
 
@@ -132,14 +131,12 @@ def _in_parts(slot: Slot, rank: int, parts: int) -> Slot:
 class TwoHop(OneHop):
     """Inside the node first, into sums that may rest there; then between nodes."""
 
-    rests_between = False  # see the constructor
     finishes_alone = False
     fills_rows = False
 
     def __init__(self, spec: UnitSpec, hops: Hops) -> None:
         super().__init__(spec, hops.reduce_inside)
         self._hops = hops
-        self.rests_between = hops.keeps_gradients
         self._layout = NodeLayout.build(spec.wire.slots, hops.axes)
         self._sums: Buffer | None = None
         self._entered: Which = ()  # of the first hop that is under way

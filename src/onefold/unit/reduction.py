@@ -104,7 +104,6 @@ class Feedback:
 class OneHop:
     """Reduce partial gradients to own rows; the base of the other reductions."""
 
-    rests_between = False  # may stop after the first hop, until nodes talk
     rests_in_place = False  # and then has its sums in the rows of the mean
     finishes_alone = True  # no collective follows the first hop
     fills_rows = True  # the first hop writes the rows of the mean
@@ -162,7 +161,7 @@ class OneHop:
 
     def rest(self, which: Which, users: list[bool]) -> list[int]:
         """Stop after the first hop; returns the parameters whose sums rest now."""
-        raise NotImplementedError("only reductions with `rests_between` are asked to rest")
+        raise NotImplementedError("only reductions inside a node are asked to rest")
 
     def drop(self, which: Iterable[int]) -> None:
         """Forget the sums and residuals of gradients that were cleared."""

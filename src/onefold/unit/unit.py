@@ -58,8 +58,12 @@ class UnitOwner(Protocol):
         """True if an operation on a sharded parameter needs the unsharded one."""
         ...
 
+    def unshard_for_use(self, unit: Unit) -> None:
+        """Unshard the unit for an operation outside its own modules."""
+        ...
+
     def on_use(self, unit: Unit, outputs: object) -> None:
-        """Unsharded weights were used outside the unit's modules."""
+        """It has used them."""
         ...
 
     def note_reduced(self, gradient: UnitGradient) -> None:
@@ -78,7 +82,6 @@ class Unit(UnitWeights):
         self._owner = ref(owner)
         self.state = UnitState.RESTING
         self.is_tiled = plan.tile_nbytes > 0  # never whole while it computes
-        self.is_held = False
         self.keeps_bytes = keeps_bytes  # of unsharded weights, when they are not current any more
         self._ticket: Ticket = DONE
         self._fresh = False
@@ -169,21 +172,23 @@ class Unit(UnitWeights):
 
     def _await_gather(self) -> None:
         """Wait for the gather that is under way; one that fails leaves nothing to compute with."""
-        ticket, self._ticket = self._ticket, DONE
         try:
-            ticket.wait()
-        except BaseException:
+            self._ticket.wait()
+        except BaseException as error:
             self._fresh = False
+            if isinstance(error, Exception):  # an interrupted wait is waited for again
+                self._ticket = DONE
             raise
+        self._ticket = DONE
 
     def reshard(self, *, release: bool) -> None:
-        """Show sharded parameters; with `release` also free the full buffer, unless it is held."""
+        """Show sharded parameters; with `release` also free the full buffer."""
         if self.state is UnitState.WHOLE:
             self._keep_edits()
             for parameter in self.parameters:
                 parameter.show(parameter.face)
             self.state = UnitState.RESTING
-        if release and self.state is UnitState.RESTING and not (self.is_resident or self.is_held):
+        if release and self.state is UnitState.RESTING and not self.is_resident:
             self._await_gather()
             self._fresh = False
             if self.full.is_held:
@@ -191,13 +196,6 @@ class Unit(UnitWeights):
                     parameter.invalidate_whole()
                 if not self.keeps_bytes:
                     self.full.release()
-
-    def hold(self) -> None:
-        """Keep the full buffer until `let_go`: a graph or an output refers to a view of it."""
-        self.is_held = True
-
-    def let_go(self) -> None:
-        self.is_held = False
 
     def _keep_edits(self) -> None:
         """Bring in-place changes that a forward made to unsharded weights back to the shards."""
@@ -262,9 +260,9 @@ class Unit(UnitWeights):
 
     def summon_for_use(self, parameter: UnitParameter) -> Tensor:
         """The unsharded parameter, for an operation outside the unit's own modules."""
-        self.unshard()
-        if torch.is_grad_enabled():
-            self.hold()
+        owner = self._owner()
+        assert owner is not None, "an operation needs the unsharded parameter of a dead engine"
+        owner.unshard_for_use(self)
         return parameter.whole
 
     def note_use(self, outputs: object) -> None:
