@@ -57,7 +57,7 @@ class UnitMessages:
 
     @property
     def owed(self) -> int:
-        """Elements of gradients that are fed back, if they are (unit/feedback.py)."""
+        """Elements of gradients that are fed back, if they are (unit/reduction.py)."""
         return self.reduce.owed + self.settle.owed + self.share.owed
 
 
