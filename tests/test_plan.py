@@ -30,7 +30,7 @@ from onefold.planner.estimate import estimated
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.search import Capacity, Search, extrapolated, nearest
-from onefold.planner.sizes import parse_nbytes, told
+from onefold.planner.sizes import format_bytes, parse_nbytes
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.trace import Heard, Trace, default_loss, tokens_of, trace, without_values
 from onefold.recipe import Recipe
@@ -416,7 +416,7 @@ def test_a_plan_takes_the_first_that_fits_and_says_what_the_one_before_misses():
     made = plan("small", cluster=gpus(between), seq=64)
     assert made.stage == 3
     assert made.offload is None
-    missing = told(needs[2] - between)
+    missing = format_bytes(needs[2] - between)
     assert made.explain()[0].startswith(f"stage 2 does not fit by {missing}; stage 3 fits with ")
     assert "--stage 3" in made.command
     assert made.line == "onefold.shard(model, optimizer, stage=3)"
@@ -557,7 +557,7 @@ def test_sizes_without_units_are_refused_by_name(text):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 2**50))
 def test_told_sizes_are_within_a_percent(nbytes):
-    number, unit = told(nbytes).split()
+    number, unit = format_bytes(nbytes).split()
     powers = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
     assert float(number) * 1024 ** powers[unit] == pytest.approx(nbytes, rel=0.01)
 

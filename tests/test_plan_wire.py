@@ -28,7 +28,7 @@ from onefold.planner.memory import Forecast, forecast
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.search import Capacity, Search
 from onefold.planner.show import wire_lines
-from onefold.planner.sizes import told
+from onefold.planner.sizes import format_bytes
 from onefold.planner.trace import Trace, trace, without_values
 from onefold.planner.wires import candidates
 from onefold.recipe import Recipe
@@ -171,14 +171,14 @@ def test_between_nodes_a_plan_tells_what_was_counted_at_the_sockets_of_hosts():
             precision=chosen, wire=scheme.wire or Wire(),
         )  # fmt: skip
         found = forecast(seen, recipe, accumulate=scheme.accumulate)
-        told = 4 * found.between_nbytes / seen.numel
-        assert told == pytest.approx(scheme.nbytes_between, rel=0.005), scheme.name
-        assert told == pytest.approx(measured[scheme.name], rel=0.01), scheme.name
+        in_docs = 4 * found.between_nbytes / seen.numel
+        assert in_docs == pytest.approx(scheme.nbytes_between, rel=0.005), scheme.name
+        assert in_docs == pytest.approx(measured[scheme.name], rel=0.01), scheme.name
     flat = forecast(seen, Recipe(world_size=4, local_world_size=2, precision=chosen))
-    told = 4 * flat.between_nbytes / seen.numel
+    in_docs = 4 * flat.between_nbytes / seen.numel
     at_sockets = next(float(row[1]) for row in every if row[0] == "| stage 3, one axis")
     said = " ".join(wire.PAGE.read_text().split())
-    assert f"({told:.0f} bytes where these sockets had {at_sockets:.1f}:" in said
+    assert f"({in_docs:.0f} bytes where these sockets had {at_sockets:.1f}:" in said
 
 
 def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(monkeypatch):
@@ -204,7 +204,7 @@ def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(m
         monkeypatch.setattr("onefold.planner.auto.free_host_nbytes", lambda free=free: free)
         for got, why in run_ranks(4, body, name):
             assert got == stage, name
-            assert f"stage {stage} holds {told(needs(stage, name))} of" in why
+            assert f"stage {stage} holds {format_bytes(needs(stage, name))} of" in why
     assert needs(3, "replicas") > needs_flat
 
 

@@ -133,7 +133,7 @@ def report(module: nn.Module) -> Report:
         num_shards=engine.setting.rest_world,
         steps=engine.ledger.steps,
         skipped=engine.ledger.skipped,
-        offload=engine.told,
+        offload=engine.description,
         memory=snapshot(engine.ledger),
         total=type(engine.ledger.total)(engine.ledger.total.now, engine.ledger.total.peak),
         predicted=engine.expected_peaks(accumulates=engine.has_accumulated),

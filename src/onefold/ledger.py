@@ -97,7 +97,7 @@ class Ledger:
         traffic.calls += calls
         traffic.sent_nbytes += nbytes
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """What is held now, by kind, the most first: "weight 1,024, grad 512 bytes"."""
         held: dict[str, int] = {}
         for (kind, tier), usage in self.usage.items():
@@ -114,7 +114,7 @@ class Ledger:
         asked = _ASKED.search(str(error))
         nbytes = int(float(asked[1]) * 1024 ** "KMG".find(asked[2]) * 1024) if asked else 1
         advice = f"; hint: {self.advise(nbytes)}" if self.advise else ""
-        error.add_note(f"onefold holds, besides activations, {self.told()} bytes{advice}")
+        error.add_note(f"onefold holds, besides activations, {self.describe()} bytes{advice}")
 
     def begin_backward(self) -> None:
         """Note that gradients are new: the next optimizer step is not part of the last one."""

@@ -63,7 +63,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
         partial(_units, parts, context, source),
         context,
         recipe=recipe,
-        told="; ".join(filter(None, notes)),
+        description="; ".join(filter(None, notes)),
         expected_peaks=expectation.peaks,
     )
     _cast_buffers(parts.module, resolved, group, source)

@@ -37,13 +37,13 @@ class Engine:
 
     def __init__(
         self, module: nn.Module, build: Callable[[Engine], list[Unit]], setting: Context, *,
-        recipe: Recipe, told: str = "",
+        recipe: Recipe, description: str = "",
         expected_peaks: Callable[..., dict[str, int]] = lambda **_: {},
     ) -> None:  # fmt: skip
         self.module = ref(module)
         self.setting = setting
         self.recipe = recipe
-        self.told = told  # what was planned, and why
+        self.description = description  # what was planned, and why
         self.expected_peaks = expected_peaks
         self.has_accumulated = self.is_accumulating = False
         self.ledger, self.group = setting.ledger, setting.routes.group

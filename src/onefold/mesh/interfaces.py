@@ -107,5 +107,5 @@ def _ipv6_addresses() -> dict[str, str]:
 
 def _leads_away(address: str) -> bool:
     """False for loopback, and for what each interface of an IPv6 host has, wherever it leads."""
-    told = ipaddress.ip_address(address)
-    return not (told.is_loopback or told.is_link_local)
+    parsed = ipaddress.ip_address(address)
+    return not (parsed.is_loopback or parsed.is_link_local)

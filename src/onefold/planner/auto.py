@@ -16,7 +16,7 @@ from onefold.config import Offload, stage_of
 from onefold.host import free_host_nbytes
 from onefold.planner.estimate import bare
 from onefold.planner.memory import forecast
-from onefold.planner.sizes import told
+from onefold.planner.sizes import format_bytes
 from onefold.planner.strategies import OFFLOADS, WAYS
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
@@ -71,7 +71,7 @@ class Expectation:
             if saved >= shortage:
                 word = "disk:PATH" if name == "disk" else name
                 tiers = f', offload="{word}"' if name != "none" else ""
-                return f"stage={number}{tiers} holds {told(saved)} less"
+                return f"stage={number}{tiers} holds {format_bytes(saved)} less"
         return "smaller micro-batches, recompute or more ranks: states alone cannot give as much"
 
 
@@ -93,14 +93,15 @@ def lowest_stage(
     if group.world_size > 1:
         everyone: list[Any] = group.all_gather_object(free)
         free = min(everyone)
-    room, told_before = (1 - ACTIVATIONS_SHARE) * free, ""
+    room, before = (1 - ACTIVATIONS_SHARE) * free, ""
     for recipe in recipes:
         need, number = nbytes_without_activations(recipe), recipe.stage.number
         if need <= room:
-            return recipe, f"{told_before}stage {number} holds {told(need)} of {told(free)} free"
-        told_before = f"stage {number} would hold {told(need)}, "
+            why = f"stage {number} holds {format_bytes(need)} of {format_bytes(free)} free"
+            return recipe, before + why
+        before = f"stage {number} would hold {format_bytes(need)}, "
     hint = "offload more, or take more ranks"
-    return None, f"{told_before}of {told(free)} free, and no stage holds less: {hint}"
+    return None, f"{before}of {format_bytes(free)} free, and no stage holds less: {hint}"
 
 
 def least_fraction(

@@ -17,7 +17,7 @@ from onefold.mesh.local_ranks import run_local
 from onefold.models.loader import build_model, described, recompute, refuse
 from onefold.planner.calibration import Calibration, Speeds, speeds_of
 from onefold.planner.search import DTYPES, work_of
-from onefold.planner.sizes import told
+from onefold.planner.sizes import format_bytes
 from onefold.planner.trace import Untraceable, tokens_of, trace
 from onefold.planner.whole_steps import with_whole_steps
 
@@ -103,7 +103,7 @@ def _look_at(sample: Sample, ranks: int) -> tuple[str, nn.Module]:
         raise ConfigError(
             expected(
                 f"{name} to fit into memory once for each of {ranks} ranks, with Adam's states",
-                f"{told(needed)} where {told(free)} are free",
+                f"{format_bytes(needed)} where {format_bytes(free)} are free",
                 hint="calibrate at a smaller model: rates carry over to other sizes",
             )
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from onefold.planner.machines import Efficiency, Link, Machine
 from onefold.planner.simulate import slowest_of
-from onefold.planner.sizes import told
+from onefold.planner.sizes import format_bytes
 
 THIS_MACHINE = "this machine"
 FASTEST = 1e18
@@ -267,7 +267,7 @@ def _lines(made: Calibration, speeds: Speeds) -> list[str]:
     threads = f"{speeds.threads} threads" if speeds.threads > 1 else "1 thread"
     return [
         f"measured here, {ranks} of {threads}: a micro-batch of {made.model} "
-        f"({told(4 * made.numel)} of weights in fp32, {made.tokens} tokens) in "
+        f"({format_bytes(4 * made.numel)} of weights in fp32, {made.tokens} tokens) in "
         f"{speeds.micro_batch.seconds:.3f} s",
         "  " + ", ".join(text(found[name]) for name, text in _TEXTS.items() if name in found),
     ]

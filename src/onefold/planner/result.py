@@ -12,7 +12,7 @@ from typing import Any
 from onefold.planner.calibration import Calibration
 from onefold.planner.search import Row, Search
 from onefold.planner.show import table, wire_lines
-from onefold.planner.sizes import told
+from onefold.planner.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +177,9 @@ PLACES = {"device": "", "host": " of host memory", "disk": " of disk"}
 def _verdict(row: Row) -> str:
     short = {place: nbytes for place, nbytes in row.missing.items() if nbytes > 0}
     if short:
-        missing = " and ".join(f"{told(n)}{PLACES[place]}" for place, n in short.items())
+        missing = " and ".join(f"{format_bytes(n)}{PLACES[place]}" for place, n in short.items())
         return f"{_named(row)} does not fit by {missing}"
-    return f"{_named(row)} fits with {told(-row.missing['device'])} free"
+    return f"{_named(row)} fits with {format_bytes(-row.missing['device'])} free"
 
 
 def _reason(plan: Plan) -> str:
@@ -217,7 +217,9 @@ def _advice(plan: Plan) -> str:
         ways.insert(0, "--recompute")
     if request.precision is None:
         ways.insert(0, "--precision bf16")
-    return f"it would need {told(row.needs['device'])} on each device; {', '.join(ways)} help"
+    return (
+        f"it would need {format_bytes(row.needs['device'])} on each device; {', '.join(ways)} help"
+    )
 
 
 def _plain(row: Row) -> dict[str, Any]:

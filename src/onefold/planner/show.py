@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from onefold.planner.search import GROUPS, Row
-from onefold.planner.sizes import told
+from onefold.planner.sizes import format_bytes
 
 HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
@@ -104,7 +104,7 @@ def _name(row: Row) -> str:
 
 def _fits(row: Row) -> str:
     worst = max(row.missing.values())
-    return f"+{told(-row.missing['device'])}" if row.fits else f"no, -{told(worst)}"
+    return f"+{format_bytes(-row.missing['device'])}" if row.fits else f"no, -{format_bytes(worst)}"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -113,7 +113,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _short(nbytes: int) -> str:
-    return told(nbytes) if nbytes else "-"
+    return format_bytes(nbytes) if nbytes else "-"
 
 
 def _seconds(seconds: float) -> str:

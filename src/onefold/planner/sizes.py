@@ -31,7 +31,7 @@ def parse_nbytes(flag: str, text: str) -> int:
     return nbytes
 
 
-def told(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Bytes with three digits or so, in binary units."""
     sign, rest = ("-", -nbytes) if nbytes < 0 else ("", nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

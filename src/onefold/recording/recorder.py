@@ -69,7 +69,7 @@ class Recording:
 
         engine = self._engine
         about = {"stage": engine.recipe.stage.number, "ranks": engine.group.world_size}
-        about |= {"offload": engine.told} if engine.told else {}
+        about |= {"offload": engine.description} if engine.description else {}
         report = RunReport.of([self.step], about=about, units=unit_lines(engine.units))
         write(directory, report, [self.step])
 

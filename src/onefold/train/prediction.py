@@ -14,7 +14,7 @@ from onefold.config import precision_of
 from onefold.mesh.world import World
 from onefold.planner.byte_counter import ACTIVATION, LOGITS, Moment
 from onefold.planner.memory import Forecast, forecast
-from onefold.planner.sizes import told
+from onefold.planner.sizes import format_bytes
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.recipe import Recipe
@@ -90,11 +90,14 @@ def _by_kind(moment: Moment) -> dict[str, int]:
 
 def _verdict(found: Forecast, by_kind: dict[str, int], report: Report) -> str:
     where = f"in {found.peak.phase}" + (f" of {found.peak.unit}" if found.peak.unit else "")
-    line = f"predicted {told(found.memory_nbytes)} at the peak, {where}; "
-    line += f"up to {told(by_kind.get(TORCH, 0))} of activations"
+    line = f"predicted {format_bytes(found.memory_nbytes)} at the peak, {where}; "
+    line += f"up to {format_bytes(by_kind.get(TORCH, 0))} of activations"
     compared = replace(report, predicted={**by_kind, "all": found.memory_nbytes}).differing()
-    off = [f"{kind} {told(wanted)} but {told(got)}" for kind, (wanted, got) in compared.items()
-           if kind != "all"]  # fmt: skip
+    off = [
+        f"{kind} {format_bytes(wanted)} but {format_bytes(got)}"
+        for kind, (wanted, got) in compared.items()
+        if kind != "all"
+    ]
     if off:
         return f"{line}; more than 5 % off: {', '.join(off)}"
     return f"{line}; each kind within 5 % of what was held"

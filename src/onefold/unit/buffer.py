@@ -84,7 +84,7 @@ class Buffer:
             raise TierError(
                 expected(
                     f"room for {self._nbytes:,} bytes of {self._kind} in {self.tier} memory, "
-                    f"beside what is held: {self._ledger.told()} bytes",
+                    f"beside what is held: {self._ledger.describe()} bytes",
                     str(error).splitlines()[0],
                     hint=advice,
                 )
