@@ -143,14 +143,14 @@ def test_each_rank_reads_its_own_rows(tmp_path, monkeypatch):
     onefold.shard(plain, stage=0)
     onefold.save_pretrained(plain, tmp_path / "saved")
     read: list[int] = []
-    real = PretrainedFiles.rows
+    real = PretrainedFiles.box
 
-    def rows(self, name, start, stop):
-        found = real(self, name, start, stop)
+    def box(self, name, box):
+        found = real(self, name, box)
         read.append(found.numel())
         return found
 
-    monkeypatch.setattr(PretrainedFiles, "rows", rows)
+    monkeypatch.setattr(PretrainedFiles, "box", box)
 
     def body(rank):
         with torch.device("meta"):

@@ -62,12 +62,14 @@ OFFLOADS = st.sampled_from(
     offload=OFFLOADS,
     wire=st.sampled_from([*PRESETS.values(), Wire(("int8", "int4"), secondary=False)]),
     has_axes=st.booleans(),
+    shares=st.sampled_from([None, (1, 0, 2, 1, 1, 3, 1, 1)]),
     units=st.sampled_from([(), (UNIT, replace(UNIT, name="blocks.1"))]),
 )
-def test_a_recipe_survives_json(stage, precision, offload, wire, has_axes, units):
+def test_a_recipe_survives_json(stage, precision, offload, wire, has_axes, shares, units):
     recipe = Recipe(
         stage=stage, world_size=8, local_world_size=4, has_axes=has_axes, wire=wire, units=units,
         precision=precision_of(precision), offload=offload, device_type="cuda", num_moments=1,
+        shares=shares,
     )  # fmt: skip
     again = Recipe.from_dict(json.loads(json.dumps(recipe.as_dict())))
     assert again == recipe

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.build.build import build
-from onefold.build.resolve import examine, examine_together, resolve
+from onefold.build.resolve import Choices, examine, examine_together, resolve
 from onefold.engine import unsharded as whole_parameters
 from onefold.engine.registry import engine_of
 from onefold.layout.units import UnitChoice
@@ -66,10 +66,15 @@ def shard(  # noqa: PLR0913 - the contract
 
     Source: ZeRO, arXiv 1910.02054, sections 5 and 7.
     """
+    return _shard(module, optimizer, mesh, Choices(stage, units, precision, offload, wire))
+
+
+def _shard(
+    module: nn.Module, optimizer: object, mesh: meshes.MeshChoice, choices: Choices
+) -> nn.Module:
+    """See `shard`."""
     ranks = meshes.resolve(mesh)
-    asked = examine_together(
-        ranks, lambda: examine(module, optimizer, stage, units, precision, offload, wire)
-    )
+    asked = examine_together(ranks, lambda: examine(module, optimizer, choices))
     build(asked.parts, resolve(asked, ranks))
     return module
 

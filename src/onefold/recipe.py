@@ -78,7 +78,8 @@ class Recipe:
     """One way to train a module, resolved: it names no default and no "auto" that is still open.
 
     `local_world_size`: ranks of a host; where the mesh `has_axes` (nodes, ranks of a node), of a
-    node. `num_moments`: optimizer states per element. `units`: empty where no module is known.
+    node. `num_moments`: optimizer states per element. `shares`: one weight per rank that holds one
+    copy of the states; None: all ranks hold the same. `units`: empty where no module is known.
     """
 
     stage: Stage = STAGES[3]
@@ -90,6 +91,7 @@ class Recipe:
     wire: Wire = field(default_factory=Wire)
     device_type: str = "cpu"
     num_moments: int = ADAM_MOMENTS
+    shares: tuple[int, ...] | None = None
     units: tuple[UnitRecipe, ...] = ()
 
     def __post_init__(self) -> None:
@@ -206,6 +208,7 @@ class Recipe:
             kind = type(choice).__name__
             names = [each.name for each in fields(choice) if each.name != "disk"]
             lines += [f"{kind}.{name}={getattr(choice, name)!r}" for name in names]
+        lines += [f"shares={self.shares}"] if self.shares else []
         return lines + [
             f"{member.fqn} {list(member.shape)} {member.dtype} "
             f"requires_grad={member.requires_grad} in unit {unit.name}"
@@ -222,6 +225,7 @@ class Recipe:
             "precision": {name: _word(dtype) for name, dtype in asdict(self.precision).items()},
             "offload": offload,
             "wire": asdict(self.wire),
+            "shares": list(self.shares) if self.shares else None,
             "units": [_plain(unit) for unit in self.units],
         }
 
@@ -238,6 +242,7 @@ class Recipe:
             k: tuple(v) if isinstance(v, list) else v for k, v in values["wire"].items()
         }
         values["wire"] = Wire(**wire)
+        values["shares"] = tuple(values["shares"]) if values.get("shares") else None
         values["units"] = tuple(_unit(unit) for unit in values["units"])
         return Recipe(**values)
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.layout.rows import ALIGN_NUMEL, PIECE_NUMEL, Layout, row_bounds
+from onefold.layout.cut import bounds_of
+from onefold.layout.rows import ALIGN_NUMEL, PIECE_NUMEL, Layout
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 worlds = st.integers(1, 7)
@@ -33,7 +34,7 @@ def test_pieces_cover_every_parameter_once_or_replicate_it(shape_list, world_siz
 def test_rows_are_cut_where_torch_chunk_cuts(num_rows, world_size):
     chunks = [len(chunk) for chunk in torch.arange(num_rows).chunk(world_size)]
     chunks += [0] * (world_size - len(chunks))
-    bounds = row_bounds(num_rows, world_size)
+    bounds = bounds_of(num_rows, world_size)
     lengths = [b - a for a, b in pairwise(bounds)]
     assert lengths == (chunks if num_rows else [0] * world_size)
 

@@ -36,6 +36,7 @@ from onefold.unit.init import (
     materialise_buffers,
 )
 from onefold.unit.unit import Unit
+from onefold.unit.weighted import WeightedMesh
 from onefold.wire.collectives import Group
 
 LOG = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ def _context(resolved: Resolved, store: DeviceStore, ledger: Ledger, tiers: Tier
     mesh = ranks.mesh if shards is ranks.everyone else None
     if mesh is None and shards.handle is not None and recipe.is_sharded:
         mesh = DeviceMesh.from_group(shards.handle, recipe.device_type)
+    if mesh is not None and recipe.shares is not None:
+        mesh = WeightedMesh.over(mesh, recipe.shares)
     return Context(
         routes=routes_of(recipe, ranks, Links(resolved.device, ledger, precision.reduce)),
         store=store,
@@ -89,6 +92,7 @@ def _context(resolved: Resolved, store: DeviceStore, ledger: Ledger, tiers: Tier
         compute=precision.compute,
         master=precision.master,
         tiers=tiers,
+        shares=recipe.shares,
     )
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from onefold.engine.joining import check_state
 from onefold.engine.registry import ENGINE
 from onefold.errors import ConfigError, expected
+from onefold.layout.cut import Shares
 from onefold.layout.units import Owned
 
 
@@ -110,3 +111,18 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned
             )
         for owned in parameters:
             check_state(owned.fqn, owned.parameter, optimizer)
+
+
+def check_shares(shares: Shares, world_size: int) -> None:
+    """Raise `ConfigError` unless every rank has a weight, and one of them is above zero."""
+    if shares is None:
+        return
+    is_sound = len(shares) == world_size and all(type(w) is int and w >= 0 for w in shares)
+    if not is_sound or not any(shares):
+        raise ConfigError(
+            expected(
+                f"`shares` to be {world_size} integers from 0 up, not all of them 0",
+                str(shares),
+                hint="one weight for each rank over which state is sharded, in rank order",
+            )
+        )

@@ -21,11 +21,28 @@ from onefold.build.stepping import stepper_of
 from onefold.build.tiers import budget_of, moments_of
 from onefold.config import STAGES, Stage, check_offload, offload_of, precision_of, stage_of
 from onefold.errors import ConfigError, expected
+from onefold.layout.cut import Shares
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.mesh.ranks import Ranks, device_of, local_place, two_axes_of_launcher
 from onefold.planner.auto import least_fraction, lowest_stage
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire_config import Wire, resolve_wire, wire_of
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The arguments of `onefold.shard`, as they were given; `shares` has no public argument yet.
+
+    A rank's part of every parameter is in proportion to its weight in `shares`. A rank of weight 0
+    holds nothing.
+    """
+
+    stage: object = 3
+    units: UnitChoice = None
+    precision: object = None
+    offload: object = None
+    wire: object = None
+    shares: Shares = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +77,23 @@ class Resolved:
     why_stepper: str = ""
 
 
-def examine(
-    module: nn.Module, optimizer: object, stage: object, units: UnitChoice, precision: object,
-    offload: object, wire: object,
-) -> Asked:  # fmt: skip
+def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
     """Check one rank's arguments without touching anything."""
-    opens_stage = stage == "auto"
-    row = stage_of(3 if opens_stage else stage)  # stage 3 has every tier
-    dtypes = precision_of(precision)
-    tiers = offload_of(offload)
+    opens_stage = choices.stage == "auto"
+    row = stage_of(3 if opens_stage else choices.stage)  # stage 3 has every tier
+    dtypes = precision_of(choices.precision)
+    tiers = offload_of(choices.offload)
     check_offload(tiers, row)
     optimizers = checks.as_list(optimizer)
     checks.check_module(module)
     parameters = owned_parameters(module)
     checks.check_parameters(parameters)
     checks.check_optimizers(optimizers, parameters)
-    plans = plan_units(module, units, tiers.tile or 0)
+    plans = plan_units(module, choices.units, tiers.tile or 0)
     _order_members(plans, optimizers)
     recipe = Recipe(
-        stage=row, precision=dtypes, offload=tiers, wire=wire_of(wire),
+        stage=row, precision=dtypes, offload=tiers, wire=wire_of(choices.wire),
+        shares=choices.shares,
         units=tuple(
             UnitRecipe(
                 plan.name,
@@ -89,7 +104,7 @@ def examine(
         ),
     )  # fmt: skip
     parts = ModuleParts(module, optimizers, parameters, plans)
-    return Asked(parts, recipe, opens_stage, isinstance(wire, str))
+    return Asked(parts, recipe, opens_stage, isinstance(choices.wire, str))
 
 
 def _order_members(plans: Sequence[UnitPlan], optimizers: Sequence[Optimizer]) -> None:
@@ -182,7 +197,9 @@ def _at_stage(recipe: Recipe, stage: Stage, *, adapts: bool) -> Recipe:
     if recipe.world_size > 1:
         has_axes, offload = recipe.has_axes, recipe.offload
         wire = resolve_wire(recipe.wire, stage, offload, has_axes=has_axes, adapts=adapts)
-    return replace(recipe, stage=stage, wire=wire)
+    found = replace(recipe, stage=stage, wire=wire)
+    checks.check_shares(found.shares, found.shard_world)
+    return found
 
 
 def _stages(recipe: Recipe, *, adapts: bool) -> Iterator[Recipe]:

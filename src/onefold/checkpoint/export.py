@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -164,10 +165,28 @@ def _copy_piece(
         return
     source = saved.properties.dtype
     start = info.offset + data_offset(reader, info)
-    first = chunk.offsets[0] * prod(chunk.sizes[1:]) if chunk.sizes else 0
     step = max(1, PART_NBYTES // source.itemsize)
-    for begin in range(0, numel, step):
-        part = torch.empty(min(step, numel - begin), dtype=source)
-        reader.read_at(start + begin * source.itemsize, bytes_of(part))
-        cast: Tensor = part.to(entry.dtype)
-        writer.write(entry.name, (first + begin) * entry.dtype.itemsize, bytes_of(cast))
+    for place, first, end in _stretches(tuple(chunk.offsets), tuple(chunk.sizes), saved.size):
+        for begin in range(first, end, step):
+            part = torch.empty(min(step, end - begin), dtype=source)
+            reader.read_at(start + begin * source.itemsize, bytes_of(part))
+            cast: Tensor = part.to(entry.dtype)
+            target = place + begin - first
+            writer.write(entry.name, target * entry.dtype.itemsize, bytes_of(cast))
+
+
+def _stretches(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
+    """The contiguous parts of a box in a tensor of `shape`: where each starts in the tensor, and
+    [start, stop) of its elements in the box.
+    """
+    partial = [dim for dim in range(len(shape)) if sizes[dim] != shape[dim]]
+    last = partial[-1] if partial else 0
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    numel = prod(sizes[last:])
+    for number, index in enumerate(product(*map(range, sizes[:last]))):
+        first = [start + more for start, more in zip(offsets, index, strict=False)]
+        first += offsets[last : last + 1]
+        place = sum(at * stride for at, stride in zip(first, strides, strict=False))
+        yield place, number * numel, (number + 1) * numel

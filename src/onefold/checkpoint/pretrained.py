@@ -33,6 +33,7 @@ from onefold.checkpoint.together import check_same, together
 from onefold.engine.engine import Engine
 from onefold.engine.registry import ENGINE, engine_of
 from onefold.errors import CheckpointError, expected, listed
+from onefold.layout.cut import Box
 from onefold.unit.init import PROMISED
 
 
@@ -103,9 +104,12 @@ def _write_own(subject: SavedState, folder: Path, outputs: list[Output]) -> None
             copies, mine = (group.world_size, group.rank) if is_whole else (nodes, node)
             if index % copies != mine:
                 continue
-            start, _ = parameter.slot.pieces[setting.rest_rank]
             rows = parameter.local.detach().cpu().contiguous()
-            writer.write(parameter.fqn, start * rows.itemsize, bytes_of(rows))
+            done, own = 0, bytes_of(rows)
+            for start, stop in parameter.slot.spans(setting.rest_rank):
+                nbytes = (stop - start) * rows.itemsize
+                writer.write(parameter.fqn, start * rows.itemsize, own[done : done + nbytes])
+                done += nbytes
         if group.rank == 0:
             for name, buffer in subject.buffers().items():
                 writer.write(name, 0, bytes_of(buffer.detach().cpu().contiguous()))
@@ -165,7 +169,7 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
 def _fill(subject: SavedState, values: Pretrained) -> None:
     for parameter in subject.parameters():
         rank = subject.engine.setting.rest_rank
-        values.fill(parameter.fqn, parameter.slot.rows(rank), parameter.stepped)
+        values.fill(parameter.fqn, parameter.slot.box(rank), parameter.stepped)
     for unit in subject.engine.units:
         unit.replaced()
     for name, buffer in subject.buffers().items():
@@ -207,12 +211,11 @@ class Pretrained:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def fill(self, name: str, rows: tuple[int, int] | None, out: Tensor) -> None:
-        """Copy rows [start, stop) of `name`, or all, into `out`."""
+    def fill(self, name: str, box: Box | None, out: Tensor) -> None:
+        """Copy a box of `name`, or all of it, into `out`."""
         found = self._names[name]
-        start, stop = rows or (0, self._files.shape(found)[0] if out.dim() else 0)
         if out.numel():
-            out.copy_(self._files.rows(found, start, stop).view(out.shape))
+            out.copy_(self._files.box(found, box or ((0,) * out.dim(), tuple(out.shape))))
 
 
 def _groups_of_names(module: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:

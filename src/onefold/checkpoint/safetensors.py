@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from onefold.errors import CheckpointError, expected
+from onefold.layout.cut import Box
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -151,7 +152,7 @@ class OffsetWriter:
 
 
 class PretrainedFiles:
-    """The tensors of a folder of safetensors files, read by rows."""
+    """The tensors of a folder of safetensors files, read box by box."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -161,12 +162,14 @@ class PretrainedFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of a tensor, or all of a 0-dim one."""
+    def box(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor, or all of a 0-dim one."""
         found = self._slice(name)
         if not found.get_shape():
             return self._file(name).get_tensor(name)
-        return found[start:stop]
+        offsets, sizes = box
+        index = tuple(slice(first, first + n) for first, n in zip(offsets, sizes, strict=True))
+        return found[index]
 
     def _file(self, name: str) -> safe_open:
         file = self.places[name]

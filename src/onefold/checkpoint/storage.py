@@ -273,6 +273,8 @@ class Reader(dcp.FileSystemReader):
         if not isinstance(found, TensorStorageMetadata) or not item.lengths:
             return info.offset, info.offset + info.length
         sizes = chunk_of(found, item.storage_index).sizes
+        if item.lengths[1:] != sizes[1:]:  # a box is read out of the whole piece
+            return info.offset, info.offset + info.length
         row_nbytes = prod(sizes[1:]) * found.properties.dtype.itemsize
         start = info.offset + item.storage_offsets[0] * row_nbytes
         stop = start + _HEAD_NBYTES + item.lengths[0] * row_nbytes

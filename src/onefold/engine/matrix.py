@@ -135,7 +135,10 @@ class MatrixStep:
             for rank, part in enumerate(received.split(numels))
         ]
         return {
-            p: torch.cat([parts[i] for parts in from_ranks]).view(p.slot.shape)
+            p: torch.cat(
+                [parts[i].view(p.slot.piece_shape(rank)) for rank, parts in enumerate(from_ranks)],
+                p.slot.dim,
+            )
             for i, p in enumerate(mine)
         }
 
@@ -149,7 +152,7 @@ class MatrixStep:
         mine = by_owner[setting.rank]
         empty = unit.stepped.new_empty(0)
         parts = [
-            self._handles[p].detach().reshape(-1)[slice(*p.slot.pieces[rank])]
+            p.slot.own_view(self._handles[p].detach(), rank).reshape(-1)
             for rank in ranks
             for p in mine
         ]

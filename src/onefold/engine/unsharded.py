@@ -93,9 +93,8 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
                     hint="resize or remove parameters before onefold.shard",
                 )
             )
-        start, stop = parameter.slot.pieces[setting.rest_rank]
-        rows.append((parameter, current.detach().reshape(-1)[start:stop]))
+        rows.append((parameter, parameter.slot.own_view(current.detach(), setting.rest_rank)))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter, own in rows:
-            parameter.local.copy_(own.view(parameter.local.shape))
+            parameter.local.copy_(own)
             parameter.unit.gather.forget_base()

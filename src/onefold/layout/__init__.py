@@ -1,4 +1,4 @@
-"""Pure integers: what lies where in a flat buffer, who owns it, which parameters travel together.
+"""Decide in integers where parameters lie in flat buffers, who holds which piece, what is a unit.
 
-Nothing here allocates memory or knows a process group; everything can be tested without ranks.
+Nothing here allocates memory or knows a process group, so tests need no ranks.
 """

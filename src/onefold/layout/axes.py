@@ -1,15 +1,17 @@
-"""A mesh of two axes: nodes, and the ranks of each; what a rank holds for its node.
+"""Describe a mesh of two axes, nodes and local ranks, and the part of a node that a rank holds.
 
     rank = node * neighbours + place          4 ranks:   node 0: 0 1   node 1: 2 3
 
-Rows are cut over all ranks in rank order, so a node's ranks own a stretch of neighbouring rows:
+`neighbours` is the local world size, the ranks of a node; `place` is the local rank.
+
+Two hops cut parameters by rows over all ranks in rank order. A node's ranks own a range of rows:
 
     a parameter     | 0 | 1 | 2 | 3 |
-    between nodes   ranks of one place, (0, 2) and (1, 3), tell each other their pieces
-    inside a node   then place 0 has pieces 0 and 2, place 1 has 1 and 3: together all of them
+    inter-node hop  ranks of one place, (0, 2) and (1, 3), send each other their pieces
+    intra-node hop  place 0 now has pieces 0 and 2, place 1 has 1 and 3: together all of them
 
-Hence two hops make a whole of rows, and the same two in reverse a sum of gradients: nodes exchange
-each element once, however many ranks they have. What a place has after the first hop is its share
+Two hops gather the parameter; the same hops in reverse reduce its gradient. Nodes exchange each
+element once, however many ranks they have. The pieces of a place after the first hop are its share
 of the *node buffer*. Source: MiCS, arXiv 2205.00119, section 3.2; ZeRO++, arXiv 2306.10209, 3.2.
 """
 
@@ -19,12 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from onefold.layout.cut import Range
 from onefold.layout.rows import PIECE_NUMEL, Slot, round_up
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """`nodes` x `neighbours` ranks, and which of them is meant."""
+    """One rank of a mesh of `nodes` x `neighbours` ranks."""
 
     nodes: int
     neighbours: int
@@ -41,13 +44,13 @@ class Axes:
         return self.rank % self.neighbours
 
     def between(self, slot: Slot) -> Slot:
-        """The pieces of this place in every node: what the hop between nodes carries."""
-        return replace(slot, pieces=slot.pieces[self.place :: self.neighbours], shard_offsets=())
+        """The region of the inter-node hop: the pieces of this place in every node."""
+        return _part(slot, slot.pieces[self.place :: self.neighbours])
 
     def inside(self, slot: Slot) -> list[Slot]:
-        """For every node its stretch of rows, cut over the places: what the hop inside carries."""
+        """The regions of the intra-node hop: each node's range of rows, cut over the places."""
         return [
-            replace(slot, pieces=slot.pieces[first : first + self.neighbours], shard_offsets=())
+            _part(slot, slot.pieces[first : first + self.neighbours])
             for first in range(0, self.nodes * self.neighbours, self.neighbours)
         ]
 
@@ -58,9 +61,9 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """Where a rank's share of its node's buffer keeps each parameter: a piece of every node's rows.
+    """Where a share of a node's buffer keeps each parameter: a piece of every node's rows.
 
-    A parameter without rows is there once. `spans`: per slot, [start, stop) for each node.
+    A replicated parameter lies there once. `spans`: per slot, [start, stop) for each node.
     """
 
     slots: tuple[Slot, ...]
@@ -92,21 +95,26 @@ class NodeLayout:
         return spans[0 if self.slots[index].replicated else self.axes.node]
 
     def between(self, index: int) -> Slot:
-        """One parameter's region as the hop between nodes sees it: a piece of it for every node."""
+        """One parameter's region of the inter-node hop: a piece of it for every node."""
         slot, first = self.slots[index], self.region(index)[0]
         if slot.replicated:
-            return replace(slot, pieces=slot.pieces[: self.axes.nodes], shard_offsets=())
+            return _part(slot, slot.pieces[: self.axes.nodes])
         pieces = tuple((start - first, stop - first) for start, stop in self.spans[index])
-        return replace(slot, full_offset=first, pieces=pieces, shard_offsets=())
+        return replace(_part(slot, pieces), full_offset=first)
 
     def inside(self, index: int) -> list[Slot]:
-        """One parameter as the hop inside sees it: each node's rows by themselves, from 0."""
+        """One parameter's regions of the intra-node hop: each node's rows, counted from 0."""
         slot = self.slots[index]
         if slot.replicated:
-            return [replace(slot, pieces=slot.pieces[: self.axes.neighbours], shard_offsets=())]
+            return [_part(slot, slot.pieces[: self.axes.neighbours])]
         parts = self.axes.inside(slot)
         starts = [part.pieces[0][0] for part in parts]
         return [
-            replace(part, pieces=tuple((a - start, b - start) for a, b in part.pieces))
+            _part(part, tuple((a - start, b - start) for a, b in part.pieces))
             for part, start in zip(parts, starts, strict=True)
         ]
+
+
+def _part(slot: Slot, pieces: tuple[Range, ...]) -> Slot:
+    """Some pieces of a parameter, as a region of a message."""
+    return replace(slot, pieces=pieces, shard_offsets=(), cut=None)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onefold.layout.rows import ALIGN_NUMEL, PIECE_NUMEL, piece_numels, round_up
+from onefold.layout.cut import cut_of
+from onefold.layout.rows import ALIGN_NUMEL, PIECE_NUMEL, round_up
 from onefold.recipe import Member, Recipe
 
 
@@ -33,17 +34,24 @@ class UnitBytes:
         return self.master + self.moments
 
 
-def unit_bytes(members: Sequence[Member], recipe: Recipe, rank: int = 0) -> UnitBytes:
+def unit_bytes(
+    members: Sequence[Member], recipe: Recipe, rank: int | None = None, *, is_tiled: bool = False
+) -> UnitBytes:
     """Compute the bytes of a unit with these members.
 
     Args:
         members: the unit's parameters, all of one dtype.
         recipe: the resolved choices.
-        rank: position among the ranks that hold one copy of the states. Rank 0 has the longest
-            pieces.
+        rank: position among the ranks that hold one copy of the states; None: the first of those
+            with the largest share.
+        is_tiled: the unit is one tiled weight, which is cut by rows.
     """
     first, world, is_cut = members[0], recipe.shard_world, recipe.rest_world > 1
-    own = [piece_numels(member.shape, world)[rank] for member in members]
+    shares, by_rows = recipe.shares, recipe.has_hops or is_tiled
+    at = rank if rank is not None else shares.index(max(shares)) if shares else 0
+    own = [
+        cut_of(member.shape, world, shares, by_rows=by_rows).piece_numel(at) for member in members
+    ]
     numels = [member.numel for member in members]
     trained = [member.requires_grad for member in members]
     full_numel = sum(round_up(numel, ALIGN_NUMEL) for numel in numels)

@@ -1,22 +1,26 @@
-"""How the parameters of one unit lie in its flat buffers, and which rows each rank owns.
+"""Lay the parameters of one unit out in its flat buffers.
 
     full buffer    | a: rank 0 | a: rank 1 |gap| b: rank 0 | b: rank 1 |gap| s |
     shard, rank 0  | a: rank 0 |gap| b: rank 0 | s |gap|
     shard, rank 1  | a: rank 1 |gap| b: rank 1 | s |gap|
 
-Each parameter is one region of the full buffer, cut by rows as `torch.chunk` cuts: so a rank's
-piece is at once a flat slice (one fused optimizer call, one message) and the local tensor of a
-plain `DTensor(Shard(0))`. A parameter without rows (0-dim) is replicated: every rank owns it whole.
-Pieces may have any length, also none; nothing assumes that they are equal. See docs/adr/0001.
+Each parameter is one region of the full buffer, in its own memory order; layout/cut.py decides
+which piece of it each rank holds. In the shard buffer a piece is one flat slice: one fused
+optimizer call, one block on disk, and the local tensor of a DTensor. Pieces may have any length,
+also none. A parameter without dimensions is replicated. See docs/adr/0001 and 0015.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 from math import prod
+from typing import TYPE_CHECKING
+
+from onefold.layout.cut import Box, Cut, Range, Shares, cut_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALIGN_NUMEL = 64
 """Regions of the full buffer start at multiples of this many elements.
@@ -34,27 +38,26 @@ depend on the cut, and stages would differ in the last bit.
 """
 
 
-def row_bounds(num_rows: int, world_size: int) -> tuple[int, ...]:
-    """The `world_size + 1` row numbers at which `torch.chunk` cuts `num_rows` rows."""
-    per_rank = -(-num_rows // world_size)
-    return tuple(min(rank * per_rank, num_rows) for rank in range(world_size + 1))
-
-
-@lru_cache(maxsize=1024)  # a plan asks for few shapes, hundreds of ranks, many ways to train
-def piece_numels(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    """Elements that each rank owns of a parameter; 1 of one without rows."""
-    return tuple(stop - start for start, stop in _pieces(shape, world_size))
-
-
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one parameter lies: its region in the full buffer, each rank's piece of it."""
+    """Where one parameter lies: its region in the full buffer, each rank's piece of it.
+
+    Also one region of a message: then it has no cut, and `pieces` are all there is.
+    """
 
     fqn: str
     shape: tuple[int, ...]
     full_offset: int
-    pieces: tuple[tuple[int, int], ...]  # per rank: [start, stop) in elements of the parameter
+    pieces: tuple[Range, ...]  # per rank: elements of the parameter; none if it has several slabs
     shard_offsets: tuple[int, ...]  # per rank: where the piece starts in that rank's shard buffer
+    cut: Cut | None = None
+    num_slabs: int = 1  # of the parameter
+
+    @staticmethod
+    def of(fqn: str, cut: Cut, full_offset: int, shard_offsets: tuple[int, ...]) -> Slot:
+        """The slot of a parameter that is cut by `cut`."""
+        pieces = cut.slab_ranges if cut.num_slabs == 1 else ()
+        return Slot(fqn, cut.shape, full_offset, pieces, shard_offsets, cut, cut.num_slabs)
 
     @property
     def numel(self) -> int:
@@ -62,34 +65,70 @@ class Slot:
 
     @property
     def replicated(self) -> bool:
-        """True for a parameter without rows, which every rank holds whole."""
+        """True for a parameter without dimensions, which every rank holds whole."""
         return not self.shape
 
+    @property
+    def _cut(self) -> Cut:
+        assert self.cut is not None, "a region of a message has no shape to view"
+        return self.cut
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+        return self._cut.dim
+
     def piece_numel(self, rank: int) -> int:
+        """Elements that the rank holds."""
+        if self.cut is not None:
+            return self.cut.piece_numel(rank)
         start, stop = self.pieces[rank]
         return stop - start
 
-    def rows(self, rank: int) -> tuple[int, int]:
-        """[start, stop) of the rows that the rank owns; (0, 1) of a parameter without rows."""
-        if self.replicated:
-            return (0, 1)
-        bounds = row_bounds(self.shape[0], len(self.pieces))
-        return bounds[rank], bounds[rank + 1]
-
     def piece_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the rank's rows: the parameter's, but for the first dimension."""
-        if self.replicated:
-            return ()
-        row_numel = prod(self.shape[1:])
-        if row_numel == 0:
-            start, stop = self.rows(rank)
-            return (stop - start, *self.shape[1:])
-        return (self.piece_numel(rank) // row_numel, *self.shape[1:])
+        """Shape of the rank's piece: the parameter's, but for the dimension that is cut."""
+        return self._cut.piece_shape(rank)
+
+    def rows(self, rank: int) -> Range:
+        """[start, stop) of the dimension that is cut; (0, 1) of a replicated parameter."""
+        return self._cut.ranges[rank]
+
+    def box(self, rank: int) -> Box:
+        """Offsets and sizes of the rank's piece in the parameter."""
+        return self._cut.box(rank)
+
+    def spans(self, rank: int) -> list[Range]:
+        """The rank's elements of the whole parameter, a range for each slab."""
+        return self._cut.spans(rank)
+
+    def own_view(self, whole: Tensor, rank: int) -> Tensor:
+        """The rank's piece of the `whole` parameter [shape, or flat]: a view where it can be."""
+        return self._cut.own_view(whole, rank)
+
+    def full_view(self, flat: Tensor) -> Tensor:
+        """The whole parameter [shape] in the flat full buffer."""
+        return flat[self.full_offset : self.full_offset + self.numel].view(self.shape)
+
+    def slabs(self) -> list[Slot]:
+        """Each contiguous part of the parameter, as a region of a message."""
+        cut = self._cut
+        if cut.num_slabs == 1:
+            return [self]
+        ranks = range(len(cut.ranges))
+        numels = [stop - start for start, stop in cut.slab_ranges]
+        return [
+            Slot(
+                self.fqn, self.shape, self.full_offset + slab * cut.slab_numel, cut.slab_ranges,
+                tuple(self.shard_offsets[rank] + slab * numels[rank] for rank in ranks),
+                num_slabs=cut.num_slabs,
+            )
+            for slab in range(cut.num_slabs)
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The slots of one unit over `world_size` ranks."""
+    """The slots of one unit over all ranks, in the full buffer and in every rank's shard."""
 
     slots: tuple[Slot, ...]
     world_size: int
@@ -97,8 +136,11 @@ class Layout:
     shard_numels: tuple[int, ...]  # per rank (in a world of one: the full buffer)
 
     @staticmethod
-    def build(names_and_shapes: Sequence[tuple[str, Sequence[int]]], world_size: int) -> Layout:
-        """Lay out parameters in the given order over `world_size` ranks.
+    def build(
+        names_and_shapes: Sequence[tuple[str, Sequence[int]]], world_size: int,
+        shares: Shares = None, *, by_rows: bool = False,
+    ) -> Layout:  # fmt: skip
+        """Lay out parameters in the given order over `world_size` ranks; see `cut_of`.
 
         In a world of one the shard is the full buffer, gaps and all, so that weights can compute
         from where they rest.
@@ -107,11 +149,11 @@ class Layout:
         full_offset = 0
         shard_ends = [0] * world_size
         for fqn, shape in names_and_shapes:
-            pieces = _pieces(tuple(shape), world_size)
-            slots.append(Slot(fqn, tuple(shape), full_offset, pieces, tuple(shard_ends)))
+            cut = cut_of(tuple(shape), world_size, shares, by_rows=by_rows)
+            slots.append(Slot.of(fqn, cut, full_offset, tuple(shard_ends)))
             shard_ends = [
-                end + round_up(stop - start, PIECE_NUMEL)
-                for end, (start, stop) in zip(shard_ends, pieces, strict=True)
+                end + round_up(cut.piece_numel(rank), PIECE_NUMEL)
+                for rank, end in enumerate(shard_ends)
             ]
             full_offset += round_up(prod(shape), ALIGN_NUMEL)
             if world_size == 1:
@@ -138,11 +180,3 @@ class Layout:
 def round_up(numel: int, multiple: int) -> int:
     """`numel`, or the next multiple above it."""
     return -(-numel // multiple) * multiple
-
-
-def _pieces(shape: tuple[int, ...], world_size: int) -> tuple[tuple[int, int], ...]:
-    if not shape:
-        return ((0, 1),) * world_size
-    row_numel = prod(shape[1:])
-    bounds = [row * row_numel for row in row_bounds(shape[0], world_size)]
-    return tuple(pairwise(bounds))

@@ -1,8 +1,8 @@
-"""Which parameters travel together: from a module tree to a list of `UnitPlan`s.
+"""Group the parameters of a module tree into units, a list of `UnitPlan`s.
 
-Reads names, shapes and identities only. A unit is what one gather makes whole and one reduction
-averages, so it should be large enough to fill a message and small enough that two of them fit:
-repeated blocks are units, what is left is cut into stretches of about a block's bytes. A tied
+Only names, shapes and identities are read. One gather unshards a unit and one reduction averages
+its gradients. It should be large enough to fill a message, and small enough that two of them fit:
+repeated blocks are units, and the other parameters form units of about a block's bytes. A tied
 parameter is found by identity and belongs to the first unit that owns it.
 """
 
@@ -38,8 +38,8 @@ class UnitPlan:
     """Parameters of one dtype that travel together, and the modules whose calls need them.
 
     `name` is the fqn of the block, or of the first parameter where there is no block. The unit is
-    gathered before the forward of each of `modules` and may rest once all of them have run.
-    A unit of one tiled weight has no modules: what they do reaches its face.
+    gathered before the forward of each of `modules` and may be resharded once all of them have run.
+    A unit of one tiled weight has no modules: their operations reach its sharded parameter.
     """
 
     name: str
@@ -72,7 +72,7 @@ def owned_parameters(root: nn.Module) -> list[Owned]:
 
 
 def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0) -> list[UnitPlan]:
-    """Cut the parameters of `root` into units, in the order of the module tree.
+    """Group the parameters of `root` into units, in the order of the module tree.
 
     `choice`: None infers blocks; a list names them; a predicate is asked for every submodule.
     `tile_nbytes`: weights of Linear and Embedding above it are units of their own, in row blocks.
@@ -178,8 +178,8 @@ def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
 def _blocks_below(module: nn.Module) -> list[nn.Module]:
     """Outermost blocks among the descendants.
 
-    Lists inside a block are left alone, whatever their size: they may be experts, of which each
-    rank calls others, and a unit has to be used by all ranks or by none.
+    Lists inside a block stay in its unit: they may be experts, of which each rank calls others, and
+    all ranks must use a unit, or none.
     """
     blocks: list[nn.Module] = []
     for child in module.children():
@@ -192,7 +192,7 @@ def _repeated_members(module: nn.Module) -> list[nn.Module]:
         return []
     members = [child for child in module.children() if any(True for _ in child.parameters())]
     if any(type(member).forward is nn.Module.forward for member in members):
-        return []  # lists of lists: what is never called cannot be a block
+        return []  # lists of lists: a module that is never called cannot be a block
     classes = Counter(type(member) for member in members)
     least = 1 if isinstance(module, nn.ModuleList) else 2  # a list of one: a model of one layer
     if not classes or classes.most_common(1)[0][1] < max(least, len(members) / 2):
@@ -205,7 +205,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def _rest_limit(parameters: Sequence[Owned], blocks: Sequence[nn.Module]) -> float:
-    """Bytes above which the rest is cut: the largest block, or the whole where there is none."""
+    """Most bytes of a unit of other parameters: the largest block's; all bytes without blocks."""
     largest = max((_nbytes(block) for block in blocks), default=0)
     return largest or float(sum(owned.nbytes for owned in parameters))
 

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
-from onefold.layout.rows import PIECE_NUMEL, piece_numels, round_up
+from onefold.layout.cut import Cut, cut_of, parts_of
+from onefold.layout.rows import PIECE_NUMEL, round_up
 from onefold.recipe import Member
 from onefold.wire.codec import Codec, codec_of
 from onefold.wire.coded import ALIGN_NBYTES
@@ -75,7 +75,7 @@ def messages_of(
 def spread_of(members: Sequence[Member], ranks: int, *, is_nccl: bool = False) -> UnitMessages:
     """At stage 0: gradients are reduced, and their means gathered in the parameters' own dtype."""
     trained = [member for member in members if member.requires_grad]
-    regions = [_Region.of(member, piece_numels(member.shape, ranks), is_nccl) for member in trained]
+    regions = _slabs(trained, ranks, is_nccl)
     reduce = messages_of(members, ranks, 0, Wire(), is_nccl=is_nccl).reduce
     return UnitMessages(reduce=reduce, settle=_gather(regions, 0, EXACT, members[0].itemsize))
 
@@ -85,9 +85,11 @@ def _messages_of(
     members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, is_nccl: bool
 ) -> UnitMessages:
     if not neighbours:
-        return _one_axis(members, ranks, wire.weights_between, wire.gradients_between, is_nccl)
+        words = wire.weights_between, wire.gradients_between
+        return _one_axis(members, ranks, words, is_nccl)
     if wire.secondary == "optimizer":
-        inside = _one_axis(members, neighbours, wire.weights_inside, wire.gradients_inside, is_nccl)
+        words = wire.weights_inside, wire.gradients_inside
+        inside = _one_axis(members, neighbours, words, is_nccl)
         return _with_replicas(inside, members, (neighbours, ranks // neighbours), wire, is_nccl)
     return _two_hops(members, ranks, neighbours, wire, is_nccl)
 
@@ -101,27 +103,49 @@ class _Region:
     is_matrix: bool
     is_trained: bool
     is_nccl: bool
+    num_slabs: int = 1  # of the parameter of which this is one
 
     @staticmethod
-    def of(member: Member, numels: Sequence[int], is_nccl: bool) -> _Region:
+    def of(member: Member, numels: Sequence[int], is_nccl: bool, num_slabs: int = 1) -> _Region:
         shape, is_trained = member.shape, member.requires_grad
-        return _Region(tuple(numels), not shape, len(shape) > 1, is_trained, is_nccl)
+        return _Region(tuple(numels), not shape, len(shape) > 1, is_trained, is_nccl, num_slabs)
 
     def size(self, itemsize: int) -> Size:
         """How it travels if it is not coded."""
         return size_of(
-            self.numels, itemsize, is_replicated=self.is_replicated, is_nccl=self.is_nccl
-        )
+            self.numels, itemsize, is_replicated=self.is_replicated, is_nccl=self.is_nccl,
+            num_slabs=self.num_slabs,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)  # of few shapes, for hundreds of ranks, again for every way to train
+def _numels(cut: Cut) -> tuple[int, ...]:
+    """Elements of one slab by rank."""
+    return tuple(stop - start for start, stop in cut.slab_ranges)
+
+
+def _slabs(
+    members: Iterable[Member], ranks: int, is_nccl: bool, *, by_rows: bool = False
+) -> list[_Region]:
+    """The parameters as one-hop messages have them: a region for each slab."""
+    found: list[_Region] = []
+    for member in members:
+        cut = cut_of(member.shape, ranks, by_rows=by_rows)
+        region = _Region.of(member, _numels(cut), is_nccl, cut.num_slabs)
+        found += [region] * cut.num_slabs
+    return found
 
 
 def _one_axis(
-    members: tuple[Member, ...], ranks: int, weights: str, gradients: str, is_nccl: bool
-) -> UnitMessages:
+    members: tuple[Member, ...], ranks: int, words: tuple[str, str], is_nccl: bool,
+    *, by_rows: bool = False,
+) -> UnitMessages:  # fmt: skip
+    """`words`: the wires of weights and of gradients."""
     if ranks == 1:
         return UnitMessages()
-    first = members[0]
-    regions = [_Region.of(member, piece_numels(member.shape, ranks), is_nccl) for member in members]
-    flags = 1 + sum(region.is_trained for region in regions)
+    first, (weights, gradients) = members[0], words
+    regions = _slabs(members, ranks, is_nccl, by_rows=by_rows)
+    flags = 1 + sum(member.requires_grad for member in members)
     return UnitMessages(
         gather=_gather(regions, 1, weights if first.is_floating else EXACT, first.compute_itemsize),
         reduce=_reduce(regions, flags, gradients, first.compute_itemsize),
@@ -136,9 +160,9 @@ def _with_replicas(
     neighbours, nodes = mesh
     regions = []
     for member in members:
-        own = piece_numels(member.shape, neighbours)[0]
-        bounds = [own * part // nodes for part in range(nodes + 1)]
-        parts = [stop - start for start, stop in pairwise(bounds)] if member.shape else [1] * nodes
+        own = cut_of(member.shape, neighbours).piece_numel(0)
+        parts = [stop - start for start, stop in parts_of(own, nodes)]
+        parts = parts if member.shape else [1] * nodes
         regions.append(_Region.of(member, parts, is_nccl))
     trained = [region for region in regions if region.is_trained]
     itemsize, word = members[0].compute_itemsize, wire.gradients_between
@@ -154,13 +178,13 @@ def _two_hops(
     members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, is_nccl: bool
 ) -> UnitMessages:
     if not members[0].is_floating:
-        return _one_axis(members, ranks, EXACT, EXACT, is_nccl)
+        return _one_axis(members, ranks, (EXACT, EXACT), is_nccl, by_rows=True)
     nodes, itemsize = ranks // neighbours, members[0].compute_itemsize
     near: list[_Region] = []  # every node's stretch of rows, cut over its ranks
     far: list[_Region] = []  # this place's piece of every node's rows
     kept = 0
     for member in members:
-        pieces = piece_numels(member.shape, ranks)
+        pieces = _numels(cut_of(member.shape, ranks, by_rows=True))
         own = pieces[::neighbours]
         far.append(_Region.of(member, own, is_nccl))
         starts = range(0, ranks, neighbours) if member.shape else (0,)

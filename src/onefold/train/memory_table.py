@@ -49,7 +49,7 @@ def expected_nbytes(recipe: Recipe, shard: int = 0) -> dict[str, int]:
     """
     totals = dict.fromkeys(KINDS, 0)
     for unit in recipe.units:
-        held = unit_bytes(unit.members, recipe, shard)
+        held = unit_bytes(unit.members, recipe, shard, is_tiled=unit.tile_nbytes > 0)
         is_early = recipe.offload.step_in_backward and unit.is_offloaded
         totals["weight"] += held.weight
         totals["master"] += held.master if held.has_master or unit.is_offloaded else 0

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onefold.errors import WireError, expected
 from onefold.layout.axes import Axes
+from onefold.layout.cut import Shares
 from onefold.ledger import Ledger
 from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
@@ -142,6 +143,7 @@ class Context:
     compute: torch.dtype | None
     master: torch.dtype
     tiers: Tiers
+    shares: Shares = None  # of resting state, by rank; None cuts evenly
     tags: TagBoard = field(default_factory=TagBoard)
 
     @property

@@ -213,13 +213,13 @@ class UnitGather:
         """The message of all regions, made with the first gather."""
         context, rest = self._spec.context, self._spec.rest
         group, itemsize, rank = context.transport.group, full.tensor.itemsize, context.rest_rank
-        cut = None
+        cut, slabs = None, [slab for slot in rest.slots for slab in slot.slabs()]
         if context.rest_world > 1:
-            regions = [(slot, slot.full_offset) for slot in rest.slots if not slot.replicated]
+            regions = [(slab, slab.full_offset) for slab in slabs if not slab.replicated]
             tags = (tags_of(context.world_size), rest.full_numel)
             cut = _cut([*regions, tags], group, itemsize, self._spec.name)
-        starts = [slot.full_offset + slot.pieces[rank][0] for slot in rest.slots]
-        return GatherPlan.of(cut, rest.full_numel, rank, starts, rest.slots, rank)
+        starts = [slab.full_offset + slab.pieces[rank][0] for slab in slabs]
+        return GatherPlan.of(cut, rest.full_numel, rank, starts, slabs, rank)
 
     def _reads(self, tags: Tensor) -> bool:
         """True if ranks read each other's tags at once: where the host need not wait for it."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import ConfigError, expected
+from onefold.layout.cut import Box
 from onefold.layout.units import Owned, UnitPlan
 from onefold.wire.collectives import Group
 
@@ -21,8 +22,8 @@ class Values(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def fill(self, name: str, rows: tuple[int, int] | None, out: Tensor) -> None:
-        """Copy rows [start, stop), or all, into `out`."""
+    def fill(self, name: str, box: Box | None, out: Tensor) -> None:
+        """Copy a box of the tensor, or all of it, into `out`."""
         ...
 
 

@@ -7,6 +7,7 @@ each rank. And DTensor loses an indexed write, as it writes to a gathered copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,13 +17,37 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
-from onefold.unit import refusals
+from onefold.layout.cut import bounds_of
+from onefold.unit import refusals, weighted
 
 
 class LogicalValues(DTensor):
-    """A DTensor that may stand beside plain tensors, as a parameter of a plain module may."""
+    """A DTensor that may stand beside plain tensors, as a parameter of a plain module may.
+
+    Its ranks may hold unequal shares, which torch's own methods do not expect.
+    """
 
     _label = "a sharded tensor"  # in errors
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        if weighted.is_weighted(self):
+            return weighted.full_tensor(self)
+        return super().full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        if weighted.is_weighted(self):
+            return weighted.replicated(self, args[1] if args[1:] else options.get("placements"))
+        return super().redistribute(*args, **options)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        items: list[Any] = super().__create_write_items__(fqn, object)
+        return weighted.write_items(self, fqn, items) if weighted.is_weighted(self) else items
+
+    def __create_chunk_list__(self) -> list[Any]:
+        if weighted.is_weighted(self):
+            return [weighted.box_of(self)]
+        chunks: list[Any] = super().__create_chunk_list__()
+        return chunks
 
 
 _WRITES = {
@@ -69,6 +94,9 @@ def _set_item(target: DTensor, index: Any, value: Any) -> None:
     full = target.full_tensor()
     full[index] = value
     mesh, placements = target.device_mesh, target.placements
+    if weighted.is_weighted(target):
+        target.copy_(dtensor_over(DTensor, weighted.own_view(target, full), target._spec))
+        return
     whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     target.copy_(whole.redistribute(placements=placements))
 
@@ -95,8 +123,9 @@ def _with_rows(leaf: Any) -> Any:
     mesh = leaf.device_mesh
     for axis, placement in enumerate(leaf.placements):
         if isinstance(placement, Shard):
-            numel, ranks = leaf.shape[placement.dim], mesh.size(axis)
-            if -(-numel // ranks) * (ranks - 1) >= numel:  # torch's chunks
+            shares = mesh.shares if isinstance(mesh, weighted.WeightedMesh) else None
+            bounds = bounds_of(leaf.shape[placement.dim], mesh.size(axis), shares)
+            if any(start == stop for start, stop in pairwise(bounds)):
                 return leaf.redistribute(placements=[Replicate()] * mesh.ndim)
     return leaf
 
@@ -109,6 +138,8 @@ def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         return False
+    if weighted.needs_whole(func, leaves):
+        return True
     if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
         return True
     return any(isinstance(leaf, LogicalValues) for leaf in leaves) and any(
@@ -169,11 +200,17 @@ def as_logical(outputs: Any) -> Any:
     return outputs
 
 
+def kind_over(spec: Any) -> type[DTensor]:
+    """The class of a DTensor of `spec` that is nobody's parameter or gradient."""
+    return LogicalTensor if isinstance(spec.mesh, weighted.WeightedMesh) else DTensor
+
+
 class ShownData(LogicalTensor):
     """`.data` of a sharded parameter: edits are counted, reads are not."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        copied = memo[id(self)] = dtensor_over(DTensor, self._local_tensor.clone(), self._spec)
+        kind = kind_over(self._spec)
+        copied = memo[id(self)] = dtensor_over(kind, self._local_tensor.clone(), self._spec)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

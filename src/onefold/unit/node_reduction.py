@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from onefold.layout.axes import NodeLayout
+from onefold.layout.cut import parts_of
 from onefold.layout.rows import Slot
 from onefold.ledger import Kind
 from onefold.ticket import Ticket
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
-from onefold.unit.reduction import MeanRows, OneHop, Region, Spread, Which
+from onefold.unit.reduction import MeanRows, OneHop, Spread, Which
 from onefold.unit.spec import UnitSpec
 from onefold.wire.transport import Transport
 
@@ -62,7 +63,7 @@ class Replicated(OneHop):
         first = replicas.reduce_scatter(
             [*rows, flags], self._cut("between", which, replicas.group), [*own, self.counts],
             [True] * (len(rows) + 1), self._spec.label("reduce_scatter between nodes"),
-            self.feedback.of("between", self._regions(which, is_used)),
+            self.feedback.of("between", self._regions("between", which, is_used)),
         )  # fmt: skip
         spread = partial(self._spread, which, first, rows, own, mean)
         return Ticket(first.works, spread, self._spec.label("reduction between nodes"))
@@ -93,7 +94,7 @@ class Replicated(OneHop):
         if not (self._replicas.is_coded and self._spec.context.routes.feeds_back):
             return []
         is_used = [count != 0 for count in self.counts[:-1].tolist()]
-        ask = self.feedback.of("means", self._regions(which, is_used))
+        ask = self.feedback.of("means", self._regions("between", which, is_used))
         found: list[tuple[Tensor, Tensor]] = []
         for place, (index, part) in enumerate(zip(which, parts, strict=True)):
             is_coded = len(self._spec.wire.slots[index].shape) > 1 and len(part)
@@ -123,9 +124,7 @@ def _in_parts(slot: Slot, rank: int, parts: int) -> Slot:
     """A rank's own rows of a parameter, cut by elements over the nodes."""
     if slot.replicated:
         return Slot(slot.fqn, (), 0, ((0, 1),) * parts, ())
-    numel = slot.piece_numel(rank)
-    bounds = [numel * part // parts for part in range(parts + 1)]
-    return Slot(slot.fqn, slot.shape, 0, tuple(pairwise(bounds)), ())
+    return Slot(slot.fqn, slot.shape, 0, parts_of(slot.piece_numel(rank), parts), ())
 
 
 class TwoHop(OneHop):
@@ -157,19 +156,17 @@ class TwoHop(OneHop):
         sent: list[Tensor] = []
         out: list[Tensor] = []
         fresh: list[bool] = []
-        regions: list[Region] = []
-        for index, tensor, is_used in zip(which, partials, used, strict=True):
+        for index, tensor in zip(which, partials, strict=True):
             slot = self._layout.slots[index]
             stretches = [(0, 1)] if slot.replicated else self._hops.axes.stretches(slot)
             sent += [tensor[start:stop] for start, stop in stretches]
             out += [self._sums.tensor[a:b] for a, b in self._layout.spans[index]]
             fresh += [index not in self._counts] * len(stretches)
-            regions += [(slot.fqn, n) if is_used else None for n in range(len(stretches))]
         flags = self._flags(used)
         return inside.reduce_scatter(
             [*sent, flags], self._cut("inside", which, inside.group), [*out, self.counts],
             [*fresh, True], self._spec.label("reduce_scatter inside the node"),
-            self.feedback.of("inside", regions),
+            self.feedback.of("inside", self._regions("inside", which, used)),
         )  # fmt: skip
 
     @property
@@ -209,7 +206,7 @@ class TwoHop(OneHop):
             [*partials, flags], self._cut("between", which, between.group),
             [*mean.rows, self.counts], [*mean.fresh, True],
             self._spec.label("reduce_scatter between nodes"),
-            self.feedback.of("between", self._regions(which, is_used)),
+            self.feedback.of("between", self._regions("between", which, is_used)),
         )  # fmt: skip
         return ticket.then(partial(_free, partials, sums))
 

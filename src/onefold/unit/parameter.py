@@ -80,9 +80,8 @@ class UnitParameter:
         return flat[self.span].view(self.local.shape)
 
     def own_part(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a whole tensor."""
-        start, stop = self.slot.pieces[self.spec.context.rest_rank]
-        return whole.reshape(-1)[start:stop].view(self.local.shape)
+        """This rank's piece of a whole tensor."""
+        return self.slot.own_view(whole, self.spec.context.rest_rank)
 
     # as users see it
 
@@ -94,8 +93,9 @@ class UnitParameter:
         if local.shape == self.local.shape:  # from_local would copy rows of another device
             if local.dtype != self._template.dtype and spec.tensor_meta is not None:
                 spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-            return logical.dtensor_over(DTensor, local, spec)
-        return _dtensor(local, self.spec.context.mesh, self.slot)
+            return logical.dtensor_over(logical.kind_over(spec), local, spec)
+        shown = _dtensor(local, self.spec.context.mesh, self.slot)
+        return logical.dtensor_over(logical.kind_over(spec), local, shown._spec)
 
     def wrap_grad(self, local: Tensor) -> Tensor:
         """A reduced gradient [own rows] as users see it."""
@@ -332,7 +332,7 @@ def _grad_hook(parameter: ReferenceType[UnitParameter]) -> Callable[[Tensor], No
 
 
 def _dtensor(local: Tensor, mesh: DeviceMesh | None, slot: Slot) -> DTensor:
-    placement = Replicate() if slot.replicated else Shard(0)
+    placement = Replicate() if slot.replicated else Shard(slot.dim)
     shape = torch.Size(slot.shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)

@@ -111,6 +111,7 @@ class OneHop:
     def __init__(self, spec: UnitSpec, transport: Transport) -> None:
         self._spec = spec
         self._first = transport
+        self._slabs = [slot.slabs() for slot in spec.wire.slots]  # of each parameter
         self._cuts: dict[tuple[str, Which], MessageLayout] = {}
         self._sent_flags: tuple[list[bool], Tensor] = [], torch.empty(0)
         self.feedback = Feedback(spec.context)
@@ -119,16 +120,19 @@ class OneHop:
     def start(
         self, which: Which, partials: list[Tensor], used: list[bool], mean: MeanRows | None
     ) -> Ticket:
-        """Begin the first hop with flat `partials` [all rows] of parameters; this rank used some.
+        """Begin the first hop with flat `partials` [all elements]; this rank used some parameters.
 
         `mean` receives the result where `fills_rows`.
         """
         assert mean is not None, "the first hop of this reduction fills the rows of the mean"
-        flags = self._flags(used)
+        flags, nums = self._flags(used), [len(self._slabs[index]) for index in which]
+        sent = [slab for each, num in zip(partials, nums, strict=True) for slab in each.chunk(num)]
+        fresh = [each for each, num in zip(mean.fresh, nums, strict=True) for _ in range(num)]
         return self._first.reduce_scatter(
-            [*partials, flags], self._cut("", which, self._first.group),
-            [*self._pieces(which, mean.rows), self.counts], [*mean.fresh, True],
-            self._spec.label("reduce_scatter"), self.feedback.of("", self._regions(which, used)),
+            [*sent, flags], self._cut("", which, self._first.group),
+            [*self._pieces(which, mean.rows), self.counts], [*fresh, True],
+            self._spec.label("reduce_scatter"),
+            self.feedback.of("", self._regions("", which, used)),
         )  # fmt: skip
 
     def users(self, used: list[bool]) -> list[bool]:
@@ -180,14 +184,18 @@ class OneHop:
         return flags
 
     def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
-        """The part of each parameter's rows that this rank reduces."""
-        return rows
+        """The part of each parameter's rows that this rank reduces: a piece of every slab."""
+        pairs = zip(which, rows, strict=True)
+        return [piece for index, row in pairs for piece in row.chunk(len(self._slabs[index]))]
 
-    def _regions(self, which: Which, used: list[bool]) -> list[Region]:
-        """For the feedback of a message with one region a parameter."""
+    def _regions(self, hop: str, which: Which, used: list[bool]) -> list[Region]:
+        """The regions of a hop's message, for its feedback."""
         slots, feeds = self._spec.wire.slots, self._spec.context.routes.feeds_back
-        pairs = zip(which, used, strict=True) if feeds else ()
-        return [(slots[index].fqn, 0) if is_used else None for index, is_used in pairs]
+        return [
+            (slots[index].fqn, number) if is_used else None
+            for index, is_used in (zip(which, used, strict=True) if feeds else ())
+            for number in range(len(self._parts(hop, index)))
+        ]
 
     def _cut(self, hop: str, which: Which, group: Group) -> MessageLayout:
         """The cut of a hop's message: these parameters' gradients and one flag for each."""
@@ -202,7 +210,7 @@ class OneHop:
 
     def _parts(self, hop: str, index: int) -> list[Slot]:
         """The regions of one parameter in a hop's message."""
-        return [self._spec.wire.slots[index]]
+        return self._slabs[index]
 
     def _gather_cut(
         self, which: Which, slots: Sequence[Slot], offsets: Sequence[int], group: Group,
@@ -228,12 +236,13 @@ class Spread(OneHop):
     def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
         """See `OneHop.follow`."""
         transport = self._spec.context.transport
-        slots = [self._spec.wire.slots[index] for index in which]
-        offsets = [slot.full_offset for slot in slots]
-        cut = self._gather_cut(which, slots, offsets, transport.group, mean.flat.itemsize)
+        slabs = [slab for index in which for slab in self._slabs[index]]
+        offsets = [slab.full_offset for slab in slabs]
+        cut = self._gather_cut(which, slabs, offsets, transport.group, mean.flat.itemsize)
         with torch.no_grad():
             return transport.gather(mean.flat, cut, self._spec.label("gather of gradients"))
 
     def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
         rank, slots = self._spec.context.rank, self._spec.wire.slots
-        return [row[slice(*slots[i].pieces[rank])] for i, row in zip(which, rows, strict=True)]
+        pairs = zip(which, rows, strict=True)
+        return [row[slice(*span)] for i, row in pairs for span in slots[i].spans(rank)]

@@ -1,6 +1,6 @@
 """The classes of a parameter object, by what may be done with it now.
 
-    ShardedParameter     DTensor(Shard(0)); this rank's rows of a parameter that is sharded at rest
+    ShardedParameter     DTensor(Shard(d)); this rank's piece of a parameter that is sharded at rest
     ReplicatedParameter  plain Parameter; the whole fp32 weight where compute sees a narrower copy
     UnshardedParameter   the whole weight, while modules run
     PlainSharded         one process: the weight at rest, which modules read, with a master

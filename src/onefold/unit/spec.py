@@ -38,6 +38,9 @@ class UnitSpec:
         steps_in_blocks = is_offloaded or not near
         is_alone = context.mesh is None and context.world_size == 1
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
+        # two hops and tiles go by rows: a node's rows are one range, a tile's are those of a matrix
+        by_rows = context.routes.hops is not None or plan.tile_nbytes > 0
+        wire = Layout.build(shapes, context.world_size, context.shares, by_rows=by_rows)
         return UnitSpec(
             name=plan.name,
             tag=index % MAX_TAG + 1,
@@ -45,8 +48,8 @@ class UnitSpec:
             context=context,
             dtype=dtype,
             compute_dtype=compute_dtype,
-            rest=Layout.build(shapes, context.rest_world),
-            wire=Layout.build(shapes, context.world_size),
+            rest=wire if context.is_sharded else Layout.build(shapes, 1),
+            wire=wire,
             is_offloaded=is_offloaded,
             is_resident=is_resident,
             steps_in_blocks=steps_in_blocks,

@@ -123,8 +123,8 @@ class Unit(UnitWeights):
                 self.master.tensor.copy_(self.weight.tensor)
             for parameter in given:
                 assert values is not None, "given by nobody"
-                rows = parameter.slot.rows(self.setting.rest_rank)
-                values.fill(parameter.fqn, rows, parameter.stepped)
+                box = parameter.slot.box(self.setting.rest_rank)
+                values.fill(parameter.fqn, box, parameter.stepped)
             if self.master is not None:
                 if given:
                     self.weight.tensor.copy_(self.master.tensor)

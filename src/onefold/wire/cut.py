@@ -31,12 +31,19 @@ class Size(Enum):
     LARGE = auto()
 
 
-def size_of(numels: Sequence[int], itemsize: int, *, is_replicated: bool, is_nccl: bool) -> Size:
-    """Of a region whose pieces have `numels` elements, by rank. Plans ask, too."""
-    if is_replicated or max(numels) * itemsize < PACK_NBYTES:
+def size_of(
+    numels: Sequence[int], itemsize: int, *, is_replicated: bool, is_nccl: bool, num_slabs: int = 1
+) -> Size:
+    """Of a region whose pieces have `numels` elements, by rank. Plans ask, too.
+
+    A region that is one of `num_slabs` is small if all of them are: an index costs 8 bytes for
+    each element.
+    """
+    nbytes = max(numels) * itemsize
+    if is_replicated or nbytes * num_slabs < PACK_NBYTES:
         return Size.SMALL
     shares = not is_nccl and sum(numels) * itemsize <= SHARE_NBYTES
-    return Size.MEDIUM if shares else Size.LARGE
+    return Size.MEDIUM if shares or nbytes < PACK_NBYTES else Size.LARGE
 
 
 class MessageLayout:
@@ -61,8 +68,14 @@ class MessageLayout:
         self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
         is_nccl = group.is_nccl
         sizes = [
-            size_of(numels, itemsize, is_replicated=replicated, is_nccl=is_nccl)
-            for numels, replicated in zip(self.numels, self.is_replicated, strict=True)
+            size_of(
+                numels,
+                itemsize,
+                is_replicated=replicated,
+                is_nccl=is_nccl,
+                num_slabs=slot.num_slabs,
+            )
+            for numels, replicated, slot in zip(self.numels, self.is_replicated, slots, strict=True)
         ]
         self.small, self.medium, self.large = (
             [index for index, size in enumerate(sizes) if size is wanted] for wanted in Size

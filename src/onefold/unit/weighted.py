@@ -1,0 +1,183 @@
+"""Show shards of unequal shares as DTensors.
+
+torch's placements know one rule of cutting, that of `torch.chunk`. A `WeightedMesh` carries one
+weight per rank. DTensors over it keep the placement `Shard(d)`, whose local operations do not ask
+how long the other pieces are. Whatever has to know that (`full_tensor`, redistribution, the boxes
+of checkpoints) is answered here from the bounds of layout/cut.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from onefold.errors import StateError, expected
+from onefold.layout.cut import bounds_of
+from onefold.wire.collectives import Group
+
+
+class WeightedMesh(DeviceMesh):
+    """A mesh of one axis whose ranks hold shares in proportion to their weights."""
+
+    shares: tuple[int, ...]
+
+    @staticmethod
+    def over(mesh: DeviceMesh, shares: tuple[int, ...]) -> WeightedMesh:
+        """The same ranks as `mesh`, with a weight each."""
+        made = object.__new__(WeightedMesh)
+        vars(made).update(vars(mesh), shares=shares, _hash=None)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, WeightedMesh)
+            and self.shares == other.shares
+            and DeviceMesh.__eq__(self, other)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.shares, DeviceMesh.__hash__(self)))
+
+
+def is_weighted(shown: object) -> bool:
+    """True for a DTensor of which ranks hold pieces in proportion to their weights."""
+    return (
+        isinstance(shown, DTensor)
+        and isinstance(shown._spec.mesh, WeightedMesh)
+        and shown._spec.placements[0].is_shard()
+    )
+
+
+def full_tensor(shown: DTensor) -> Tensor:
+    """The whole of a weighted DTensor on every rank. A collective; differentiable."""
+    whole: Tensor = _Whole.apply(shown)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def replicated(shown: DTensor, placements: Any) -> DTensor:
+    """`shown.redistribute(placements=placements)`: every rank gets the whole."""
+    if placements is not None and tuple(placements) == tuple(shown.placements):
+        return shown
+    if placements is None or tuple(placements) != (Replicate(),):
+        raise StateError(
+            expected(
+                "a shard of unequal shares to be redistributed to [Replicate()]",
+                str(placements),
+                hint="call full_tensor() first, then distribute_tensor(whole, mesh, placements)",
+            )
+        )
+    return DTensor.from_local(full_tensor(shown), shown.device_mesh, [Replicate()], run_check=False)
+
+
+def box_of(shown: DTensor) -> ChunkStorageMetadata:
+    """The box of this rank's piece, as `torch.distributed.checkpoint` lists it."""
+    dim, bounds = _bounds(shown)
+    offsets = [0] * shown.dim()
+    offsets[dim] = bounds[shown.device_mesh.get_local_rank()]
+    return ChunkStorageMetadata(torch.Size(offsets), shown._local_tensor.shape)
+
+
+def own_view(shown: DTensor, whole: Tensor) -> Tensor:
+    """This rank's piece of `whole`, cut as `shown`."""
+    dim, bounds = _bounds(shown)
+    rank = shown.device_mesh.get_local_rank()
+    return whole.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank])
+
+
+def write_items(shown: DTensor, fqn: str, items: list[Any]) -> list[Any]:
+    """List torch's items for the even cut, each with the box of this rank's piece.
+
+    No items for an empty piece: torch would take it for a copy of the piece that starts there.
+    """
+    if not shown._local_tensor.numel() and shown.numel():
+        return []
+    chunk = box_of(shown)
+    return [
+        replace(
+            item,
+            index=MetadataIndex(fqn, chunk.offsets),
+            tensor_data=replace(item.tensor_data, chunk=chunk),
+        )
+        for item in items
+    ]
+
+
+LOCAL = {
+    "norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum",
+    "add", "sub", "mul", "div", "true_divide", "__add__", "__radd__", "__sub__", "__rsub__",
+    "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__", "__pow__", "neg", "pow",
+    "abs", "square", "sqrt", "rsqrt", "exp", "sign", "clamp", "where", "isnan", "isinf", "isfinite",
+    "_foreach_add", "_foreach_sub", "_foreach_mul", "_foreach_div", "_foreach_abs", "_foreach_sqrt",
+    "lerp", "addcmul", "addcdiv", "to", "float", "double", "half", "bfloat16", "clone", "detach",
+    "contiguous", "view_as", "zeros_like", "ones_like", "empty_like", "full_like",
+    "__get__", "__set__", "__delete__", "size", "dim", "numel", "nelement", "stride",
+    "element_size", "is_contiguous", "is_floating_point", "is_complex", "requires_grad_",
+    "data_ptr", "untyped_storage", "storage_offset", "is_shared", "get_device", "__len__",
+    "__hash__", "__repr__", "__format__", "__deepcopy__", "__reduce_ex__", "is_same_size",
+    "register_hook", "register_post_accumulate_grad_hook", "is_tensor", "backward",
+}  # fmt: skip
+"""Functions that are right on own pieces alone, or need no values: no operation on them asks how
+long the pieces of other ranks are. All others work on whole tensors."""
+
+
+def needs_whole(func: Callable[..., Any], leaves: list[Any]) -> bool:
+    """True where torch would redistribute by its own rule of cutting."""
+    is_local = getattr(func, "__name__", "") in LOCAL
+    return not is_local and any(is_weighted(leaf) for leaf in leaves)
+
+
+def _bounds(shown: DTensor) -> tuple[int, tuple[int, ...]]:
+    mesh, placement = shown._spec.mesh, shown._spec.placements[0]
+    assert isinstance(mesh, WeightedMesh), "asked of an even cut"
+    assert isinstance(placement, Shard), "asked of what is not cut"
+    bounds = bounds_of(shown.shape[placement.dim], mesh.size(), mesh.shares)
+    rank = mesh.get_local_rank()
+    own = bounds[rank + 1] - bounds[rank]
+    if shown._local_tensor.shape[placement.dim] != own:
+        raise StateError(
+            expected(
+                f"{own} indices of dimension {placement.dim} on rank {rank}",
+                f"a piece of shape {list(shown._local_tensor.shape)}",
+                hint="compute with whole tensors: full_tensor(), or `onefold.unsharded`",
+            )
+        )
+    return placement.dim, bounds
+
+
+class _Whole(torch.autograd.Function):
+    """A weighted DTensor gathered whole; backward keeps the own piece of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, shown: DTensor) -> Tensor:
+        dim, bounds = _bounds(shown)
+        ctx.cut = dim, bounds[shown.device_mesh.get_local_rank()], shown._local_tensor.shape[dim]
+        ctx.spec = shown._spec
+        local = shown._local_tensor.detach().movedim(dim, 0)
+        lengths = [bounds[rank + 1] - bounds[rank] for rank in range(len(bounds) - 1)]
+        inner = shown.numel() // max(1, shown.shape[dim])
+        own = local.new_zeros(max(lengths) * inner)
+        own[: local.numel()] = local.reshape(-1)
+        found = own.new_empty(len(lengths) * len(own))
+        Group.of(shown.device_mesh.get_group()).all_gather(found, own).wait()
+        parts = [
+            part[: length * inner].view(length, *local.shape[1:])
+            for part, length in zip(found.view(len(lengths), -1), lengths, strict=True)
+        ]
+        return torch.cat(parts).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        dim, start, length = ctx.cut
+        local = grad.narrow(dim, start, length).contiguous()
+        spec = ctx.spec
+        return DTensor.from_local(
+            local, spec.mesh, spec.placements, run_check=False, shape=spec.shape,
+            stride=spec.stride,
+        )  # fmt: skip

@@ -1,0 +1,99 @@
+"""Cuts: which rank holds which piece of a parameter."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onefold.layout.cut import MAX_IMBALANCE, bounds_of, cut_of, imbalance_of
+from onefold.layout.rows import Layout
+
+extents = st.integers(0, 40)
+shares = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any).map(tuple)
+shapes = st.lists(st.integers(0, 24), max_size=4).map(tuple)
+large = st.tuples(st.integers(1, 12), st.integers(16, 40), st.integers(16, 40), st.integers(1, 9))
+
+
+def lengths_of(bounds):
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+@given(extents, shares)
+def test_weighted_bounds_are_within_one_of_each_share(extent, weights):
+    lengths = lengths_of(bounds_of(extent, len(weights), weights))
+    assert sum(lengths) == extent
+    for length, weight in zip(lengths, weights, strict=True):
+        assert abs(length - extent * weight / sum(weights)) < 1
+        assert weight or not length
+
+
+def test_the_largest_remainders_get_what_rounding_left():
+    assert lengths_of(bounds_of(8, 2, (1, 3))) == [2, 6]
+    assert lengths_of(bounds_of(7, 2, (1, 3))) == [2, 5]
+    assert lengths_of(bounds_of(10, 3, (1, 0, 2))) == [3, 0, 7]
+
+
+@given(st.one_of(shapes, large), st.integers(1, 6), st.one_of(st.none(), shares))
+def test_pieces_cover_a_parameter_once_and_are_boxes_of_it(shape, world_size, weights):
+    world_size = len(weights) if weights else world_size
+    cut = cut_of(shape, world_size, weights)
+    whole = torch.arange(prod(shape)).view(shape)
+    seen = []
+    for rank in range(world_size):
+        own = cut.own_view(whole, rank)
+        assert tuple(own.shape) == cut.piece_shape(rank)
+        assert own.numel() == cut.piece_numel(rank)
+        spans = [i for start, stop in cut.spans(rank) for i in range(start, stop)]
+        assert own.reshape(-1).tolist() == spans
+        offsets, sizes = cut.box(rank)
+        index = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+        assert torch.equal(whole[index], own)
+        seen += spans
+    assert sorted(seen) == list(range(prod(shape))) * (1 if shape else world_size)
+
+
+@given(large, st.integers(2, 6))
+def test_slabs_lie_where_spans_do(shape, world_size):
+    (_, slot) = Layout.build([("first", (3,)), ("second", shape)], world_size).slots
+    for rank in range(world_size):
+        spans = slot.spans(rank)
+        slabs = slot.slabs()
+        starts = [slab.full_offset - slot.full_offset + slab.pieces[rank][0] for slab in slabs]
+        assert starts == [start for start, _ in spans]
+        places = [slab.shard_offsets[rank] for slab in slabs]
+        own = spans[0][1] - spans[0][0]
+        assert places == [slot.shard_offsets[rank] + number * own for number in range(len(slabs))]
+
+
+@given(large, st.integers(1, 64))
+def test_rows_are_cut_as_torch_chunks_wherever_they_are_balanced(shape, world_size):
+    cut = cut_of(shape, world_size)
+    if imbalance_of(shape[0], world_size) <= MAX_IMBALANCE:
+        assert cut.dim == 0
+    else:
+        assert imbalance_of(shape[cut.dim], world_size) <= imbalance_of(shape[0], world_size)
+    assert cut.ranges == tuple(pairwise(bounds_of(shape[cut.dim], world_size)))
+
+
+@pytest.mark.parametrize("weights", [None, (1, 3) * 32])
+@pytest.mark.parametrize("shape", [(8, 128, 64), (8, 4096, 14336), (32, 2880, 5760)])
+def test_stacked_experts_leave_no_rank_above_its_share(shape, weights):
+    world_size = 64
+    cut = cut_of(shape, world_size, weights)
+    fair = [prod(shape) * w / sum(weights or (64,)) for w in weights or (1,) * 64]
+    held = [cut.piece_numel(rank) for rank in range(world_size)]
+    assert sum(held) == prod(shape)
+    limit = MAX_IMBALANCE if weights is None or shape[1] > 1000 else 1.6
+    assert max(h / f for h, f in zip(held, fair, strict=True)) <= limit
+    by_rows = cut_of(shape, world_size, by_rows=True)
+    assert max(by_rows.piece_numel(rank) for rank in range(world_size)) > 1.5 * prod(shape) / 64
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (65_536,), (8, 16), (8, 8, 16)])
+def test_vectors_and_small_parameters_are_cut_by_rows(shape):
+    assert cut_of(shape, 3).dim == 0
