@@ -65,8 +65,6 @@ class UnitGradient:
         self._unit = ref(unit)
         self._spec = spec
         self._parameters = parameters
-        self.fired: set[UnitParameter] = set()  # accumulated in the running backward
-        self._num_awaited = 0
         self._resting: dict[UnitParameter, Tensor] = {}  # `.grad` of faces with a resting partial
         self._due: set[UnitParameter] = set()  # trained by a micro-batch that rests; on every rank
         self.is_unused = False  # by every rank, in the last backward
@@ -118,14 +116,10 @@ class UnitGradient:
                 return [p for p in self._parameters if p.face.requires_grad]
             return [p for p in self._parameters if p.face.requires_grad or p in self._due]
 
-    def note_fired(self, parameter: UnitParameter) -> bool:
-        """Count a gradient that autograd has just accumulated; True if the unit is now complete."""
-        if not self.fired:
-            self._num_awaited = len(self.trainable())
-        self.fired.add(parameter)
+    def note_fired(self, parameter: UnitParameter) -> None:
+        """Count a gradient that autograd has just accumulated."""
         if parameter not in self.partial:
             self._hold(parameter, parameter.slot.numel * self._spec.compute_dtype.itemsize)
-        return len(self.fired) == self._num_awaited
 
     def _hold(self, parameter: UnitParameter, nbytes: int) -> None:
         self.partial[parameter] = nbytes
@@ -138,7 +132,6 @@ class UnitGradient:
 
     def rest_partial(self) -> None:
         """Micro-batches go on: show resting partials on faces, so that clearing them is seen."""
-        self.fired.clear()
         self._due.update(self.trainable())
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self.partial:
@@ -158,7 +151,6 @@ class UnitGradient:
 
     def drop_partial(self) -> list[UnitParameter]:
         """Forget gradients that were not reduced; returns those of which micro-batches rested."""
-        self.fired.clear()
         self._due.clear()
         with torch._C.DisableTorchFunctionSubclass():
             before = {p: p.face.grad for p in self._resting}
@@ -242,7 +234,6 @@ class UnitGradient:
         if self.is_spent and parameters:
             self.check_there(parameters[0])
         if self._spec.context.world_size == 1:
-            self.fired.clear()
             self._due.clear()
             return Ticket(finish=partial(self._keep_local, parameters))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -255,7 +246,6 @@ class UnitGradient:
             ticket = self.reduction.start(which, partials, used, mean)
             for parameter in parameters:
                 parameter.whole.grad = None
-            self.fired.clear()
             return ticket.then(partial(self._finish_reduce, parameters, used, partials, mean))
 
     def _keep_local(self, parameters: list[UnitParameter]) -> None:
