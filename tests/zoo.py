@@ -57,7 +57,8 @@ class Process:
     stage: int | None = None  # None: plain, in one process
     options: dict[str, Any] = field(default_factory=dict)
     seen: dict[str, Tensor | None] = field(default_factory=dict)
-    cut: set[str] = field(default_factory=set)  # names of which this process saw its own rows
+    cut: dict[str, int] = field(default_factory=dict)  # names of values of which it saw its own
+    # piece, and the dimension that is cut
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.world_size}, stage {self.stage}"
@@ -95,9 +96,10 @@ class Process:
         """Keep a value that is the same on every rank, or a rank's rows of it."""
         assert name not in self.seen, f"{name} is noted twice"
         if isinstance(value, DTensor):
-            is_cut = isinstance(value.placements[0], Shard)
+            placement = value.placements[0]
+            is_cut = isinstance(placement, Shard)
             if is_cut:
-                self.cut.add(name)
+                self.cut[name] = placement.dim
             value = value.to_local() if is_cut else value.full_tensor()
         self.seen[name] = None if value is None else value.detach().clone()
 
@@ -202,9 +204,10 @@ def run_sharded(
 
 
 def join(name: str, processes: Sequence[Process]) -> Tensor:
-    """A value of which each process saw its own rows."""
+    """A value of which each process saw its own piece."""
     pieces = [process.seen[name] for process in processes]
-    return torch.cat([piece for piece in pieces if piece is not None])
+    dim = processes[0].cut.get(name, 0)
+    return torch.cat([piece for piece in pieces if piece is not None], dim)
 
 
 def law_1(

@@ -31,6 +31,8 @@ class Policy:
     frees_after_forward: stage 3 frees unsharded weights between forward and backward.
     frees_after_backward: otherwise they stay until the step (stages 1 and 2).
     keeps_bytes: their memory then stays over the step, too (docs/adr/0006).
+    keeps_gradients: the memory of reduced gradients does (stages 0 to 2), unless their states are
+        offloaded to save memory.
     defers_reduction: gradients of all but the last micro-batch rest on their rank (stages 0 to 2).
     prefetch: how many units are gathered ahead.
     prefetches_late: in backward, those gathers begin with the first gradient of the unit before.
@@ -51,6 +53,7 @@ class Policy:
     frees_after_backward: bool
     keeps_bytes: bool
     defers_reduction: bool
+    keeps_gradients: bool = False
     prefetch: int = 1
     prefetches_late: bool = True
     cap: int | None = None
@@ -68,6 +71,7 @@ def policy_of(recipe: Recipe) -> Policy:
         frees_after_forward=recipe.frees_after_forward,
         frees_after_backward=not recipe.keeps_gathered,
         keeps_bytes=recipe.keeps_gathered,
+        keeps_gradients=recipe.sums_rest and recipe.world_size > 1,
         defers_reduction=recipe.sums_rest,
         prefetches_late=recipe.device_type == "cpu",
         has_second_hop=not recipe.is_sharded or recipe.has_hops or recipe.are_replicas,

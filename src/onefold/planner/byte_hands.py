@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from onefold.engine import blocks
 from onefold.engine.actions import Action, Verb
-from onefold.engine.policy import UnitFacts
+from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.schedule import Schedule
 from onefold.planner.byte_counter import ByteCounter, KeptBuffers
 from onefold.planner.trace import Event, Heard
@@ -52,7 +52,7 @@ class ByteHands:
 
     # resting state
 
-    def rest(self, batch_nbytes: int, buffers_nbytes: int) -> None:
+    def rest(self, policy: Policy, batch_nbytes: int, buffers_nbytes: int) -> None:
         """Count the bytes that are there all the time, in the steady state."""
         recipe, offload, add = self._recipe, self._recipe.offload, self._held.add
         add("batch", batch_nbytes)
@@ -64,10 +64,10 @@ class ByteHands:
             add("optimizer", unit.moments, tier)
             add("secondary", unit.second)
             add("feedback", unit.feedback)
-            if recipe.keeps_gathered:
+            if policy.keeps_bytes:
                 self._whole.add(index)
                 add("unsharded", unit.whole)
-            if recipe.sums_rest and recipe.world_size > 1 and not is_away:
+            if policy.keeps_gradients and not is_away:
                 self._make_grad(index)
         if "disk" in (offload.parameters, offload.optimizer):
             add("staging", self._staging(), "cpu")

@@ -95,7 +95,7 @@ def forecast(
     ]
     schedule = Schedule(policy_of(recipe), facts)
     hands = ByteHands(recipe, units, list(chosen), held)
-    hands.rest(trace.batch_nbytes, trace.buffers_nbytes)
+    hands.rest(schedule.policy, trace.batch_nbytes, trace.buffers_nbytes)
     resting = held.now
     replay = Replay(trace, schedule, [sum(map(bool, unit.partials)) for unit in units])
     replay.learn(accumulate)

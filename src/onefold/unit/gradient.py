@@ -38,7 +38,7 @@ from onefold.unit.spec import UnitSpec
 class GradientHome(Protocol):
     """The unit of a gradient, as the gradient knows it."""
 
-    keeps_bytes: bool
+    keeps_gradients: bool
 
     def await_step(self) -> None: ...
 
@@ -352,7 +352,7 @@ class UnitGradient:
             numel = spec.rest.shard_numels[context.rest_rank]
             self.reduced = Buffer(
                 numel, spec.dtype, Kind.GRAD, context.store, context.ledger,
-                is_brief=not self._keeps_bytes,
+                is_brief=not self.unit.keeps_gradients,
             )  # fmt: skip
             self.reduced.tensor.index_fill_(0, self._gaps(), 0)  # optimizers read them too
         flat, fresh = self.reduced.tensor, list[bool]()
@@ -397,14 +397,8 @@ class UnitGradient:
             del self.shown[parameter]
         if self._reduced_at == self._ledger.steps:  # nothing was stepped by them
             self.reduction.feedback.forget(cleared)
-        if not self.shown and not (self._keeps_bytes and self.reduced.num_users == 1):
+        if not self.shown and not (self.unit.keeps_gradients and self.reduced.num_users == 1):
             self.reduced = None
-
-    @property
-    def _keeps_bytes(self) -> bool:
-        """Stages 0 to 2, as for whole weights, unless states are offloaded to save memory."""
-        spec = self._spec
-        return not spec.steps_in_blocks and (self.unit.keeps_bytes or not spec.context.is_sharded)
 
     def _flat_partial(self, parameter: UnitParameter) -> Tensor:
         grad = parameter.whole.grad

@@ -76,13 +76,14 @@ class Unit(UnitWeights):
 
     def __init__(
         self, plan: UnitPlan, setting: Context, index: int, owner: UnitOwner, *,
-        is_offloaded: bool = False, keeps_bytes: bool = False,
+        is_offloaded: bool = False, keeps_bytes: bool = False, keeps_gradients: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(UnitSpec.of(plan, setting, index, is_offloaded=is_offloaded))
         self._owner = ref(owner)
         self.state = UnitState.RESTING
         self.is_tiled = plan.tile_nbytes > 0  # never whole while it computes
         self.keeps_bytes = keeps_bytes  # of unsharded weights, when they are not current any more
+        self.keeps_gradients = keeps_gradients and not self.steps_in_blocks  # bytes of reduced ones
         self._ticket: Ticket = DONE
         self._fresh = False
         self._gathered = -1  # `edits` when the full buffer was filled
