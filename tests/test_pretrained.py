@@ -388,3 +388,17 @@ def test_an_export_refuses_what_it_cannot_do(tmp_path):
         export(tmp_path / "checkpoint", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_a_refused_save_leaves_the_files_of_the_save_in_progress_that_it_met(tmp_path):
+    from onefold.checkpoint.directory import Draft
+
+    module = onefold.shard(nn.Linear(4, 4))
+    writing = Draft(tmp_path / "model")
+    writing.begin()
+    (writing.folder / "part").write_bytes(b"rows")
+    with pytest.raises(CheckpointError, match="a save of that name that goes on"):
+        onefold.save_pretrained(module, tmp_path / "model")
+    assert (writing.folder / "part").read_bytes() == b"rows"
+    writing.abandon()
+    assert not writing.folder.exists()

@@ -97,8 +97,9 @@ class Draft:
         self._unlock()
 
     def abandon(self) -> None:
-        """Give the bytes back; a save that failed leaves nothing."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the folder of a save that failed, unless another save holds it."""
+        if self._lock >= 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
 
     def _unlock(self) -> None:
