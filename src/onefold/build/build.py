@@ -101,8 +101,7 @@ def _units(parts: ModuleParts, context: Context, source: Source, engine: Engine)
     units: list[Unit] = []
     for index, plan in enumerate(parts.plans):
         unit = Unit(
-            plan, context, index, engine, keeps_bytes=engine.policy.keeps_bytes,
-            keeps_gradients=engine.policy.keeps_gradients,
+            plan, context, index, engine, keeps_gradients=engine.policy.keeps_gradients,
             is_offloaded=engine.recipe.units[index].is_offloaded,
         )  # fmt: skip
         _fill(unit, plan, context, source)

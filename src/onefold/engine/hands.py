@@ -82,6 +82,9 @@ class Hands:
     def _free(self, index: int) -> None:
         self.units[index].reshard(release=True)
 
+    def _invalidate(self, index: int) -> None:
+        self.units[index].reshard(release=True, keeps_bytes=True)
+
     def _reduce(self, index: int) -> None:
         self._tickets[index] = self.gradients[index].start_reduce()
 
@@ -145,7 +148,7 @@ class Hands:
 _HANDS: Mapping[Verb, Callable[[Hands, int], None]] = {
     Verb.FETCH: Hands._fetch, Verb.FILL: Hands._fill, Verb.GATHER: Hands._gather,
     Verb.SHOW: Hands._show, Verb.HIDE: Hands._hide, Verb.FREE: Hands._free,
-    Verb.INVALIDATE: Hands._free, Verb.REDUCE: Hands._reduce, Verb.LAND: Hands._land,
+    Verb.INVALIDATE: Hands._invalidate, Verb.REDUCE: Hands._reduce, Verb.LAND: Hands._land,
     Verb.KEEP_SUMS: Hands._keep_sums, Verb.FOLLOW: Hands._follow, Verb.SETTLE: Hands._settle,
     Verb.WAIT_STEP: Hands._wait_step, Verb.STEP: Hands._step, Verb.REST: Hands._rest,
 }  # fmt: skip

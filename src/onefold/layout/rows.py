@@ -105,10 +105,6 @@ class Slot:
         """The rank's piece of the `whole` parameter [shape, or flat]: a view where it can be."""
         return self._cut.own_view(whole, rank)
 
-    def full_view(self, flat: Tensor) -> Tensor:
-        """The whole parameter [shape] in the flat full buffer."""
-        return flat[self.full_offset : self.full_offset + self.numel].view(self.shape)
-
     def slabs(self) -> list[Slot]:
         """Each contiguous part of the parameter, as a region of a message."""
         cut = self._cut

@@ -76,13 +76,12 @@ class Unit(UnitWeights):
 
     def __init__(
         self, plan: UnitPlan, setting: Context, index: int, owner: UnitOwner, *,
-        is_offloaded: bool = False, keeps_bytes: bool = False, keeps_gradients: bool = False,
+        is_offloaded: bool = False, keeps_gradients: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(UnitSpec.of(plan, setting, index, is_offloaded=is_offloaded))
         self._owner = ref(owner)
         self.state = UnitState.RESTING
         self.is_tiled = plan.tile_nbytes > 0  # never whole while it computes
-        self.keeps_bytes = keeps_bytes  # of unsharded weights, when they are not current any more
         self.keeps_gradients = keeps_gradients and not self.steps_in_blocks  # bytes of reduced ones
         self._ticket: Ticket = DONE
         self._fresh = False
@@ -182,8 +181,11 @@ class Unit(UnitWeights):
             raise
         self._ticket = DONE
 
-    def reshard(self, *, release: bool) -> None:
-        """Show sharded parameters; with `release` also free the full buffer."""
+    def reshard(self, *, release: bool, keeps_bytes: bool = False) -> None:
+        """Show sharded parameters; with `release` also free the full buffer.
+
+        `keeps_bytes`: its memory stays, but may not be read until the next gather.
+        """
         if self.state is UnitState.WHOLE:
             self._keep_edits()
             for parameter in self.parameters:
@@ -195,7 +197,7 @@ class Unit(UnitWeights):
             if self.full.is_held:
                 for parameter in self.parameters:
                     parameter.invalidate_whole()
-                if not self.keeps_bytes:
+                if not keeps_bytes:
                     self.full.release()
 
     def _keep_edits(self) -> None:
