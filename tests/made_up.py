@@ -43,7 +43,7 @@ def spans() -> list[SpanLine]:
             SpanLine("tier", "fetch", unit, start, start + 0.002, MIB),
             SpanLine("tier", "flush", unit, start + 0.003, start + 0.005, MIB),
             SpanLine("background", "step", unit, start + 0.001, start + 0.009, 0),
-            SpanLine("compute", "await_step", unit, start + 0.007, start + 0.009, 0),
+            SpanLine("compute", "wait_step", unit, start + 0.007, start + 0.009, 0),
         ]
     made.append(SpanLine("novel", "twirl", "a verb from the future", 0.05, 0.06, 0))
     return sorted(made, key=lambda span: (span.start, -span.stop))

@@ -38,15 +38,17 @@ shape_lists = st.lists(
 
 @settings(max_examples=50, deadline=None)
 @given(shape_lists, st.integers(2, 3), st.integers(2, 3))
-def test_what_places_hold_for_their_node_is_every_element_once(shapes, nodes, neighbours):
-    layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], nodes * neighbours)
+def test_what_places_hold_for_their_node_is_every_element_once(shapes, nodes, local_world_size):
+    layout = Layout.build(
+        [(str(i), shape) for i, shape in enumerate(shapes)], nodes * local_world_size
+    )
     for node in range(nodes):
         for slot in layout.slots:
             if slot.replicated:
                 continue
             held = []
-            for place in range(neighbours):
-                axes = Axes(nodes, neighbours, node * neighbours + place)
+            for local_rank in range(local_world_size):
+                axes = Axes(nodes, local_world_size, node * local_world_size + local_rank)
                 held += [tuple(piece) for piece in axes.between(slot).pieces]
             elements = sorted(e for start, stop in held for e in range(start, stop))
             assert elements == list(range(slot.numel))
@@ -54,11 +56,13 @@ def test_what_places_hold_for_their_node_is_every_element_once(shapes, nodes, ne
 
 @settings(max_examples=50, deadline=None)
 @given(shape_lists, st.integers(2, 3), st.integers(2, 3), st.data())
-def test_two_hops_lead_to_own_rows(shapes, nodes, neighbours, data):
+def test_two_hops_lead_to_own_rows(shapes, nodes, local_world_size, data):
     """Inside: each node's rows, cut over places. Between: this place's piece of every node's."""
-    layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], nodes * neighbours)
-    rank = data.draw(st.integers(0, nodes * neighbours - 1))
-    axes = Axes(nodes, neighbours, rank)
+    layout = Layout.build(
+        [(str(i), shape) for i, shape in enumerate(shapes)], nodes * local_world_size
+    )
+    rank = data.draw(st.integers(0, nodes * local_world_size - 1))
+    axes = Axes(nodes, local_world_size, rank)
     kept = NodeLayout.build(layout.slots, axes)
     for index, slot in enumerate(layout.slots):
         if slot.replicated:
@@ -69,7 +73,7 @@ def test_two_hops_lead_to_own_rows(shapes, nodes, neighbours, data):
         for part, (first, last), (start, stop) in zip(
             kept.inside(index), stretches, kept.spans[index], strict=True
         ):
-            buffer[start:stop] = whole[first:last][slice(*part.pieces[axes.place])]
+            buffer[start:stop] = whole[first:last][slice(*part.pieces[axes.local_rank])]
         region = buffer[slice(*kept.region(index))]
         own = region[slice(*kept.between(index).pieces[axes.node])]
         assert torch.equal(own, whole[slice(*slot.pieces[rank])])
@@ -154,8 +158,8 @@ def test_a_preset_takes_the_hosts_of_the_launcher_for_nodes(local, axes, monkeyp
                 onefold.shard(seeded(Model), wire="zero++")
             return None
         module = onefold.shard(seeded(Model), wire="zero++")
-        hops = engine_of(module).setting.routes.hops
-        return None if hops is None else (hops.axes.nodes, hops.axes.neighbours)
+        hops = engine_of(module).context.routes.hops
+        return None if hops is None else (hops.axes.nodes, hops.axes.local_world_size)
 
     assert run_ranks(4, body) == [axes or None] * 4
 

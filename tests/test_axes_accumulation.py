@@ -244,7 +244,7 @@ def test_a_tier_that_fails_on_one_rank_is_an_error_on_all_that_gather_with_it(se
         module, optimizer = start((2, 2), 3, wire, offload="optimizer")
         step(rank, WORLD, module, optimizer, [BATCHES[0]])
         unit = engine_of(module).units[0]
-        unit.await_step()
+        unit.join_step()
         if rank == 1:
             unit.failure = TierError("expected a disk, got none\nhint: a new one")
         if rank < 2 or secondary == "gradients":

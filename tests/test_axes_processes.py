@@ -47,7 +47,7 @@ def lose_a_disk(rank: int) -> None:
     batches = token_batches(2, rows=16)
     step(rank, WORLD, module, optimizer, [batches[0]])
     unit = engine_of(module).units[0]
-    unit.await_step()
+    unit.join_step()
     if rank == 1:
         unit.failure = TierError("expected a disk, got none\nhint: a new one")
     with pytest.raises(TierError if rank < 2 else WireError) as caught:

@@ -152,21 +152,23 @@ def as_measured(speeds: Speeds, *ways: tuple[int, int]) -> Speeds:
     """`speeds` with whole steps that take what these very speeds say."""
     steps = (Whole(stage, accumulate, 0.0) for stage, accumulate in ways)
     wholes = tuple(replace(step, seconds=predict_seconds(speeds, WORK, step)) for step in steps)
-    return replace(speeds, wholes=wholes, crowding=0.0, around=0.0)
+    return replace(speeds, wholes=wholes, overlap_penalty=0.0, step_overhead=0.0)
 
 
 @pytest.mark.parametrize("crowding", [0.0, 1e-4, 6e-3])
 @pytest.mark.parametrize("around", [0.0, 0.03])
-def test_whole_steps_tell_what_a_collective_takes_in_a_step_and_what_is_around_it(crowding, around):
-    true = replace(TOGETHER, crowding=crowding, around=around)
+def test_whole_steps_tell_what_a_collective_takes_in_a_step_and_what_is_around_it(
+    overlap_penalty, step_overhead
+):
+    true = replace(TOGETHER, overlap_penalty=overlap_penalty, step_overhead=step_overhead)
     found = with_whole_steps(as_measured(true, (2, 1), (3, 4)), WORK)
-    assert found.crowding == pytest.approx(crowding)
-    assert found.around == pytest.approx(around, abs=1e-9)
+    assert found.overlap_penalty == pytest.approx(overlap_penalty)
+    assert found.step_overhead == pytest.approx(step_overhead, abs=1e-9)
 
 
 def test_a_lone_rank_has_only_what_is_around_its_steps():
-    found = with_whole_steps(as_measured(replace(ALONE, around=0.02), (2, 1)), WORK)
-    assert found.around == pytest.approx(0.02)
+    found = with_whole_steps(as_measured(replace(ALONE, step_overhead=0.02), (2, 1)), WORK)
+    assert found.step_overhead == pytest.approx(0.02)
     step, without = (timed(WORK, fp32(2, 1), s.machine(1, 1e9)) for s in (found, ALONE))
     assert step.seconds == pytest.approx(without.seconds + 0.02)
 
@@ -174,11 +176,11 @@ def test_a_lone_rank_has_only_what_is_around_its_steps():
 def test_steps_that_are_faster_than_their_parts_leave_the_constants_as_they_were():
     fast = tuple(Whole(*way, seconds=1e-6) for way in ((2, 1), (3, 4)))
     found = with_whole_steps(replace(TOGETHER, wholes=fast), WORK)
-    assert (found.crowding, found.around) == (0.0, 0.0)
+    assert (found.overlap_penalty, found.step_overhead) == (0.0, 0.0)
 
 
 def test_twice_as_many_ranks_on_the_same_cores_wait_twice_as_long_around_a_step():
-    found = replace(TOGETHER, crowding=3e-3, around=0.01)
+    found = replace(TOGETHER, overlap_penalty=3e-3, step_overhead=0.01)
     assert found.machine(4, 1e9).step_seconds == 0.02
     assert found.machine(2, 1e9).inside.latency == pytest.approx(2e-3 + 3e-3)
     # once a collective, of three hops, which twice as many ranks share the cores for
@@ -224,8 +226,8 @@ def test_real_ranks_reach_plausible_rates_alone_and_together(measured):
         assert 1e6 < machine.cpu_rate < 1e13
         assert 1e6 < machine.draw_rate < 1e13
         assert speeds.micro_batch.seconds > 0
-        assert speeds.crowding >= 0
-        assert speeds.around >= 0
+        assert speeds.overlap_penalty >= 0
+        assert speeds.step_overhead >= 0
     assert [(w.stage, w.accumulate) for w in measured.speeds[0].wholes] == [(2, 1)]
     assert [(w.stage, w.accumulate) for w in measured.speeds[1].wholes] == [(2, 1), (3, 4)]
     assert all(w.seconds > 0 for speeds in measured.speeds for w in speeds.wholes)

@@ -81,17 +81,17 @@ class Run:
             for p in unit.parameters:
                 found[p.fqn] = whole(p.wrap(p.local.detach()))
                 found[f"{p.fqn} stepped"] = whole(p.wrap(p.stepped))
-                for key, value in self.optimizer.state.get(p.face, {}).items():
+                for key, value in self.optimizer.state.get(p.sharded, {}).items():
                     found[f"{p.fqn} {key}"] = whole(value)
         return found
 
     def assert_own_rows(self, wanted: dict[str, Tensor]) -> None:
         """This rank's rows of everything are those of `wanted`, without a collective."""
         for p in (p for unit in engine_of(self.module).units for p in unit.parameters):
-            entry = self.optimizer.state.get(p.face, {})
+            entry = self.optimizer.state.get(p.sharded, {})
             held = {p.fqn: p.local, f"{p.fqn} stepped": p.stepped}
             held |= {f"{p.fqn} {key}": getattr(v, "_local_tensor", v) for key, v in entry.items()}
-            start, stop = p.slot.rows(p.unit.setting.rest_rank)
+            start, stop = p.slot.rows(p.unit.context.rest_rank)
             for name, value in held.items():
                 rows = wanted[name][start:stop] if wanted[name].dim() else wanted[name]
                 assert torch.equal(value, rows), name

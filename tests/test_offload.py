@@ -122,23 +122,23 @@ def outcome(module: nn.Module, optimizer: Any, losses: list[float]) -> Outcome:
     """Every weight, master and moment, whole."""
     found: dict[str, Tensor] = {}
     for unit in engine_of(module).units:
-        unit.settle()
+        unit.wait_step()
         for p in unit.parameters:
             found[p.fqn] = whole(p.wrap(p.local.detach()))
             found[f"{p.fqn} stepped"] = whole(p.wrap(p.stepped))
-            for key, value in optimizer.state.get(p.face, {}).items():
+            for key, value in optimizer.state.get(p.sharded, {}).items():
                 found[f"{p.fqn} {key}"] = whole(value)
     return Outcome(losses, found)
 
 
-def settle(module: nn.Module) -> None:
+def wait_step(module: nn.Module) -> None:
     for unit in engine_of(module).units:
-        unit.settle()
+        unit.wait_step()
 
 
 def resting(module: nn.Module) -> int:
     """Bytes of state, without the slots, of which there are as many as happened to be used."""
-    settle(module)
+    wait_step(module)
     report = onefold.report(module)
     return report.total.now - report.nbytes("staging")
 
@@ -502,7 +502,7 @@ def test_a_wait_that_is_interrupted_is_waited_for_again(slow_disk, monkeypatch):
 
     monkeypatch.setattr(type(unit.pending), "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        unit.settle()
+        unit.wait_step()
     assert unit.pending is not None
     got = outcome(module, optimizer, [])
     wanted, stepped = build(None)
@@ -516,13 +516,13 @@ def test_a_step_that_is_cut_short_by_any_error_stays_an_error(error, tmp_path, m
     def body(rank: int) -> None:
         module, optimizer = build(f"disk:{tmp_path}")
         train(module, optimizer, batches(1))
-        settle(module)
+        wait_step(module)
         with monkeypatch.context() as broken:
             broken.setattr(blocks._StepBlock, "_step_segment", fail)
             loss_of(module, batches(1)[0]).backward()
             optimizer.step()
             for unit in engine_of(module).units:
-                unit.await_step()
+                unit.join_step()
         for _ in range(2):
             with pytest.raises(TierError, match=r"(?s)cut short|run to its end"):
                 loss_of(module, batches(1)[0])
@@ -558,14 +558,14 @@ def test_a_step_moves_twelve_bytes_each_way_and_a_gather_four(tmp_path):
                                                 for i in range(4))))  # fmt: skip
         optimizer = adamw(module.parameters())
         onefold.shard(module, optimizer, units=list(module), offload=f"disk:{tmp_path}")
-        store = engine_of(module).setting.tiers.weight
+        store = engine_of(module).context.tiers.weight
         numel = sum(p.numel() for p in module.parameters()) // 2
         for step in range(3):
             before = store.moved_nbytes
             module(torch.ones(2, 128)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            settle(module)
+            wait_step(module)
             read, written = (b - a for a, b in zip(before, store.moved_nbytes, strict=True))
             moments = 8 * numel if step else 0  # the first step makes them
             assert written == 12 * numel
@@ -617,10 +617,10 @@ def test_a_deleted_module_gives_back_files_and_memory(tmp_path):
         module, optimizer = build(f"disk:{tmp_path}")
         train(module, optimizer, batches(2))
         engine = engine_of(module)
-        store, ledger = engine.setting.tiers.weight, engine.ledger
+        store, ledger = engine.context.tiers.weight, engine.ledger
         files = [file.fd for file in store.files]
         alive = weakref.ref(store)
-        settle(module)
+        wait_step(module)
         del module, optimizer, engine, store
         gc.collect()
         return alive, {str(kind): usage.now for kind, usage in ledger.usage.items()}, files
@@ -636,7 +636,7 @@ def test_a_module_deleted_right_after_a_step_needs_no_collector(tmp_path):
     module, optimizer = build(f"disk:{tmp_path}")
     train(module, optimizer, batches(2))
     ledger = engine_of(module).ledger
-    workers = engine_of(module).setting.tiers.steppers
+    workers = engine_of(module).context.tiers.steppers
     gc.collect()
     gc.disable()
     try:
@@ -664,7 +664,7 @@ def test_files_are_unlinked_from_the_start(tmp_path):
 def test_all_room_on_disk_is_taken_before_the_first_step(tmp_path):
     def body(rank: int) -> None:
         module, optimizer = build(f"disk:{tmp_path}")
-        files = engine_of(module).setting.tiers.weight.files
+        files = engine_of(module).context.tiers.weight.files
         before = [os.fstat(file.fd).st_size for file in files]
         train(module, optimizer, batches(2))
         assert [os.fstat(file.fd).st_size for file in files] == before
@@ -800,7 +800,7 @@ def test_the_last_checkpoint_loads_after_the_disk_failed(tmp_path, monkeypatch):
         losses = train(module, optimizer, batches(2))
         onefold.save(tmp_path / "saved", module, optimizer)
         losses += train(module, optimizer, batches(1, seed=9))
-        settle(module)
+        wait_step(module)
         return losses
 
     def failing(rank: int) -> None:

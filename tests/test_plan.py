@@ -494,7 +494,7 @@ def test_the_textbook_is_the_limit_of_the_closed_form():
     for world, stage in product((1, 2, 8, 64), range(4)):
         sizes = unit_bytes(units[0].members, Recipe(stage=stage_of(stage), world_size=world))
         states = (sizes.master + sizes.moments) / sizes.numel
-        weight = sizes.weight if stage in (0, 3) or world == 1 else sizes.whole
+        weight = sizes.weight if stage in (0, 3) or world == 1 else sizes.unsharded
         grad = sizes.grad if stage in (0, 2, 3) or world == 1 else sum(sizes.partials)
         held = states + (weight + grad) / sizes.numel
         wanted = {0: 16, 1: 4 + 12 / world, 2: 2 + 14 / world, 3: 16 / world}[stage]

@@ -44,7 +44,7 @@ def train(rank: int, world_size: int, stage: int, records: bool, options: dict[s
             with onefold.record(module) as recording:
                 step(tokens)
                 for unit in module.__dict__["_onefold_engine"].units:
-                    unit.settle()
+                    unit.wait_step()
             record = recording.step
         else:
             step(tokens)
@@ -131,7 +131,7 @@ def test_fetches_flushes_and_background_steps_have_spans_of_their_units(tmp_path
         by_verb.setdefault((span.stream, span.verb), set()).add(span.unit)
     assert by_verb["background", "step"] == UNITS
     assert by_verb["tier", "fetch"] == by_verb["tier", "flush"] == UNITS
-    assert "await_step" in {verb for stream, verb in by_verb if stream == "compute"}
+    assert "wait_step" in {verb for stream, verb in by_verb if stream == "compute"}
     moved = [s for s in record.spans if s.stream == "tier"]
     assert all(s.nbytes > 0 for s in moved)
 

@@ -37,7 +37,7 @@ class Hands:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.done: list[Action] = []
-        self.whole: set[int] = set()
+        self.unsharded: set[int] = set()
         self.fresh: set[int] = set()
         self.shown: set[int] = set()
         self.used: Counter[int] = Counter()  # by forwards that run, or by backward
@@ -54,7 +54,7 @@ class Hands:
         match verb:
             case Verb.GATHER:
                 assert unit not in self.fresh, "gathered twice"
-                self.whole.add(unit)
+                self.unsharded.add(unit)
                 self.fresh.add(unit)
                 self.check_cap(unit)
             case Verb.SHOW:
@@ -67,7 +67,7 @@ class Hands:
                 self.shown.discard(unit)
                 self.fresh.discard(unit)
                 if verb is Verb.FREE:
-                    self.whole.discard(unit)
+                    self.unsharded.discard(unit)
             case Verb.REDUCE:
                 assert unit not in self.flying
                 self.flying.append(unit)
@@ -76,7 +76,7 @@ class Hands:
                 assert self.flying.pop(0) == unit, "landed out of order"
             case Verb.FOLLOW:
                 self.landed.append(unit)
-            case Verb.SETTLE:
+            case Verb.FINISH:
                 assert self.landed.pop() == unit, "settled before it landed"
 
     def check_usable(self, unit: int) -> None:
@@ -87,9 +87,9 @@ class Hands:
     def check_cap(self, gathered: int) -> None:
         cap = self.schedule.policy.cap
         needed = {unit for unit, count in self.used.items() if count} | self.held | {gathered}
-        nbytes = {unit: self.schedule.units[unit].nbytes for unit in self.whole}
+        nbytes = {unit: self.schedule.units[unit].nbytes for unit in self.unsharded}
         if cap is not None:
-            most = max(cap, sum(nbytes[unit] for unit in needed & self.whole))
+            most = max(cap, sum(nbytes[unit] for unit in needed & self.unsharded))
             assert sum(nbytes.values()) <= most, "more bytes alive than the cap and units in use"
 
     def count(self, verb: Verb) -> Counter[int]:
@@ -223,7 +223,7 @@ class Script:
         self.hands.do(self.schedule.rest())
         assert not self.hands.shown
         assert not self.hands.fresh
-        assert not self.hands.whole or self.schedule.policy.keeps_bytes
+        assert not self.hands.unsharded or self.schedule.policy.keeps_bytes
         self.schedule.stepped()
         return stepped
 
@@ -309,7 +309,7 @@ def test_weights_that_a_graph_refers_to_stay_until_the_backward_ends(program):
     script.backward(ends=False)
     script.hands.held.clear()
     script.hands.do(script.schedule.end_backward())
-    assert use.unit not in script.hands.whole
+    assert use.unit not in script.hands.unsharded
 
 
 def test_stage_3_gathers_a_unit_in_forward_and_again_in_backward_the_next_one_ahead():

@@ -32,8 +32,12 @@ MACHINE, NUMEL, UNITS = test_simulate.MACHINE, test_simulate.NUMEL, test_simulat
 WIDE = replace(MACHINE, flops={"fp32": 1e12, "bf16": 1e12})
 PAGES = Path(__file__).parent.parent / "docs"
 SEVERAL = settings(max_examples=40, deadline=None)
-WHATS = {"gather inside": ("gather",), "gather between": ("cross",),
-         "reduce_scatter inside": ("reduce",), "reduce_scatter between": ("settle",)}  # fmt: skip
+WHATS = {
+    "gather inside": ("gather",),
+    "gather between": ("cross",),
+    "reduce_scatter inside": ("reduce",),
+    "reduce_scatter between": ("second_hop",),
+}
 
 
 def hops(keeps: str | bool, weights: str = "exact", gradients: str = "exact") -> Wire:
@@ -95,7 +99,7 @@ def test_two_hops_are_the_volumes_of_the_page():
     for keeps, passes in wanted.items():
         run = nodes_of_8(3, nodes * near, hops(keeps), accumulate=micros)
         step = timed(test_simulate.work_of(), run, MACHINE)
-        between = step.sent_nbytes("cross") + step.sent_nbytes("settle")
+        between = step.sent_nbytes("cross") + step.sent_nbytes("second_hop")
         assert between * nodes * near == pytest.approx(passes * (nodes - 1) * model), keeps
         inside = step.sent_nbytes("gather") + step.sent_nbytes("reduce")
         assert inside == pytest.approx(3 * micros * model * (near - 1) / near)
@@ -109,7 +113,7 @@ def test_nodes_that_keep_more_never_send_more_between_them():
         for keeps in ("gradients", "weights", False):
             run = nodes_of_8(3, 32, hops(keeps), accumulate=accumulate)
             step = timed(test_simulate.work_of(), run, slow)
-            sent.append(step.sent_nbytes("cross") + step.sent_nbytes("settle"))
+            sent.append(step.sent_nbytes("cross") + step.sent_nbytes("second_hop"))
             seconds.append(step.seconds)
         assert sent == sorted(sent)
         assert seconds == sorted(seconds)
@@ -135,7 +139,7 @@ def test_the_parts_of_a_step_sum_to_its_seconds_and_no_two_messages_share_a_link
         step.exposed_host, step.exposed_disk, step.optimizer, step.stragglers,
     )  # fmt: skip
     assert sum(parts) == pytest.approx(step.seconds)
-    for whats in (("cross", "settle"), ("gather", "reduce")):
+    for whats in (("cross", "second_hop"), ("gather", "reduce")):
         if not run[0].has_hops:
             continue
         spans = sorted((s for s in step.spans if s.what in whats), key=lambda s: s.start)
@@ -151,9 +155,9 @@ def test_weights_of_the_node_cross_once_a_step_before_they_are_gathered_inside()
         gathers = [span for span in spans if (span.unit, span.what) == (name, "gather")]
         assert len(gathers) == 4
         assert all(cross.end <= gather.start + 1e-12 for gather in gathers)
-        (settle,) = [span for span in spans if (span.unit, span.what) == (name, "settle")]
+        (second_hop,) = [span for span in spans if (span.unit, span.what) == (name, "second_hop")]
         reduces = [span for span in spans if (span.unit, span.what) == (name, "reduce")]
-        assert all(reduce.end <= settle.start + 1e-12 for reduce in reduces)
+        assert all(reduce.end <= second_hop.start + 1e-12 for reduce in reduces)
 
 
 def test_fewer_bytes_win_on_slow_links_and_coding_costs_on_fast_ones():

@@ -216,7 +216,7 @@ def test_a_disk_that_fails_under_a_tile_is_an_error_on_every_rank(tmp_path, monk
         module(tokens)
         dist.barrier()
         if rank == 1:
-            file = engine_of(module).setting.tiers.weight.files[0]
+            file = engine_of(module).context.tiers.weight.files[0]
             os.close(file.fd)
             file.fd = os.open(os.devnull, os.O_RDONLY)
         dist.barrier()

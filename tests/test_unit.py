@@ -246,7 +246,7 @@ def test_units_that_mix_on_a_device_are_an_error_at_the_step(world_size, phase):
         optimizer = torch.optim.AdamW(module.parameters())
         onefold.shard(module, optimizer)
         engine = module.__dict__["_onefold_engine"]
-        engine.setting.tags.is_deferred = True
+        engine.context.tags.is_deferred = True
         for _ in range(2):
             module(torch.ones(1, 4)).sum().backward()
             optimizer.step()

@@ -116,10 +116,10 @@ def _whole_error(module):
 
     worst = 0.0
     for unit in engine_of(module).units:
-        rank = unit.setting.rank
+        rank = unit.context.rank
         for p in unit.parameters:
             start, stop = p.slot.pieces[rank]
-            full = unit.full.tensor[p.slot.full_offset + start : p.slot.full_offset + stop]
+            full = unit.unsharded.tensor[p.slot.full_offset + start : p.slot.full_offset + stop]
             if full.numel():
                 worst = max(worst, (full - p.local.reshape(-1)).abs().max().item())
     return worst

@@ -79,13 +79,13 @@ def test_stage_3_sends_between_nodes_what_its_placement_says(shape, secondary):
     """
     case = SHAPES.index(shape) + SECONDARIES.index(secondary)
     micros, precision = (1, 3)[case % 2], (None, "bf16")[case // 2 % 2]
-    nodes, neighbours = shape
+    nodes, local_world_size = shape
     itemsize = 2 if precision else 4
     reports = run_ranks(
-        nodes * neighbours, train, shape, 3, Wire(secondary=secondary), micros, precision
+        nodes * local_world_size, train, shape, 3, Wire(secondary=secondary), micros, precision
     )
-    between = (nodes - 1) * NUMEL // nodes // neighbours * itemsize
-    inside = (neighbours - 1) * NUMEL // neighbours * itemsize
+    between = (nodes - 1) * NUMEL // nodes // local_world_size * itemsize
+    inside = (local_world_size - 1) * NUMEL // local_world_size * itemsize
     gathers = {False: 2 * micros}.get(secondary, 1)
     reductions = micros if secondary in (False, "weights") else 1
     for report in reports:

@@ -19,7 +19,7 @@ from torch import nn
 import onefold
 from contest.case import Case, batches, build_model, loss_of
 from contest.engines import adamw
-from contest.swapping import begin, settle
+from contest.swapping import begin, wait_step
 from onefold import Offload
 from onefold.tier.disk import DiskStore, SwapFile
 
@@ -102,7 +102,7 @@ class Job:
         start = time.perf_counter()
         self._optimizer.step()
         if self._is_settled:
-            settle(self.module)
+            wait_step(self.module)
             self.settled.append(time.perf_counter() - start)
         self._optimizer.zero_grad()
         self.losses.append(loss.item())
@@ -114,7 +114,7 @@ class Job:
         for _ in range(steps):
             self.step()
         seconds = (time.perf_counter() - start) / steps
-        settle(self.module)
+        wait_step(self.module)
         return seconds
 
 

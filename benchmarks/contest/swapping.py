@@ -33,10 +33,10 @@ WARMUP_STEPS = 2
 REQUEST_NBYTES = 4 << 20
 
 
-def settle(module: nn.Module) -> None:
+def wait_step(module: nn.Module) -> None:
     """Wait for the step that runs in the background."""
     for unit in engine_of(module).units:
-        unit.settle()
+        unit.wait_step()
 
 
 def begin(ranks: int, threads: int) -> None:
@@ -59,7 +59,7 @@ def touch_libraries(offload: Offload, stage: int) -> None:
         numel, torch.float32, stage=stage, offload=offload
     )
     optimizer.step()
-    settle(module)
+    wait_step(module)
     del module, optimizer
     gc.collect()
 
@@ -122,7 +122,7 @@ def step_from_disk(
         numel, torch.float32, stage=3, offload=offload
     )
     memory = Memory("cpu")
-    threads = ranks * engine_of(module).setting.tiers.steppers.num_threads
+    threads = ranks * engine_of(module).context.tiers.steppers.num_threads
     nbytes = 24 * numel * ranks * steps
 
     def engine() -> dict[str, Any]:
@@ -131,7 +131,7 @@ def step_from_disk(
         start = time.perf_counter()
         for _ in range(steps):
             optimizer.step()
-            settle(module)
+            wait_step(module)
         seconds = time.perf_counter() - start
         barrier()
         after = disk_counts(Path("/proc/self/io").read_text())
@@ -195,7 +195,7 @@ def stepper(numel: int, dtype: torch.dtype) -> Callable[[], None]:
 
     def run() -> None:
         optimizer.step()
-        settle(module)
+        wait_step(module)
 
     return run
 
@@ -212,11 +212,11 @@ def memory_of_steps(
         numel, getattr(torch, dtype), stage=2, offload=offload
     )
     optimizer.step()  # touches every page
-    settle(module)
+    wait_step(module)
     Memory("cpu")  # the peak starts again from here: building a module is not what is measured
     for _ in range(WARMUP_STEPS):
         optimizer.step()
-        settle(module)
+        wait_step(module)
     held = sum(
         usage.now
         for kind, tiers in onefold.report(module).memory.items()

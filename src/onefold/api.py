@@ -128,14 +128,14 @@ def report(module: nn.Module) -> Report:
     """
     engine = engine_of(module)
     for unit, gradient in engine.gradients.items():
-        unit.await_step()
+        unit.join_step()
         gradient.drop_cleared()
     return Report(
         stage=engine.recipe.stage.number,
         rank=engine.group.rank,
         world_size=engine.group.world_size,
-        shard=engine.setting.rest_rank,
-        num_shards=engine.setting.rest_world,
+        shard=engine.context.rest_rank,
+        num_shards=engine.context.rest_world,
         steps=engine.ledger.steps,
         skipped=engine.ledger.skipped,
         offload=engine.description,

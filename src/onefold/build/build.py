@@ -136,9 +136,9 @@ def _cast_buffers(module: nn.Module, resolved: Resolved, group: Group, source: S
 
 def _join_optimizers(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:
     """Put sharded parameters into the optimizers, and bind their steps to the engine."""
-    faces = {p.fqn: p.face for unit in engine.units for p in unit.parameters}
-    replaced = {id(owned.parameter): faces[owned.fqn] for owned in parts.parameters} | {
-        id(original): faces[owned.fqn]
+    sharded = {p.fqn: p.sharded for unit in engine.units for p in unit.parameters}
+    replaced = {id(owned.parameter): sharded[owned.fqn] for owned in parts.parameters} | {
+        id(original): sharded[owned.fqn]
         for original, owned in zip(originals, parts.parameters, strict=True)
     }
     for each in parts.optimizers:

@@ -185,7 +185,7 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
 
 def _on_ranks(recipe: Recipe, ranks: Ranks) -> Recipe:
     axes, group = ranks.axes, ranks.everyone
-    near = axes.neighbours if axes else local_place(group)[1]
+    near = axes.local_world_size if axes else local_place(group)[1]
     has_axes = axes is not None
     return replace(recipe, world_size=group.world_size, local_world_size=near, has_axes=has_axes)
 

@@ -62,7 +62,7 @@ class SavedState:
                     )
                 )
             for tensor in (tensor for group in each.param_groups for tensor in group["params"]):
-                if id(tensor) not in engine.by_face:
+                if id(tensor) not in engine.by_sharded:
                     raise CheckpointError(
                         expected(
                             f"{type(each).__name__} to hold this module's parameters alone",
@@ -81,7 +81,7 @@ class SavedState:
         return [p for unit in self.engine.units for p in unit.parameters]
 
     def parameter(self, tensor: Tensor) -> UnitParameter:
-        return self.engine.by_face[id(tensor)]
+        return self.engine.by_sharded[id(tensor)]
 
     def groups(self) -> list[dict[str, Any]]:
         """The param groups of all optimizers, one after the other."""
@@ -103,7 +103,7 @@ class SavedState:
         """The other names of tied weights, and the name under which each lies."""
         known = {p.fqn for p in self.parameters()}
         named = self.module.named_parameters(remove_duplicate=False)
-        return {n: self.parameter(face).fqn for n, face in named if n not in known}
+        return {n: self.parameter(sharded).fqn for n, sharded in named if n not in known}
 
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers by name."""
@@ -144,13 +144,13 @@ def state_path(name: str, path: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return (OPTIM, "state", fqn, key)
 
 
-def settle(engine: Engine) -> None:
+def wait_steps(engine: Engine) -> None:
     """Everything at rest and true: no whole weights, masters that follow edited weights."""
     engine.rest()
     if any(unit.gradient.reduction.waits for unit in engine.units):
         engine.complete()  # sums of one node are no mean that a checkpoint could keep
     for unit in engine.units:
-        unit.settle()
+        unit.wait_step()
         unit.check_untouched()
         unit.refresh_master()
 
@@ -177,7 +177,7 @@ def collect(subject: SavedState) -> dict[str, Any]:
         state = {
             parameter.fqn: {key: plain(v) for key, v in entry.items() if v is not None}
             for parameter, optimizer in subject.states()
-            if (entry := optimizer.state.get(parameter.face))
+            if (entry := optimizer.state.get(parameter.sharded))
         }
         groups = [_named(group, subject) for group in subject.groups()]
         found[OPTIM] = {"state": state, "param_groups": groups}
@@ -283,7 +283,7 @@ def of_rank(subject: SavedState, extra: object) -> dict[str, Any]:
 def random_states(engine: Engine) -> dict[str, Any]:
     """The generators that dropout, shuffling and augmentation draw from."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    device = engine.setting.store.device
+    device = engine.context.store.device
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
     numpy = sys.modules.get("numpy")
@@ -298,7 +298,7 @@ def restore_random_states(engine: Engine, states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     version, inner, gauss = states["python"]
     random.setstate((version, tuple(inner), gauss))
-    device = engine.setting.store.device
+    device = engine.context.store.device
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
     numpy = sys.modules.get("numpy")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from onefold.checkpoint.blocks import Damaged
-from onefold.checkpoint.contents import RANK, SavedState, restore_random_states, settle
+from onefold.checkpoint.contents import RANK, SavedState, restore_random_states, wait_steps
 from onefold.checkpoint.directory import Found, find
 from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
@@ -55,7 +55,7 @@ def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object
     def look() -> tuple[str, list[Found]]:
         path = Path(os.path.abspath(directory))
         subjects.append(SavedState.of(engine, module, optimizer))
-        settle(engine)
+        wait_steps(engine)
         return str(path), find(path) if engine.group.rank == 0 else []
 
     everyone = together(engine.group, look)
@@ -89,7 +89,7 @@ def _load(subject: SavedState, found: Found) -> Any:
     rooms: list[dict[str, Any]] = []
     together(group, lambda: rooms.append(targets.tensors()))
     tensors = _read(subject, found, targets, rooms[0])
-    together(group, lambda: targets.settle(objects, tensors))
+    together(group, lambda: targets.finish(objects, tensors))
     own = objects.get(f"{RANK}.{targets.own_rank}")
     if own is None:  # saved by another library
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.checkpoint.contents import SavedState, config_of, persistent_buffers, settle
+from onefold.checkpoint.contents import SavedState, config_of, persistent_buffers, wait_steps
 from onefold.checkpoint.directory import Draft
 from onefold.checkpoint.safetensors import (
     INDEX,
@@ -55,7 +55,7 @@ def save_pretrained(
 
     def look() -> str:
         draft = Draft(Path(os.path.abspath(directory)))
-        settle(engine)
+        wait_steps(engine)
         if engine.group.rank == 0:
             draft.check()
         return str(draft.target)
@@ -96,17 +96,17 @@ def _entries(subject: SavedState) -> list[TensorEntry]:
 def _write_own(subject: SavedState, folder: Path, outputs: list[Output]) -> None:
     """This rank's rows of every parameter; of what other ranks hold as well, its share."""
     writer = OffsetWriter(folder, outputs)
-    group, setting = subject.engine.group, subject.engine.setting
-    nodes, node = group.world_size // setting.world_size, group.rank // setting.world_size
+    group, context = subject.engine.group, subject.engine.context
+    nodes, node = group.world_size // context.world_size, group.rank // context.world_size
     try:
         for index, parameter in enumerate(subject.parameters()):
-            is_whole = setting.rest_world == 1 or parameter.slot.replicated
+            is_whole = context.rest_world == 1 or parameter.slot.replicated
             copies, mine = (group.world_size, group.rank) if is_whole else (nodes, node)
             if index % copies != mine:
                 continue
             rows = parameter.local.detach().cpu().contiguous()
             done, own = 0, bytes_of(rows)
-            for start, stop in parameter.slot.spans(setting.rest_rank):
+            for start, stop in parameter.slot.spans(context.rest_rank):
                 nbytes = (stop - start) * rows.itemsize
                 writer.write(parameter.fqn, start * rows.itemsize, own[done : done + nbytes])
                 done += nbytes
@@ -156,7 +156,7 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
     found: list[Pretrained] = []
 
     def look() -> None:
-        settle(engine)
+        wait_steps(engine)
         found.append(Pretrained(module, Path(os.path.abspath(directory))))
 
     together(engine.group, look)
@@ -168,7 +168,7 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
 @torch.no_grad()
 def _fill(subject: SavedState, values: Pretrained) -> None:
     for parameter in subject.parameters():
-        rank = subject.engine.setting.rest_rank
+        rank = subject.engine.context.rest_rank
         values.fill(parameter.fqn, parameter.slot.box(rank), parameter.stepped)
     for unit in subject.engine.units:
         unit.replaced()

@@ -148,7 +148,7 @@ def _agree(engine: Engine, asked: _Asked) -> _WriteJob:
             raise CheckpointError(expected("keep to be None or at least 1", repr(keep), hint=hint))
         draft = Draft(Path(os.path.abspath(asked.directory)))
         subject = SavedState.of(engine, asked.module, asked.optimizer)
-        contents.settle(engine)
+        contents.wait_steps(engine)
         if engine.group.rank == 0:
             draft.check()
         state = contents.collect(subject)
@@ -185,7 +185,7 @@ def _agree(engine: Engine, asked: _Asked) -> _WriteJob:
 
 def _copies(engine: Engine) -> int:
     """How many ranks hold, and count, the same bytes."""
-    return engine.group.world_size // engine.setting.rest_world
+    return engine.group.world_size // engine.context.rest_world
 
 
 def _check_room(draft: Draft, nbytes: int) -> None:

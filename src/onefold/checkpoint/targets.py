@@ -215,7 +215,7 @@ class Targets:
     def _gradient_target(self, name: str, parameter: UnitParameter) -> Tensor:
         unit = parameter.unit
         if name.startswith(f"{PARTIAL}.") and self._keeps_partials:
-            options = {"dtype": unit.compute_dtype, "device": unit.setting.store.device}
+            options = {"dtype": unit.compute_dtype, "device": unit.context.store.device}
             return torch.empty(parameter.slot.shape, **options)
         return parameter.wrap(torch.empty_like(parameter.local, requires_grad=False))
 
@@ -263,14 +263,14 @@ class Targets:
         is_like_weight = tuple(saved.size) == parameter.slot.shape != ()
         unit = parameter.unit
         if not is_like_weight or not binding.is_elementwise:
-            return self._empty(saved, unit.setting.store.device)
+            return self._empty(saved, unit.context.store.device)
         key = (unit, self._paths[name][3:])
         if unit.steps_in_blocks and len(key[1]) == 1:  # to where such states of the unit rest
             unit.make_moments({key[1][0]: unit.stepped.dtype})
             flats[key] = unit.moments[key[1][0]].tensor
         if key not in flats:
             flats[key] = _blank(unit, binding)
-        rank = unit.setting.rest_rank
+        rank = unit.context.rest_rank
         start = parameter.slot.shard_offsets[rank]
         rows = flats[key][start : start + parameter.local.numel()].view(parameter.local.shape)
         return parameter.wrap(rows)
@@ -281,7 +281,7 @@ class Targets:
 
     # afterwards
 
-    def settle(self, objects: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def finish(self, objects: dict[str, Any], tensors: dict[str, Any]) -> None:
         """Everything has been read: let the engine and the optimizers know."""
         engine = self.subject.engine
         for unit in engine.units:
@@ -302,9 +302,9 @@ class Targets:
         paths = {name: path[2:] for name, path in self._paths.items()}
         states = _nested(tensors, paths)
         for parameter, optimizer in self.subject.states():
-            optimizer.state.pop(parameter.face, None)
+            optimizer.state.pop(parameter.sharded, None)
             if parameter.fqn in states:
-                optimizer.state[parameter.face] = states[parameter.fqn]
+                optimizer.state[parameter.sharded] = states[parameter.fqn]
 
 
 def _blank(unit: Unit, binding: OptimizerBinding) -> Tensor:
@@ -312,7 +312,7 @@ def _blank(unit: Unit, binding: OptimizerBinding) -> Tensor:
 
     Those of one param group lie together, and those of none, as frozen ones, behind all others.
     """
-    rank = unit.setting.rest_rank
+    rank = unit.context.rest_rank
     held = [i for i, p in enumerate(unit.parameters) if binding.holds(p)]
     flat = unit.stepped.new_empty(unit.rest.span(0, held[-1], rank)[1])
     gaps = torch.tensor(unit.rest.gaps(rank), dtype=torch.int64)

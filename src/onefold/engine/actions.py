@@ -19,7 +19,7 @@ class Verb(IntEnum):
     LAND = auto()  # wait for its first hop
     KEEP_SUMS = auto()  # the node's sums rest until the last micro-batch
     FOLLOW = auto()  # show the averaged gradient, or begin the second hop
-    SETTLE = auto()  # wait for the second hop, show the averaged gradient
+    FINISH = auto()  # wait for the second hop, show the averaged gradient
     WAIT_STEP = auto()  # wait for the background step of the unit
     STEP = auto()  # begin the step of the unit in the background
     REST = auto()  # no message follows for now: free the buffers kept for the next

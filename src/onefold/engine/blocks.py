@@ -65,7 +65,7 @@ class UnitStep:
         names = dict.fromkeys(name for segment in segments for name in segment.moments)
         self.moments = {name: unit.moments[name] for name in names}
         self._ready: torch.cuda.Event | None = None  # gradients are there, weights may be changed
-        if unit.setting.store.device.type == "cuda":
+        if unit.context.store.device.type == "cuda":
             self._ready = torch.cuda.Event()
             self._ready.record()
         ordered = sorted(segments, key=lambda segment: segment.start)
@@ -79,7 +79,7 @@ class UnitStep:
             inside = [s for s in ordered if s.start < stop and start < s.stop]
             if inside:
                 block = _StepBlock(self, unit, start, stop, inside)
-                self._tasks.append(unit.setting.tiers.steppers.give(block.run))
+                self._tasks.append(unit.context.tiers.steppers.give(block.run))
 
     def is_completed(self) -> bool:
         """See `ticket.Work`."""
@@ -120,7 +120,7 @@ class _StepBlock:
         self._unit = unit
         self._start, self._stop = start, stop
         self._segments = segments
-        self._place = unit.setting.tiers.workplace
+        self._place = unit.context.tiers.workplace
 
     def run(self) -> None:
         self._step.await_device()
@@ -228,12 +228,12 @@ class _StepBlock:
 
     @property
     def _observer(self) -> Observer | None:
-        return self._unit.setting.ledger.observer
+        return self._unit.context.ledger.observer
 
 
 def reserve_room(unit: Unit) -> None:
     """Take the room that blocks of the unit will need on their way, now that moments are there."""
-    place, numel = unit.setting.tiers.workplace, min(BLOCK_NUMEL, len(unit.weight.tensor))
+    place, numel = unit.context.tiers.workplace, min(BLOCK_NUMEL, len(unit.weight.tensor))
     buffers = [unit.weight, *unit.moments.values(), *([unit.master] if unit.master else [])]
     place.reserve(sum(_room_nbytes(buffer, numel, place) for buffer in buffers))
 

@@ -36,26 +36,26 @@ class Engine:
     """Runs the units of one sharded module through forward, backward and step."""
 
     def __init__(
-        self, module: nn.Module, build: Callable[[Engine], list[Unit]], setting: Context, *,
+        self, module: nn.Module, build: Callable[[Engine], list[Unit]], context: Context, *,
         recipe: Recipe, description: str = "",
         expected_peaks: Callable[..., dict[str, int]] = lambda **_: {},
     ) -> None:  # fmt: skip
         self.module = ref(module)
-        self.setting = setting
+        self.context = context
         self.recipe = recipe
         self.description = description  # what was planned, and why
         self.expected_peaks = expected_peaks
         self.has_accumulated = self.is_accumulating = False
-        self.ledger, self.group = setting.ledger, setting.routes.group
-        self.marks = Marks(setting.ledger)
+        self.ledger, self.group = context.ledger, context.routes.group
+        self.marks = Marks(context.ledger)
         policy = self.policy = policy_of(recipe)
         units = self.units = build(self)  # units refer to the engine, weakly
-        self.saved = _saved_activations(module, units, setting)
+        self.saved = _saved_activations(module, units, context)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         self.gradients = {unit: unit.gradient for unit in units}
-        self.hands = Hands(self.schedule, units, list(self.gradients.values()), setting)
+        self.hands = Hands(self.schedule, units, list(self.gradients.values()), context)
         self.steppers = self.hands.steppers
-        self.by_face = {id(p.face): p for unit in units for p in unit.parameters}
+        self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
         self._index = {unit: index for index, unit in enumerate(units)}
         self._is_torn = False  # a backward failed after it had stepped units
         self._is_checked = False
@@ -134,7 +134,7 @@ class Engine:
     def hold_alias(self, tensor: nn.Parameter) -> None:
         """A module gave out an unsharded weight or a view of one: it stays until backward ends."""
         for index, unit in enumerate(self.units):
-            if any(parameter.whole is tensor for parameter in unit.parameters):
+            if any(parameter.unsharded is tensor for parameter in unit.parameters):
                 self.schedule.hold(index)
 
     def hold_hidden(self, index: int) -> None:
@@ -213,7 +213,7 @@ class Engine:
         """An exception ended backward: forget its gradients, rest everything."""
         self._is_torn = self._is_torn or self.schedule.has_stepped
         for index in self.schedule.take_stepped():
-            self.hands.gradients[index].is_spent = False
+            self.hands.gradients[index].is_consumed = False
         for gradient in self.gradients.values():
             gradient.is_discarding = True
         self.hands.do(self.schedule.abort_backward())
@@ -247,17 +247,17 @@ class Engine:
         self._check_not_torn()
         stepped = self.schedule.take_stepped()
         for index in stepped:
-            self.hands.gradients[index].is_spent = False
+            self.hands.gradients[index].is_consumed = False
         self.marks.begin("step")
         self.rest()
-        self.setting.check_device_tags()
+        self.context.check_device_tags()
         for gradient in self.gradients.values():
             gradient.drop_cleared()
         self.complete()
         for index, unit in enumerate(self.units):
             unit.check_untouched()
             if index not in stepped:
-                unit.await_step()  # a failure is told in the next gather, to every rank alike
+                unit.join_step()  # a failure is told in the next gather, to every rank alike
                 unit.refresh_master()
 
     def after_step(self, rounded: Set[Unit]) -> None:
@@ -282,7 +282,7 @@ class Engine:
         module = self.module()
         if module is not None and not self.is_summoned:
             self._is_checked = True
-            check_structure(module, self.by_face, self.group.rank)
+            check_structure(module, self.by_sharded, self.group.rank)
 
     def _check_not_torn(self) -> None:
         """Raise `StateError` if a backward failed after it had stepped some of the units.
@@ -323,20 +323,20 @@ def current_phase() -> Phase:
 
 
 def _saved_activations(
-    module: nn.Module, units: list[Unit], setting: Context
+    module: nn.Module, units: list[Unit], context: Context
 ) -> SavedActivations | None:
     """Activations that leave the device, if they do."""
-    scratch = setting.tiers.scratch
+    scratch = context.tiers.scratch
     if scratch is None:
         return None
-    weights = [buffer.tensor for unit in units for buffer in (unit.weight, unit.full)]
-    return SavedActivations(scratch, setting.store.device, weights, module)
+    weights = [buffer.tensor for unit in units for buffer in (unit.weight, unit.unsharded)]
+    return SavedActivations(scratch, context.store.device, weights, module)
 
 
 def facts_of(unit: Unit) -> UnitFacts:
     """The facts about a unit that a schedule decides by."""
     return UnitFacts(
-        nbytes=unit.full.tensor.nbytes,
+        nbytes=unit.unsharded.tensor.nbytes,
         is_resident=unit.is_resident,
         is_tiled=unit.is_tiled,
         is_offloaded=unit.steps_in_blocks,

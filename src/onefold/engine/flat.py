@@ -42,7 +42,7 @@ class FlatGroup:
 
     def view_start(self, parameter: UnitParameter) -> int:
         """Where the parameter's rows start in a flat tensor of the run."""
-        return parameter.slot.shard_offsets[parameter.unit.setting.rest_rank] - self.start
+        return parameter.slot.shard_offsets[parameter.unit.context.rest_rank] - self.start
 
     def is_elementwise(self, value: object) -> bool:
         return isinstance(value, Tensor) and value.shape == self.tensor.shape
@@ -119,7 +119,7 @@ class FlatStep:
     def begin(self, unit: Unit, members: list[list[UnitParameter]], rules: Sequence[Rule]) -> None:
         """Step some parameters of a unit, by group, in the background."""
         segments: list[Segment] = []
-        unit.await_step()  # of another optimizer's part: runs may be cut anew
+        unit.join_step()  # of another optimizer's part: runs may be cut anew
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for runs, rule in zip(self._runs_of(unit, members), rules, strict=True):
                 segments += [_segment(run, rule) for run in runs]
@@ -148,7 +148,7 @@ class FlatStep:
         for run in self._by_tensor.values():
             if run.tensor.grad is None:
                 for parameter in run.parameters:
-                    parameter.face.grad = None
+                    parameter.sharded.grad = None
             run.tensor.grad = None
 
     def _is_shown(self, run: FlatGroup) -> bool:
@@ -213,7 +213,7 @@ class FlatStep:
         ]
 
     def _make_run(self, unit: Unit, parameters: list[UnitParameter]) -> FlatGroup:
-        rank = unit.setting.rest_rank
+        rank = unit.context.rest_rank
         first, last = (unit.parameters.index(p) for p in (parameters[0], parameters[-1]))
         start, stop = unit.rest.span(first, last, rank)
         if not _is_flat(parameters[0]):  # its gradient has no gap behind it
@@ -281,7 +281,7 @@ def _segment(run: FlatGroup, rule: Rule) -> Segment:
 def _is_flat(parameter: UnitParameter) -> bool:
     """True if the gradient is a slice of its unit's flat reduced gradient."""
     gradient = parameter.unit.gradient
-    return gradient.reduced is not None and parameter.face.grad is gradient.shown.get(parameter)
+    return gradient.reduced is not None and parameter.sharded.grad is gradient.shown.get(parameter)
 
 
 def _run_grad(run: FlatGroup) -> Tensor:
@@ -290,8 +290,8 @@ def _run_grad(run: FlatGroup) -> Tensor:
     if _is_flat(run.parameters[0]) and unit.gradient.reduced is not None:
         return unit.gradient.reduced.tensor[run.start : run.start + run.tensor.numel()]
     parameter = run.parameters[0]  # a gradient that lies elsewhere makes a run of its own
-    assert parameter.face.grad is not None, "a parameter without gradient is stepped"
-    return parameter.unwrap(parameter.face.grad).reshape(-1)
+    assert parameter.sharded.grad is not None, "a parameter without gradient is stepped"
+    return parameter.unwrap(parameter.sharded.grad).reshape(-1)
 
 
 def _show(run: FlatGroup, parameter: UnitParameter) -> State:

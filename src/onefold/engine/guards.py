@@ -43,8 +43,8 @@ class _Mover:
         assert module is not None, "a method outlived its module"
         assert engine is not None, "a module outlived its engine"
         parts = list(module.modules()) if recurse else [module]
-        for face in (face for part in parts for face in part._parameters.values()):
-            parameter = engine.by_face.get(id(face))
+        for sharded in (sharded for part in parts for sharded in part._parameters.values()):
+            parameter = engine.by_sharded.get(id(sharded))
             if parameter is not None:
                 probe = parameter.local.new_empty(0)
                 moved = fn(probe)
@@ -80,9 +80,9 @@ class _Cutter:
                     hint="leave assign out; values are copied into the shards",
                 )
             )
-        for name, face in module._parameters.items():
+        for name, sharded in module._parameters.items():
             value = state.get(prefix + name)
-            parameter = engine.by_face.get(id(face))
+            parameter = engine.by_sharded.get(id(sharded))
             if parameter is not None and isinstance(value, Tensor):
                 state[prefix + name] = _fitted(prefix + name, parameter, value)
 
@@ -119,8 +119,8 @@ def _fitted(name: str, parameter: UnitParameter, value: Tensor) -> Tensor:
             expected(
                 f"{name!r} of shape {list(parameter.slot.shape)}",
                 f"shape {list(value.shape)}",
-                where=parameter.unit.setting.where,
+                where=parameter.unit.context.where,
                 hint="the state dict is of another configuration of this module",
             )
         )
-    return parameter.shown_like_face(value)
+    return parameter.shown_like_sharded(value)

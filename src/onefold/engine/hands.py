@@ -100,22 +100,22 @@ class Hands:
     def _follow(self, index: int) -> None:
         self.gradients[index].follow()
 
-    def _settle(self, index: int) -> None:
+    def _finish(self, index: int) -> None:
         self.gradients[index].end_following()
 
     def _wait_step(self, index: int) -> None:
-        self.units[index].await_step()
+        self.units[index].join_step()
 
     def _step(self, index: int) -> None:
         unit, gradient, steppers = self.units[index], self.gradients[index], list(self.steppers)
         if not steppers or gradient.is_unused:
             self.schedule.skipped(index)
             return
-        unit.await_step()
+        unit.join_step()
         unit.refresh_master()
         for stepper in steppers:
             stepper.step_early(unit)
-        gradient.spend()
+        gradient.consume()
 
     def _rest(self, index: int) -> None:
         self.context.routes.rest()
@@ -149,6 +149,6 @@ _HANDS: Mapping[Verb, Callable[[Hands, int], None]] = {
     Verb.FETCH: Hands._fetch, Verb.FILL: Hands._fill, Verb.GATHER: Hands._gather,
     Verb.SHOW: Hands._show, Verb.HIDE: Hands._hide, Verb.FREE: Hands._free,
     Verb.INVALIDATE: Hands._invalidate, Verb.REDUCE: Hands._reduce, Verb.LAND: Hands._land,
-    Verb.KEEP_SUMS: Hands._keep_sums, Verb.FOLLOW: Hands._follow, Verb.SETTLE: Hands._settle,
+    Verb.KEEP_SUMS: Hands._keep_sums, Verb.FOLLOW: Hands._follow, Verb.FINISH: Hands._finish,
     Verb.WAIT_STEP: Hands._wait_step, Verb.STEP: Hands._step, Verb.REST: Hands._rest,
 }  # fmt: skip

@@ -26,7 +26,7 @@ class Verbs(Protocol):
     Units and calls are the driven one's own.
     """
 
-    setting: Any  # its `compute` is the dtype that floating-point arguments are cast to
+    context: Any  # its `compute` is the dtype that floating-point arguments are cast to
     saved: Any
     ledger: Any
 
@@ -53,7 +53,7 @@ class ModuleHooks:
         self.engine = engine
         self.units = units
         self.is_root = is_root
-        self.compute = engine.setting.compute
+        self.compute = engine.context.compute
         self._calls: list[tuple[list[Any], int]] = []  # and when each began
         self._num_modules = {unit: 1 for unit in units}
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)

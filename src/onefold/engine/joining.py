@@ -58,8 +58,8 @@ class _Adoption:
             binding.stand_innermost(optimizer)
             if engine in binding.engines:
                 return
-        faces = (tensor for group in optimizer.param_groups for tensor in group["params"])
-        if any(id(tensor) in engine.by_face for tensor in faces):
+        sharded = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        if any(id(tensor) in engine.by_sharded for tensor in sharded):
             bind(optimizer, engine)
 
 
@@ -77,16 +77,16 @@ def adopt_later(engine: Engine) -> None:
 
 
 def replace_parameters(
-    optimizer: Optimizer, faces: dict[int, nn.Parameter], originals: Iterable[nn.Parameter]
+    optimizer: Optimizer, sharded: dict[int, nn.Parameter], originals: Iterable[nn.Parameter]
 ) -> None:
-    """Let groups and state speak of faces: `faces` maps the id of each original to its face."""
+    """Let groups and state name sharded parameters: `sharded` maps an original's id to it."""
     for group in optimizer.param_groups:
-        group["params"] = [faces.get(id(tensor), tensor) for tensor in group["params"]]
+        group["params"] = [sharded.get(id(tensor), tensor) for tensor in group["params"]]
     state = optimizer.state
     moved = {
-        faces[id(original)]: state.pop(original)
+        sharded[id(original)]: state.pop(original)
         for original in originals
-        if original in state and faces[id(original)] is not original
+        if original in state and sharded[id(original)] is not original
     }
-    for face, entry in moved.items():
-        state[face] = entry
+    for parameter, entry in moved.items():
+        state[parameter] = entry

@@ -82,20 +82,20 @@ class MatrixStep:
 
     def _is_mine(self, parameter: UnitParameter) -> bool:
         owner = self._owner[parameter]
-        return owner in (-1, parameter.unit.setting.rank)
+        return owner in (-1, parameter.unit.context.rank)
 
     def _assign(self, members: list[UnitParameter]) -> None:
         """Give each parameter the rank that owns least so far; -1: every rank steps its copy."""
         for parameter in members:
             if parameter in self._owner:
                 continue
-            setting = parameter.unit.setting
-            if setting.rest_world == 1 or parameter.slot.replicated:
+            context = parameter.unit.context
+            if context.rest_world == 1 or parameter.slot.replicated:
                 self._owner[parameter] = -1
                 continue
-            load = [0] * setting.rest_world
+            load = [0] * context.rest_world
             for other, owner in self._owner.items():
-                if owner >= 0 and other.unit.setting is setting:
+                if owner >= 0 and other.unit.context is context:
                     load[owner] += other.slot.numel
             self._owner[parameter] = load.index(min(load))
 
@@ -120,16 +120,16 @@ class MatrixStep:
         """Every rank's rows of each parameter, on its owner, whole."""
         if not members:
             return {}
-        setting = unit.setting
-        ranks = range(setting.world_size)
+        context = unit.context
+        ranks = range(context.world_size)
         by_owner = [[p for p in members if self._owner[p] == rank] for rank in ranks]
-        mine = by_owner[setting.rank]
+        mine = by_owner[context.rank]
         sent = torch.cat([rows[p].reshape(-1) for owned in by_owner for p in owned])
         numels_sent = [sum(rows[p].numel() for p in owned) for owned in by_owner]
         numels = [sum(p.slot.piece_numel(rank) for p in mine) for rank in ranks]
         received = sent.new_empty(sum(numels))
-        setting.transport.group.all_to_all(received, sent, numels, numels_sent).wait()
-        setting.ledger.sent("whole_matrix", (len(sent) - numels_sent[setting.rank]) * sent.itemsize)
+        context.transport.group.all_to_all(received, sent, numels, numels_sent).wait()
+        context.ledger.sent("whole_matrix", (len(sent) - numels_sent[context.rank]) * sent.itemsize)
         from_ranks = [
             part.split([p.slot.piece_numel(rank) for p in mine])
             for rank, part in enumerate(received.split(numels))
@@ -146,10 +146,10 @@ class MatrixStep:
         travelling = [p for p in members if self._owner[p] >= 0]
         if not travelling:
             return
-        setting = unit.setting
-        ranks = range(setting.world_size)
+        context = unit.context
+        ranks = range(context.world_size)
         by_owner = [[p for p in travelling if self._owner[p] == rank] for rank in ranks]
-        mine = by_owner[setting.rank]
+        mine = by_owner[context.rank]
         empty = unit.stepped.new_empty(0)
         parts = [
             p.slot.own_view(self._handles[p].detach(), rank).reshape(-1)
@@ -158,10 +158,10 @@ class MatrixStep:
         ]
         sent = torch.cat([empty, *parts])
         numels_sent = [sum(p.slot.piece_numel(rank) for p in mine) for rank in ranks]
-        own = [[p.slot.piece_numel(setting.rank) for p in owned] for owned in by_owner]
+        own = [[p.slot.piece_numel(context.rank) for p in owned] for owned in by_owner]
         received = sent.new_empty(sum(map(sum, own)))
-        setting.transport.group.all_to_all(received, sent, list(map(sum, own)), numels_sent).wait()
-        setting.ledger.sent("whole_matrix", (len(sent) - numels_sent[setting.rank]) * sent.itemsize)
+        context.transport.group.all_to_all(received, sent, list(map(sum, own)), numels_sent).wait()
+        context.ledger.sent("whole_matrix", (len(sent) - numels_sent[context.rank]) * sent.itemsize)
         flat = [numel for owned in own for numel in owned]
         homecoming = [p for owned in by_owner for p in owned]
         for parameter, rows in zip(homecoming, received.split(flat), strict=True):
@@ -173,6 +173,6 @@ def _units(parameters: list[UnitParameter]) -> list[Unit]:
 
 
 def _local_grad(parameter: UnitParameter) -> Tensor:
-    grad = parameter.face.grad
+    grad = parameter.sharded.grad
     assert grad is not None, "a parameter without gradient is stepped"
     return parameter.unwrap(grad).to(parameter.unit.stepped.dtype)

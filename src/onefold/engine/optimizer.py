@@ -29,7 +29,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.flat import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
 from onefold.engine.rules import Rule, may_fuse, moments_after_first_step, rule_of
-from onefold.engine.waiting_state import settled
+from onefold.engine.waiting_state import stepped_state
 from onefold.errors import ConfigError, expected
 from onefold.ledger import StateBytes
 from onefold.unit.parameter import UnitParameter
@@ -94,7 +94,7 @@ class OptimizerBinding:
         self.engines: list[Engine] = []
         self._state_bytes: dict[Engine, StateBytes] = {}
         self.is_elementwise = steps_elements(optimizer)
-        if isinstance(optimizer, torch.optim.LBFGS) and engine.setting.rest_world > 1:
+        if isinstance(optimizer, torch.optim.LBFGS) and engine.context.rest_world > 1:
             raise ConfigError(
                 expected(
                     "an optimizer whose parameters can be stepped one by one",
@@ -117,7 +117,7 @@ class OptimizerBinding:
         """Step the parameters of one more engine."""
         self._check_tiers(optimizer, engine)
         self.engines.append(engine)
-        self._state_bytes[engine] = StateBytes(engine.ledger, engine.setting.store.name, self)
+        self._state_bytes[engine] = StateBytes(engine.ledger, engine.context.store.name, self)
         engine.steppers.add(self)
         self._reserve(optimizer)
 
@@ -154,7 +154,7 @@ class OptimizerBinding:
 
     def parameter(self, tensor: Tensor) -> UnitParameter | None:
         for engine in self.engines:
-            found = engine.by_face.get(id(tensor))
+            found = engine.by_sharded.get(id(tensor))
             if found is not None:
                 return found
         return None
@@ -167,7 +167,7 @@ class OptimizerBinding:
         """True if the parameter is in one of the optimizer's groups."""
         optimizer = self._optimizer()
         groups = optimizer.param_groups if optimizer is not None else []
-        return any(tensor is parameter.face for group in groups for tensor in group["params"])
+        return any(tensor is parameter.sharded for group in groups for tensor in group["params"])
 
     def forget(self, optimizer: Optimizer) -> None:
         """Free the optimizer's state of our parameters, before other state is read."""
@@ -231,7 +231,7 @@ class OptimizerBinding:
         What was rounded cannot be told from what it was, so a loss scale might not see it either.
         Where messages are exact nobody asks, and gradients are as in plain PyTorch. A collective.
         """
-        coded = [e for e in self.engines if e.setting.routes.rounds_gradients]
+        coded = [e for e in self.engines if e.context.routes.rounds_gradients]
         unsound = [engine for engine in coded if not engine.are_gradients_finite()]
         for engine in unsound:
             engine.ledger.skipped += 1
@@ -258,7 +258,7 @@ class OptimizerBinding:
                 if entry:
                     state[tensor] = entry
         self._shown = _copied(state)
-        optimizer.state = settled(state, self.engines)
+        optimizer.state = stepped_state(state, self.engines)
         for engine in self.engines:
             self._state_bytes[engine].set(self._state_nbytes(state, engine))
             engine.ledger.end_step(self)
@@ -275,7 +275,7 @@ class OptimizerBinding:
             self._group_of = {id(t): i for i, group in enumerate(groups) for t in group["params"]}
         members: list[list[UnitParameter]] = [[] for _ in groups]
         for parameter in unit.parameters:
-            index = self._group_of.get(id(parameter.face))
+            index = self._group_of.get(id(parameter.sharded))
             if index is not None and _grad(parameter) is not None:
                 members[index].append(parameter)
         if any(members) and isinstance(self._strategy, FlatStep):
@@ -289,7 +289,7 @@ class OptimizerBinding:
         if self._is_entered and optimizer is not None:
             self._strategy.recover()
             self._put_back(optimizer)
-            optimizer.state = settled(_copied(self._shown), self.engines)
+            optimizer.state = stepped_state(_copied(self._shown), self.engines)
 
     def _put_back(self, optimizer: Optimizer) -> None:
         self._is_entered = False
@@ -336,7 +336,7 @@ class OptimizerBinding:
         }
         storages: dict[int, int] = {}
         for tensor, entry in state.items():
-            if id(tensor) in engine.by_face:
+            if id(tensor) in engine.by_sharded:
                 for name, value in entry.items():
                     is_moment = tensor.dim() == 0 and name not in NUMBERS
                     if isinstance(value, Tensor) and (value.dim() > 0 or is_moment):
@@ -348,7 +348,7 @@ class OptimizerBinding:
 
 def _grad(parameter: UnitParameter) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
-        return parameter.face.grad
+        return parameter.sharded.grad
 
 
 def _copied(state: Mapping[Tensor, State]) -> dict[Tensor, State]:

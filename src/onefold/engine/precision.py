@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from onefold.unit.sharded import ShardedParameter
+from onefold.unit.dtensors import ShardedParameter
 from onefold.wire.collectives import Group
 
 

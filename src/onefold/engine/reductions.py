@@ -26,7 +26,9 @@ class Reductions:
         self._started: set[int] = set()
         self._in_flight: deque[int] = deque()
         self._following: int | None = None  # landed last; its second hop may be under way
-        self.settled: list[int] = []  # whose averaged gradients are there, for the schedule to take
+        self.averaged: list[
+            int
+        ] = []  # whose averaged gradients are there, for the schedule to take
         self.is_last = True  # of the micro-batches
 
     @property
@@ -69,7 +71,7 @@ class Reductions:
         while len(self._in_flight) >= self._policy.max_in_flight:
             self.land(out)
         if self._following == unit:  # a second reduction adds to the gradients that the first shows
-            self._settle(out)
+            self._finish(out)
         self._started.add(unit)
         self._fired[unit].clear()
         self._in_flight.append(unit)
@@ -80,7 +82,7 @@ class Reductions:
 
         Every rank does so at the same reductions, as second hops are collectives too.
         """
-        self._settle(out)
+        self._finish(out)
         if not self._in_flight:
             return
         unit = self._in_flight.popleft()
@@ -91,13 +93,13 @@ class Reductions:
         out.append((Verb.FOLLOW, unit))
         self._following = unit
         if not self._policy.has_second_hop:
-            self._settle(out)
+            self._finish(out)
 
-    def _settle(self, out: list[Action]) -> None:
+    def _finish(self, out: list[Action]) -> None:
         unit, self._following = self._following, None
         if unit is not None:
-            out.append((Verb.SETTLE, unit))
-            self.settled.append(unit)
+            out.append((Verb.FINISH, unit))
+            self.averaged.append(unit)
 
     def finish(self, out: list[Action]) -> None:
         """Reduce every unit that backward left incomplete or did not reach; finish everything.
@@ -114,7 +116,7 @@ class Reductions:
         """Finish every reduction that is under way."""
         while self._in_flight:
             self.land(out)
-        self._settle(out)
+        self._finish(out)
         self._ready.clear()
         self._started.clear()
 

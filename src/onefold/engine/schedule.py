@@ -236,7 +236,7 @@ class Schedule:
     def note_reduced(self, unit: int) -> list[Action]:
         """The gradient of a tiled unit is reduced."""
         out: list[Action] = []
-        self.reductions.settled.append(unit)
+        self.reductions.averaged.append(unit)
         self._step_reduced(out)
         return out
 
@@ -262,7 +262,7 @@ class Schedule:
         self._end_calls()
         self.reductions.drain(out)
         self.reductions.forget()
-        self.reductions.settled.clear()
+        self.reductions.averaged.clear()
         self._to_step.clear()
         self._stepped.clear()
         return out + self.rest()
@@ -283,7 +283,7 @@ class Schedule:
         out: list[Action] = []
         self.reductions.begin(trained, is_last=True)
         self.reductions.finish(out)
-        self.reductions.settled.clear()
+        self.reductions.averaged.clear()
         out.append((Verb.REST, NO_UNIT))
         return out
 
@@ -388,10 +388,10 @@ class Schedule:
 
     def _step_reduced(self, out: list[Action]) -> None:
         """Step reduced units that backward is through with, a few at a time."""
-        settled, self.reductions.settled = self.reductions.settled, []
+        averaged, self.reductions.averaged = self.reductions.averaged, []
         if not self.policy.steps_in_backward or not self.reductions.is_last:
             return
-        self._to_step += [unit for unit in settled if self.units[unit].is_offloaded]
+        self._to_step += [unit for unit in averaged if self.units[unit].is_offloaded]
         for unit in [each for each in self._to_step if self.is_through(each)]:
             self._to_step.remove(unit)
             if len(self._stepped) >= MAX_PENDING:

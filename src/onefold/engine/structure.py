@@ -11,14 +11,14 @@ from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
 
-def check_structure(module: nn.Module, by_face: Mapping[int, UnitParameter], rank: int) -> None:
+def check_structure(module: nn.Module, by_sharded: Mapping[int, UnitParameter], rank: int) -> None:
     """Raise `StateError` if the module has gained or lost parameters since `shard`."""
-    unseen = dict(by_face)
+    unseen = dict(by_sharded)
     for prefix, part in module.named_modules():
         for name, tensor in part._parameters.items():
             if tensor is None:
                 continue
-            if id(tensor) not in by_face:
+            if id(tensor) not in by_sharded:
                 raise _changed(f"{prefix}.{name}".lstrip("."), "one it did not shard", rank)
             unseen.pop(id(tensor), None)
     for parameter in unseen.values():
@@ -31,7 +31,7 @@ def edited(unit: Unit) -> StateError:
         expected(
             f"the weights of unit {unit.name!r} to be in backward what they were in forward",
             "weights changed in between",
-            where=unit.setting.where,
+            where=unit.context.where,
             hint="run backward before the optimizer steps or weights are loaded",
         )
     )

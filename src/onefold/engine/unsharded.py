@@ -39,7 +39,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     for unit in engine.units:
         unit.reshard(release=False)
     buffers = [_summon(unit) for unit in engine.units]
-    engine.setting.routes.rest()
+    engine.context.routes.rest()
     engine.schedule.is_suspended = True
     try:
         yield
@@ -48,7 +48,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
         edited = [entry for unit in engine.units for entry in _left_by_user(unit)]
         for unit in engine.units:
             for parameter in unit.parameters:
-                parameter.show(parameter.face)
+                parameter.show(parameter.sharded)
             unit.state = UnitState.RESTING
         if writeback:
             _write_back(edited)
@@ -58,15 +58,15 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
 def _summon(unit: Unit) -> Buffer:
     """Gather a unit into a buffer of its own and show plain parameters over it."""
     unit.check_untouched()
-    setting = unit.setting
+    context = unit.context
     numel = unit.gather.full_numel
-    buffer = Buffer(numel, unit.dtype, Kind.UNSHARDED, setting.store, setting.ledger)
+    buffer = Buffer(numel, unit.dtype, Kind.UNSHARDED, context.store, context.ledger)
     unit.exact_gather.start(buffer).wait()
     unit.exact_gather.check(buffer)
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in unit.parameters:
             view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
-            parameter.show(nn.Parameter(view, requires_grad=parameter.face.requires_grad))
+            parameter.show(nn.Parameter(view, requires_grad=parameter.sharded.requires_grad))
     unit.state = UnitState.SUMMONED
     return buffer
 
@@ -83,17 +83,17 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
     """Keep own rows of every parameter; nothing is written unless all shapes fit."""
     rows: list[tuple[UnitParameter, Tensor]] = []
     for parameter, current in edited:
-        setting = parameter.unit.setting
+        context = parameter.unit.context
         if current is None or tuple(current.shape) != parameter.slot.shape:
             raise StateError(
                 expected(
                     f"parameter {parameter.fqn!r} to keep shape {list(parameter.slot.shape)}",
                     "none" if current is None else f"shape {list(current.shape)}",
-                    where=setting.where,
+                    where=context.where,
                     hint="resize or remove parameters before onefold.shard",
                 )
             )
-        rows.append((parameter, parameter.slot.own_view(current.detach(), setting.rest_rank)))
+        rows.append((parameter, parameter.slot.own_view(current.detach(), context.rest_rank)))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter, own in rows:
             parameter.local.copy_(own)

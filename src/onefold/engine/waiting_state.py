@@ -14,7 +14,9 @@ from onefold.engine.engine import Engine
 State = dict[str, Any]
 
 
-def settled(state: Mapping[Tensor, State], engines: Sequence[Engine]) -> defaultdict[Tensor, State]:
+def stepped_state(
+    state: Mapping[Tensor, State], engines: Sequence[Engine]
+) -> defaultdict[Tensor, State]:
     """The state; where steps run in the background, one whose readers wait for them."""
     if any(unit.steps_in_blocks for engine in engines for unit in engine.units):
         return WaitingState(state, engines)
@@ -28,31 +30,31 @@ class WaitingState(defaultdict[Tensor, State]):
         super().__init__(dict, state)
         self._engines = [ref(engine) for engine in engines]
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         for engine in filter(None, (alive() for alive in self._engines)):
             for unit in engine.units:
-                unit.settle()
+                unit.wait_step()
 
     def __iter__(self) -> Iterator[Tensor]:
-        self._settle()  # so that a copy, dict(state), waits too
+        self._wait()  # so that a copy, dict(state), waits too
         return super().__iter__()
 
     def __getitem__(self, tensor: Tensor) -> State:
-        self._settle()
+        self._wait()
         return super().__getitem__(tensor)
 
     def get(self, tensor: Tensor, default: Any = None) -> Any:
-        self._settle()
+        self._wait()
         return super().get(tensor, default)
 
     def items(self) -> Any:
-        self._settle()
+        self._wait()
         return super().items()
 
     def values(self) -> Any:
-        self._settle()
+        self._wait()
         return super().values()
 
     def __reduce__(self) -> Any:
-        self._settle()
+        self._wait()
         return (defaultdict, (dict, dict(self)))

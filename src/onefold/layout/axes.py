@@ -2,7 +2,7 @@
 
     rank = node * neighbours + place          4 ranks:   node 0: 0 1   node 1: 2 3
 
-`neighbours` is the local world size, the ranks of a node; `place` is the local rank.
+`local_world_size` is the local world size, the ranks of a node; `local_rank` is the local rank.
 
 Two hops cut parameters by rows over all ranks in rank order. A node's ranks own a range of rows:
 
@@ -27,31 +27,31 @@ from onefold.layout.rows import PIECE_NUMEL, Slot, round_up
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """One rank of a mesh of `nodes` x `neighbours` ranks."""
+    """One rank of a mesh of `nodes` x `local_world_size` ranks."""
 
     nodes: int
-    neighbours: int
+    local_world_size: int
     rank: int
 
     @property
     def node(self) -> int:
         """The node of the rank."""
-        return self.rank // self.neighbours
+        return self.rank // self.local_world_size
 
     @property
-    def place(self) -> int:
+    def local_rank(self) -> int:
         """The rank's number inside its node."""
-        return self.rank % self.neighbours
+        return self.rank % self.local_world_size
 
     def between(self, slot: Slot) -> Slot:
         """The region of the inter-node hop: the pieces of this place in every node."""
-        return _part(slot, slot.pieces[self.place :: self.neighbours])
+        return _part(slot, slot.pieces[self.local_rank :: self.local_world_size])
 
     def inside(self, slot: Slot) -> list[Slot]:
         """The regions of the intra-node hop: each node's range of rows, cut over the places."""
         return [
-            _part(slot, slot.pieces[first : first + self.neighbours])
-            for first in range(0, self.nodes * self.neighbours, self.neighbours)
+            _part(slot, slot.pieces[first : first + self.local_world_size])
+            for first in range(0, self.nodes * self.local_world_size, self.local_world_size)
         ]
 
     def stretches(self, slot: Slot) -> list[tuple[int, int]]:
@@ -106,7 +106,7 @@ class NodeLayout:
         """One parameter's regions of the intra-node hop: each node's rows, counted from 0."""
         slot = self.slots[index]
         if slot.replicated:
-            return [_part(slot, slot.pieces[: self.axes.neighbours])]
+            return [_part(slot, slot.pieces[: self.axes.local_world_size])]
         parts = self.axes.inside(slot)
         starts = [part.pieces[0][0] for part in parts]
         return [

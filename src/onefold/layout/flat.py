@@ -24,7 +24,7 @@ class UnitBytes:
     master: int
     has_master: bool  # in every tier; else only off the device, where weights rest on it
     moments: int
-    whole: int  # gathered, or cast; 0 where weights compute from where they rest
+    unsharded: int  # gathered, or cast; 0 where weights compute from where they rest
     grad: int  # reduced
     partials: tuple[int, ...]  # per member; 0 where it needs no gradient
 
@@ -78,7 +78,7 @@ def unit_bytes(
         master=rest * stepped if is_narrow or is_elsewhere else 0,
         has_master=is_narrow,
         moments=moments_numel * stepped * recipe.num_moments if any(trained) else 0,
-        whole=0 if is_resident else (full_numel + (world if is_cut else 0)) * computes,
+        unsharded=0 if is_resident else (full_numel + (world if is_cut else 0)) * computes,
         grad=grad_numel * first.itemsize if any(trained) else 0,
         partials=tuple(numel * computes for numel in trained_numels),
     )

@@ -50,7 +50,9 @@ class Ranks:
     def facts(self) -> list[str]:
         """What must be the same on every rank."""
         axes = self.axes
-        return [f"mesh of {axes.nodes} nodes x {axes.neighbours} ranks" if axes else "one axis"]
+        return [
+            f"mesh of {axes.nodes} nodes x {axes.local_world_size} ranks" if axes else "one axis"
+        ]
 
 
 def resolve(mesh: MeshChoice) -> Ranks:

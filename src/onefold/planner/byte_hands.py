@@ -23,7 +23,7 @@ STEP_BLOCK_NBYTES = {"cpu": 512 * 1024 * 4, "cuda": 64 * 1024 * 1024 * 4}
 def facts_of(unit: PlannedUnit, recipe: Recipe, *, is_far: bool) -> UnitFacts:
     """The facts that a schedule decides by. `is_far`: states of the unit are offloaded."""
     return UnitFacts(
-        nbytes=unit.whole, is_resident=unit.whole == 0,
+        nbytes=unit.unsharded, is_resident=unit.unsharded == 0,
         is_offloaded=is_far or not recipe.rests_near,
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ class ByteHands:
             add("feedback", unit.feedback)
             if policy.keeps_bytes:
                 self._whole.add(index)
-                add("unsharded", unit.whole)
+                add("unsharded", unit.unsharded)
             if policy.keeps_gradients and not is_away:
                 self._make_grad(index)
         if "disk" in (offload.parameters, offload.optimizer):
@@ -154,7 +154,7 @@ class ByteHands:
         unit = self._units[index]
         if index not in self._whole:
             self._whole.add(index)
-            self._held.add("unsharded", unit.whole)
+            self._held.add("unsharded", unit.unsharded)
         if self._recipe.rest_world == 1:
             return
         if unit.second:  # it is read before the hop inside the node begins
@@ -181,7 +181,7 @@ class ByteHands:
     def _free(self, index: int) -> None:
         self._read(index)
         self._whole.discard(index)
-        self._held.add("unsharded", -self._units[index].whole)
+        self._held.add("unsharded", -self._units[index].unsharded)
 
     def _rest(self, _: int) -> None:
         for kept in (*self._gathers.values(), self._first, self._second, self._third):
@@ -211,15 +211,15 @@ class ByteHands:
     def _follow(self, index: int) -> None:
         if self._recipe.has_hops:
             self._make_grad(index)
-        settle = self._units[index].messages.settle
-        self._second.take(settle.buffers)
+        second_hop = self._units[index].messages.second_hop
+        self._second.take(second_hop.buffers)
         name = "reduce_scatter between" if self._recipe.is_sharded else "gather"
-        self.sent[name] += settle.sent
+        self.sent[name] += second_hop.sent
         self._held.see()
 
-    def _settle(self, index: int) -> None:
+    def _finish(self, index: int) -> None:
         messages = self._units[index].messages
-        self._second.give(messages.settle.buffers)
+        self._second.give(messages.second_hop.buffers)
         self.sent["gather between"] += messages.share.sent
         if messages.share.buffers:
             self._third.take(messages.share.buffers)
@@ -247,6 +247,6 @@ _PHASES = {
 _HANDS: Mapping[Verb, Callable[[ByteHands, int], None]] = {
     Verb.FILL: ByteHands._fill, Verb.GATHER: ByteHands._gather, Verb.SHOW: ByteHands._read,
     Verb.FREE: ByteHands._free, Verb.INVALIDATE: ByteHands._read, Verb.REDUCE: ByteHands._reduce,
-    Verb.LAND: ByteHands._land, Verb.FOLLOW: ByteHands._follow, Verb.SETTLE: ByteHands._settle,
+    Verb.LAND: ByteHands._land, Verb.FOLLOW: ByteHands._follow, Verb.FINISH: ByteHands._finish,
     Verb.STEP: ByteHands._step, Verb.REST: ByteHands._rest,
 }  # fmt: skip

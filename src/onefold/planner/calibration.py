@@ -90,7 +90,7 @@ class Speeds:
     AdamW moves `step_nbytes` in `step_seconds`. `draw_rate` counts random numbers a second, without
     the time to fill memory. A lone rank has no collectives. Two constants are fitted to `wholes`
     (planner/whole_steps.py): seconds that a collective takes longer in a step than alone
-    (`crowding`), and seconds `around` every step.
+    (`overlap_penalty`), and seconds `step_overhead` every step.
     """
 
     ranks: int
@@ -104,8 +104,8 @@ class Speeds:
     gather: Collective | None = None
     reduce: Collective | None = None
     wholes: tuple[Whole, ...] = ()
-    crowding: float = 0.0
-    around: float = 0.0
+    overlap_penalty: float = 0.0
+    step_overhead: float = 0.0
     draw_rate: float = FASTEST
 
     @property
@@ -129,7 +129,7 @@ class Speeds:
         if self.gather is not None and self.reduce is not None:
             n = self.ranks
             hop = (self.gather.latency(n) + self.reduce.latency(n)) / 2
-            hop += self.crowding / max(1, ranks - 1)  # once a collective, of ranks - 1 hops
+            hop += self.overlap_penalty / max(1, ranks - 1)  # once a collective, of ranks - 1 hops
             link = Link(self.gather.rate(n) * share, hop / share)
             reduce = self.reduce.rate(n) / self.gather.rate(n)
         micro = self.micro_batch
@@ -159,7 +159,7 @@ class Speeds:
             disk_rate=disk_rate / ranks,
             kernel_seconds=micro.kernel_seconds / share,
             launches_hide=False,
-            step_seconds=self.around / share,
+            step_seconds=self.step_overhead / share,
             spread=self.spread * waits,
             draw_rate=self.draw_rate * share,
         )

@@ -1,9 +1,9 @@
 """Executes a schedule's actions on clocks: what engine/hands.py does to tensors. No torch here.
 
 Streams run beside one another, each in order: `compute`, `gather`, `reduce`, between nodes `cross`
-(weights), `settle` (sums of gradients) and `replica` (averages of copies), and for state off the
-device `fetch`, `flush`, `disk`, `cpu` and `publish`. Collectives share two links, inside the node
-and between nodes, and take turns on a link.
+(weights), `second_hop` (sums of gradients) and `replica` (averages of copies), and for state off
+the device `fetch`, `flush`, `disk`, `cpu` and `publish`. Collectives share two links, inside the
+node and between nodes, and take turns on a link.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class ClockHands:
         if not self._run.uses_rings:
             self._followed[index] = self._chain(index, self.streams.now)
 
-    def _settle(self, index: int) -> None:
+    def _finish(self, index: int) -> None:
         if not self._run.uses_rings:
             self.streams.wait(self._followed.pop(index, 0.0), "reduce")
 
@@ -175,7 +175,7 @@ class ClockHands:
             ready = self._talk("spread", index, costs.spread, ready)
         if self.is_last:
             ready = self._talk("replica", index, costs.replica, ready)
-        return self._talk("settle", index, costs.settle, ready)
+        return self._talk("second_hop", index, costs.second_hop, ready)
 
     def _wait_step(self, index: int) -> None:
         self.streams.wait(self._stepped[index], CAUSES[self.tiers.optimizer])
@@ -197,6 +197,6 @@ _HANDS: Mapping[Verb, Callable[[ClockHands, int], None]] = {
     Verb.FETCH: ClockHands._fetch, Verb.FILL: ClockHands._fill, Verb.GATHER: ClockHands._gather,
     Verb.SHOW: ClockHands._show, Verb.FREE: ClockHands._free, Verb.INVALIDATE: ClockHands._free,
     Verb.REDUCE: ClockHands._reduce, Verb.LAND: ClockHands._land, Verb.FOLLOW: ClockHands._follow,
-    Verb.SETTLE: ClockHands._settle, Verb.WAIT_STEP: ClockHands._wait_step,
+    Verb.FINISH: ClockHands._finish, Verb.WAIT_STEP: ClockHands._wait_step,
     Verb.STEP: ClockHands.step_far,
 }  # fmt: skip

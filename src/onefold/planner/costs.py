@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """Weights are gathered, after a hop between nodes where they `cross` in one. Gradients are
-    reduced; at stage 0 the mean is `spread`; between nodes sums `settle`, or those of a `replica`.
+    """The seconds and bytes of each message of a unit.
+
+    Weights take `gather`, after `cross` where a hop between nodes comes first. Gradients take
+    `reduce`, at stage 0 then `spread` (the mean); between nodes `second_hop`, or `replica`.
     """
 
     gather: Cost
@@ -36,7 +38,7 @@ class UnitCosts:
     spread: Cost = NO_COST
     replica: Cost = NO_COST
     cross: Cost = NO_COST
-    settle: Cost = NO_COST
+    second_hop: Cost = NO_COST
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ def _two_hops(numel: int, recipe: Recipe, conditions: Conditions, machine: Machi
         gather=_gather(numel, _coded(wire.weights_inside, weight), inside, machine),
         reduce=_reduce(numel, _coded(wire.gradients_inside, grad), inside, machine),
         cross=_gather(part, _coded(wire.weights_between, weight), between, machine),
-        settle=_reduce(part, _coded(wire.gradients_between, grad), between, machine),
+        second_hop=_reduce(part, _coded(wire.gradients_between, grad), between, machine),
     )
 
 

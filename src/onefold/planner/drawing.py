@@ -6,8 +6,8 @@ from onefold.planner.simulate import StepTime
 from onefold.planner.streams import PlannedSpan
 
 ORDER = (
-    "fetch", "cross", "gather", "compute", "reduce", "settle", "replica", "flush", "disk", "cpu",
-    "publish",
+    "fetch", "cross", "gather", "compute", "reduce", "second_hop", "replica", "flush", "disk",
+    "cpu", "publish",
 )  # fmt: skip
 MARKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 

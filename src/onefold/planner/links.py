@@ -9,15 +9,15 @@ from onefold.planner.machines import Machine
 
 @dataclass(frozen=True, slots=True)
 class LinkGroup:
-    """`ranks` that talk, `neighbours` of which share a node."""
+    """`ranks` that talk, `local_world_size` of which share a node."""
 
     ranks: int
-    neighbours: int
+    local_world_size: int
 
     @property
     def nodes(self) -> int:
         """Nodes that the group spans."""
-        return -(-self.ranks // self.neighbours)
+        return -(-self.ranks // self.local_world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ def gather_cost(
     inside = outside = 0.0
     links: tuple[str, ...] = ()
     crossings = nodes if nodes > 1 else 0
-    if group.neighbours > 1:
+    if group.local_world_size > 1:
         inside = sent / (machine.inside.nbytes_per_second * link)
         links += ("inside",)
     if nodes > 1:
-        cards = 1 if is_straight else group.neighbours
+        cards = 1 if is_straight else group.local_world_size
         entering = nbytes * (nodes - 1) / nodes / cards
         outside = entering / (machine.outside.nbytes_per_second * link)
         links += ("outside",)

@@ -50,7 +50,7 @@ class UnitMessages:
     gather: PlannedMessage = NOTHING
     cross: PlannedMessage = NOTHING
     reduce: PlannedMessage = NOTHING
-    settle: PlannedMessage = NOTHING
+    second_hop: PlannedMessage = NOTHING
     share: PlannedMessage = NOTHING
     second: int = 0
     sums: int = 0
@@ -58,18 +58,23 @@ class UnitMessages:
     @property
     def owed(self) -> int:
         """Elements of gradients that are fed back, if they are (unit/reduction.py)."""
-        return self.reduce.owed + self.settle.owed + self.share.owed
+        return self.reduce.owed + self.second_hop.owed + self.share.owed
 
 
 def messages_of(
-    members: Sequence[Member], ranks: int, neighbours: int, wire: Wire, *, is_nccl: bool = False
+    members: Sequence[Member],
+    ranks: int,
+    local_world_size: int,
+    wire: Wire,
+    *,
+    is_nccl: bool = False,
 ) -> UnitMessages:
-    """Of a unit with these members over `ranks`, `neighbours` of which are a node; 0: one axis.
+    """The messages of a unit over `ranks`, in nodes of `local_world_size` ranks; 0: one axis.
 
     With `secondary="optimizer"` nodes are replicas.
     """
     alike = tuple(replace(member, fqn="") for member in members)
-    return _messages_of(alike, ranks, neighbours, wire, is_nccl)
+    return _messages_of(alike, ranks, local_world_size, wire, is_nccl)
 
 
 def spread_of(members: Sequence[Member], ranks: int, *, is_nccl: bool = False) -> UnitMessages:
@@ -77,21 +82,23 @@ def spread_of(members: Sequence[Member], ranks: int, *, is_nccl: bool = False) -
     trained = [member for member in members if member.requires_grad]
     regions = _slabs(trained, ranks, is_nccl)
     reduce = messages_of(members, ranks, 0, Wire(), is_nccl=is_nccl).reduce
-    return UnitMessages(reduce=reduce, settle=_gather(regions, 0, EXACT, members[0].itemsize))
+    return UnitMessages(reduce=reduce, second_hop=_gather(regions, 0, EXACT, members[0].itemsize))
 
 
 @lru_cache(maxsize=256)  # blocks are alike, and ways to train are many
 def _messages_of(
-    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, is_nccl: bool
+    members: tuple[Member, ...], ranks: int, local_world_size: int, wire: Wire, is_nccl: bool
 ) -> UnitMessages:
-    if not neighbours:
+    if not local_world_size:
         words = wire.weights_between, wire.gradients_between
         return _one_axis(members, ranks, words, is_nccl)
     if wire.secondary == "optimizer":
         words = wire.weights_inside, wire.gradients_inside
-        inside = _one_axis(members, neighbours, words, is_nccl)
-        return _with_replicas(inside, members, (neighbours, ranks // neighbours), wire, is_nccl)
-    return _two_hops(members, ranks, neighbours, wire, is_nccl)
+        inside = _one_axis(members, local_world_size, words, is_nccl)
+        return _with_replicas(
+            inside, members, (local_world_size, ranks // local_world_size), wire, is_nccl
+        )
+    return _two_hops(members, ranks, local_world_size, wire, is_nccl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +164,10 @@ def _with_replicas(
     is_nccl: bool,
 ) -> UnitMessages:  # fmt: skip
     """Own rows of a node's mean: each node's part of them is averaged, then all gather them."""
-    neighbours, nodes = mesh
+    local_world_size, nodes = mesh
     regions = []
     for member in members:
-        own = cut_of(member.shape, neighbours).piece_numel(0)
+        own = cut_of(member.shape, local_world_size).piece_numel(0)
         parts = [stop - start for start, stop in parts_of(own, nodes)]
         parts = parts if member.shape else [1] * nodes
         regions.append(_Region.of(member, parts, is_nccl))
@@ -169,33 +176,33 @@ def _with_replicas(
     wide = itemsize if word == EXACT else members[0].itemsize  # of means: they are rounded once
     return replace(
         inside,
-        settle=_reduce(regions, 1 + len(trained), word, itemsize),
+        second_hop=_reduce(regions, 1 + len(trained), word, itemsize),
         share=_gather(trained, 0, word, wide),
     )
 
 
 def _two_hops(
-    members: tuple[Member, ...], ranks: int, neighbours: int, wire: Wire, is_nccl: bool
+    members: tuple[Member, ...], ranks: int, local_world_size: int, wire: Wire, is_nccl: bool
 ) -> UnitMessages:
     if not members[0].is_floating:
         return _one_axis(members, ranks, (EXACT, EXACT), is_nccl, by_rows=True)
-    nodes, itemsize = ranks // neighbours, members[0].compute_itemsize
+    nodes, itemsize = ranks // local_world_size, members[0].compute_itemsize
     near: list[_Region] = []  # every node's stretch of rows, cut over its ranks
     far: list[_Region] = []  # this place's piece of every node's rows
     kept = 0
     for member in members:
         pieces = _numels(cut_of(member.shape, ranks, by_rows=True))
-        own = pieces[::neighbours]
+        own = pieces[::local_world_size]
         far.append(_Region.of(member, own, is_nccl))
-        starts = range(0, ranks, neighbours) if member.shape else (0,)
-        near += [_Region.of(member, pieces[at : at + neighbours], is_nccl) for at in starts]
+        starts = range(0, ranks, local_world_size) if member.shape else (0,)
+        near += [_Region.of(member, pieces[at : at + local_world_size], is_nccl) for at in starts]
         kept += round_up(sum(own) if member.shape else 1, PIECE_NUMEL)
     flags = 1 + sum(region.is_trained for region in far)
     return UnitMessages(
         gather=_gather(near, nodes, wire.weights_inside, itemsize),
         cross=_gather(far, 1, wire.weights_between, itemsize),
         reduce=_reduce(near, flags, wire.gradients_inside, itemsize),
-        settle=_reduce(far, flags, wire.gradients_between, itemsize),
+        second_hop=_reduce(far, flags, wire.gradients_between, itemsize),
         second=kept + nodes,
         sums=kept,
     )

@@ -220,7 +220,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Setting:
+class _Context:
     compute: torch.dtype | None
 
 
@@ -228,7 +228,7 @@ class _Tracer:
     """Stands where the engine stands, and writes down what it is told."""
 
     def __init__(self, module: nn.Module, plans: list[UnitPlan], precision: Precision) -> None:
-        self.setting, self._precision = _Setting(precision.compute), precision
+        self.context, self._precision = _Context(precision.compute), precision
         self.saved, self.ledger, self.is_summoned = None, None, False
         self.units: list[UnitTrace] = []
         self.events: list[Event] = []

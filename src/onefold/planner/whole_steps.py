@@ -1,9 +1,9 @@
 """Fit two constants to full steps of the measured model, as its parts do not add up to a step.
 
 Collectives were measured alone. In a step they begin and end between kernels and compete for the
-cores: each takes `crowding` seconds more, for any number of bytes. Each step also spends a time
-`around` it outside of kernels and messages, as for memory that is freed and mapped again. Steps
-with few and with many collectives tell the two apart.
+cores: each takes `overlap_penalty` seconds more, for any number of bytes. Each step also spends
+`step_overhead` seconds outside of kernels and messages, as for memory that is freed and mapped
+again. Steps with few and with many collectives tell the two apart.
 """
 
 from __future__ import annotations
@@ -26,21 +26,25 @@ HALVINGS = 40
 def with_whole_steps(speeds: Speeds, work: ModelWork) -> Speeds:
     """Fit `speeds` to its measured full steps of `work`, as closely as the constants allow.
 
-    `around` is the rest of the step with the fewest collectives. `crowding` makes the step with
-    the most collectives fit; a lone rank has none.
+    `step_overhead` is the rest of the step with the fewest collectives. `overlap_penalty` makes
+    the step with the most collectives fit; a lone rank has none.
     """
     if not speeds.wholes:
         return speeds
     few, many = speeds.wholes[0], speeds.wholes[-1]
 
-    def at(crowding: float) -> Speeds:
-        crowded = replace(speeds, crowding=crowding, around=0.0)
+    def at(overlap_penalty: float) -> Speeds:
+        crowded = replace(speeds, overlap_penalty=overlap_penalty, step_overhead=0.0)
         rest = few.seconds - predict_seconds(crowded, work, few)
-        return replace(crowded, around=max(0.0, rest))
+        return replace(crowded, step_overhead=max(0.0, rest))
 
     if few is many:
         return at(0.0)
-    return at(_root(lambda crowding: predict_seconds(at(crowding), work, many) - many.seconds))
+    return at(
+        _root(
+            lambda overlap_penalty: predict_seconds(at(overlap_penalty), work, many) - many.seconds
+        )
+    )
 
 
 def predict_seconds(speeds: Speeds, work: ModelWork, whole: Whole) -> float:

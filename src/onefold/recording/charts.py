@@ -34,7 +34,7 @@ MAX_SPANS = 4000
 MAX_POINTS = 400
 """Steps that a curve shows. Of more it shows averages of neighbours."""
 
-NESTED_VERBS = ("wait", "await_step", "unpack", "average")
+NESTED_VERBS = ("wait", "wait_step", "unpack", "average")
 """Verbs of the training thread that may lie inside a unit's compute: low bars in its row."""
 
 

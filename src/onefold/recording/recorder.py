@@ -94,7 +94,7 @@ def record(module: nn.Module) -> Iterator[Recording]:
                 hint="record one step, and leave its block before the next",
             )
         )
-    recording, recorder = Recording(engine), Recorder(engine.ledger, engine.setting.store.device)
+    recording, recorder = Recording(engine), Recorder(engine.ledger, engine.context.store.device)
     engine.ledger.observer = recorder
     try:
         yield recording

@@ -67,7 +67,7 @@ class RankLine:
         peaks: dict[str, int] = {}
         for series, nbytes in zip(record.series, record.memory.nbytes, strict=True):
             peaks[series.kind] = peaks.get(series.kind, 0) + max(nbytes, default=0)
-        wait = record.total("compute", "wait") + record.total("compute", "await_step")
+        wait = record.total("compute", "wait") + record.total("compute", "wait_step")
         busy = record.total("compute") + record.total("phase", "step")  # no unit computes in a step
         sent = sum(each.nbytes for each in record.sent.values())
         return RankLine(

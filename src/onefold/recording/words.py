@@ -30,7 +30,7 @@ VERBS = {
     "recompute": "forward again (recompute)",
     "backward": "backward",
     "wait": "waiting for a collective",
-    "await_step": "waiting for a background step",
+    "wait_step": "waiting for a background step",
     "unpack": "unpacking gathered weights",
     "average": "averaging received gradients",
     "gather": "gather of weights",

@@ -207,7 +207,7 @@ class Stepped:
         for parameter in self.module.parameters():
             parameter.grad = torch.randn_like(parameter)
         self.units = engine_of(self.module).units
-        self.tiers = self.units[0].setting.tiers
+        self.tiers = self.units[0].context.tiers
 
     def row(self, name: str, way: str, nbytes: int, of: str) -> BandwidthRow:
         """Return the row of a step that moves `nbytes` per parameter."""
@@ -221,7 +221,7 @@ class Stepped:
     def finish(self) -> None:
         """Wait until every unit is stepped and back in its tier. Raises `TierError`."""
         for unit in self.units:
-            unit.settle()
+            unit.wait_step()
 
 
 def thread_notes(threads: int, engine_threads: int) -> Iterator[str]:

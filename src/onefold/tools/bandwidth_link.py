@@ -52,7 +52,7 @@ def _wire_rows(world: World, shape: tuple[int, int]) -> Iterator[BandwidthRow]:
     group, rank, world_size = world.group, world.rank, world.world_size
     zeros = partial(torch.zeros, device=world.device)
     probe = onefold.shard(nn.Linear(1, 1, device=world.device), mesh=group.handle)
-    transport = engine_of(probe).setting.transport
+    transport = engine_of(probe).context.transport
     layout = Layout.build([(str(index), shape) for index in range(NUM_REGIONS)], world_size)
     full = zeros(layout.full_numel)
     shard = zeros(len(full) // world_size)

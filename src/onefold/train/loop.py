@@ -135,7 +135,7 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
     recorded = Recorded(job, trainer.module, first)
     with StopRequests(is_active=job.checkpoint is not None) as requests:
         for step in range(first, job.steps):
-            with recorded.around(step):
+            with recorded.around_step(step):
                 loss = trainer.step(step)
             meter.note(loss)
             trainer.checkpoints.after(step + 1, requests)

@@ -34,7 +34,7 @@ class Recorded:
         self.recording: Recording | None = None
 
     @contextmanager
-    def around(self, step: int) -> Iterator[None]:
+    def around_step(self, step: int) -> Iterator[None]:
         """Around every step."""
         if self.job.report is None or step != self.number:
             yield

@@ -198,7 +198,7 @@ class UnitGather:
         weights = self.weights
         with torch.no_grad():
             try:
-                weights.settle()
+                weights.wait_step()
                 bring()
             except TierError as error:
                 weights.failure = error
@@ -275,7 +275,7 @@ class TwoHopGather(UnitGather):
         self._from_second: list[tuple[Stretch, Stretch]] = []  # in full, in the second shard
         self._layout = NodeLayout.build(weights.rest.slots, hops.axes)  # of the second shard
         if hops.keeps_weights:
-            context, numel = weights.setting, self._layout.numel + hops.axes.nodes
+            context, numel = weights.context, self._layout.numel + hops.axes.nodes
             self._second = Buffer(
                 numel, weights.compute_dtype, Kind.SECONDARY, context.store, context.ledger
             )
@@ -314,7 +314,7 @@ class TwoHopGather(UnitGather):
         self._copy_second(flat, into_second=False)
         tags = self._second.tensor[self._layout.numel :]
         with torch.no_grad():
-            flat[numel:][axes.place :: axes.neighbours] = tags
+            flat[numel:][axes.local_rank :: axes.local_world_size] = tags
         return inside.gather(flat, self._cut_inside, label)
 
     def _copy_second(self, flat: Tensor, *, into_second: bool) -> None:
@@ -389,7 +389,7 @@ def _cut(
 
 def gather_of(weights: UnitWeights, *, is_tiled: bool) -> UnitGather:
     """The gather of a unit's weights in the compute dtype, on its routes."""
-    routes = weights.setting.routes
+    routes = weights.context.routes
     if is_tiled or not weights.dtype.is_floating_point:  # neither coded nor kept twice
         return UnitGather(weights, routes.transport)
     if routes.hops is not None:

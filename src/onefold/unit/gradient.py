@@ -40,7 +40,7 @@ class GradientHome(Protocol):
 
     keeps_gradients: bool
 
-    def await_step(self) -> None: ...
+    def join_step(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class UnitGradient:
         self._resting: dict[UnitParameter, Tensor] = {}  # `.grad` of faces with a resting partial
         self._due: set[UnitParameter] = set()  # trained by a micro-batch that rests; on every rank
         self.is_unused = False  # by every rank, in the last backward
-        self.is_spent = False  # stepped in backward, and freed: until the optimizer's step
+        self.is_consumed = False  # stepped in backward, and freed: until the optimizer's step
         self.is_discarding = False  # an aborted backward: results that still arrive are dropped
         self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
         self.reduced: Buffer | None = None
@@ -93,15 +93,15 @@ class UnitGradient:
 
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
-        if self.is_spent:
-            raise StateError(refusals.why_spent(parameter.fqn, self._spec.context.where))
+        if self.is_consumed:
+            raise StateError(refusals.why_consumed(parameter.fqn, self._spec.context.where))
 
-    def spend(self) -> None:
+    def consume(self) -> None:
         """A step uses the values now: show no gradient, and leave the buffer to the step."""
-        self.is_spent = True
+        self.is_consumed = True
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
-                parameter.face.grad = None
+                parameter.sharded.grad = None
             self._count_local()
         self.shown.clear()
         self._resting.clear()
@@ -113,8 +113,8 @@ class UnitGradient:
         """The parameters that require a gradient now, or did in a micro-batch that rests."""
         with torch._C.DisableTorchFunctionSubclass():
             if not self._due:
-                return [p for p in self._parameters if p.face.requires_grad]
-            return [p for p in self._parameters if p.face.requires_grad or p in self._due]
+                return [p for p in self._parameters if p.sharded.requires_grad]
+            return [p for p in self._parameters if p.sharded.requires_grad or p in self._due]
 
     def note_fired(self, parameter: UnitParameter) -> None:
         """Count a gradient that autograd has just accumulated."""
@@ -135,30 +135,30 @@ class UnitGradient:
         self._due.update(self.trainable())
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self.partial:
-                grad = parameter.whole.grad
-                if grad is None or parameter.whole is parameter.face:
+                grad = parameter.unsharded.grad
+                if grad is None or parameter.unsharded is parameter.sharded:
                     continue
-                if parameter.face.grad is None:
-                    parameter.face.grad = parameter.wrap_partial(grad)
-                self._resting[parameter] = parameter.face.grad  # type: ignore[assignment]
+                if parameter.sharded.grad is None:
+                    parameter.sharded.grad = parameter.wrap_partial(grad)
+                self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
 
     def _take_back_partials(self) -> None:
         """Partials are about to be reduced: faces show only reduced gradients."""
         for parameter, shown in self._resting.items():
-            if parameter.face.grad is shown and shown is not self.shown.get(parameter):
-                parameter.face.grad = None
+            if parameter.sharded.grad is shown and shown is not self.shown.get(parameter):
+                parameter.sharded.grad = None
         self._resting.clear()
 
     def drop_partial(self) -> list[UnitParameter]:
         """Forget gradients that were not reduced; returns those of which micro-batches rested."""
         self._due.clear()
         with torch._C.DisableTorchFunctionSubclass():
-            before = {p: p.face.grad for p in self._resting}
+            before = {p: p.sharded.grad for p in self._resting}
             self._take_back_partials()
-            lost = [p for p, shown in before.items() if p.face.grad is not shown]
+            lost = [p for p, shown in before.items() if p.sharded.grad is not shown]
             for parameter in self.partial:
-                if parameter.whole is not parameter.face:  # else as in plain PyTorch
-                    parameter.whole.grad = None
+                if parameter.unsharded is not parameter.sharded:  # else as in plain PyTorch
+                    parameter.unsharded.grad = None
         self._count_reduced(list(self.partial))
         self.reduction.drop(range(len(self._parameters)))
         return lost
@@ -166,12 +166,12 @@ class UnitGradient:
     def lose(self) -> None:
         """A backward failed: forget partial gradients. Faces whose earlier sums go say so."""
         for parameter in self.drop_partial():
-            parameter.face.grad = parameter.no_mean(is_lost=True)
+            parameter.sharded.grad = parameter.no_mean(is_lost=True)
 
     def check_whole(self) -> None:
         """Raise `StateError` if sums were lost, and nobody has cleared them since."""
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [p.face.grad for p in self._parameters]
+            grads = [p.sharded.grad for p in self._parameters]
         for parameter, shown in zip(self._parameters, grads, strict=True):
             if isinstance(shown, NoMean) and parameter not in self._resting | self.shown:
                 shown.refuse()
@@ -186,11 +186,11 @@ class UnitGradient:
     def accumulated(self) -> tuple[dict[UnitParameter, Tensor], dict[UnitParameter, Tensor]]:
         """Gradients since the last step: own rows of means, and whole partials."""
         with torch._C.DisableTorchFunctionSubclass():
-            partials = {p: p.whole.grad for p in self.partial if p.whole.grad is not None}
+            partials = {p: p.unsharded.grad for p in self.partial if p.unsharded.grad is not None}
             means = {
                 p: p.unwrap(grad)
                 for p in self._parameters
-                if (grad := p.face.grad) is not None
+                if (grad := p.sharded.grad) is not None
                 and not isinstance(grad, NoMean)
                 and self._reduced_at == self._ledger.steps
                 and (p not in partials or grad is self.shown.get(p))
@@ -205,7 +205,7 @@ class UnitGradient:
         has_rows = self._spec.context.world_size > 1
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self._parameters:
-                parameter.face.grad = None
+                parameter.sharded.grad = None
             self.drop_cleared()
             if means and has_rows:
                 self.mean_rows(list(means))
@@ -214,13 +214,13 @@ class UnitGradient:
                     mean = self._rest_view(parameter).copy_(mean)
                 self._give(parameter, mean)
             for parameter, grad in partial.items():
-                parameter.whole.grad = grad
+                parameter.unsharded.grad = grad
                 self._hold(parameter, grad.nbytes)
         self._reduced_at = self._ledger.steps
         self.rest_partial()
 
     def _give(self, parameter: UnitParameter, mean: Tensor) -> None:
-        self.shown[parameter] = parameter.face.grad = parameter.wrap_grad(mean)
+        self.shown[parameter] = parameter.sharded.grad = parameter.wrap_grad(mean)
 
     # reduced
 
@@ -230,8 +230,8 @@ class UnitGradient:
         Then `keep_sums` or `follow` is called, and after `follow` `end_following`.
         """
         parameters = self.trainable()
-        self.unit.await_step()  # it may still read the rows that are written now
-        if self.is_spent and parameters:
+        self.unit.join_step()  # it may still read the rows that are written now
+        if self.is_consumed and parameters:
             self.check_there(parameters[0])
         if self._spec.context.world_size == 1:
             self._due.clear()
@@ -239,13 +239,13 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self.drop_cleared()
             self._take_back_partials()
-            used = [p.whole.grad is not None for p in parameters]
+            used = [p.unsharded.grad is not None for p in parameters]
             partials = [self._flat_partial(p) for p in parameters]
             mean = self.mean_rows(parameters) if self.reduction.fills_rows else None
             which = tuple([p.index for p in parameters])
             ticket = self.reduction.start(which, partials, used, mean)
             for parameter in parameters:
-                parameter.whole.grad = None
+                parameter.unsharded.grad = None
             return ticket.then(partial(self._finish_reduce, parameters, used, partials, mean))
 
     def _keep_local(self, parameters: list[UnitParameter]) -> None:
@@ -256,22 +256,22 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._take_back_partials()
             for parameter in parameters:
-                grad, face = parameter.whole.grad, parameter.face
-                if grad is None or parameter.whole is face:
+                grad, sharded = parameter.unsharded.grad, parameter.sharded
+                if grad is None or parameter.unsharded is sharded:
                     continue
                 mean = grad.to(parameter.local.dtype)
-                existing = face.grad
+                existing = sharded.grad
                 if existing is not None:
                     parameter.unwrap(existing).add_(mean)
                 else:
                     self._give(parameter, mean)
-                parameter.whole.grad = None
+                parameter.unsharded.grad = None
                 parameter.call_hooks()
             self._count_reduced(parameters)
             self._count_local()
 
     def _count_local(self) -> None:
-        grads = [p.face.grad for p in self._parameters]
+        grads = [p.sharded.grad for p in self._parameters]
         self._local_account.set(sum([grad.nbytes for grad in grads if grad is not None]))
 
     def _finish_reduce(
@@ -321,11 +321,11 @@ class UnitGradient:
         """Until nodes talk, faces show that there is something, so that clearing it is seen."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in [self._parameters[index] for index in resting]:
-                if parameter.face.grad is None:
-                    parameter.face.grad = parameter.no_mean(is_lost=False)
+                if parameter.sharded.grad is None:
+                    parameter.sharded.grad = parameter.no_mean(is_lost=False)
                     if self.reduction.rests_in_place:
-                        self.shown[parameter] = parameter.face.grad
-                self._resting[parameter] = parameter.face.grad  # type: ignore[assignment]
+                        self.shown[parameter] = parameter.sharded.grad
+                self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
 
     def end_following(self) -> None:
         """Wait for the second hop of the last reduction, if it is not over."""
@@ -339,8 +339,8 @@ class UnitGradient:
         self._reduced_at = self._ledger.steps
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in parameters:
-                shown = parameter.face.grad
-                is_own = parameter.face is parameter.whole
+                shown = parameter.sharded.grad
+                is_own = parameter.sharded is parameter.unsharded
                 if shown is None or is_own or isinstance(shown, NoMean):
                     self._give(parameter, self._rest_view(parameter))
                 parameter.call_hooks()
@@ -357,8 +357,8 @@ class UnitGradient:
             self.reduced.tensor.index_fill_(0, self._gaps(), 0)  # optimizers read them too
         flat, fresh = self.reduced.tensor, list[bool]()
         for parameter in parameters:
-            grad = parameter.face.grad
-            adds = grad is not None and parameter.face is not parameter.whole
+            grad = parameter.sharded.grad
+            adds = grad is not None and parameter.sharded is not parameter.unsharded
             fresh.append(not adds)
             if adds and grad is not None and grad is not self.shown.get(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
@@ -384,13 +384,13 @@ class UnitGradient:
             if self._local_account.nbytes:
                 self._count_local()
             if self._resting:
-                cleared = [p for p, shown in self._resting.items() if p.face.grad is not shown]
+                cleared = [p for p, shown in self._resting.items() if p.sharded.grad is not shown]
                 for parameter in cleared:
-                    parameter.whole.grad = None
+                    parameter.unsharded.grad = None
                     del self._resting[parameter]
                 self._count_reduced(cleared)
                 self.reduction.drop([parameter.index for parameter in cleared])
-            cleared = [p for p, shown in self.shown.items() if p.face.grad is not shown]
+            cleared = [p for p, shown in self.shown.items() if p.sharded.grad is not shown]
         if self.reduced is None:
             return
         for parameter in cleared:
@@ -401,9 +401,9 @@ class UnitGradient:
             self.reduced = None
 
     def _flat_partial(self, parameter: UnitParameter) -> Tensor:
-        grad = parameter.whole.grad
+        grad = parameter.unsharded.grad
         if grad is None:
-            whole = parameter.whole
+            whole = parameter.unsharded
             return torch.zeros(whole.numel(), dtype=self._spec.compute_dtype, device=whole.device)
         dense = grad if grad.layout is torch.strided else grad.to_dense()
         return dense.contiguous().view(-1)

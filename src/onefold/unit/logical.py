@@ -247,7 +247,7 @@ def _await_readers(leaves: Iterable[Any]) -> None:
             summoner = getattr(leaf, "_summoner", None)
             alive = summoner() if summoner is not None else None
             if alive is not None:
-                alive.home.settle()
+                alive.home.wait_step()
 
 
 class NoMean(Tensor):
@@ -259,10 +259,10 @@ class NoMean(Tensor):
     _why: str
 
     @staticmethod
-    def like(face: Tensor, why: str) -> NoMean:
-        """A stand-in for the gradient of `face`; a use raises the message `why`."""
+    def like(sharded: Tensor, why: str) -> NoMean:
+        """A stand-in for the gradient of `sharded`; a use raises the message `why`."""
         with torch._C.DisableTorchFunctionSubclass():
-            made = torch.empty((), dtype=face.dtype, device=face.device).expand(face.shape)
+            made = torch.empty((), dtype=sharded.dtype, device=sharded.device).expand(sharded.shape)
             shown = made.as_subclass(NoMean)
         shown._why = why
         return shown

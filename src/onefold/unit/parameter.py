@@ -1,6 +1,6 @@
 """UnitParameter: one parameter of a unit, its place in the module tree and its two forms.
 
-face    the sharded parameter: modules and users see it at rest (unit/sharded.py)
+face    the sharded parameter: modules and users see it at rest (unit/dtensors.py)
 local   [own rows] of the weight at rest, a view of the unit's weight buffer; the face shows it
 whole   the unsharded parameter: [all rows] in the compute dtype, a view of the unit's full buffer
 """
@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from onefold.errors import StateError
 from onefold.layout.rows import Slot
-from onefold.unit import logical, refusals, sharded
-from onefold.unit.sharded import ParameterHome
+from onefold.unit import dtensors, logical, refusals
+from onefold.unit.dtensors import ParameterHome
 from onefold.unit.spec import UnitSpec
 from onefold.wire.collectives import Group
 
@@ -29,8 +29,24 @@ class UnitParameter:
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
     __slots__ = (
-        "__weakref__", "_data", "_hooked", "_looked_at", "_resting", "_template", "_unit", "face",
-        "fqn", "index", "label", "local", "owners", "slot", "span", "spec", "version", "whole",
+        "__weakref__",
+        "_data",
+        "_hooked",
+        "_looked_at",
+        "_resting",
+        "_template",
+        "_unit",
+        "fqn",
+        "index",
+        "label",
+        "local",
+        "owners",
+        "sharded",
+        "slot",
+        "span",
+        "spec",
+        "unsharded",
+        "version",
     )  # fmt: skip
 
     def __init__(
@@ -54,8 +70,8 @@ class UnitParameter:
         self._data: Tensor | None = None  # `face.data`, once somebody took it
         self._looked_at: Tensor | None = None  # own rows of the whole weight when `.data` was taken
         self.version = 0  # of the whole weight, when it was gathered
-        self.face: nn.Parameter
-        self.whole: nn.Parameter
+        self.sharded: nn.Parameter
+        self.unsharded: nn.Parameter
 
     @property
     def unit(self) -> Any:
@@ -106,7 +122,7 @@ class UnitParameter:
         else:
             shown = local.as_subclass(logical.RestingGrad) if in_background else local
         if in_background:
-            sharded.introduce(shown, ref(self))
+            dtensors.introduce(shown, ref(self))
         return shown
 
     def wrap_partial(self, grad: Tensor) -> Tensor:
@@ -119,7 +135,7 @@ class UnitParameter:
     def no_mean(self, *, is_lost: bool) -> Tensor:
         """Stands in `face.grad` while sums rest inside the node, or after a backward tore them."""
         why = refusals.why_no_mean(self.fqn, self.spec.context.where, is_lost=is_lost)
-        return logical.NoMean.like(self.face, why)
+        return logical.NoMean.like(self.sharded, why)
 
     def unwrap(self, shown: Tensor) -> Tensor:
         """The rank's rows of a tensor shown like the face, or of a whole plain tensor."""
@@ -132,13 +148,13 @@ class UnitParameter:
     def own_grad(self) -> Tensor | None:
         """The rows that the face shows as its gradient, as real numbers; None if there are none."""
         with torch._C.DisableTorchFunctionSubclass():
-            shown = self.face.grad
+            shown = self.sharded.grad
             if shown is None or not self.local.numel():
                 return None
             own = self.unwrap(shown)
             return torch.view_as_real(own) if own.is_complex() else own
 
-    def shown_like_face(self, value: Tensor) -> Tensor:
+    def shown_like_sharded(self, value: Tensor) -> Tensor:
         """A whole or already sharded tensor, in the form that can be copied into the face."""
         if self._template is None:
             return value.full_tensor() if isinstance(value, DTensor) else value
@@ -160,63 +176,65 @@ class UnitParameter:
 
         `full` gives views of the unit's full buffer.
         """
-        self._make_face(original)
+        self._make_sharded(original)
         if self.spec.computes_on_sharded:
-            self.whole = self.face
+            self.unsharded = self.sharded
         else:
             view = full(self.slot.full_offset, self.slot.shape)
-            self.whole = nn.Parameter(view, requires_grad=False)
-            sharded.introduce(self.whole, ref(self))
+            self.unsharded = nn.Parameter(view, requires_grad=False)
+            dtensors.introduce(self.unsharded, ref(self))
             self.invalidate_whole()
-        if self.face.requires_grad:
+        if self.sharded.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.follow_requires_grad()
-        self.show(self.face)
+        self.show(self.sharded)
 
-    def _make_face(self, original: nn.Parameter) -> None:
+    def _make_sharded(self, original: nn.Parameter) -> None:
         spec, context = self.spec, self.spec.context
         requires_grad = original.requires_grad
         original.grad = None
         if context.mesh is not None:
             self._template = _dtensor(self.local, context.mesh, self.slot)
-            self.face = sharded.sharded_face(self.local, self._template, ref(self), self.label)
-            self.face.requires_grad_(requires_grad)
+            self.sharded = dtensors.sharded_parameter(
+                self.local, self._template, ref(self), self.label
+            )
+            self.sharded.requires_grad_(requires_grad)
             original.data = original.data.new_empty(0)  # whoever holds the object holds no bytes
-            sharded.invalidate(original, refusals.why_replaced(self.fqn, context.where))
+            dtensors.invalidate(original, refusals.why_replaced(self.fqn, context.where))
         else:
             original.data = self.local
-            sharded.introduce(original, ref(self))
+            dtensors.introduce(original, ref(self))
             if not spec.computes_on_sharded:
-                original.__class__ = sharded.ReplicatedParameter
+                original.__class__ = dtensors.ReplicatedParameter
             elif context.master.itemsize > spec.dtype.itemsize and spec.dtype.is_floating_point:
-                original.__class__ = sharded.PlainSharded
-            self.face = original
+                original.__class__ = dtensors.PlainSharded
+            self.sharded = original
         if not spec.computes_on_sharded and requires_grad:
-            self.face.register_post_accumulate_grad_hook(_DirectUse(ref(self)))
+            self.sharded.register_post_accumulate_grad_hook(_DirectUse(ref(self)))
         if spec.compute_dtype != spec.dtype:
-            self.face.grad_dtype = None  # a partial gradient shows in the compute dtype
+            self.sharded.grad_dtype = None  # a partial gradient shows in the compute dtype
 
     def show_whole(self) -> None:
         """Show the unsharded parameter, whose values have just been gathered."""
-        if self.whole is not self.face:
-            self.whole.__class__ = sharded.UnshardedParameter
+        if self.unsharded is not self.sharded:
+            self.unsharded.__class__ = dtensors.UnshardedParameter
             self.follow_requires_grad()
-            self.version = self.whole._version
-            self.show(self.whole)
-        elif self.face.requires_grad:
+            self.version = self.unsharded._version
+            self.show(self.unsharded)
+        elif self.sharded.requires_grad:
             self.follow_requires_grad()
 
     def invalidate_whole(self) -> None:
         """Make reading the unsharded parameter an error: its bytes are about to go."""
-        if self.whole is not self.face:
-            sharded.invalidate(self.whole, self._resting)
+        if self.unsharded is not self.sharded:
+            dtensors.invalidate(self.unsharded, self._resting)
 
     def is_untouched(self) -> bool:
         """True if the face shows the own memory still."""
         if self._template is not None:
-            return self.face._local_tensor is self.local  # type: ignore[attr-defined]
-        face, local = self.face, self.local
-        return face.data_ptr() == local.data_ptr() and face.shape == local.shape
+            return self.sharded._local_tensor is self.local  # type: ignore[attr-defined]
+        sharded, local = self.sharded, self.local
+        return sharded.data_ptr() == local.data_ptr() and sharded.shape == local.shape
 
     def touched(self, got: str) -> StateError:
         """The error for a parameter that was replaced, moved or resized."""
@@ -226,19 +244,21 @@ class UnitParameter:
 
     def call_hooks(self) -> None:
         """Run the user's post-accumulate hooks: faces are in no graph, so autograd cannot."""
-        hooks = self.face._post_accumulate_grad_hooks if self.face is not self.whole else None
+        hooks = (
+            self.sharded._post_accumulate_grad_hooks if self.sharded is not self.unsharded else None
+        )
         for hook in list((hooks or {}).values()):
             if not isinstance(hook, _DirectUse):
-                hook(self.face)
+                hook(self.sharded)
 
     def follow_requires_grad(self) -> None:
         """Let the unsharded parameter train when, and only when, the face says so."""
-        wanted = self.face.requires_grad
-        if self.whole.requires_grad != wanted:
-            self.whole.requires_grad_(wanted)
+        wanted = self.sharded.requires_grad
+        if self.unsharded.requires_grad != wanted:
+            self.unsharded.requires_grad_(wanted)
         if wanted and not self._hooked:
             self._hooked = True
-            self.whole.register_post_accumulate_grad_hook(_grad_hook(ref(self)))
+            self.unsharded.register_post_accumulate_grad_hook(_grad_hook(ref(self)))
 
     # edits
 
@@ -246,13 +266,13 @@ class UnitParameter:
     def user_edits(self) -> int:
         """How often users changed the weight at rest: through its face, or by way of `.data`."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.face._version + (0 if self._data is None else self._data._version)
+            return self.sharded._version + (0 if self._data is None else self._data._version)
 
     def note_whole_edit(self) -> None:
         """`.data` of the unsharded parameter was taken: compare values at the next reshard."""
-        if self.whole._version == self.version and not self.spec.is_resident:
+        if self.unsharded._version == self.version and not self.spec.is_resident:
             with torch.no_grad():
-                self._looked_at = self.own_part(self.whole.detach()).clone()
+                self._looked_at = self.own_part(self.unsharded.detach()).clone()
         self.version = -1
 
     def keep_edits(self) -> None:
@@ -262,13 +282,13 @@ class UnitParameter:
         """
         before, self._looked_at = self._looked_at, None
         with torch.no_grad():
-            now = self.own_part(self.whole.detach())
+            now = self.own_part(self.unsharded.detach())
         if before is None:
             before = self.local.to(now)
         changed = (now != before).to(self.local.device)
         self.local.copy_(torch.where(changed, now.to(self.local), self.local))
 
-    # for its face (`ParameterOwner` of unit/sharded.py)
+    # for its face (`ParameterOwner` of unit/dtensors.py)
 
     @property
     def group(self) -> Group:
@@ -298,9 +318,9 @@ class UnitParameter:
         with torch._C.DisableTorchFunctionSubclass():
             if self._template is None or torch.is_inference_mode_enabled():
                 self.home.note_data_access()
-                return self.face.data
+                return self.sharded.data
             if self._data is None:
-                self._data = self.face.data
+                self._data = self.sharded.data
                 self._data.__class__ = logical.ShownData
                 self._data._label = self.label  # type: ignore[attr-defined]
                 self.home.count_edits_of(self._data)
@@ -313,9 +333,9 @@ class _DirectUse:
     def __init__(self, parameter: ReferenceType[UnitParameter]) -> None:
         self.parameter = parameter
 
-    def __call__(self, face: Tensor) -> None:
+    def __call__(self, sharded: Tensor) -> None:
         parameter = self.parameter()
-        if isinstance(face.grad, DTensor):  # of an operation that DTensor defines: full_tensor()
+        if isinstance(sharded.grad, DTensor):  # of an operation that DTensor defines: full_tensor()
             return
         if parameter is not None:
             raise refusals.direct_use(parameter.fqn, parameter.spec.context.where)

@@ -87,7 +87,7 @@ def why_resting(fqn: str, where: str) -> str:
     )
 
 
-def why_spent(fqn: str, where: str) -> str:
+def why_consumed(fqn: str, where: str) -> str:
     """For a gradient that a step in backward has used up."""
     return expected(
         f"no use for the gradient of {fqn!r} between backward and step",

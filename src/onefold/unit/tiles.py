@@ -83,7 +83,7 @@ class TiledWeight:
             room.release()
         self._open: WeakSet[_Use] = WeakSet()  # uses that backward has not come by
 
-    # for sharded parameters (`Tiled` of unit/sharded.py)
+    # for sharded parameters (`Tiled` of unit/dtensors.py)
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`F.linear` or `F.embedding` by tiles; None for what needs no whole weight.
@@ -127,7 +127,7 @@ class TiledWeight:
     def _anchor(self) -> Tensor:
         """An input that makes autograd run backward if the weight trains."""
         with torch._C.DisableTorchFunctionSubclass():
-            wants = self._parameter.face.requires_grad and torch.is_grad_enabled()
+            wants = self._parameter.sharded.requires_grad and torch.is_grad_enabled()
         return torch.empty(0, requires_grad=wants)
 
     def opened(self) -> _Use:
@@ -204,7 +204,7 @@ class _TileReducer:
     def __init__(self, parameter: UnitParameter, gradient: UnitGradient) -> None:
         self._parameter, self._gradient = parameter, gradient
         self._context = parameter.spec.context
-        gradient.unit.await_step()  # it may still read the rows that are written now
+        gradient.unit.join_step()  # it may still read the rows that are written now
         gradient.check_there(parameter)
         with torch._C.DisableTorchFunctionSubclass():
             gradient.drop_cleared()

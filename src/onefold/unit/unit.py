@@ -75,10 +75,10 @@ class Unit(UnitWeights):
     """The weights of one unit, at rest and unsharded, and the moves: `unshard` and `reshard`."""
 
     def __init__(
-        self, plan: UnitPlan, setting: Context, index: int, owner: UnitOwner, *,
+        self, plan: UnitPlan, context: Context, index: int, owner: UnitOwner, *,
         is_offloaded: bool = False, keeps_gradients: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(UnitSpec.of(plan, setting, index, is_offloaded=is_offloaded))
+        super().__init__(UnitSpec.of(plan, context, index, is_offloaded=is_offloaded))
         self._owner = ref(owner)
         self.state = UnitState.RESTING
         self.is_tiled = plan.tile_nbytes > 0  # never whole while it computes
@@ -92,11 +92,13 @@ class Unit(UnitWeights):
         ]
         self.gather = gather_of(self, is_tiled=self.is_tiled)
         is_exact = self.gather.is_exact
-        self.exact_gather = self.gather if is_exact else UnitGather(self, setting.transport)
-        self.full = self.weight
+        self.exact_gather = self.gather if is_exact else UnitGather(self, context.transport)
+        self.unsharded = self.weight
         if not self.is_resident:
-            numel, ledger = self.gather.full_numel, setting.ledger
-            self.full = Buffer(numel, self.compute_dtype, Kind.UNSHARDED, setting.store, ledger)
+            numel, ledger = self.gather.full_numel, context.ledger
+            self.unsharded = Buffer(
+                numel, self.compute_dtype, Kind.UNSHARDED, context.store, ledger
+            )
         self.gradient = UnitGradient(self, self.spec, self.parameters)
         self.tiled: TiledWeight | None = None
         if self.is_tiled:
@@ -117,20 +119,20 @@ class Unit(UnitWeights):
                 if parameter not in given:
                     parameter.local.copy_(parameter.own_part(original.detach()))
             for parameter, original in pairs:
-                parameter.build(original, self.full.view)
-                self._counted.append(parameter.face)
+                parameter.build(original, self.unsharded.view)
+                self._counted.append(parameter.sharded)
             if self.master is not None:
                 self.master.tensor.copy_(self.weight.tensor)
             for parameter in given:
                 assert values is not None, "given by nobody"
-                box = parameter.slot.box(self.setting.rest_rank)
+                box = parameter.slot.box(self.context.rest_rank)
                 values.fill(parameter.fqn, box, parameter.stepped)
             if self.master is not None:
                 if given:
                     self.weight.tensor.copy_(self.master.tensor)
                 self._published = self.edits()
         if not self.is_resident:
-            self.full.release()
+            self.unsharded.release()
         self.forget()
 
     # the two moves
@@ -138,14 +140,14 @@ class Unit(UnitWeights):
     def start_unshard(self) -> None:
         """Begin to gather the unsharded weights in the compute dtype; `unshard` waits for it."""
         if self.is_resident:
-            self.settle()
+            self.wait_step()
             return
         edits = self.edits()
         if self._fresh and self._gathered == edits:
             return
         self._await_gather()  # of weights that have changed since, and nobody used
-        self.full.reallocate()
-        self._ticket = self.gather.start(self.full)
+        self.unsharded.reallocate()
+        self._ticket = self.gather.start(self.unsharded)
         self._gathered, self._fresh = edits, True
 
     def start_fetch(self) -> None:
@@ -164,7 +166,7 @@ class Unit(UnitWeights):
         self.check_untouched()
         self.start_unshard()
         self._await_gather()
-        self.gather.check(self.full)
+        self.gather.check(self.unsharded)
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
                 parameter.show_whole()
@@ -189,21 +191,23 @@ class Unit(UnitWeights):
         if self.state is UnitState.WHOLE:
             self._keep_edits()
             for parameter in self.parameters:
-                parameter.show(parameter.face)
+                parameter.show(parameter.sharded)
             self.state = UnitState.RESTING
         if release and self.state is UnitState.RESTING and not self.is_resident:
             self._await_gather()
             self._fresh = False
-            if self.full.is_held:
+            if self.unsharded.is_held:
                 for parameter in self.parameters:
                     parameter.invalidate_whole()
                 if not keeps_bytes:
-                    self.full.release()
+                    self.unsharded.release()
 
     def _keep_edits(self) -> None:
         """Bring in-place changes that a forward made to unsharded weights back to the shards."""
         edited = [
-            p for p in self.parameters if p.whole is not p.face and p.whole._version != p.version
+            p
+            for p in self.parameters
+            if p.unsharded is not p.sharded and p.unsharded._version != p.version
         ]
         if not edited:
             return
@@ -217,7 +221,7 @@ class Unit(UnitWeights):
         self._kept_edits += self.edits() - before
         if was_current:
             self._gathered = self.edits()
-            self.gather.follow(self.full, before)
+            self.gather.follow(self.unsharded, before)
 
     def replaced(self) -> None:
         """Weights were read anew on every rank, into the master where there is one."""
@@ -231,10 +235,10 @@ class Unit(UnitWeights):
         """Raise `StateError` if a parameter was replaced, moved or resized since `shard`."""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
-                face = parameter.face
+                sharded = parameter.sharded
                 for owner, name in parameter.owners:
                     module = owner()
-                    if module is not None and module._parameters.get(name) is not face:
+                    if module is not None and module._parameters.get(name) is not sharded:
                         raise self.touched(parameter, "another tensor in its place")
                 if not parameter.is_untouched():
                     raise self.touched(parameter, "one that was moved, cast or resized")
@@ -259,14 +263,14 @@ class Unit(UnitWeights):
         """True if an operation on the sharded parameter needs the unsharded one."""
         owner = self._owner()
         with torch._C.DisableTorchFunctionSubclass():
-            return owner is not None and owner.is_wanted(parameter.face.requires_grad)
+            return owner is not None and owner.is_wanted(parameter.sharded.requires_grad)
 
     def summon_for_use(self, parameter: UnitParameter) -> Tensor:
         """The unsharded parameter, for an operation outside the unit's own modules."""
         owner = self._owner()
         assert owner is not None, "an operation needs the unsharded parameter of a dead engine"
         owner.unshard_for_use(self)
-        return parameter.whole
+        return parameter.unsharded
 
     def note_use(self, outputs: object) -> None:
         """Tell the owner of results computed outside the unit's modules."""

@@ -85,7 +85,7 @@ def box_of(shown: DTensor) -> ChunkStorageMetadata:
 
 
 def own_view(shown: DTensor, whole: Tensor) -> Tensor:
-    """This rank's piece of `whole`, cut as `shown`."""
+    """This rank's piece of `unsharded`, cut as `shown`."""
     dim, bounds = _bounds(shown)
     rank = shown.device_mesh.get_local_rank()
     return whole.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank])

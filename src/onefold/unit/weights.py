@@ -32,7 +32,7 @@ class UnitWeights:
     def __init__(self, spec: UnitSpec) -> None:
         self.spec = spec
         self.name, self.tag = spec.name, spec.tag
-        self.setting = spec.context
+        self.context = spec.context
         self.dtype, self.compute_dtype = spec.dtype, spec.compute_dtype
         self.rest, self.wire = spec.rest, spec.wire
         self.is_offloaded, self.is_resident = spec.is_offloaded, spec.is_resident
@@ -62,7 +62,7 @@ class UnitWeights:
     @property
     def state_store(self) -> Store:
         """The tier of masters and moments."""
-        return self.setting.tiers.state if self.is_offloaded else self.setting.store
+        return self.context.tiers.state if self.is_offloaded else self.context.store
 
     @property
     def stepped(self) -> Tensor:
@@ -73,26 +73,26 @@ class UnitWeights:
         """Allocate zeros [own rows] for optimizer states, by name."""
         for name, dtype in dtypes.items():
             if name not in self.moments:
-                numel, ledger = len(self.weight.tensor), self.setting.ledger
+                numel, ledger = len(self.weight.tensor), self.context.ledger
                 made = Buffer(numel, dtype, Kind.OPTIMIZER, self.state_store, ledger)
                 if made.far is None:  # else the file is new, and reads as zeros
                     made.tensor.zero_()
                 self.moments[name] = made
 
-    def await_step(self) -> None:
+    def join_step(self) -> None:
         """Wait for the step that runs in the background; note its failure, if it failed."""
         if self.pending is not None:
             try:
-                with watched(self.setting.ledger.observer, Stream.COMPUTE, "await_step", self.name):
+                with watched(self.context.ledger.observer, Stream.COMPUTE, "wait_step", self.name):
                     self.pending.wait()
             except TierError as error:
                 self.failure = error
             self.pending = None  # not before: an interrupted wait is waited for again
 
-    def settle(self) -> None:
+    def wait_step(self) -> None:
         """Wait for the step that runs in the background. Raises `TierError` if it failed."""
         if self.pending is not None:
-            self.await_step()
+            self.join_step()
         if self.failure is not None:
             raise self.failure
 

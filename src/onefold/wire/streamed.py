@@ -23,8 +23,8 @@ class Streamed(Wrapped):
         super().__init__(inner)
         self._streams = {name: torch.cuda.Stream(device) for name in ("gather", "reduce_scatter")}
 
-    def around(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
-        """See `Wrapped.around`."""
+    def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
+        """See `Wrapped.wrap`."""
         return _beside(self._streams[collective], start)
 
 

@@ -31,8 +31,8 @@ class Timed(Wrapped):
         self._ledger = ledger
         self._is_queued = is_queued
 
-    def around(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
-        """See `Wrapped.around`."""
+    def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
+        """See `Wrapped.wrap`."""
         observer = self._ledger.observer
         if observer is None:
             return start()

@@ -98,7 +98,7 @@ class Transport(Protocol):
 
 
 class Wrapped(ABC):
-    """Another transport with something `around` each transfer."""
+    """Another transport with something `wrap` each transfer."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -106,14 +106,14 @@ class Wrapped(ABC):
         self.is_coded = inner.is_coded
 
     @abstractmethod
-    def around(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
+    def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
         """Have `start` begin a "gather" or "reduce_scatter" of a unit."""
 
     def gather(
         self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
     ) -> Ticket:
         """See `Transport.gather`."""
-        return self.around("gather", cut.name, lambda: self.inner.gather(full, cut, label, own))
+        return self.wrap("gather", cut.name, lambda: self.inner.gather(full, cut, label, own))
 
     def reduce_scatter(
         self,
@@ -129,7 +129,7 @@ class Wrapped(ABC):
         def start() -> Ticket:
             return self.inner.reduce_scatter(partials, cut, out, fresh, label, owed)
 
-        return self.around("reduce_scatter", cut.name, start)
+        return self.wrap("reduce_scatter", cut.name, start)
 
     def rest(self) -> None:
         """See `Transport.rest`."""

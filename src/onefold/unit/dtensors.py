@@ -44,7 +44,7 @@ class ParameterHome(Protocol):
     def tiled(self) -> Tiled | None: ...
     @property
     def stepped(self) -> Tensor: ...
-    def settle(self) -> None: ...
+    def wait_step(self) -> None: ...
     def check_grad(self, parameter: Any) -> None: ...
     def on_grad(self, parameter: Any) -> None: ...
     def is_wanted_whole(self, parameter: Any) -> bool: ...
@@ -123,7 +123,7 @@ def _dispatch(
     with torch._C.DisableTorchFunctionSubclass():
         must = needs_plain(func, leaves)
         for _, home in owners.values():
-            home.settle()
+            home.wait_step()
         wanted = [home for owner, home in owners.values() if must or home.is_wanted_whole(owner)]
         if not wanted:
             outputs = run_sharded(func, args, kwargs)
@@ -139,16 +139,16 @@ def _dispatch(
 
 def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run attribute access on a face itself; tell its owner about reads and writes."""
-    face = args[0] if args else None
-    owner = face.summoner() if isinstance(face, FACES) else None
+    sharded = args[0] if args else None
+    owner = sharded.summoner() if isinstance(sharded, FACES) else None
     if owner is not None:
         if func in _VALUES:
-            owner.home.settle()
+            owner.home.wait_step()
         elif func == _GET_GRAD:
             owner.home.check_grad(owner)
         if func is Tensor.register_hook:
             owner.refuse_hook()
-        if func is Tensor.detach and isinstance(face, ShardedParameter):  # as state_dict() does
+        if func is Tensor.detach and isinstance(sharded, ShardedParameter):  # as state_dict() does
             return owner.detached()
         if func == _SET_DATA:
             owner.refuse_other_data(args[1])
@@ -189,17 +189,17 @@ class ShardedParameter(_Face, LogicalValues):
     """
 
     def to_local(self, **options: Any) -> Tensor:  # type: ignore[override]
-        self._settle()
+        self._wait()
         return super().to_local(**options)
 
     def full_tensor(self, **options: Any) -> Tensor:  # type: ignore[override]
-        self._settle()
+        self._wait()
         return super().full_tensor(**options)
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         summoner = self._summoner()
         if summoner is not None:
-            summoner.home.settle()
+            summoner.home.wait_step()
 
 
 class ReplicatedParameter(_Face, nn.Parameter):
@@ -274,12 +274,12 @@ def introduce(parameter: Tensor, summoner: ReferenceType[ParameterOwner]) -> Non
     setattr(parameter, "_summoner", summoner)  # noqa: B010 - torch declares no such attribute
 
 
-def sharded_face(
+def sharded_parameter(
     local: Tensor, like: DTensor, summoner: ReferenceType[ParameterOwner], label: str
 ) -> nn.Parameter:
     """A face over `local` [own rows] with the placement and logical shape of `like`."""
-    face: Any = dtensor_over(ShardedParameter, local, like._spec)
-    face._is_param = True
-    face._summoner = summoner
-    face._label = label
-    return face
+    sharded: Any = dtensor_over(ShardedParameter, local, like._spec)
+    sharded._is_param = True
+    sharded._summoner = summoner
+    sharded._label = label
+    return sharded
