@@ -82,7 +82,7 @@ class Disk:
     def length(self):
         return sum(file._nbytes for file in self.files)
 
-    def wait(self):
+    def settle(self):
         """Return when workers are through with what was begun."""
         for _, transfer, _ in self.saved._leaving:
             transfer.wait()
@@ -163,7 +163,7 @@ def grads_of(module, x, disk=None, backward=lambda loss: loss.backward()):
     if disk is None:
         loss = module(x).square().mean()
     else:
-        with disk.saving():
+        with disk.around():
             loss = module(x).square().mean()
     backward(loss)
     found = [p.grad.clone() for p in module.parameters()]
@@ -218,7 +218,7 @@ def test_two_graphs_may_be_alive_and_run_backward_in_any_order(tmp_path):
         losses = []
         for _ in range(2):
             torch.manual_seed(5)
-            with disk.saving():
+            with disk.around():
                 losses.append(module(batch()).square().mean())
         for index in order:
             module.zero_grad()
@@ -258,12 +258,12 @@ def test_recurrent_cells_that_change_parts_of_a_storage_in_place_are_the_same(tm
 def test_parts_with_counters_of_their_own_are_told_apart(tmp_path):
     disk = Disk([tmp_path], limits=EAGER)
     parts = torch.zeros(ROWS, 2 * WIDTH).unsafe_chunk(2, 1)
-    with disk.saving():
+    with disk.around():
         outs = []
         for value, part in enumerate(parts):
             part.fill_(value + 1.0)
             outs.append(Keeper.apply(torch.ones(1, requires_grad=True), part))
-            disk.wait()
+            disk.settle()
     for value, out in enumerate(outs):
         out.sum().backward()
         assert bool((Keeper.seen[0] == value + 1.0).all())
@@ -294,9 +294,9 @@ def test_dtype_shape_strides_and_alignment_come_back(tmp_path, dtype):
         whole[:, :1].expand(6, 50, 40), whole.unfold(1, 8, 2), whole[5, 49, 39:],
     ]  # fmt: skip
     copies = [view.clone() for view in views]
-    with disk.saving():
+    with disk.around():
         out = Keeper.apply(torch.ones(3, requires_grad=True), *views)
-    disk.wait()
+    disk.settle()
     strides = [view.stride() for view in views]
     places = [view.data_ptr() % 64 for view in views]
     del whole, views
@@ -312,9 +312,9 @@ def test_dtype_shape_strides_and_alignment_come_back(tmp_path, dtype):
 def test_a_tensor_of_many_pieces_comes_back(tmp_path):
     disk = Disk([tmp_path], limits=EAGER, num_threads=3)
     big = torch.randint(0, 1 << 30, (9 << 18,)).view(9, -1)[:, 3:]  # 9 MiB and odd
-    with disk.saving():
+    with disk.around():
         out = Keeper.apply(torch.ones(1, requires_grad=True), big)
-    disk.wait()
+    disk.settle()
     wanted = big.clone()
     out.sum().backward()
     assert torch.equal(Keeper.seen[0], wanted)
@@ -326,9 +326,9 @@ def test_a_tensor_of_many_pieces_comes_back(tmp_path):
 
 def saved_bytes(disk, *tensors):
     """Bytes on disk once a graph has saved these tensors."""
-    with disk.saving():
+    with disk.around():
         out = Keeper.apply(torch.ones(1, requires_grad=True), *tensors)
-    disk.wait()
+    disk.settle()
     found = disk.leased
     del out
     until(lambda: disk.leased == 0)
@@ -357,9 +357,9 @@ def test_a_batch_cut_from_a_data_set_moves_alone(tmp_path):
 def test_bytes_that_changed_in_between_are_not_taken_for_the_same(tmp_path):
     disk = Disk([tmp_path], limits=EAGER)
     x = torch.zeros(ROWS, WIDTH)
-    with disk.saving():
+    with disk.around():
         first = Keeper.apply(torch.ones(1, requires_grad=True), x)
-        disk.wait()
+        disk.settle()
         with torch.no_grad():
             x += 1
         second = Keeper.apply(torch.ones(1, requires_grad=True), x)
@@ -374,9 +374,9 @@ def test_a_freed_tensor_is_not_taken_for_another_at_its_address(tmp_path):
     outs = []
     for value in range(20):
         x = torch.full((ROWS, WIDTH), float(value))
-        with disk.saving():
+        with disk.around():
             outs.append(Keeper.apply(torch.ones(1, requires_grad=True), x))
-        disk.wait()
+        disk.settle()
         del x
     for value, out in enumerate(outs):
         out.sum().backward()
@@ -404,7 +404,7 @@ def test_weights_buffers_and_what_is_small_or_sparse_stay(tmp_path):
 def test_nothing_moves_in_evaluation_or_outside_of_forward(tmp_path):
     module = seeded(Network)
     disk = Disk([tmp_path], module, limits=EAGER)
-    with torch.no_grad(), disk.saving():
+    with torch.no_grad(), disk.around():
         module(batch())
     module(batch()).sum().backward()
     assert disk.written == 0
@@ -416,10 +416,10 @@ def test_of_blocks_that_are_recomputed_only_inputs_move(tmp_path, reentrant):
     disk = Disk([tmp_path], module, limits=EAGER)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     block = nn.Sequential(module, nn.Tanh())
-    with disk.saving():
+    with disk.around():
         y = checkpoint(block, x.exp(), use_reentrant=reentrant)
         y = checkpoint(block, y, use_reentrant=reentrant)
-    disk.wait()
+    disk.settle()
     # of exp the result, which is the input of the first block, and the input of the second
     assert disk.peak == 2 * STRETCH
     written = disk.written
@@ -432,7 +432,7 @@ def test_a_root_that_is_recomputed_whole_moves_nothing_in_backward(tmp_path):
     disk = Disk([tmp_path], module, limits=EAGER)
 
     def run(x):
-        with disk.saving():
+        with disk.around():
             return module(x)
 
     torch.manual_seed(5)
@@ -445,7 +445,7 @@ def test_a_root_that_is_recomputed_whole_moves_nothing_in_backward(tmp_path):
 def test_the_innermost_hooks_decide(tmp_path):
     disk = Disk([tmp_path], limits=EAGER)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with disk.saving():
+    with disk.around():
         with save_on_cpu():
             y = x.exp()
         assert disk.peak == 0
@@ -462,7 +462,7 @@ def chain(disk, depth, look=lambda alive: None):
     """Forward of `depth` activations; the storages of all of them."""
     storages = []
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with disk.saving():
+    with disk.around():
         y = x
         for _ in range(depth):
             y = torch.tanh(y)
@@ -475,7 +475,7 @@ def chain(disk, depth, look=lambda alive: None):
 def test_memory_is_free_once_it_is_written(tmp_path):
     disk = Disk([tmp_path])
     _y, storages, _x = chain(disk, 20)
-    disk.wait()
+    disk.settle()
     until(lambda: sum(not each.expired() for each in storages) == 2)  # the window of the newest
     assert not storages[-1].expired()
     assert disk.leased == 18 * STRETCH
@@ -501,7 +501,7 @@ def test_a_slow_disk_holds_forward_up_and_memory_does_not_grow(tmp_path, monkeyp
 def test_the_newest_bytes_are_not_written(tmp_path):
     disk = Disk([tmp_path])
     graph = chain(disk, 2)
-    disk.wait()
+    disk.settle()
     assert disk.written == 0
     graph[0].backward()
     assert disk.read == 0
@@ -511,12 +511,12 @@ def test_backward_runs_behind_a_window_of_reads(tmp_path):
     disk = Disk([tmp_path])
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     near = []
-    with disk.saving():
+    with disk.around():
         y = x
         for _ in range(12):
             y = torch.tanh(y)
             y.register_hook(lambda grad: near.append(disk.read // STRETCH))
-    disk.wait()
+    disk.settle()
     y.sum().backward()
     until(lambda: disk.read == 10 * STRETCH)
     # with k unpacked a window of two is ahead, and the two newest had not left
@@ -529,7 +529,7 @@ def test_the_file_does_not_grow_from_step_to_step(tmp_path):
     lengths = []
     for _ in range(4):
         graph = chain(disk, 12)
-        disk.wait()
+        disk.settle()
         graph[0].backward()
         del graph
         until(lambda: disk.leased == 0)
@@ -553,7 +553,7 @@ def test_an_exception_in_forward_releases_everything(tmp_path):
 
     def fail():
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        with disk.saving():
+        with disk.around():
             for _ in range(12):
                 x = torch.tanh(x)
             raise ValueError("mid-forward")
@@ -575,7 +575,7 @@ def test_several_paths_take_turns(tmp_path):
     disk = Disk(folders)
     for _ in range(2):
         graph = chain(disk, 22)
-        disk.wait()
+        disk.settle()
         graph[0].backward()
         del graph
         until(lambda: disk.leased == 0)
@@ -611,12 +611,12 @@ def test_stretches_of_an_area_never_overlap_and_become_one_again():
 
 def change_after_saving(disk, depth):
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with disk.saving():
+    with disk.around():
         y = x.exp()
         z = y
         for _ in range(depth):
             z = z.tanh()
-    disk.wait()
+    disk.settle()
     with torch.no_grad():
         y.add_(1)
     return z
@@ -645,7 +645,7 @@ def failing(code, real, after=0):
 
 def forward_and_backward(disk):
     graph = chain(disk, 20)
-    disk.wait()
+    disk.settle()
     graph[0].backward()
 
 

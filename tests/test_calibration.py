@@ -155,8 +155,8 @@ def as_measured(speeds: Speeds, *ways: tuple[int, int]) -> Speeds:
     return replace(speeds, wholes=wholes, overlap_penalty=0.0, step_overhead=0.0)
 
 
-@pytest.mark.parametrize("crowding", [0.0, 1e-4, 6e-3])
-@pytest.mark.parametrize("around", [0.0, 0.03])
+@pytest.mark.parametrize("overlap_penalty", [0.0, 1e-4, 6e-3])
+@pytest.mark.parametrize("step_overhead", [0.0, 0.03])
 def test_whole_steps_tell_what_a_collective_takes_in_a_step_and_what_is_around_it(
     overlap_penalty, step_overhead
 ):

@@ -46,7 +46,7 @@ def test_constants_are_the_best_on_their_rows_to_one_hundredth(fit):
     assert fit.efficiency.matmul <= fit.most
     rows = fit.rows()
     least = loss(rows, fit.efficiency)
-    for other in fit.local_world_size(fit.efficiency, GRID):
+    for other in fit.neighbours(fit.efficiency, GRID):
         assert loss(rows, other) >= least
 
 
