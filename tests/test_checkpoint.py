@@ -592,7 +592,7 @@ def test_every_rank_writes_its_own_pieces_once(tmp_path):
 
 def test_a_rank_reads_no_more_than_its_rows_and_block_ends(tmp_path, monkeypatch):
     """Half the ranks hold twice the rows, and read the bytes of those rows and no others."""
-    from onefold.checkpoint import blocks
+    from onefold.checkpoint import checked_files
 
     width = 2048
     build = lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2)))
@@ -607,8 +607,8 @@ def test_a_rank_reads_no_more_than_its_rows_and_block_ends(tmp_path, monkeypatch
 
     run_ranks(4, body, 3, False)
     read: list[int] = []
-    real = blocks.os.preadv
-    monkeypatch.setattr(blocks.os, "preadv", lambda *a: read.append(real(*a)) or read[-1])
+    real = checked_files.os.preadv
+    monkeypatch.setattr(checked_files.os, "preadv", lambda *a: read.append(real(*a)) or read[-1])
     run_ranks(2, body, 3, True)
     whole_model = 2 * width * width * 4
     assert whole_model <= sum(read) <= whole_model * 1.3  # of both ranks together
@@ -620,7 +620,7 @@ def test_a_rank_reads_no_more_than_its_rows_and_block_ends(tmp_path, monkeypatch
 @pytest.mark.parametrize("world", [1, 3])
 def test_files_of_many_chunks_come_back_from_any_cut(tmp_path, world, monkeypatch):
     """Past the page cache and read ahead, with archives' headers across chunks; and without."""
-    from onefold.checkpoint import disk
+    from onefold.checkpoint import direct_io
     from onefold.tier import disk as files
 
     build = lambda: nn.ModuleList(nn.Linear(511, 1 + 97 * i) for i in range(18))
@@ -640,7 +640,7 @@ def test_files_of_many_chunks_come_back_from_any_cut(tmp_path, world, monkeypatc
             return [p.detach().clone() for p in module.parameters()]
 
     wanted = run_ranks(world, save, "direct", True)[0]
-    assert sum(p.nbytes for p in wanted) > 14 * disk.READ_CHUNK_NBYTES
+    assert sum(p.nbytes for p in wanted) > 14 * direct_io.READ_CHUNK_NBYTES
     run_ranks(world, save, "cached", False)
     monkeypatch.setattr(files, "_O_DIRECT", 0)
     run_ranks(world, save, "without", True)
@@ -965,16 +965,16 @@ def test_a_background_save_is_complete_once_its_ticket_is(tmp_path):
 def test_a_background_save_that_fails_is_told_at_the_next_call_and_training_goes_on(
     tmp_path, monkeypatch
 ):
-    from onefold.checkpoint import blocks
+    from onefold.checkpoint import checked_files
 
-    real, is_failing = blocks.os.fsync, [True]
+    real, is_failing = checked_files.os.fsync, [True]
 
     def fsync(fd: int) -> None:
         if is_failing[0]:
             raise OSError(5, "Input/output error")
         real(fd)
 
-    monkeypatch.setattr(blocks.os, "fsync", fsync)
+    monkeypatch.setattr(checked_files.os, "fsync", fsync)
 
     def body(rank):
         run = start(3).train(BATCHES[:1])
@@ -994,7 +994,7 @@ def test_a_background_save_that_fails_is_told_at_the_next_call_and_training_goes
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
 def test_an_error_of_the_disk_leaves_the_old_checkpoint_and_the_run(tmp_path, monkeypatch, call):
     """ENOSPC or EIO at any call: a clear error on every rank, nothing left, training goes on."""
-    from onefold.checkpoint import blocks
+    from onefold.checkpoint import checked_files
 
     def body(rank):
         run = start(3).train(BATCHES[:1]).save(tmp_path / "old")
@@ -1004,7 +1004,7 @@ def test_an_error_of_the_disk_leaves_the_old_checkpoint_and_the_run(tmp_path, mo
             if call == "rename":
                 monkeypatch.setattr(Path, "rename", failing)
             else:
-                monkeypatch.setattr(blocks.os, call, failing)
+                monkeypatch.setattr(checked_files.os, call, failing)
         dist.barrier()
         with pytest.raises(CheckpointError, match="No space left on device"):
             run.save(tmp_path / "new")

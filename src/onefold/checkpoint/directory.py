@@ -1,8 +1,8 @@
-"""Where checkpoints lie: written aside and renamed when complete, found again, deleted when old.
+"""Folders of checkpoints: write one aside and rename it when complete, find them, delete old ones.
 
-runs/step-00000010           complete: it has a manifest, or it would not have its name
-runs/.step-00000020.writing  a save that goes on, or one that was cut off; never loaded
-runs/.step-00000005.deleting an old one on its way out
+runs/step-00000010            complete: a checkpoint gets its name last
+runs/.step-00000020.writing   a save in progress, or one that was killed; never loaded
+runs/.step-00000005.deleting  an old checkpoint that is being deleted
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from onefold.checkpoint import manifest as manifests
-from onefold.checkpoint.blocks import BlockWriter, check_size
+from onefold.checkpoint.agreement import refusal
+from onefold.checkpoint.checked_files import BlockWriter, check_size
 from onefold.checkpoint.manifest import Manifest
-from onefold.errors import CheckpointError, expected
+from onefold.errors import CheckpointError
 
 METADATA = ".metadata"
-"""The file by which `torch.distributed.checkpoint` knows a checkpoint."""
+"""The file by which `torch.distributed.checkpoint` recognises a checkpoint."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """A checkpoint that is being written, beside the place where it will be.
+    """A checkpoint that is being written, in a hidden folder beside its target.
 
-    The rank that begins it holds a lock on its folder, which ends with the process however that
-    ends: so nobody takes a save that goes on for one that was cut off.
+    The rank that begins it locks the folder. The lock ends with the process, however that ends, so
+    a save in progress is never taken for one that was killed.
     """
 
     target: Path
@@ -39,56 +39,62 @@ class Draft:
         return self.target.parent / f".{self.target.name}.writing"
 
     def check(self) -> None:
-        """Raise `CheckpointError` if the target exists or cannot be created."""
+        """Raise `CheckpointError` if the target exists."""
         if os.path.lexists(self.target):
-            raise CheckpointError(
-                expected(
-                    f"{str(self.target)!r} not to exist yet",
-                    "something of that name",
-                    hint="a checkpoint is never overwritten: save under a new name, or delete it",
-                )
+            raise refusal(
+                f"{str(self.target)!r} not to exist yet",
+                "a file or folder of that name",
+                hint="a checkpoint is never overwritten: save under a new name, or delete it",
             )
 
-    def begin(self) -> None:
-        """Create the folder, empty: what a save that was cut off has left goes."""
+    def begin(self, nbytes: int = 0) -> None:
+        """Create the folder, and delete what a killed save left of it.
+
+        Raises `CheckpointError` if the disk has less than `nbytes` free, if this user may not
+        write there, or if another save of this name is in progress.
+        """
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            if self.folder.exists() and not remove_unlocked(self.folder):
-                raise CheckpointError(
-                    expected(
-                        f"nobody to be writing {str(self.target)!r}",
-                        "a save of that name that goes on",
-                        hint="wait for its ticket, or save under another name",
-                    )
+            if self.folder.exists() and not _remove_unlocked(self.folder):
+                raise refusal(
+                    f"nobody to be writing {str(self.target)!r}",
+                    "a save of that name that goes on",
+                    hint="wait for its ticket, or save under another name",
+                )
+            room = os.statvfs(self.target.parent)
+            free = room.f_bavail * room.f_frsize
+            if free < nbytes:
+                raise refusal(
+                    f"{nbytes:,} free bytes for checkpoint {str(self.target)!r}",
+                    f"{free:,}",
+                    hint="delete something, save with keep=, or save to another disk; "
+                    "checkpoints that are complete are untouched",
                 )
             self.folder.mkdir()
             self._lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise CheckpointError(
-                expected(
-                    f"to write checkpoints in {str(self.target.parent)!r}",
-                    f"{type(error).__name__}: {error.strerror}",
-                    hint="save to a directory that this user may write, on a disk with room",
-                )
+            raise refusal(
+                f"to write checkpoints in {str(self.target.parent)!r}",
+                f"{type(error).__name__}: {error.strerror}",
+                hint="save to a directory that this user may write, on a disk with room",
             ) from error
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the draft a checkpoint: all or nothing, also if the machine stops here."""
-        for name, record in manifest.files.items():  # does this rank see what the others wrote?
+        """Write the manifest and publish: all or nothing, also if the machine stops here."""
+        for name, record in manifest.files.items():  # does this rank see the others' files?
             check_size(self.folder / name, record)
-        path = self.folder / manifests.NAME
         new = self.folder / f"{manifests.NAME}.new"
         writer = BlockWriter(new)
         try:
             writer.write(manifest.encode())
         finally:
             writer.finish()
-        new.rename(path)
+        new.rename(self.folder / manifests.NAME)
         self.publish()
 
     def publish(self) -> None:
-        """Give the folder its name, once everything in it is on the disk."""
+        """Sync every file and the folder to the disk, then rename the folder to the target."""
         for path in self.folder.iterdir():
             _sync(path)
         _sync(self.folder)
@@ -97,7 +103,7 @@ class Draft:
         self._unlock()
 
     def abandon(self) -> None:
-        """Remove the folder of a save that failed, unless another save holds it."""
+        """Delete the folder of a save that failed, unless another save holds it."""
         if self._lock >= 0:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
@@ -110,52 +116,55 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a directory holds: the checkpoint to load, and those that cannot be."""
+    """A checkpoint, and why newer folders beside it were not taken."""
 
     path: Path
-    manifest: Manifest | None  # None: written by another library, so it cannot be verified
+    manifest: Manifest | None  # None: written by another library, so nothing can be verified
     passed_over: list[str] = field(default_factory=list)  # "NAME: why", newest first
+
+    @property
+    def age(self) -> tuple[int, str]:
+        return (self.manifest.step, self.manifest.saved_at) if self.manifest else (-1, "")
 
 
 def find(directory: Path) -> list[Found]:
-    """The checkpoint that `directory` is, or the complete ones that it holds, newest first.
+    """Return `directory` if it is a checkpoint, else the complete ones in it, newest first.
 
-    Raises `CheckpointError` if there is none, saying what is there and why it will not do.
+    Raises `CheckpointError` if there is none, with what was found and why it does not do.
     """
     if not directory.is_dir():
-        what = "a file" if directory.exists() else "nothing there"
-        raise _none(directory, what)
-    if is_checkpoint(directory):
-        return [Found(directory, complete(directory))]
-    found: list[tuple[int, str, Path, Manifest]] = []
+        raise _none(directory, "a file" if directory.exists() else "nothing there")
+    if any((directory / name).exists() for name in (manifests.NAME, METADATA)):
+        return [Found(directory, _complete(directory))]
+    complete, broken = _checkpoints_in(directory)
+    if not complete:
+        raise _none(directory, "; ".join(broken) or "no checkpoint in it")
+    return [Found(each.path, each.manifest, list(broken)) for each in complete]
+
+
+def _checkpoints_in(directory: Path) -> tuple[list[Found], list[str]]:
+    """Return complete checkpoints, newest first, and "NAME: why" of the other folders."""
+    complete: list[Found] = []
     broken: list[str] = []
     for path in sorted(directory.iterdir(), reverse=True):
         if path.name.startswith(".") or not path.is_dir():
             continue
         try:
-            manifest = complete(path)
+            manifest = _complete(path)
         except (CheckpointError, OSError) as error:
             broken.append(f"{path.name}: {str(error).splitlines()[0]}")
         else:
             if manifest is None:
                 broken.append(f"{path.name}: no {manifests.NAME}, so it cannot be verified")
             else:
-                found.append((manifest.step, manifest.saved_at, path, manifest))
-    if not found:
-        raise _none(directory, "; ".join(broken) or "no checkpoint in it")
-    found.sort(key=lambda each: each[:2], reverse=True)
-    return [Found(path, manifest, list(broken)) for _, _, path, manifest in found]
+                complete.append(Found(path, manifest))
+    return sorted(complete, key=lambda each: each.age, reverse=True), broken
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """True for a folder that is a checkpoint itself, complete or not, of ours or of torch."""
-    return (folder / manifests.NAME).exists() or (folder / METADATA).exists()
+def _complete(folder: Path) -> Manifest | None:
+    """Return the manifest of a complete checkpoint; None for one of another library.
 
-
-def complete(folder: Path) -> Manifest | None:
-    """The manifest of a folder whose files are all there, in full length; None if not of ours.
-
-    Raises `CheckpointError` if something is missing. Contents are verified when they are read.
+    Raises `CheckpointError` if a file is missing or short. Contents are verified when read.
     """
     if not (folder / manifests.NAME).exists():
         if (folder / METADATA).exists():
@@ -171,28 +180,22 @@ def complete(folder: Path) -> Manifest | None:
 def prune(newest: Path, keep: int) -> None:
     """Delete the oldest complete checkpoints beside `newest` until `keep` are left with it.
 
-    What saves and deletions that were cut off have left goes too. Others are not touched: links,
-    checkpoints that are not complete, and folders that cannot be read.
+    Also deletes what killed saves and deletions left. Links, incomplete checkpoints and folders
+    that cannot be read stay.
     """
     for path in newest.parent.iterdir():
         if path.name.startswith(".") and path.suffix in (".writing", ".deleting"):
-            remove_unlocked(path)
-    others = []
-    for path in newest.parent.iterdir():
-        if path == newest or path.is_symlink() or path.name.startswith("."):
-            continue
-        with suppress(CheckpointError, OSError):
-            manifest = complete(path) if path.is_dir() else None
-            if manifest is not None:
-                others.append((manifest.step, manifest.saved_at, path))
-    for _, _, path in sorted(others)[: max(0, len(others) - (keep - 1))]:
+            _remove_unlocked(path)
+    complete, _ = _checkpoints_in(newest.parent)
+    others = [each.path for each in complete if each.path != newest and not each.path.is_symlink()]
+    for path in reversed(others[keep - 1 :]):  # the oldest first
         leaving = path.parent / f".{path.name}.deleting"
         path.rename(leaving)
         shutil.rmtree(leaving, ignore_errors=True)
 
 
-def remove_unlocked(folder: Path) -> bool:
-    """Delete a folder unless a process that is alive holds its lock; whether it is gone."""
+def _remove_unlocked(folder: Path) -> bool:
+    """Delete a folder unless a living process locks it. Return True if it is gone."""
     try:
         lock = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -208,7 +211,7 @@ def remove_unlocked(folder: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk keep a file, or a folder's names."""
+    """Wait until the disk has a file's bytes, or a folder's names."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -217,10 +220,8 @@ def _sync(path: Path) -> None:
 
 
 def _none(directory: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            f"a checkpoint, or a directory of checkpoints, at {str(directory)!r}",
-            got,
-            hint="pass what onefold.save was given, or the directory above it",
-        )
+    return refusal(
+        f"a checkpoint, or a directory of checkpoints, at {str(directory)!r}",
+        got,
+        hint="pass the directory that onefold.save was given, or the one above it",
     )

@@ -1,24 +1,24 @@
-"""What is in a checkpoint, without a module, a process group or a gradient."""
+"""Inspect a checkpoint without a module or a process group."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from onefold.checkpoint.blocks import BlockReader
-from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, state_path
+from onefold.checkpoint.checked_files import BlockReader
+from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, path_of
 from onefold.checkpoint.directory import METADATA, Found, find
 from onefold.checkpoint.storage import read_metadata
 
 
 @dataclass(frozen=True, slots=True)
 class InspectedRow:
-    """One tensor."""
+    """One tensor of a checkpoint."""
 
     name: str
     kind: str  # "weight", "master", or the key under which an optimizer keeps it
@@ -30,22 +30,21 @@ class InspectedRow:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A checkpoint's facts."""
+    """The contents of a checkpoint."""
 
     found: Found
-    metadata: Metadata
     rows: list[InspectedRow]
-    other_names: list[str]  # of what is not a tensor
+    other_names: list[str]  # of objects that are no tensors
     files: dict[str, int]  # bytes
     is_verified: bool
 
 
 def inspect(directory: Path, *, verify: bool) -> Inspection:
-    """The newest complete checkpoint in `directory`, or itself.
+    """Inspect the checkpoint `directory`, or the newest complete one in it.
 
-    With `verify` every byte is read and compared with its checksum.
+    With `verify`, read every byte and compare it with its checksum.
 
-    Raises: CheckpointError: nothing there, or damaged, naming the file.
+    Raises: CheckpointError: nothing there, or damaged, with the file's name.
     """
     found = find(directory)[0]
     metadata = read_metadata(found.path, found.manifest)
@@ -53,43 +52,32 @@ def inspect(directory: Path, *, verify: bool) -> Inspection:
         for name, record in found.manifest.files.items():
             with BlockReader(found.path / name, record, [(0, record.nbytes)]) as reader:
                 reader.verify()
-    tensors = list(_rows(metadata))
-    named = {name for name, _ in tensors}
+    tensors, others = [], []
+    notes = metadata.planner_data or {}
+    for name, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            tensors.append(_row(name, saved, notes.get(name, ())))
+        else:
+            others.append(name)
     files = {p.name: p.stat().st_size for p in sorted(found.path.iterdir()) if p.is_file()}
-    return Inspection(
-        found=found,
-        metadata=metadata,
-        rows=[row for _, row in tensors],
-        other_names=[name for name in metadata.state_dict_metadata if name not in named],
-        files=files,
-        is_verified=verify and found.manifest is not None and METADATA in found.manifest.files,
+    is_verified = verify and found.manifest is not None and METADATA in found.manifest.files
+    return Inspection(found, tensors, others, files, is_verified)
+
+
+def _row(name: str, saved: TensorStorageMetadata, note: Sequence[Any]) -> InspectedRow:
+    shown, kind = _parameter_and_kind(name, note)
+    dtype, shape = saved.properties.dtype, tuple(saved.size)
+    nbytes = prod(shape) * dtype.itemsize
+    return InspectedRow(
+        shown, kind, shape, str(dtype).removeprefix("torch."), nbytes, len(saved.chunks)
     )
 
 
-def _rows(metadata: Metadata) -> Iterator[tuple[str, InspectedRow]]:
-    paths = metadata.planner_data or {}
-    for name, saved in metadata.state_dict_metadata.items():
-        if isinstance(saved, TensorStorageMetadata):
-            shown, kind = _named(name, tuple(paths.get(name, ())))
-            numel, itemsize = prod(saved.size), saved.properties.dtype.itemsize
-            dtype = str(saved.properties.dtype).removeprefix("torch.")
-            yield (
-                name,
-                InspectedRow(
-                    shown, kind, tuple(saved.size), dtype, numel * itemsize, len(saved.chunks)
-                ),
-            )
-
-
-def _named(name: str, path: tuple[Any, ...]) -> tuple[str, str]:
-    """The parameter that a tensor is of, and what it is to it."""
-    for prefix, kind in ((MODEL, "weight"), (MASTER, "master")):
-        if name.startswith(f"{prefix}."):
-            return name.removeprefix(f"{prefix}."), kind
-    state = state_path(name, path)
-    if state is not None:
-        return str(state[2]), ".".join(map(str, state[3:]))
-    for prefix in (GRAD, PARTIAL, OPTIM):
-        if name.startswith(f"{prefix}."):
-            return name.removeprefix(f"{prefix}."), prefix
-    return name, "weight"
+def _parameter_and_kind(name: str, note: Sequence[Any]) -> tuple[str, str]:
+    """Return the parameter that a tensor belongs to, and its kind."""
+    keys = path_of(name, note)
+    if keys[:2] == (OPTIM, "state"):
+        return str(keys[2]), ".".join(map(str, keys[3:]))
+    kinds = {MODEL: "weight", MASTER: "master", GRAD: GRAD, PARTIAL: PARTIAL, OPTIM: OPTIM}
+    kind, dot, rest = name.partition(".")
+    return (rest, kinds[kind]) if dot and kind in kinds else (name, "weight")

@@ -1,9 +1,9 @@
-"""Loading: each rank reads its own pieces, from whichever ranks wrote them, to where they rest.
+"""Load a checkpoint: each rank reads its own rows, from whichever ranks wrote them.
 
-choose      the newest complete checkpoint, the same on every rank
-compare     names, shapes, optimizers; all that does not match in one message, nothing changed
-read        torch's planner finds the pieces; each is verified as it is read
-settle      weights follow masters, optimizers get their states, generators go on
+choose    the newest complete checkpoint, the same on every rank
+compare   names, shapes, optimizers: one message lists all mismatches, and nothing is changed
+read      torch's planner finds the pieces; each is verified as it is read
+finish    weights follow masters, optimizers get their states, generators are set
 """
 
 from __future__ import annotations
@@ -17,101 +17,95 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from onefold.checkpoint.blocks import Damaged
-from onefold.checkpoint.contents import RANK, SavedState, restore_random_states, wait_steps
+from onefold.checkpoint.agreement import Damaged, check_same, gather_together, together
+from onefold.checkpoint.contents import RANK, ShardedModel, restore_random_states
 from onefold.checkpoint.directory import Found, find
 from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
-from onefold.checkpoint.together import check_same, together
 from onefold.engine.registry import engine_of
 
 
 def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object = None) -> Any:
     """Load a checkpoint into a sharded module, and its optimizer, in place. A collective.
 
-    World size, stage, precision and units may be others than those it was saved at: every rank
-    reads its own rows of every parameter, and nothing else. At the same world size the run goes on
-    bit for bit. Random states are those of the saved rank of the same number, if there was one.
+    World size, stage, precision and units may differ from those of the save: every rank reads its
+    own rows of every parameter, and nothing else. At the same world size the run goes on bit for
+    bit. A rank gets the random states of the saved rank of the same number, if there was one.
 
     Args:
-        directory: a checkpoint, or a directory of checkpoints, of which the newest complete one is
-            taken; a warning says which were passed over and why. Checkpoints that
-            `torch.distributed.checkpoint` has written load as well, but cannot be verified.
-        module: what was given to `onefold.shard`.
+        directory: a checkpoint, or a directory of checkpoints, whose newest complete one is loaded;
+            a warning lists the others that were passed over, and why. Checkpoints that
+            `torch.distributed.checkpoint` has written load too, but cannot be verified.
+        module: the module that was given to `onefold.shard`.
         optimizer: as it was given to `onefold.save`; None loads the weights alone.
 
     Returns: the `extra` that the rank of the same number saved (of rank r modulo the saved world).
 
-    Raises: CheckpointError, on every rank, naming the file or the parameter: nothing to load,
-        another model or optimizer, a newer format, damaged files. Before values are read nothing
-        is changed; where reading finds damage, older checkpoints of the directory are tried, and
-        without one the module is left with a mixture that must not be trained.
+    Raises: CheckpointError, on every rank, with the file or the parameter: nothing to load, another
+        model or optimizer, a newer format, damaged files. Nothing is changed before tensors are
+        read. If tensors are damaged, older checkpoints of the directory are tried; without one the
+        module holds a mixture of old and new values, and must not be trained.
     """
     engine = engine_of(module)
     finish_pending(module, engine)
-    subjects: list[SavedState] = []
 
-    def look() -> tuple[str, list[Found]]:
-        path = Path(os.path.abspath(directory))
-        subjects.append(SavedState.of(engine, module, optimizer))
-        wait_steps(engine)
-        return str(path), find(path) if engine.group.rank == 0 else []
+    def prepare() -> tuple[str, ShardedModel]:
+        path = os.path.abspath(directory)
+        model = ShardedModel.of(engine, module, optimizer)
+        model.wait_steps()
+        return path, model
 
-    everyone = together(engine.group, look)
-    paths = [path for path, _ in everyone]
+    path, model = together(engine.group, prepare)
+    everyone = gather_together(
+        engine.group, lambda: (path, find(Path(path)) if model.rank == 0 else [])
+    )
+    paths = [each for each, _ in everyone]
     check_same(paths, "directory", hint="every rank loads from the same place")
-    candidates, subject = everyone[0][1], subjects[0]
+    candidates = everyone[0][1]
     passed_over = list(candidates[0].passed_over)
     for found in candidates:
         try:
-            extra = _load(subject, found)
+            extra = _load(model, found)
         except Damaged as error:
             if found is candidates[-1]:
                 raise
             passed_over.append(f"{found.path.name}: {str(error).splitlines()[0]}")
             continue
-        if passed_over and subject.rank == 0:
-            told = "; ".join(passed_over)
-            warnings.warn(f"loaded {found.path.name}, passed over {told}", stacklevel=2)
+        if passed_over and model.rank == 0:
+            others = "; ".join(passed_over)
+            warnings.warn(f"loaded {found.path.name}, passed over {others}", stacklevel=2)
         return extra
     raise AssertionError("there is at least one candidate, and the last returns or raises")
 
 
-def _load(subject: SavedState, found: Found) -> Any:
-    """Load one checkpoint; returns this rank's `extra`."""
-    group = subject.engine.group
-    plans: list[Targets] = []
-    together(group, lambda: plans.append(_targets(subject, found)))
-    targets = plans[0]
-    objects = _read(subject, found, targets, targets.objects())
+def _load(model: ShardedModel, found: Found) -> Any:
+    """Load one checkpoint, and return this rank's `extra`."""
+    group = model.engine.group
+    targets = together(
+        group, lambda: Targets(model, found, read_metadata(found.path, found.manifest))
+    )
+    objects = _read(model, found, targets, targets.objects())
     together(group, lambda: targets.compare(objects))
-    rooms: list[dict[str, Any]] = []
-    together(group, lambda: rooms.append(targets.tensors()))
-    tensors = _read(subject, found, targets, rooms[0])
+    tensors = _read(model, found, targets, together(group, targets.tensors))
     together(group, lambda: targets.finish(objects, tensors))
     own = objects.get(f"{RANK}.{targets.own_rank}")
     if own is None:  # saved by another library
         return None
     (of_rank,) = own
-    if targets.own_rank == subject.rank:
-        restore_random_states(subject.engine, of_rank["random"])
-        buffers = subject.buffers()
+    if targets.own_rank == model.rank:
+        restore_random_states(model.engine, of_rank["random"])
+        buffers = model.buffers()
         for name, value in of_rank["buffers"].items():
             buffers[name].copy_(value)
     return of_rank["extra"]
 
 
-def _targets(subject: SavedState, found: Found) -> Targets:
-    metadata = read_metadata(found.path, found.manifest)
-    return Targets(subject, found, metadata)
-
-
 def _read(
-    subject: SavedState, found: Found, targets: Targets, wanted: dict[str, Any]
+    model: ShardedModel, found: Found, targets: Targets, wanted: dict[str, Any]
 ) -> dict[str, Any]:
     """Read by name: tensors in place, objects as new values."""
-    handle = subject.engine.group.handle
+    handle = model.engine.group.handle
     try:
         with planning():
             dcp.load(

@@ -1,8 +1,7 @@
-"""`manifest.json`: what a checkpoint is of, and what its files must be. Its presence is the commit.
+"""`manifest.json`: which run a checkpoint is of, and what its files must be.
 
-The checkpoint's names, shapes and pieces are in `.metadata`, which is what
-`torch.distributed.checkpoint` reads; the manifest holds what that cannot: sizes and checksums, the
-step, the world, the optimizers' classes.
+Names, shapes and pieces are in `.metadata`, which `torch.distributed.checkpoint` reads. The
+manifest adds sizes and checksums, the step, the world size and the classes of the optimizers.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.blocks import LOAD_ANOTHER, FileRecord
-from onefold.errors import CheckpointError, expected
+from onefold.checkpoint.agreement import LOAD_ANOTHER, refusal
+from onefold.checkpoint.checked_files import FileRecord
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -24,23 +23,32 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """One optimizer: its class, and how many of the checkpoint's param groups are its own."""
+    """One optimizer: its class, and its number of param groups."""
 
-    kind: str
+    kind: str  # module and name of the class
     num_groups: int
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.num_groups} param group{'s' * (self.num_groups != 1)}"
 
-    @staticmethod
-    def of(optimizer: object) -> str:
-        """The name by which classes are compared."""
-        return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in ("onefold", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # a source tree that was not installed
+            found[package] = "unknown"
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that is known of a checkpoint besides its tensors."""
+    """The facts about a checkpoint besides its tensors."""
 
     save_id: str
     step: int  # optimizer steps done
@@ -48,70 +56,46 @@ class Manifest:
     world_size: int
     optimizers: list[OptimizerRecord]
     files: dict[str, FileRecord] = field(default_factory=dict)
-    saved_at: str = ""  # UTC
-    versions: dict[str, str] = field(default_factory=dict)
+    saved_at: str = field(default_factory=_now)  # UTC
+    versions: dict[str, str] = field(default_factory=_versions)
     config: dict[str, Any] | None = None  # of a Hugging Face model
     format: int = FORMAT
 
     def encode(self) -> bytes:
-        """JSON on two lines: a checksum, and what it is of."""
+        """Return JSON on two lines: the checksum, and the text that it covers."""
         body = json.dumps(asdict(self), separators=(",", ":"))
-        return f'{{"crc32":"{_crc(body)}","manifest":\n{body}}}\n'.encode()
-
-
-def stamp() -> dict[str, Any]:
-    """When, and by which versions, a checkpoint is saved."""
-    found = {"saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "versions": {}}
-    for package in ("onefold", "torch"):
-        try:
-            found["versions"][package] = version(package)
-        except PackageNotFoundError:  # a source tree that was not installed
-            found["versions"][package] = "unknown"
-    return found
+        return f"{_head(body)}\n{body}}}\n".encode()
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; `CheckpointError` if it is missing, damaged or newer."""
+    """Read a checkpoint's manifest. Raises `CheckpointError`: missing, damaged or newer."""
     path = folder / NAME
+    what = f"file {NAME!r} of checkpoint {str(folder)!r} as it was saved"
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
-        raise CheckpointError(
-            expected(
-                f"file {NAME!r} in checkpoint {str(folder)!r}",
-                "none, so its save was not finished, or the file was deleted",
-                hint="load an earlier checkpoint",
-            )
+        raise refusal(
+            f"file {NAME!r} in checkpoint {str(folder)!r}",
+            "no such file: its save did not finish, or the file was deleted",
+            hint="load an earlier checkpoint",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(folder, str(error)) from error
+        raise refusal(what, error, hint=LOAD_ANOTHER) from error
     head, _, rest = text.partition("\n")
     body = rest.removesuffix("}\n")
-    if body == rest or head != f'{{"crc32":"{_crc(body)}","manifest":':
-        raise _unreadable(folder, "other bytes")
+    if body == rest or head != _head(body):
+        raise refusal(what, "other bytes", hint=LOAD_ANOTHER)
     found = json.loads(body)
     if found["format"] > FORMAT:
-        raise CheckpointError(
-            expected(
-                f"a checkpoint of format {FORMAT} or older",
-                f"format {found['format']}, saved by {found['versions']}",
-                hint="install that version of onefold",
-            )
+        raise refusal(
+            f"a checkpoint of format {FORMAT} or older",
+            f"format {found['format']}, saved by {found['versions']}",
+            hint="install that version of onefold",
         )
     found["files"] = {name: FileRecord(**record) for name, record in found["files"].items()}
     found["optimizers"] = [OptimizerRecord(**record) for record in found["optimizers"]]
     return Manifest(**found)
 
 
-def _crc(body: str) -> str:
-    return f"{zlib.crc32(body.encode()):08x}"
-
-
-def _unreadable(folder: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            f"file {NAME!r} of checkpoint {str(folder)!r} as it was saved",
-            got,
-            hint=LOAD_ANOTHER,
-        )
-    )
+def _head(body: str) -> str:
+    return f'{{"crc32":"{zlib.crc32(body.encode()):08x}","manifest":'

@@ -1,7 +1,7 @@
-"""The safetensors format, written by offset: whoever has some rows writes them where they belong.
+"""Write safetensors files by offset, and read boxes of their tensors.
 
-A file is 8 bytes of header length, a JSON header, and the tensors one after the other. All of that
-is known before any value is, so nothing has to be gathered, or held, to write one.
+A file is 8 bytes of header length, a JSON header, and the tensors one after the other. All offsets
+follow from names, shapes and dtypes, so each rank writes its own rows to their place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from onefold.errors import CheckpointError, expected
+from onefold.checkpoint.agreement import refusal
+from onefold.errors import CheckpointError
 from onefold.layout.cut import Box
 
 CODES = {
@@ -36,7 +37,7 @@ MAX_SHARD_NBYTES = 5_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor that will be written."""
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +50,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One file: its header, and where each tensor's bytes go."""
+    """A file to write: its header, and the offset of each tensor."""
 
     name: str
     header: bytes
@@ -76,7 +77,7 @@ class Output:
         return Output(name, header, offsets, len(header) + end)
 
     def create(self, folder: Path) -> None:
-        """The file with its header, and room for the rest."""
+        """Create the file in full length, with its header."""
         with (folder / self.name).open("xb") as file:
             file.write(self.header)
             file.truncate(self.nbytes)
@@ -84,26 +85,24 @@ class Output:
 
 def _code(entry: TensorEntry) -> str:
     if entry.dtype not in CODES:
-        raise CheckpointError(
-            expected(
-                f"{entry.name!r} to have a dtype that safetensors has",
-                entry.dtype,
-                hint="cast it, or register it as a buffer that is not persistent",
-            )
+        raise refusal(
+            f"{entry.name!r} to have a dtype that safetensors has",
+            entry.dtype,
+            hint="cast it, or register it as a buffer that is not persistent",
         )
     return CODES[entry.dtype]
 
 
 def plan_outputs(entries: Iterable[TensorEntry], max_nbytes: int) -> list[Output]:
-    """Deal tensors out to files in order, each as full as it may be."""
+    """Fill files with tensors in order, each file up to `max_nbytes`."""
     parts: list[list[TensorEntry]] = [[]]
-    held = 0
+    nbytes = 0
     for entry in entries:
-        if parts[-1] and held + entry.nbytes > max_nbytes:
+        if parts[-1] and nbytes + entry.nbytes > max_nbytes:
             parts.append([])
-            held = 0
+            nbytes = 0
         parts[-1].append(entry)
-        held += entry.nbytes
+        nbytes += entry.nbytes
     if len(parts) == 1:
         return [Output.of(SINGLE, parts[0])]
     names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
@@ -111,14 +110,14 @@ def plan_outputs(entries: Iterable[TensorEntry], max_nbytes: int) -> list[Output
 
 
 def index_of(outputs: list[Output]) -> str:
-    """The JSON by which readers find each tensor's file."""
+    """Return the JSON that names each tensor's file."""
     places = {name: output.name for output in outputs for name in output.offsets}
     total = sum(output.nbytes - len(output.header) for output in outputs)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
 
 class OffsetWriter:
-    """Writes bytes to places in the files of one folder."""
+    """Write bytes of tensors into the files of one folder. Use it as a context manager."""
 
     def __init__(self, folder: Path, outputs: list[Output]) -> None:
         self._folder = folder
@@ -128,7 +127,7 @@ class OffsetWriter:
         self._files: dict[str, int] = {}
 
     def write(self, name: str, start: int, data: memoryview) -> None:
-        """`data` from byte `start` of the tensor `name`."""
+        """Write `data` from byte `start` of the tensor `name`."""
         file, offset = self._places[name]
         if file not in self._files:
             self._files[file] = os.open(self._folder / file, os.O_WRONLY)
@@ -137,22 +136,21 @@ class OffsetWriter:
             done += os.pwrite(self._files[file], data[done:], offset + start + done)
 
     def finish(self) -> None:
-        """Wait for the disk, and close."""
-        try:
-            for fd in self._files.values():
-                os.fsync(fd)
-        finally:
-            self.close()
+        """Wait until the disk has everything."""
+        for fd in self._files.values():
+            os.fsync(fd)
 
-    def close(self) -> None:
+    def __enter__(self) -> OffsetWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for fd in self._files.values():
             with suppress(OSError):
                 os.close(fd)
-        self._files.clear()
 
 
 class PretrainedFiles:
-    """The tensors of a folder of safetensors files, read box by box."""
+    """Read boxes of the tensors in a folder of safetensors files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -163,7 +161,7 @@ class PretrainedFiles:
         return tuple(self._slice(name).get_shape())
 
     def box(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, or all of a 0-dim one."""
+        """Return a box of a tensor, or all of a 0-dim one."""
         found = self._slice(name)
         if not found.get_shape():
             return self._file(name).get_tensor(name)
@@ -182,7 +180,7 @@ class PretrainedFiles:
 
 
 def _places(directory: Path) -> Iterator[tuple[str, str]]:
-    """(tensor, file) for each tensor that the folder's index names, or its files hold."""
+    """Yield (tensor, file) for each tensor that the folder's index names, or its files hold."""
     if directory.is_file():
         raise _not_pretrained(directory, "a file")
     index = directory / INDEX
@@ -207,21 +205,14 @@ def _places(directory: Path) -> Iterator[tuple[str, str]]:
 def _opened(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
-    except Exception as error:  # safetensors' own, which has no name to import either
-        raise CheckpointError(
-            expected(
-                f"file {path.name!r} of {str(path.parent)!r} to be in the safetensors format",
-                str(error),
-                hint="download or save it again",
-            )
+    except Exception as error:  # the class of safetensors' own error cannot be imported
+        raise refusal(
+            f"file {path.name!r} of {str(path.parent)!r} to be in the safetensors format",
+            error,
+            hint="download or save it again",
         ) from error
 
 
 def _not_pretrained(directory: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            f"safetensors files in {str(directory)!r}",
-            got,
-            hint="pass a folder that onefold.save_pretrained or transformers has saved",
-        )
-    )
+    hint = "pass a folder that onefold.save_pretrained or transformers has saved"
+    return refusal(f"safetensors files in {str(directory)!r}", got, hint=hint)

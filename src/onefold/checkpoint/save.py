@@ -1,20 +1,15 @@
-"""Saving: every rank writes its own pieces, and the last thing that happens is a rename.
+"""Save a checkpoint: every rank writes its own pieces, and the last act is a rename.
 
-    agree       same directory on every rank, nothing there yet, everything can be saved
-    write       torch's planner deals out pieces; each rank copies its own into one file
-    finish      each rank waits for the disk; the first writes the manifest and renames
+    prepare   every rank checks its arguments and its state; all refuse if one does
+    write     torch's planner deals out pieces; each rank copies its own into one file
+    finish    each rank waits for the disk; rank 0 writes the manifest and renames the folder
 
-The first two are collectives on the caller's thread. With `wait=False` the third is a thread's, and
-ranks leave each other notes in the draft's folder: collectives belong to the training loop.
+`prepare` and `write` are collectives on the caller's thread. With `wait=False` a thread finishes.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import threading
-import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,25 +24,29 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from onefold.checkpoint import contents
 from onefold.checkpoint import manifest as manifests
-from onefold.checkpoint.blocks import FileRecord
-from onefold.checkpoint.contents import MODEL, RANK, SavedState
+from onefold.checkpoint.agreement import (
+    as_checkpoint_error,
+    check_same,
+    describe,
+    gather_together,
+    refusal,
+    together,
+)
+from onefold.checkpoint.background import BackgroundThread, Notes, poll
+from onefold.checkpoint.checked_files import FileRecord
+from onefold.checkpoint.contents import MODEL, RANK, ShardedModel
 from onefold.checkpoint.directory import Draft, prune
 from onefold.checkpoint.manifest import Manifest
-from onefold.checkpoint.storage import WritePlanner, Writer
-from onefold.checkpoint.together import as_checkpoint_error, check_same, together
+from onefold.checkpoint.storage import RankFiles, WritePlanner, Writer
 from onefold.collecting import no_garbage
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
-from onefold.errors import CheckpointError, OnefoldError, expected
+from onefold.errors import CheckpointError
 from onefold.ticket import DONE, Ticket
-
-NOTES_TIMEOUT_S = 600.0
-ENDING_TIMEOUT_S = 30.0
-"""So long after its own part is done, a save in the background gives up on the other ranks; the
-second once the script is over."""
+from onefold.wire.collectives import Group
 
 PENDING = "_onefold_pending_save"
-"""The attribute of a module that holds the ticket of a save that goes on in the background."""
+"""The attribute of a module that holds the ticket of its save in the background."""
 
 
 def save(
@@ -61,75 +60,78 @@ def save(
 ) -> Ticket:
     """Save a sharded module, and its optimizer, as the new checkpoint `directory`. A collective.
 
-    Every rank writes its own pieces, to a file system that all ranks see; nothing is gathered, and
-    no tensor is copied but on its way to the disk, a few MB at a time. Saved are weights, masters,
-    moments, step counts, hyper-parameters, gradients between micro-batches, buffers, the random
-    states of every rank, and `extra`. The checkpoint loads at any world size, stage and precision,
-    and with `torch.distributed.checkpoint` alone.
+    Every rank writes its own pieces to a file system that all ranks see. Nothing is gathered, and
+    tensors are copied only on their way to the disk, a few MB at a time. Saved are weights,
+    masters, moments, step counts, hyper-parameters, gradients between micro-batches, buffers, the
+    random states of every rank, and `extra`. The checkpoint loads at any world size, stage and
+    precision, and with `torch.distributed.checkpoint` alone.
 
     Args:
-        directory: does not exist yet; appears at once when everything is on the disk.
-        module: what was given to `onefold.shard`.
+        directory: does not exist yet; appears when everything is on the disk.
+        module: the module that was given to `onefold.shard`.
         optimizer: one or several optimizers of its parameters.
-        extra: what else a run needs to go on: the step, the position in the data. Tensors, numbers,
-            strings, containers, and objects with a `state_dict()` (schedulers, `GradScaler`), which
-            is taken. Each rank's own; `onefold.load` returns it.
-        wait: False returns once the state has been copied to the system's page cache: training may
-            go on, the ticket's `wait()` returns when the checkpoint is durable. A save that fails
-            meanwhile raises at `wait()`, or at the next `save` or `load` of this module.
-        keep: of the checkpoints beside this one, delete all but the newest `keep`, this one
-            included, after what was written has been read back and compared.
+        extra: other state that a run needs, such as the step and the position in the data. Tensors,
+            numbers, strings, containers, and objects with a `state_dict()` (schedulers,
+            `GradScaler`), which is saved. Each rank has its own; `onefold.load` returns it.
+        wait: False returns once the system's page cache has a copy of the state. Training may
+            go on; the ticket's `wait()` returns when the checkpoint is durable. A save that fails
+            later raises at `wait()`, or at the next `save` or `load` of this module.
+        keep: delete all but the newest `keep` checkpoints of the parent directory, this one
+            included, after the new files were read back and compared.
 
-    Returns: a ticket; one of a save that is over if `wait`.
+    Returns: a ticket, which is done if `wait`.
 
     Raises: CheckpointError, on every rank: the directory exists or cannot be written, ranks pass
         different ones, the disk is full or fails, `extra` cannot be saved.
     """
     engine = engine_of(module)
     finish_pending(module, engine)
-    job = _agree(engine, _Asked(directory, module, optimizer, extra, wait, keep))
-    writer = _write(engine, job, is_cached=not wait)
-    finishing = _Finishing(engine, job.draft, writer, job.manifest, keep)
+
+    def prepare() -> tuple[_Save, ShardedModel, dict[str, Any]]:
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            hint = "keep=2 leaves this checkpoint and the one before it"
+            raise refusal("keep to be None or at least 1", repr(keep), hint=hint)
+        draft = Draft(Path(os.path.abspath(directory)))
+        model = ShardedModel.of(engine, module, optimizer)
+        model.wait_steps()
+        if model.rank == 0:
+            draft.check()
+        state = contents.collect(model)
+        contents.check_readable(state)
+        own = contents.plain(extra)
+        contents.check_readable((own,), "extra")  # a tuple is checked as one object
+        own = {"extra": own, "random": contents.random_states(engine), "buffers": {}}
+        state[RANK] = {str(model.rank): (own,)}  # and torch's planner takes it as one
+        manifest = Manifest(
+            save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.recipe.stage.number,
+            world_size=engine.group.world_size, optimizers=model.records(),
+            config=contents.config_of(module),
+        )  # fmt: skip
+        files = RankFiles(draft.folder, is_cached=not wait)
+        return _Save(engine.group, draft, files, manifest, keep), model, state
+
+    job, model, state = together(engine.group, prepare)
+    job.agree(model, state)
+    job.write(model, state)
     if wait:
-        finishing.now()
+        job.finish()
         return DONE
-    ticket = finishing.in_background()
+    thread = BackgroundThread(job.finish_by_notes)
+    ticket = Ticket([thread], label=f"save of {job.draft.target.name!r}")
     module.__dict__[PENDING] = ticket
     return ticket
 
 
 def finish_pending(module: nn.Module, engine: Engine) -> None:
-    """Wait for a save of this module that goes on in the background; its error is raised here."""
+    """Wait for this module's save in the background, and raise its error."""
     ticket: Ticket | None = module.__dict__.pop(PENDING, None)
     if ticket is not None:
         together(engine.group, ticket.wait)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What `save` was given on this rank."""
-
-    directory: str | os.PathLike[str]
-    module: nn.Module
-    optimizer: object
-    extra: object
-    wait: bool
-    keep: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _WriteJob:
-    """A save that every rank can do."""
-
-    draft: Draft
-    subject: SavedState
-    state: dict[str, Any]
-    manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What a rank tells the others before anything is written."""
+class _Summary:
+    """The facts that ranks compare before anything is written."""
 
     choices: tuple[str, bool, int | None]  # path, wait, keep
     buffers: dict[str, int]  # checksums
@@ -137,255 +139,143 @@ class _Told:
     save_id: str
 
 
-def _agree(engine: Engine, asked: _Asked) -> _WriteJob:
-    """Look at what could go wrong; refuse on every rank before anything is written."""
-    jobs: list[_WriteJob] = []
+@dataclass(slots=True)
+class _Save:
+    """One save on this rank. It has no tensors: a save in the background keeps none alive."""
 
-    def look() -> _Told:
-        keep = asked.keep
-        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-            hint = "keep=2 leaves this checkpoint and the one before it"
-            raise CheckpointError(expected("keep to be None or at least 1", repr(keep), hint=hint))
-        draft = Draft(Path(os.path.abspath(asked.directory)))
-        subject = SavedState.of(engine, asked.module, asked.optimizer)
-        contents.wait_steps(engine)
-        if engine.group.rank == 0:
-            draft.check()
-        state = contents.collect(subject)
-        contents.check_readable(state)
-        nbytes = contents.own_nbytes(state)
-        own = contents.of_rank(subject, asked.extra)
-        state[RANK] = {str(engine.group.rank): (own,)}  # a tuple is one object to torch's planner
-        manifest = Manifest(
-            save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.recipe.stage.number,
-            world_size=engine.group.world_size, optimizers=subject.records(),
-            config=contents.config_of(asked.module), **manifests.stamp(),
-        )  # fmt: skip
-        jobs.append(_WriteJob(draft, subject, state, manifest))
-        choices = (str(draft.target), asked.wait, keep)
-        return _Told(choices, contents.fingerprints(subject.buffers()), nbytes, manifest.save_id)
+    group: Group
+    draft: Draft
+    files: RankFiles
+    manifest: Manifest
+    keep: int | None
 
-    everyone = together(engine.group, look)
-    first, job = everyone[0], jobs[0]
-    choices = [told.choices for told in everyone]
-    check_same(choices, "directory, wait and keep", hint="name it by the step, not by rank or time")
+    def agree(self, model: ShardedModel, state: dict[str, Any]) -> None:
+        """Compare all ranks' summaries, and create the folder if the disk has room. A collective.
 
-    def begin() -> None:
-        if engine.group.rank == 0:
-            job.draft.begin()
-            _check_room(job.draft, sum(told.nbytes for told in everyone) // _copies(engine))
+        Adds to `state` the buffers of this rank if ranks have different ones.
+        """
+        buffers = model.buffers()
+        ((own,),) = state[RANK].values()
 
-    together(engine.group, begin)
-    ((own,),) = job.state[RANK].values()
-    for name, buffer in job.subject.buffers().items():
-        if any(told.buffers[name] != first.buffers[name] for told in everyone):
-            own["buffers"][name] = buffer
-    return replace(job, manifest=replace(job.manifest, save_id=first.save_id))
+        def summary() -> _Summary:
+            choices = (str(self.draft.target), self.files.is_cached, self.keep)
+            nbytes = contents.own_nbytes({k: v for k, v in state.items() if k != RANK})
+            prints = contents.fingerprints(buffers)
+            return _Summary(choices, prints, nbytes, self.manifest.save_id)
+
+        everyone = gather_together(self.group, summary)
+        hint = "name the directory by the step, not by rank or time"
+        check_same([each.choices for each in everyone], "directory, wait and keep", hint=hint)
+        needed = sum(each.nbytes for each in everyone) // _copies(model.engine)
+        together(self.group, lambda: self.draft.begin(needed) if self.group.rank == 0 else None)
+        first = everyone[0]
+        self.manifest = replace(self.manifest, save_id=first.save_id)
+        for name, buffer in buffers.items():
+            if any(each.buffers[name] != first.buffers[name] for each in everyone):
+                own["buffers"][name] = buffer
+
+    def write(self, model: ShardedModel, state: dict[str, Any]) -> None:
+        """Plan together and write this rank's pieces, to the disk or to the page cache."""
+        names = model.aliases().items()
+        aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in names}
+        handle = self.group.handle
+        try:
+            with planning():
+                dcp.save(
+                    state, storage_writer=Writer(self.files, aliases), planner=WritePlanner(),
+                    process_group=handle, no_dist=handle is None,
+                )  # fmt: skip
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, CheckpointException):
+                raise first_failure(error) from error
+            raise
+
+    def finish(self) -> None:
+        """Wait for all ranks' disks and publish the checkpoint. A collective."""
+        try:
+            records = gather_together(self.group, self._finish_files)
+            together(self.group, lambda: self._commit(records))
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        self.files.abandon()
+        if self.group.rank == 0:
+            self.draft.abandon()
+
+    def _finish_files(self) -> dict[str, FileRecord]:
+        return self.files.finish(verify=self.keep is not None)
+
+    def _commit(self, records: list[dict[str, FileRecord]]) -> None:
+        """On rank 0: publish the checkpoint with the files of all ranks."""
+        if self.group.rank > 0:
+            return
+        files = {name: record for of_rank in records for name, record in of_rank.items()}
+        self.draft.commit(replace(self.manifest, files=files))
+        if self.keep is not None:
+            try:
+                prune(self.draft.target, self.keep)
+            except OSError as error:  # the new checkpoint is safe
+                warnings.warn(f"old checkpoints were not deleted: {error}", stacklevel=2)
+
+    def finish_by_notes(self) -> None:
+        """Finish without collectives, in a thread of each rank."""
+        rank, folder = self.group.rank, self.draft.folder
+        notes = Notes(folder, rank, self.manifest.save_id)
+        try:
+            own: dict[str, Any] = {n: asdict(r) for n, r in self._finish_files().items()}
+            notes.write(f"note-{rank}", {"files": own})
+        except Exception as error:
+            for writer in self.files.writers:  # a full disk has no room for the note
+                (folder / writer.name).unlink(missing_ok=True)
+            notes.write(f"note-{rank}", {"error": describe(error)})
+        if rank > 0:
+            done = self.draft.target / manifests.NAME
+            verdict = poll(
+                lambda: {} if done.exists() else notes.read("failed"),
+                "rank 0 to complete the checkpoint",
+            )
+            if verdict:
+                raise CheckpointError(verdict["error"])
+            return
+        try:
+            self._commit(self._records_of_all(notes))
+        except Exception as error:
+            self.draft.abandon()
+            folder.mkdir(exist_ok=True)
+            notes.write("failed", {"error": describe(error)})
+            raise as_checkpoint_error(error) from error
+
+    def _records_of_all(self, notes: Notes) -> list[dict[str, FileRecord]]:
+        """On rank 0: wait for the notes of all ranks, and raise the first error."""
+        names = [f"note-{rank}" for rank in range(self.group.world_size)]
+        found = [
+            poll(lambda name=name: notes.read(name), f"rank {rank} to finish its files")
+            for rank, name in enumerate(names)
+        ]
+        for rank, note in enumerate(found):
+            if "error" in note:
+                raise CheckpointError(f"rank {rank}: {note['error']}")
+        for name in names:
+            notes.path(name).unlink()
+        return [
+            {name: FileRecord(**record) for name, record in note["files"].items()} for note in found
+        ]
 
 
 def _copies(engine: Engine) -> int:
-    """How many ranks hold, and count, the same bytes."""
+    """Return how many ranks hold, and count, the same bytes."""
     return engine.group.world_size // engine.context.rest_world
-
-
-def _check_room(draft: Draft, nbytes: int) -> None:
-    room = os.statvfs(draft.folder)
-    free = room.f_bavail * room.f_frsize
-    if free < nbytes:
-        draft.abandon()
-        raise CheckpointError(
-            expected(
-                f"{nbytes:,} free bytes for checkpoint {str(draft.target)!r}",
-                f"{free:,}",
-                hint="delete something, save with keep=, or save to another disk; "
-                "checkpoints that are complete are untouched",
-            )
-        )
-
-
-def _write(engine: Engine, job: _WriteJob, *, is_cached: bool) -> Writer:
-    """Plan together, and write this rank's pieces, to the disk or to the system's page cache."""
-    names = job.subject.aliases().items()
-    aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in names}
-    writer = Writer(job.draft.folder, aliases, is_cached=is_cached)
-    try:
-        with planning():
-            dcp.save(
-                job.state, storage_writer=writer, planner=WritePlanner(),
-                process_group=engine.group.handle, no_dist=engine.group.handle is None,
-            )  # fmt: skip
-    except BaseException as error:
-        writer.files.abandon()
-        if engine.group.rank == 0:
-            job.draft.abandon()
-        if isinstance(error, CheckpointException):
-            raise first_failure(error) from error
-        raise
-    return writer
-
-
-class _Finishing:
-    """The part of a save that waits for disks: inline, or in a thread of its own."""
-
-    def __init__(
-        self, engine: Engine, draft: Draft, writer: Writer, manifest: Manifest, keep: int | None
-    ) -> None:
-        self.group = engine.group
-        self.draft = draft
-        self.writer = writer
-        self.manifest = manifest
-        self.keep = keep
-
-    def now(self) -> None:
-        """Finish together with the other ranks, by collectives."""
-        try:
-            records = together(self.group, self._own_records)
-            together(self.group, lambda: self._commit(records))
-        except BaseException:
-            self.writer.files.abandon()
-            if self.group.rank == 0:
-                self.draft.abandon()
-            raise
-
-    def _own_records(self) -> dict[str, FileRecord]:
-        return self.writer.files.finish(verify=self.keep is not None)
-
-    def _commit(self, records: list[dict[str, FileRecord]]) -> None:
-        """On the first rank, with what all ranks have written: make it a checkpoint."""
-        if self.group.rank == 0:
-            files = {name: record for of_rank in records for name, record in of_rank.items()}
-            self.draft.commit(replace(self.manifest, files=files))
-            if self.keep is not None:
-                try:
-                    prune(self.draft.target, self.keep)
-                except OSError as error:  # what was saved is safe
-                    warnings.warn(f"old checkpoints were not deleted: {error}", stacklevel=2)
-
-    # in the background
-
-    def in_background(self) -> Ticket:
-        """Finish in a thread; the ticket raises what went wrong on any rank."""
-        work = _Thread(self._by_notes)
-        return Ticket([work], label=f"save of {self.draft.target.name!r}")
-
-    def _by_notes(self) -> None:
-        rank = self.group.rank
-        try:
-            told: dict[str, Any] = {"files": {n: asdict(r) for n, r in self._own_records().items()}}
-        except Exception as error:
-            for writer in self.writer.files.writers:  # a full disk has no room for the note
-                (self.draft.folder / writer.name).unlink(missing_ok=True)
-            told = {"error": _said(error)}
-        self._leave(f"note-{rank}", told)
-        if rank > 0:
-            self._await_verdict()
-            return
-        try:
-            notes = [self._await_note(other) for other in range(self.group.world_size)]
-            for other, note in enumerate(notes):
-                if "error" in note:
-                    raise CheckpointError(f"rank {other}: {note['error']}")
-                self._path(f"note-{other}").unlink()
-            files = [note["files"].items() for note in notes]
-            self._commit([{name: FileRecord(**record) for name, record in own} for own in files])
-        except Exception as error:
-            self.draft.abandon()
-            self.draft.folder.mkdir(exist_ok=True)
-            self._leave("failed", {"error": _said(error)})
-            raise as_checkpoint_error(error) from error
-
-    def _path(self, name: str) -> Path:
-        return self.draft.folder / f"{name}.json"
-
-    def _leave(self, name: str, told: dict[str, Any]) -> None:
-        """Write a note so that it appears whole."""
-        new = self._path(f"{name}-{self.group.rank}-new")
-        new.write_text(json.dumps({"save_id": self.manifest.save_id, **told}))
-        new.rename(self._path(name))
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        try:
-            told = json.loads(self._path(name).read_text())
-        except FileNotFoundError:
-            return None
-        return told if told["save_id"] == self.manifest.save_id else None
-
-    def _await_note(self, rank: int) -> dict[str, Any]:
-        for _ in _patiently(f"rank {rank} to finish its files"):
-            told = self._read(f"note-{rank}")
-            if told is not None:
-                return told
-        raise AssertionError("waiting ends by an answer or an error")
-
-    def _await_verdict(self) -> None:
-        for _ in _patiently("rank 0 to complete the checkpoint"):
-            if (self.draft.target / manifests.NAME).exists():
-                return
-            told = self._read("failed")
-            if told is not None:
-                raise CheckpointError(told["error"])
-
-
-def _patiently(what: str) -> Iterator[None]:
-    """Yield ever more slowly, until the time is up."""
-    start, pause, waited = time.monotonic(), 0.001, 0.0
-    while waited < (NOTES_TIMEOUT_S if _is_running() else ENDING_TIMEOUT_S):
-        yield
-        waited = time.monotonic() - start
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
-    raise CheckpointError(
-        expected(
-            f"{what} within {waited:.0f} s",
-            "nothing",
-            hint="a rank died or its disk hangs; look for the first error among the other ranks",
-        )
-    )
-
-
-def _is_running() -> bool:
-    """False once the script is over and the interpreter only waits for threads."""
-    return threading.main_thread().is_alive()
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, OnefoldError | OSError):
-        return str(as_checkpoint_error(error))
-    return f"{type(error).__name__}: {error}"
-
-
-class _Thread:
-    """Work of a ticket in a thread, which the interpreter waits for when it ends."""
-
-    def __init__(self, run: Any) -> None:
-        self._error: BaseException | None = None
-        self._run = run
-        self._thread = threading.Thread(target=self._keep_error, name="onefold-save")
-        self._thread.start()
-
-    def _keep_error(self) -> None:
-        try:
-            self._run()
-        except BaseException as error:
-            self._error = error
-            if not _is_running():  # nobody will ask
-                traceback.print_exception(error)
-
-    def wait(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def is_completed(self) -> bool:
-        return not self._thread.is_alive()
 
 
 @contextmanager
 def planning() -> Iterator[None]:
-    """Around torch's planner: thousands of small objects, none of them in a cycle.
+    """Suspend the garbage collector, and torch's warning about a missing process group.
 
-    Without the collector, which they would set going over everything the process holds (0.25 of
-    0.6 s for 300 parameters), and without torch's remark that there is no process group.
+    torch's planner makes thousands of small objects and no cycles. They start collections over
+    everything the process holds (0.25 of 0.6 s for 300 parameters).
     """
     with no_garbage(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
@@ -393,10 +283,10 @@ def planning() -> Iterator[None]:
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """What the first rank that failed raised, as an error of ours."""
+    """Return the error of the first rank that failed, as a `CheckpointError`."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, CheckpointError):
         return type(cause)(f"rank {rank}: {cause}")
     if isinstance(cause, Exception):
-        return CheckpointError(f"rank {rank}: {_said(cause)}")
+        return CheckpointError(f"rank {rank}: {describe(cause)}")
     return cause

@@ -1,8 +1,8 @@
-"""`torch.distributed.checkpoint`'s seams, filled: planners that copy nothing, files with checksums.
+"""Planners, a writer and a reader for `torch.distributed.checkpoint` (DCP).
 
-Plans, placement of pieces and resharding are torch's. Ours are what its defaults leave open: views
-of flat buffers are written from where they lie, own pieces are read to where they rest, no pickle
-runs code, every byte passes a checksum. What is written is what torch's own reader reads.
+torch plans pieces and reshards them. This file replaces DCP's defaults in four places: views of
+flat buffers are written without a copy, rows are read to where they rest, no pickle runs code, and
+every byte passes a checksum. DCP's own reader reads the files. See docs/adr/0007.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
-from onefold.checkpoint.blocks import BlockReader, Damaged, Files
+from onefold.checkpoint.agreement import damage, refusal
+from onefold.checkpoint.checked_files import BlockReader, BlockWriter, FileRecord
 from onefold.checkpoint.directory import METADATA
 from onefold.checkpoint.manifest import Manifest
-from onefold.errors import CheckpointError, expected
+from onefold.errors import CheckpointError
 
 MARK = "onefold"
-"""In `StorageMeta.modules` of a checkpoint of ours, which must have a manifest."""
+"""Marks a checkpoint of Onefold, in `StorageMeta.modules`: it must have a manifest."""
 
 # writing
 
 
 class WritePlanner(dcp.DefaultSavePlanner):
-    """Plans the pieces that have elements, and hands them out without copying."""
+    """Plan the pieces that have elements, and return their tensors without a copy."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -64,11 +65,14 @@ class WritePlanner(dcp.DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data = super().resolve_data(write_item)
-        return lying_alone(data.detach()) if isinstance(data, Tensor) else data
+        return _with_own_storage(data.detach()) if isinstance(data, Tensor) else data
 
 
-def lying_alone(tensor: Tensor) -> Tensor:
-    """The same bytes as a tensor whose storage has no others; a copy only if they have gaps."""
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Return the same bytes as a tensor whose storage holds nothing else. Copies only over gaps.
+
+    `torch.save` writes whole storages, and this one may be the flat buffer of a unit.
+    """
     if tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if not tensor.is_contiguous():
@@ -79,38 +83,62 @@ def lying_alone(tensor: Tensor) -> Tensor:
 
 
 def _is_empty_piece(item: WriteItem) -> bool:
-    """True for a rank's piece without elements of a tensor that has some."""
+    """Return True for a rank's empty piece of a tensor that has elements."""
     data = item.tensor_data
     if item.type != WriteItemType.SHARD or data is None:
         return False
     return prod(data.chunk.sizes) == 0 and (prod(data.size) > 0 or any(data.chunk.offsets))
 
 
-class _Streams(filesystem.FileSystem):
-    """Creates the files of one rank as streams that note their checksums."""
+class RankFiles(filesystem.FileSystem):
+    """The files that one rank writes into one folder. DCP's writer creates them."""
 
-    def __init__(self, files: Files) -> None:
-        self.files = files
+    def __init__(self, folder: Path, *, is_cached: bool) -> None:
+        self.folder = folder
+        self.is_cached = is_cached
+        self.writers: list[BlockWriter] = []
+
+    def create(self, name: str) -> BlockWriter:
+        """Create one file."""
+        self.writers.append(BlockWriter(self.folder / name, is_cached=self.is_cached))
+        return self.writers[-1]
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        yield self.files.create(Path(path).name)
+        yield self.create(Path(path).name)
+
+    def finish(self, *, verify: bool = False) -> dict[str, FileRecord]:
+        """Wait for the disk. With `verify`, read every file back."""
+        try:
+            records = {writer.name: writer.finish() for writer in self.writers}
+        finally:
+            self.abandon()
+        if verify:
+            for name, record in records.items():
+                # without reading ahead: no thread can start while the interpreter exits
+                with BlockReader(self.folder / name, record) as reader:
+                    reader.verify()
+        return records
+
+    def abandon(self) -> None:
+        """Close all files without waiting for the disk."""
+        for writer in self.writers:
+            writer.abandon()
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes one rank's pieces; `files.finish()` afterwards waits for the disk."""
+    """Write one rank's pieces into `files`; `files.finish()` then waits for the disk."""
 
-    def __init__(self, folder: Path, aliases: Mapping[str, str], *, is_cached: bool) -> None:
-        super().__init__(folder, sync_files=False)
-        self.files = Files(folder, is_cached)
-        self.fs = _Streams(self.files)
+    def __init__(self, files: RankFiles, aliases: Mapping[str, str]) -> None:
+        super().__init__(files.folder, sync_files=False)
+        self.files = self.fs = files
         self._aliases = aliases
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id, modules=[MARK])
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        try:  # our checksums cover every byte; torch's switch for those in archives is a thread's
+        try:  # every byte has a checksum already; this switch of torch holds for one thread
             with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 return super().write_data(plan, planner)
         except Exception:
@@ -120,7 +148,7 @@ class Writer(dcp.FileSystemWriter):
             raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata`; a tied weight goes by all its names, and lies there once."""
+        """Write `.metadata`, which lists a tied weight under all its names."""
         written = [result for of_rank in results for result in of_rank]
         again = []
         for alias, name in self._aliases.items():
@@ -153,11 +181,11 @@ _SAFE = {
     ("collections", "OrderedDict"), ("builtins", "set"),
     ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"),
 }  # fmt: skip
-"""What a `.metadata` consists of; anything else in one is an attempt to run code."""
+"""All that a `.metadata` refers to. Another reference is an attempt to run code."""
 
 
 def _member(kind: type[Enum], name: str) -> Enum:
-    """`getattr` of an enum's member, and of nothing else."""
+    """Stand in for `getattr`, with which some Pythons pickle a member of an enum."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise pickle.UnpicklingError(f"a reference to an attribute of {kind}")
     return kind[name]
@@ -166,58 +194,48 @@ def _member(kind: type[Enum], name: str) -> Enum:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) == ("builtins", "getattr"):  # by which some Pythons store enum members
+        if (module, name) == ("builtins", "getattr"):
             return _member
         if (module, name) in _SAFE or is_dtype:
             return super().find_class(module, name)
-        raise CheckpointError(
-            expected(
-                f"{METADATA!r} to hold names, shapes and places",
-                f"a reference to {module}.{name}, which loading will not call",
-                hint="do not trust this checkpoint",
-            )
+        raise refusal(
+            f"{METADATA!r} to hold names, shapes and places",
+            f"a reference to {module}.{name}, which loading does not call",
+            hint="do not trust this checkpoint",
         )
 
 
 def read_metadata(folder: Path, manifest: Manifest | None) -> Metadata:
-    """Names, shapes and pieces; verified where there is a manifest, and never run as code."""
+    """Read names, shapes and pieces. Verified if there is a manifest; no code is run."""
     path = folder / METADATA
     if manifest is not None:
         with BlockReader(path, manifest.files[METADATA]) as reader:
-            data = reader.read()
+            data = reader.read(0, reader.nbytes)
     else:
         data = path.read_bytes()
     try:
         found = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(found, Metadata):
+            raise TypeError(f"a {type(found).__name__}")
     except CheckpointError:
         raise
     except Exception as error:
-        raise _not_metadata(path, f"{type(error).__name__}: {error}") from error
-    if not isinstance(found, Metadata):
-        raise _not_metadata(path, f"a {type(found).__name__}")
+        raise refusal(
+            f"file {path.name!r} of {str(folder)!r} to be torch.distributed.checkpoint's",
+            f"{type(error).__name__}: {error}",
+            hint="it is damaged, or this is no checkpoint",
+        ) from error
     if manifest is None and MARK in getattr(found.storage_meta, "modules", ()):
-        raise CheckpointError(
-            expected(
-                f"file 'manifest.json' in checkpoint {str(folder)!r}",
-                "none, though onefold has saved it",
-                hint="the file was deleted, so nothing can be verified; load an earlier checkpoint",
-            )
+        raise refusal(
+            f"file 'manifest.json' in checkpoint {str(folder)!r}, which onefold has saved",
+            "no such file",
+            hint="the file was deleted, so nothing can be verified; load an earlier checkpoint",
         )
     return found
 
 
-def _not_metadata(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        expected(
-            f"file {path.name!r} of {str(path.parent)!r} to be torch.distributed.checkpoint's",
-            got,
-            hint="it is damaged, or this is no checkpoint",
-        )
-    )
-
-
 class ReadPlanner(dcp.DefaultLoadPlanner):
-    """Plans by flat names; objects are read as data, never as code."""
+    """Plan by flat names. Objects are read as data, never as code."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -227,21 +245,19 @@ class ReadPlanner(dcp.DefaultLoadPlanner):
 
 
 def read_object(value: io.BytesIO, name: str) -> Any:
-    """An object that was saved with `torch.save`: tensors, numbers, strings and containers."""
+    """Read what `torch.save` wrote: tensors, numbers, strings and containers."""
     try:
         return torch.load(value, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            expected(
-                f"{name!r} to hold tensors, numbers, strings and containers of them",
-                str(error).splitlines()[0],
-                hint="save plain values, for example an object's state_dict()",
-            )
+        raise refusal(
+            f"{name!r} to hold tensors, numbers, strings and containers of them",
+            str(error).splitlines()[0],
+            hint="save plain values, for example an object's state_dict()",
         ) from error
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads own pieces, in the order in which they lie, through the manifest's checksums."""
+    """Read this rank's pieces in file order, through the manifest's checksums."""
 
     def __init__(self, folder: Path, manifest: Manifest | None, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -255,117 +271,100 @@ class Reader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         if self._manifest is None:
             return super().read_data(plan, planner)
-        items = sorted(((self.storage_data[i.storage_index], i) for i in plan.items), key=_place)
-        for name, of_file in groupby(items, key=lambda each: each[0].relative_path):
-            record = self._manifest.files[name]
+        places = [(self.storage_data[item.storage_index], item) for item in plan.items]
+        places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
+        for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
             pieces = list(of_file)
-            announced = [self._stretch(info, item) for info, item in pieces]
-            with BlockReader(self._folder / name, record, announced) as stream:
+            announced = [self._range(info, item) for info, item in pieces]
+            record = self._manifest.files[name]
+            with BlockReader(self._folder / name, record, announced) as reader:
                 for info, item in pieces:
-                    self._read(stream, info, item, planner)
+                    self._read(reader, info, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _stretch(self, info: Any, item: ReadItem) -> tuple[int, int]:
-        """Where in its file a piece's wanted rows lie, give or take the archive's small records."""
+    def _range(self, info: Any, item: ReadItem) -> tuple[int, int]:
+        """Return the bytes of the file that hold the wanted rows, with room for archive headers."""
+        end = info.offset + info.length
         found = self._metadata.state_dict_metadata[item.storage_index.fqn]
         if not isinstance(found, TensorStorageMetadata) or not item.lengths:
-            return info.offset, info.offset + info.length
+            return info.offset, end
         sizes = chunk_of(found, item.storage_index).sizes
-        if item.lengths[1:] != sizes[1:]:  # a box is read out of the whole piece
-            return info.offset, info.offset + info.length
+        first, num_rows = item.storage_offsets[0], item.lengths[0]
+        if item.lengths[1:] != sizes[1:]:  # a box: the whole piece is read
+            return info.offset, end
         row_nbytes = prod(sizes[1:]) * found.properties.dtype.itemsize
-        start = info.offset + item.storage_offsets[0] * row_nbytes
-        stop = start + _HEAD_NBYTES + item.lengths[0] * row_nbytes
-        end = info.offset + info.length
-        return (start if item.storage_offsets[0] else info.offset), min(stop, end)
+        start = info.offset + first * row_nbytes
+        return start, min(start + _HEAD_NBYTES + num_rows * row_nbytes, end)
 
-    def _read(self, stream: BlockReader, info: Any, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read(self, reader: BlockReader, info: Any, item: ReadItem, planner: LoadPlanner) -> None:
         if item.type == LoadItemType.BYTE_IO:
-            stream.seek(info.offset)
-            planner.load_bytes(item, io.BytesIO(stream.read(info.length)))
+            planner.load_bytes(item, io.BytesIO(reader.read(info.offset, info.length)))
             return
         target = planner.resolve_tensor(item).detach()
         found = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(found, TensorStorageMetadata), "a tensor is read from bytes"
-        sizes = chunk_of(found, item.storage_index).sizes
+        sizes, dtype = chunk_of(found, item.storage_index).sizes, found.properties.dtype
         if prod(item.lengths) == 0:
             return
-        start = info.offset + data_offset(stream, info)
-        is_rows = item.lengths[1:] == sizes[1:]
-        if not is_rows:
-            whole = torch.empty(sizes, dtype=found.properties.dtype)
-            _read_into(stream, start, whole)
-            window = tuple(
-                slice(offset, offset + length)
-                for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
-            )
-            target.copy_(whole[window])
+        start = info.offset + data_offset(reader, info)
+        if item.lengths[1:] != sizes[1:]:  # a box of a piece
+            whole = torch.empty(sizes, dtype=dtype)
+            reader.read_into(start, bytes_of(whole))
+            for dim, first in enumerate(item.storage_offsets):
+                whole = whole.narrow(dim, first, item.lengths[dim])
+            target.copy_(whole)
             return
-        row_nbytes = prod(sizes[1:]) * found.properties.dtype.itemsize
-        start += (item.storage_offsets[0] if sizes else 0) * row_nbytes
-        is_alike = target.dtype == found.properties.dtype and target.device.type == "cpu"
+        if sizes:
+            start += item.storage_offsets[0] * prod(sizes[1:]) * dtype.itemsize
+        is_alike = target.dtype == dtype and target.device.type == "cpu"
         if is_alike and target.is_contiguous():
-            _read_into(stream, start, target)
+            reader.read_into(start, bytes_of(target))
             return
-        part = torch.empty(tuple(item.lengths), dtype=found.properties.dtype)
-        _read_into(stream, start, part)
+        part = torch.empty(tuple(item.lengths), dtype=dtype)
+        reader.read_into(start, bytes_of(part))
         target.copy_(part)
 
 
-def _place(each: tuple[Any, ReadItem]) -> tuple[str, int]:
-    return each[0].relative_path, each[0].offset
-
-
 def chunk_of(found: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    """The piece of a tensor that `index` names."""
+    """Return the piece of a tensor that `index` names."""
     for chunk in found.chunks:
         if index.offset is None or chunk.offsets == index.offset:
             return chunk
-    raise CheckpointError(
-        expected(
-            f"a piece of {index.fqn!r} at {index.offset}",
-            f"pieces at {[list(chunk.offsets) for chunk in found.chunks]}",
-            hint="the checkpoint's metadata contradicts itself; load an earlier one",
-        )
+    raise refusal(
+        f"a piece of {index.fqn!r} at {index.offset}",
+        f"pieces at {[list(chunk.offsets) for chunk in found.chunks]}",
+        hint="the checkpoint's metadata contradicts itself; load an earlier one",
     )
 
 
 _ELEMENTS = b"archive/data/0"
-"""The record of a zip archive in which `torch.save` to a stream puts a tensor's elements."""
+"""The record with a tensor's elements, in the zip archive that `torch.save` writes."""
 
 _HEADER_NBYTES, _HEAD_NBYTES = 30, 4096
 
 
-def data_offset(stream: BlockReader, info: Any) -> int:
-    """Where the elements start in what `torch.save` made of one tensor: behind a few small records.
+def data_offset(reader: BlockReader, info: Any) -> int:
+    """Return where the elements start in the archive of one tensor, behind a few small records.
 
     A record is a header (PKWARE APPNOTE 4.3.7), its name, padding and its bytes.
     """
-    stream.seek(info.offset)
-    head = stream.read(min(_HEAD_NBYTES, info.length))
+    head = reader.read(info.offset, min(_HEAD_NBYTES, info.length))
     name = head.find(_ELEMENTS)
     header = name - _HEADER_NBYTES
     if header < 0 or head[header : header + 4] != b"PK\3\4":
-        raise Damaged(
-            expected(
-                f"a tensor at byte {info.offset} of file {stream.name!r}",
-                "something else",
-                hint="its metadata and its files are of different checkpoints; load an earlier one",
-            )
+        raise damage(
+            f"a tensor at byte {info.offset} of file {reader.name!r}",
+            "other bytes",
+            hint="its metadata and its files are of different checkpoints; load an earlier one",
         )
     padding = int.from_bytes(head[header + 28 : header + 30], "little")
     return name + len(_ELEMENTS) + padding
 
 
-def _read_into(stream: BlockReader, offset: int, tensor: Tensor) -> None:
-    """Fill a contiguous CPU tensor with its bytes."""
-    stream.read_at(offset, bytes_of(tensor))
-
-
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, where they lie."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview(cast("Any", tensor.detach().reshape(-1).view(torch.uint8).numpy()))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from onefold.checkpoint.agreement import refuse_mismatches, shape_mismatches
 from onefold.checkpoint.contents import (
     GRAD,
     MASTER,
@@ -17,128 +18,109 @@ from onefold.checkpoint.contents import (
     OPTIM,
     PARTIAL,
     RANK,
-    SavedState,
-    state_path,
+    ShardedModel,
+    path_of,
 )
 from onefold.checkpoint.directory import Found
-from onefold.checkpoint.manifest import Manifest
 from onefold.engine.joining import bind
 from onefold.engine.optimizer import OptimizerBinding
-from onefold.errors import CheckpointError, expected, listed
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
+Keys = tuple[Any, ...]
+"""The nested keys of a name, as in ("optim", "state", FQN, KEY)."""
+
 
 class Targets:
-    """What is read of one checkpoint on this rank, and what happens to it then.
+    """The tensors and objects that this rank reads of one checkpoint, and their use afterwards.
 
-    Raises `CheckpointError` for a checkpoint of another module, with all that does not match.
+    Raises `CheckpointError` for a checkpoint of another module, with all mismatches.
     """
 
-    def __init__(self, subject: SavedState, found: Found, metadata: Metadata) -> None:
-        self.subject = subject
-        self.manifest: Manifest | None = found.manifest
+    def __init__(self, model: ShardedModel, found: Found, metadata: Metadata) -> None:
+        self.model = model
+        self.manifest = found.manifest
         self.metadata = metadata
+        self._path = found.path
         self._names = metadata.state_dict_metadata
-        self._name = str(found.path)
+        notes = metadata.planner_data or {}
+        self._paths = {name: path_of(name, notes.get(name, ())) for name in self._names}
+        self._states = {n: p[2:] for n, p in self._paths.items() if p[:2] == (OPTIM, "state")}
         self._prefix = self._find_prefix()
-        self._paths = self._optimizer_paths()
-        self._extra_paths = self._extra_state_paths()
+        self._extra_paths = self._find_extra_states()
         self.saved_ranks = max(1, sum(name.startswith(f"{RANK}.") for name in self._names))
-        self.own_rank = subject.rank % self.saved_ranks
+        self.own_rank = model.rank % self.saved_ranks
+        is_same_world = self.saved_ranks == model.engine.group.world_size
+        # each rank goes on with its own partial gradients, or all of them are averaged
+        self._keeps_partials = is_same_world and not model.engine.recipe.shards_parameters
         self._refuse(self._model_mismatches() + self._optimizer_mismatches())
 
-    # names
-
     def _find_prefix(self) -> str:
-        """What weights' names start with: `model.` here and in torch's tutorials, or nothing."""
-        fqns = [p.fqn for p in self.subject.parameters()]
+        """Return what the names of weights start with: `model.` or, for a plain state dict, ``."""
+        fqns = [p.fqn for p in self.model.parameters()]
         under_model = sum(f"{MODEL}.{fqn}" in self._names for fqn in fqns)
         return "" if sum(fqn in self._names for fqn in fqns) > under_model else f"{MODEL}."
 
-    def _optimizer_paths(self) -> dict[str, tuple[Any, ...]]:
-        """For each name of an optimizer's state: ("optim", "state", FQN, KEY ...)."""
-        told = self.metadata.planner_data or {}
-        paths = {name: state_path(name, told.get(name, ())) for name in self._names}
-        return {name: path for name, path in paths.items() if path is not None}
-
-    def _extra_state_paths(self) -> dict[str, tuple[Any, ...]]:
-        """For each name of a module's extra state: the state's name, and keys inside it."""
-        told = self.metadata.planner_data or {}
-        known = self.subject.extra_states()
-        found = {}
-        for name in self._names:
-            path = tuple(told.get(name, ()))[1 if self._prefix else 0 :]
-            path = path or (name.removeprefix(self._prefix),)
-            if path[0] in known:
-                found[name] = path
-        return found
+    def _find_extra_states(self) -> dict[str, Keys]:
+        """Return, for each name of a module's extra state, the state's name and keys inside it."""
+        known = self.model.extra_states()
+        skipped = 1 if self._prefix else 0
+        found = {
+            name: path[skipped:] or (name.removeprefix(self._prefix),)
+            for name, path in self._paths.items()
+        }
+        return {name: path for name, path in found.items() if path[0] in known}
 
     # mismatches
 
     def _refuse(self, mismatches: list[str]) -> None:
-        if not mismatches:
-            return
-        raise CheckpointError(
-            expected(
-                f"checkpoint {self._name!r} to match the module and its optimizers",
-                "\n  " + "\n  ".join(listed(mismatches)),
-                hint="build the module and optimizers as for the run that saved it; "
-                "without an optimizer only the weights are loaded",
-            )
+        refuse_mismatches(
+            f"checkpoint {str(self._path)!r} to match the module and its optimizers",
+            mismatches,
+            hint="build the module and optimizers as for the run that saved it; "
+            "without an optimizer only the weights are loaded",
         )
 
     def _model_mismatches(self) -> list[str]:
-        wanted = {p.fqn: list(p.slot.shape) for p in self.subject.parameters()}
-        wanted |= {name: list(value.shape) for name, value in self.subject.buffers().items()}
-        found = []
-        for name, shape in wanted.items():
-            saved = self._names.get(self._prefix + name)
-            if not isinstance(saved, TensorStorageMetadata):
-                found.append(f"{name}: {shape} in the module, not in the checkpoint")
-            elif list(saved.size) != shape:
-                found.append(f"{name}: {shape} in the module, {list(saved.size)} in the checkpoint")
-        known = wanted.keys() | self.subject.aliases().keys()
-        found += [
-            f"{name}: in the checkpoint, not in the module"
-            for name in self._model_names()
-            if name not in known
-        ]
-        return found
-
-    def _model_names(self) -> list[str]:
+        wanted = {p.fqn: p.slot.shape for p in self.model.parameters()}
+        wanted |= {name: tuple(value.shape) for name, value in self.model.buffers().items()}
+        saved = {
+            name.removeprefix(self._prefix): tuple(saved.size)
+            for name, saved in self._names.items()
+            if isinstance(saved, TensorStorageMetadata) and name.startswith(self._prefix)
+        }
+        known = wanted.keys() | self.model.aliases().keys()
         ours = tuple(f"{kind}." for kind in (MASTER, OPTIM, GRAD, PARTIAL, RANK))
-        return [
-            name.removeprefix(self._prefix)
+        return shape_mismatches(wanted, saved, "checkpoint") + [
+            f"{name.removeprefix(self._prefix)}: in the checkpoint, not in the module"
             for name in self._names
             if name.startswith(self._prefix)
             and (self._prefix or not name.startswith(ours))
             and name not in self._extra_paths
+            and name.removeprefix(self._prefix) not in known
         ]
 
     def _optimizer_mismatches(self) -> list[str]:
-        if not self.subject.optimizers:
+        if not self.model.optimizers:
             return []
         if not any(name.startswith(f"{OPTIM}.") for name in self._names):
             return ["an optimizer to load, none in the checkpoint"]
-        if self.manifest is None:
-            return []
-        ours = [str(record) for record in self.subject.records()]
-        theirs = [str(record) for record in self.manifest.optimizers]
+        ours = [str(record) for record in self.model.records()]
+        theirs = [str(r) for r in self.manifest.optimizers] if self.manifest else ours
         if ours != theirs:
             return [f"optimizers: {', '.join(ours)} to load, {', '.join(theirs)} in the checkpoint"]
         return []
 
     def compare(self, objects: dict[str, Any]) -> None:
         """Raise `CheckpointError` unless param groups hold the parameters they were saved with."""
-        if not self.subject.optimizers:
+        if not self.model.optimizers:
             return
-        ours, theirs = self.subject.groups(), self._groups(objects)
+        ours, theirs = self.model.groups(), self._saved_groups(objects)
         if len(ours) != len(theirs):
             self._refuse([f"{len(ours)} param groups to load, {len(theirs)} in the checkpoint"])
         mismatches = []
         for index, (group, saved) in enumerate(zip(ours, theirs, strict=True)):
-            here = {self.subject.parameter(tensor).fqn for tensor in group["params"]}
+            here = {self.model.parameter(tensor).fqn for tensor in group["params"]}
             there = set(saved["params"])
             mismatches += [f"{n}: in param group {index} here alone" for n in sorted(here - there)]
             mismatches += [
@@ -146,49 +128,50 @@ class Targets:
             ]
         self._refuse(mismatches)
 
-    def _groups(self, objects: dict[str, Any]) -> list[dict[str, Any]]:
-        """The saved param groups, hyper-parameters and names of parameters."""
-        prefix = f"{OPTIM}.param_groups."
-        told = self.metadata.planner_data or {}
-        paths: dict[str, tuple[Any, ...]] = {}
-        for name in objects:
-            if name.startswith(prefix):
-                index, _, key = name.removeprefix(prefix).partition(".")
-                paths[name] = tuple(told.get(name, ()))[1:]
-                if len(paths[name]) < 3:  # told by its name alone
-                    if not index.isdecimal():
-                        self._refuse([f"{name}: param groups by number are wanted"])
-                    paths[name] = ("param_groups", int(index), key)
+    def _saved_groups(self, objects: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the saved param groups: hyper-parameters, and the names of parameters."""
+        paths = {n: self._paths[n][1:] for n in objects if n.startswith(f"{OPTIM}.param_groups.")}
+        unnumbered = [name for name, path in paths.items() if not isinstance(path[1], int)]
+        self._refuse([f"{name}: param groups by number are wanted" for name in unnumbered])
         return _nested(objects, paths).get("param_groups", [])
 
     # what to read
 
     def objects(self) -> dict[str, Any]:
-        """Names of what is small and needed before tensors: hyper-parameters, this rank's own."""
+        """Return the names that are read before tensors: hyper-parameters, this rank's own."""
         wanted = [*self._extra_paths, f"{RANK}.{self.own_rank}"]
-        if self.subject.optimizers:
+        if self.model.optimizers:
             wanted += [name for name in self._names if name.startswith(f"{OPTIM}.param_groups.")]
         return {
-            name: self._empty(saved) if isinstance(saved, TensorStorageMetadata) else None
+            name: _empty(saved) if isinstance(saved, TensorStorageMetadata) else None
             for name in wanted
             if (saved := self._names.get(name)) is not None
         }
 
     def tensors(self) -> dict[str, Any]:
-        """Where tensors go, by name: weights and buffers in place, optimizer states to new ones."""
+        """Return tensors to read into, by name: weights and buffers in place, the others new."""
         wanted: dict[str, Any] = {}
-        for parameter in self.subject.parameters():
+        for parameter in self.model.parameters():
             wanted[self._source(parameter)] = parameter.wrap(parameter.stepped)
             for name in self._gradients(parameter):
                 wanted[name] = self._gradient_target(name, parameter)
-        for name, buffer in self.subject.buffers().items():
+        for name, buffer in self.model.buffers().items():
             wanted[self._prefix + name] = buffer
-        if self.subject.optimizers:
-            wanted |= self._states()
+        by_fqn: defaultdict[str, list[str]] = defaultdict(list)
+        for name, (fqn, *_) in self._states.items():
+            by_fqn[fqn].append(name)
+        for optimizer in self.model.optimizers:
+            flats: dict[tuple[Unit, Any], Tensor] = {}
+            binding = bind(optimizer, self.model.engine)
+            binding.forget(optimizer)  # free the old moments before the new ones take memory
+            for parameter in binding.kept_here(self.model.stepped_by(optimizer)):
+                for name in by_fqn[parameter.fqn]:
+                    wanted[name] = self._state_target(name, parameter, binding, flats)
+            binding.take_over(list(flats.values()))
         return wanted
 
     def _source(self, parameter: UnitParameter) -> str:
-        """The weight itself if it is of the dtype to be filled, else its wider master."""
+        """Return the weight's name if it has the dtype that is stepped, else its master's."""
         weight, master = self._prefix + parameter.fqn, f"{MASTER}.{parameter.fqn}"
         saved = self._names[weight]
         assert isinstance(saved, TensorStorageMetadata), "mismatches were refused"
@@ -196,121 +179,99 @@ class Targets:
         return weight if is_alike or master not in self._names else master
 
     def _gradients(self, parameter: UnitParameter) -> list[str]:
-        """Names of gradients between micro-batches: the mean, partials of own or of all ranks."""
-        if not self.subject.optimizers:  # weights alone are wanted
-            return []
-        mean = f"{GRAD}.{parameter.fqn}"
-        ranks = range(self.saved_ranks)
-        partial = [f"{PARTIAL}.{rank}.{parameter.fqn}" for rank in ranks]
-        if self._keeps_partials:
-            partial = partial[self.own_rank : self.own_rank + 1]
-        return [name for name in (mean, *partial) if name in self._names]
+        """Return the names of a parameter's gradients: the mean, and partials of own or all ranks.
 
-    @property
-    def _keeps_partials(self) -> bool:
-        """Each rank goes on with its own; else all of them are averaged where they rest."""
-        is_same_world = self.saved_ranks == self.subject.engine.group.world_size
-        return is_same_world and not self.subject.engine.recipe.shards_parameters
+        They are part of the run, so they are read together with an optimizer.
+        """
+        if not self.model.optimizers:
+            return []
+        ranks = [self.own_rank] if self._keeps_partials else range(self.saved_ranks)
+        partial = [f"{PARTIAL}.{rank}.{parameter.fqn}" for rank in ranks]
+        return [n for n in (f"{GRAD}.{parameter.fqn}", *partial) if n in self._names]
+
+    def _is_kept_partial(self, name: str) -> bool:
+        return self._keeps_partials and name.startswith(f"{PARTIAL}.")
 
     def _gradient_target(self, name: str, parameter: UnitParameter) -> Tensor:
         unit = parameter.unit
-        if name.startswith(f"{PARTIAL}.") and self._keeps_partials:
+        if self._is_kept_partial(name):
             options = {"dtype": unit.compute_dtype, "device": unit.context.store.device}
             return torch.empty(parameter.slot.shape, **options)
         return parameter.wrap(torch.empty_like(parameter.local, requires_grad=False))
-
-    def _restore_gradients(self, tensors: dict[str, Any]) -> None:
-        for unit in self.subject.engine.units:
-            means: dict[UnitParameter, Tensor] = {}
-            partial: dict[UnitParameter, Tensor] = {}
-            for parameter in unit.parameters:
-                for name in self._gradients(parameter):
-                    value = tensors[name]
-                    if not name.startswith(f"{PARTIAL}."):
-                        means[parameter] = parameter.unwrap(value)
-                    elif self._keeps_partials:
-                        partial[parameter] = value
-                    else:
-                        share = parameter.unwrap(value) / self.saved_ranks
-                        before = means.get(parameter)
-                        means[parameter] = share if before is None else before + share
-            unit.gradient.restore(means, partial)
-
-    def _states(self) -> dict[str, Any]:
-        by_fqn: defaultdict[str, list[str]] = defaultdict(list)
-        for name, path in self._paths.items():
-            by_fqn[path[2]].append(name)
-        wanted: dict[str, Any] = {}
-        for optimizer in self.subject.optimizers:
-            flats: dict[tuple[Unit, Any], Tensor] = {}
-            binding = bind(optimizer, self.subject.engine)
-            binding.forget(optimizer)  # or the old moments and the new ones would be held at once
-            held = [p for p, owner in self.subject.states() if owner is optimizer]
-            for parameter in binding.kept_here(held):
-                for name in by_fqn[parameter.fqn]:
-                    wanted[name] = self._state_target(name, parameter, binding, flats)
-            binding.take_over(list(flats.values()))
-        return wanted
 
     def _state_target(
         self, name: str, parameter: UnitParameter, binding: OptimizerBinding,
         flats: dict[tuple[Unit, Any], Tensor],
     ) -> Tensor | None:  # fmt: skip
-        """Room for one state: rows of a flat tensor a unit, as it will be stepped, or a whole."""
+        """Return room for one state: rows of a unit's flat tensor that is stepped, or a tensor."""
         saved = self._names[name]
         if not isinstance(saved, TensorStorageMetadata):
             return None
         is_like_weight = tuple(saved.size) == parameter.slot.shape != ()
         unit = parameter.unit
         if not is_like_weight or not binding.is_elementwise:
-            return self._empty(saved, unit.context.store.device)
-        key = (unit, self._paths[name][3:])
-        if unit.steps_in_blocks and len(key[1]) == 1:  # to where such states of the unit rest
-            unit.make_moments({key[1][0]: unit.stepped.dtype})
-            flats[key] = unit.moments[key[1][0]].tensor
-        if key not in flats:
-            flats[key] = _blank(unit, binding)
-        rank = unit.context.rest_rank
-        start = parameter.slot.shard_offsets[rank]
-        rows = flats[key][start : start + parameter.local.numel()].view(parameter.local.shape)
-        return parameter.wrap(rows)
-
-    @staticmethod
-    def _empty(saved: TensorStorageMetadata, device: torch.device | None = None) -> Tensor:
-        return torch.empty(tuple(saved.size), dtype=saved.properties.dtype, device=device)
+            return _empty(saved, unit.context.store.device)
+        key = self._states[name][1:]
+        if unit.steps_in_blocks and len(key) == 1:  # into the unit's own moments
+            unit.make_moments({key[0]: unit.stepped.dtype})
+            flats[unit, key] = unit.moments[key[0]].tensor
+        if (unit, key) not in flats:
+            flats[unit, key] = _blank(unit, binding)
+        return parameter.wrap(parameter.own_rows(flats[unit, key]))
 
     # afterwards
 
     def finish(self, objects: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Everything has been read: let the engine and the optimizers know."""
-        engine = self.subject.engine
+        """Hand the values that were read to the engine, the module and the optimizers."""
+        engine = self.model.engine
         for unit in engine.units:
             unit.replaced()
             unit.forget()
         engine.mend()
         extra_states = _nested(objects, self._extra_paths)
-        for name, part in self.subject.extra_states().items():
+        for name, part in self.model.extra_states().items():
             if name in extra_states:
                 part.set_extra_state(extra_states[name])
         if self.manifest is not None:
             engine.ledger.steps = self.manifest.step
-        self._restore_gradients(tensors)
-        if not self.subject.optimizers:
-            return
-        for group, saved in zip(self.subject.groups(), self._groups(objects), strict=True):
+        for unit in engine.units:
+            self._restore_gradients(unit, tensors)
+        if self.model.optimizers:
+            self._restore_optimizers(objects, tensors)
+
+    def _restore_optimizers(self, objects: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for group, saved in zip(self.model.groups(), self._saved_groups(objects), strict=True):
             _restore_group(group, saved)
-        paths = {name: path[2:] for name, path in self._paths.items()}
-        states = _nested(tensors, paths)
-        for parameter, optimizer in self.subject.states():
-            optimizer.state.pop(parameter.sharded, None)
-            if parameter.fqn in states:
-                optimizer.state[parameter.sharded] = states[parameter.fqn]
+        states = _nested(tensors, self._states)
+        for optimizer in self.model.optimizers:
+            for parameter in self.model.stepped_by(optimizer):
+                optimizer.state.pop(parameter.sharded, None)
+                if parameter.fqn in states:
+                    optimizer.state[parameter.sharded] = states[parameter.fqn]
+
+    def _restore_gradients(self, unit: Unit, tensors: dict[str, Any]) -> None:
+        means: dict[UnitParameter, Tensor] = {}
+        partial: dict[UnitParameter, Tensor] = {}
+        for parameter in unit.parameters:
+            for name in self._gradients(parameter):
+                if self._is_kept_partial(name):
+                    partial[parameter] = tensors[name]
+                    continue
+                own = parameter.unwrap(tensors[name])
+                if name.startswith(f"{PARTIAL}."):
+                    own = own / self.saved_ranks
+                means[parameter] = means[parameter] + own if parameter in means else own
+        unit.gradient.restore(means, partial)
+
+
+def _empty(saved: TensorStorageMetadata, device: torch.device | None = None) -> Tensor:
+    return torch.empty(tuple(saved.size), dtype=saved.properties.dtype, device=device)
 
 
 def _blank(unit: Unit, binding: OptimizerBinding) -> Tensor:
-    """Room for one state of a unit's parameters, up to the last that the optimizer holds.
+    """Return room for one state of a unit's parameters, up to the last that the optimizer holds.
 
-    Those of one param group lie together, and those of none, as frozen ones, behind all others.
+    Parameters of one param group lie together. Parameters of none, such as frozen ones, come last.
     """
     rank = unit.context.rest_rank
     held = [i for i, p in enumerate(unit.parameters) if binding.holds(p)]
@@ -319,8 +280,8 @@ def _blank(unit: Unit, binding: OptimizerBinding) -> Tensor:
     return flat.index_fill_(0, gaps[gaps < len(flat)].to(flat.device), 0)
 
 
-def _nested(values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Those values that have a path, as the nested containers that they were saved from."""
+def _nested(values: dict[str, Any], paths: dict[str, Keys]) -> dict[str, Any]:
+    """Return the values that have a path, in nested containers as they were saved."""
     own = {name: path for name, path in paths.items() if name in values}
     return unflatten_state_dict({name: values[name] for name in own}, own)
 

@@ -1,9 +1,9 @@
-"""Bytes to and from a disk at its own speed: past the page cache, several requests at a time.
+"""Write and read files at the disk's full rate: past the page cache, several requests at a time.
 
-Checkpoints are written once and read once, so the page cache only costs: a copy of every byte, and
-pages that others needed. O_DIRECT wants aligned memory, so bytes pass through a few aligned chunks,
-which also lets checksums and copies overlap the transfer. Where a file system has no O_DIRECT
-(tmpfs), the same chunks go the ordinary way.
+A checkpoint is written once and read once. The page cache would only cost a copy of every byte, and
+pages that other processes use. O_DIRECT needs aligned memory, so bytes pass through a few aligned
+chunks; checksums and copies then overlap the transfer. A file system without O_DIRECT (tmpfs) gets
+the same chunks through the page cache.
 """
 
 from __future__ import annotations
@@ -12,56 +12,41 @@ import mmap
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 from onefold.tier.disk import set_direct
 
 WRITE_CHUNK_NBYTES, NUM_WRITE_CHUNKS = 4 << 20, 3
 READ_CHUNK_NBYTES, NUM_READ_CHUNKS = 2 << 20, 8
-"""Measured: two writers reach the disk's rate with three chunks, two readers need more requests."""
-
-
-class Sink(Protocol):
-    """Where a writer's bytes go, from front to back."""
-
-    def write(self, view: memoryview) -> None: ...
-
-    def finish(self) -> None:
-        """Wait until the disk has everything, and close."""
-        ...
-
-    def close(self) -> None:
-        """Close without waiting for the disk."""
-        ...
+"""Measured: two writers reach the disk's rate with three chunks. Two readers need more requests."""
 
 
 class CachedSink:
-    """Into the system's page cache, which keeps the bytes until the disk has them."""
+    """Write into the system's page cache, which keeps the bytes until the disk has them."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def write(self, view: memoryview) -> None:
+        """Append bytes to the file."""
         _write_all(self._fd, view)
 
     def finish(self) -> None:
-        try:
-            os.fsync(self._fd)
-        finally:
-            self.close()
+        """Wait until the disk has everything."""
+        os.fsync(self._fd)
 
     def close(self) -> None:
+        """Close without waiting for the disk."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
-class DirectSink:
-    """Past the page cache, chunk by chunk, while the next chunk is filled."""
+class DirectSink(CachedSink):
+    """Write past the page cache, chunk by chunk, while the next chunk is filled."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._chunks: deque[mmap.mmap] = deque()  # those that are free; made when needed
+        super().__init__(fd)
+        self._free: deque[mmap.mmap] = deque()  # chunks are made when they are needed
         self._num_chunks = 0
         self._current: mmap.mmap | None = None
         self._filled = 0
@@ -82,44 +67,39 @@ class DirectSink:
                 self._send()
 
     def _free_chunk(self) -> mmap.mmap:
-        if not self._chunks and self._num_chunks < NUM_WRITE_CHUNKS:
+        if not self._free and self._num_chunks < NUM_WRITE_CHUNKS:
             self._num_chunks += 1
             return mmap.mmap(-1, WRITE_CHUNK_NBYTES)
-        if not self._chunks:
-            self._land()
-        return self._chunks.popleft()
+        if not self._free:
+            self._wait_oldest()
+        return self._free.popleft()
 
     def _send(self) -> None:
-        if self._pool is None:  # the first full chunk: a file this large is worth a thread
+        if self._pool is None:  # the first full chunk: a file of this size is worth a thread
             self._pool = ThreadPoolExecutor(1, "onefold-write")
             set_direct(self._fd, True)
-        assert self._current is not None, "nothing was written"
+        assert self._current is not None, "only a full chunk is sent"
         chunk, self._current = self._current, None
         future = self._pool.submit(_write_all, self._fd, memoryview(chunk))
         self._under_way.append((future, chunk))
 
-    def _land(self) -> None:
+    def _wait_oldest(self) -> None:
         future, chunk = self._under_way.popleft()
         future.result()
-        self._chunks.append(chunk)
+        self._free.append(chunk)
 
     def finish(self) -> None:
-        try:
-            while self._under_way:
-                self._land()
-            if self._current is not None:  # the last bytes fill no aligned chunk
-                set_direct(self._fd, False)
-                _write_all(self._fd, memoryview(self._current)[: self._filled])
-            os.fsync(self._fd)
-        finally:
-            self.close()
+        while self._under_way:
+            self._wait_oldest()
+        if self._current is not None:  # the last bytes do not fill an aligned chunk
+            set_direct(self._fd, False)
+            _write_all(self._fd, memoryview(self._current)[: self._filled])
+        super().finish()
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        super().close()
 
 
 def _write_all(fd: int, view: memoryview) -> None:
@@ -128,10 +108,12 @@ def _write_all(fd: int, view: memoryview) -> None:
 
 
 class ReadAhead:
-    """Chunks of a file that are known to be wanted, read before they are asked for."""
+    """Read chunks of a file before they are needed. Owns and closes `fd`.
+
+    `chunks` are the numbers of chunks of READ_CHUNK_NBYTES, ascending.
+    """
 
     def __init__(self, fd: int, chunks: list[int]) -> None:
-        """`chunks`: numbers of chunks of READ_CHUNK_NBYTES, ascending."""
         self._fd = fd
         self._wanted = deque(chunks)
         self._ready: deque[tuple[int, Future[int], mmap.mmap]] = deque()
@@ -140,34 +122,33 @@ class ReadAhead:
         )
         self._pool = ThreadPoolExecutor(NUM_READ_CHUNKS, "onefold-read")
         set_direct(fd, True)
-        self._ask()
+        self._submit()
 
     def get(self, chunk: int) -> memoryview | None:
-        """The chunk's bytes, valid until the next call; None if not announced, or past."""
+        """Return the chunk, valid until the next call. None if it was not announced, or is past."""
         while self._ready and self._ready[0][0] < chunk:
             _, future, room = self._ready.popleft()
             future.result()
             self._free.append(room)
-            self._ask()
+            self._submit()
         if not self._ready or self._ready[0][0] != chunk:
             return None
         _, future, room = self._ready[0]
         return memoryview(room)[: future.result()]
 
-    def _ask(self) -> None:
+    def _submit(self) -> None:
         while self._wanted and self._free:
             chunk, room = self._wanted.popleft(), self._free.popleft()
             offset = chunk * READ_CHUNK_NBYTES
             self._ready.append((chunk, self._pool.submit(_read, self._fd, room, offset), room))
 
     def close(self) -> None:
-        """Also the descriptor, which is this object's own: O_DIRECT is not for other readers."""
         self._pool.shutdown(cancel_futures=True)
         os.close(self._fd)
 
 
 def _read(fd: int, room: mmap.mmap, offset: int) -> int:
-    """Fill `room` from `offset`; fewer bytes only at the end of the file."""
+    """Fill `room` from `offset` and return the number of bytes: fewer only at the file's end."""
     view, done = memoryview(room), 0
     while done < len(view):
         got = os.preadv(fd, [view[done:]], offset + done)

@@ -1,0 +1,232 @@
+"""Files with a checksum for every MiB: written from front to back, read only through the checksums.
+
+A checksum covers a block and not a file, so a rank that needs a part of a file verifies what it
+reads and reads nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onefold.checkpoint.agreement import damage
+from onefold.checkpoint.direct_io import READ_CHUNK_NBYTES, CachedSink, DirectSink, ReadAhead
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer as BytesLike
+
+BLOCK_NBYTES = 1 << 20
+SMALL_NBYTES = 1 << 16
+CACHED_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file's size, and the CRC-32 of each of its blocks as 8 hex digits, one after the other."""
+
+    nbytes: int
+    blocks: str
+
+    def crc_of(self, index: int) -> str:
+        return self.blocks[8 * index : 8 * index + 8]
+
+
+class BlockWriter(io.RawIOBase):
+    """A new file that is written from front to back and computes its checksums on the way.
+
+    It bypasses the page cache. With `is_cached`, `write` returns once the page cache has a copy.
+    """
+
+    def __init__(self, path: Path, *, is_cached: bool = False) -> None:
+        super().__init__()
+        self.name = path.name
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._sink = CachedSink(fd) if is_cached else DirectSink(fd)
+        self.failure: OSError | None = None  # torch's archive writer raises another one instead
+        self._small = bytearray()
+        self._nbytes = 0  # without the bytes in `_small`
+        self._crc = 0
+        self._blocks: list[str] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._nbytes + len(self._small)
+
+    def write(self, data: BytesLike, /) -> int:
+        """Write all of `data`. Small pieces, such as headers, are collected first."""
+        view = memoryview(data).cast("B")
+        if len(view) < SMALL_NBYTES:
+            self._small += view
+        if len(view) >= SMALL_NBYTES or len(self._small) >= SMALL_NBYTES:
+            self._write_small()
+        if len(view) >= SMALL_NBYTES:
+            self._write(view)
+        return len(view)
+
+    def _write_small(self) -> None:
+        small, self._small = self._small, bytearray()
+        self._write(memoryview(small))
+
+    def _write(self, view: memoryview) -> None:
+        """Write block by block: the copy finds in the CPU's cache the bytes that the CRC read."""
+        start = 0
+        while start < len(view):
+            room = BLOCK_NBYTES - self._nbytes % BLOCK_NBYTES
+            piece = view[start : start + room]
+            self._crc = zlib.crc32(piece, self._crc)
+            try:
+                self._sink.write(piece)
+            except OSError as error:
+                self.failure = error
+                raise
+            self._nbytes += len(piece)
+            start += len(piece)
+            if self._nbytes % BLOCK_NBYTES == 0:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._blocks.append(f"{self._crc:08x}")
+        self._crc = 0
+
+    def finish(self) -> FileRecord:
+        """Wait until the disk has everything, close the file and return its record."""
+        try:
+            self._write_small()
+            if self._nbytes % BLOCK_NBYTES:
+                self._end_block()
+            self._sink.finish()
+        finally:
+            self._sink.close()
+        return FileRecord(self._nbytes, "".join(self._blocks))
+
+    def abandon(self) -> None:
+        """Close the file without waiting for the disk."""
+        self._sink.close()
+
+
+class BlockReader:
+    """Read any part of a file through its checksums. Use it as a context manager.
+
+    `announced` are the ranges [start, stop) that will be read, in file order: they are read ahead,
+    at the disk's speed. Raises `Damaged`, with the file's name, where bytes differ from the record.
+    """
+
+    def __init__(
+        self, path: Path, record: FileRecord, announced: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        check_size(path, record)
+        self.name = path.name
+        self.nbytes = record.nbytes
+        self._path = path
+        self._record = record
+        self._fd = os.open(path, os.O_RDONLY)
+        self._verified_blocks: OrderedDict[int, memoryview] = OrderedDict()  # the last ones read
+        chunks = _chunks_of(announced)
+        # reads ahead through a descriptor of its own: O_DIRECT is a descriptor's flag
+        self._ahead = ReadAhead(os.open(path, os.O_RDONLY), chunks) if len(chunks) > 1 else None
+
+    def __enter__(self) -> BlockReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+        os.close(self._fd)
+
+    def read(self, offset: int, nbytes: int) -> bytearray:
+        """Return the `nbytes` from byte `offset`."""
+        data = bytearray(nbytes)
+        self.read_into(offset, memoryview(data))
+        return data
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` from byte `offset`."""
+        done = 0
+        while done < len(view):
+            index, skip = divmod(offset + done, BLOCK_NBYTES)
+            piece = min(self._length(index) - skip, len(view) - done)
+            view[done : done + piece] = self._verified(index)[skip : skip + piece]
+            done += piece
+
+    def verify(self) -> None:
+        """Read every block once."""
+        for index in range(-(-self.nbytes // BLOCK_NBYTES)):
+            self._verified(index)
+
+    def _length(self, index: int) -> int:
+        return min(BLOCK_NBYTES, self.nbytes - index * BLOCK_NBYTES)
+
+    def _verified(self, index: int) -> memoryview:
+        """Return a block that passed its checksum. The last blocks are kept."""
+        block = self._verified_blocks.get(index)
+        if block is not None:
+            return block
+        try:
+            block = self._from_ahead(index)
+            if block is None:
+                block = self._from_file(index)
+        except OSError as error:
+            got = f"{type(error).__name__}: {error.strerror}"
+            raise damage(f"{_in_checkpoint(self._path)} to be readable", got) from error
+        if f"{zlib.crc32(block):08x}" != self._record.crc_of(index):
+            start = index * BLOCK_NBYTES
+            got = f"other bytes between {start} and {start + len(block)}"
+            raise damage(f"{_in_checkpoint(self._path)} as it was saved", got)
+        self._verified_blocks[index] = block
+        return block
+
+    def _from_ahead(self, index: int) -> memoryview | None:
+        """Return a block of a chunk that was read ahead. Older chunks are overwritten."""
+        if self._ahead is None:
+            return None
+        number, skip = divmod(index * BLOCK_NBYTES, READ_CHUNK_NBYTES)
+        chunk = self._ahead.get(number)
+        self._verified_blocks.clear()
+        if chunk is None or len(chunk) < skip + self._length(index):
+            return None
+        return chunk[skip : skip + self._length(index)]
+
+    def _from_file(self, index: int) -> memoryview:
+        while len(self._verified_blocks) >= CACHED_BLOCKS:
+            self._verified_blocks.popitem(last=False)
+        block = memoryview(bytearray(self._length(index)))
+        done = 0
+        while done < len(block):
+            offset = index * BLOCK_NBYTES + done
+            got = os.preadv(self._fd, [block[done:]], offset)
+            if got == 0:
+                raise damage(f"{_in_checkpoint(self._path)} to be longer", f"{offset} bytes")
+            done += got
+        return block
+
+
+def _chunks_of(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the numbers of the chunks that cover ranges [start, stop), each once, ascending."""
+    found: list[int] = []
+    for start, stop in sorted(ranges):
+        first = max(start // READ_CHUNK_NBYTES, found[-1] + 1 if found else 0)
+        found += range(first, -(-stop // READ_CHUNK_NBYTES))
+    return found
+
+
+def check_size(path: Path, record: FileRecord) -> None:
+    """Raise `Damaged` unless the file exists and has as many bytes as were saved."""
+    what = f"{_in_checkpoint(path)} to have {record.nbytes} bytes"
+    try:
+        nbytes = path.stat().st_size
+    except FileNotFoundError:
+        raise damage(what, "no such file") from None
+    if nbytes != record.nbytes:
+        raise damage(what, f"{nbytes} bytes")
+
+
+def _in_checkpoint(path: Path) -> str:
+    return f"file {path.name!r} of checkpoint {str(path.parent)!r}"
