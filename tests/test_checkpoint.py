@@ -905,13 +905,14 @@ def test_loading_never_runs_code(saved, tmp_path):
         def __reduce__(self):
             return (print, ("code was run",))
 
+    from onefold.checkpoint.directory import Found
     from onefold.checkpoint.storage import _Unpickler, read_metadata, read_object
 
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / ".metadata").write_bytes(pickle.dumps(Call()))
     with pytest.raises(CheckpointError, match=r"reference to builtins\.print"):
-        read_metadata(foreign, None)
+        read_metadata(Found(foreign, None))
     # some Pythons store an enum's member as a getattr of its class: that, and no other, is read
     member = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n%s\nV%s\ntR."
     enum = _Unpickler(io.BytesIO(member % (b"_MEM_FORMAT_ENCODING", b"TORCH_CHANNELS_LAST"))).load()

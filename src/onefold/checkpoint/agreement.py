@@ -67,6 +67,11 @@ def together(group: Group, act: Callable[[], T]) -> T:
     return own[0]
 
 
+def on_rank_0(group: Group, act: Callable[[], object]) -> None:
+    """Run `act` on rank 0 alone; if it raises, every rank raises. A collective."""
+    together(group, lambda: act() if group.rank == 0 else None)
+
+
 def gather_together(group: Group, act: Callable[[], T]) -> list[T]:
     """Run `act` as `together` does, and return every rank's result in rank order."""
     problem: Exception | None = None

@@ -33,9 +33,6 @@ class FileRecord:
     nbytes: int
     blocks: str
 
-    def crc_of(self, index: int) -> str:
-        return self.blocks[8 * index : 8 * index + 8]
-
 
 class BlockWriter(io.RawIOBase):
     """A new file that is written from front to back and computes its checksums on the way.
@@ -176,7 +173,7 @@ class BlockReader:
         except OSError as error:
             got = f"{type(error).__name__}: {error.strerror}"
             raise damage(f"{_in_checkpoint(self._path)} to be readable", got) from error
-        if f"{zlib.crc32(block):08x}" != self._record.crc_of(index):
+        if f"{zlib.crc32(block):08x}" != self._record.blocks[8 * index : 8 * index + 8]:
             start = index * BLOCK_NBYTES
             got = f"other bytes between {start} and {start + len(block)}"
             raise damage(f"{_in_checkpoint(self._path)} as it was saved", got)

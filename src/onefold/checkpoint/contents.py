@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter
 
 from onefold.checkpoint.agreement import refusal
 from onefold.checkpoint.manifest import OptimizerRecord
@@ -197,13 +198,9 @@ def _named(group: dict[str, Any], model: ShardedModel) -> dict[str, Any]:
 
 def own_nbytes(state: object) -> int:
     """Return the bytes of this rank's tensors in a nested state."""
-    if isinstance(state, dict):
-        return sum(own_nbytes(value) for value in state.values())
-    if isinstance(state, list | tuple):
-        return sum(own_nbytes(value) for value in state)
-    if isinstance(state, DTensor):
-        return state._local_tensor.nbytes
-    return state.nbytes if isinstance(state, Tensor) else 0
+    tensors = (each for each in tree_iter(state) if isinstance(each, Tensor))
+    own = (each._local_tensor if isinstance(each, DTensor) else each for each in tensors)
+    return sum(each.nbytes for each in own)
 
 
 def config_of(module: nn.Module) -> dict[str, Any] | None:

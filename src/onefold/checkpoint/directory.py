@@ -15,7 +15,7 @@ from pathlib import Path
 
 from onefold.checkpoint import manifest as manifests
 from onefold.checkpoint.agreement import refusal
-from onefold.checkpoint.checked_files import BlockWriter, check_size
+from onefold.checkpoint.checked_files import check_size
 from onefold.checkpoint.manifest import Manifest
 from onefold.errors import CheckpointError
 
@@ -84,13 +84,7 @@ class Draft:
         """Write the manifest and publish: all or nothing, also if the machine stops here."""
         for name, record in manifest.files.items():  # does this rank see the others' files?
             check_size(self.folder / name, record)
-        new = self.folder / f"{manifests.NAME}.new"
-        writer = BlockWriter(new)
-        try:
-            writer.write(manifest.encode())
-        finally:
-            writer.finish()
-        new.rename(self.folder / manifests.NAME)
+        (self.folder / manifests.NAME).write_bytes(manifest.encode())
         self.publish()
 
     def publish(self) -> None:
@@ -122,10 +116,6 @@ class Found:
     manifest: Manifest | None  # None: written by another library, so nothing can be verified
     passed_over: list[str] = field(default_factory=list)  # "NAME: why", newest first
 
-    @property
-    def age(self) -> tuple[int, str]:
-        return (self.manifest.step, self.manifest.saved_at) if self.manifest else (-1, "")
-
 
 def find(directory: Path) -> list[Found]:
     """Return `directory` if it is a checkpoint, else the complete ones in it, newest first.
@@ -139,12 +129,12 @@ def find(directory: Path) -> list[Found]:
     complete, broken = _checkpoints_in(directory)
     if not complete:
         raise _none(directory, "; ".join(broken) or "no checkpoint in it")
-    return [Found(each.path, each.manifest, list(broken)) for each in complete]
+    return complete
 
 
 def _checkpoints_in(directory: Path) -> tuple[list[Found], list[str]]:
     """Return complete checkpoints, newest first, and "NAME: why" of the other folders."""
-    complete: list[Found] = []
+    complete: list[tuple[int, str, Found]] = []
     broken: list[str] = []
     for path in sorted(directory.iterdir(), reverse=True):
         if path.name.startswith(".") or not path.is_dir():
@@ -157,8 +147,10 @@ def _checkpoints_in(directory: Path) -> tuple[list[Found], list[str]]:
             if manifest is None:
                 broken.append(f"{path.name}: no {manifests.NAME}, so it cannot be verified")
             else:
-                complete.append(Found(path, manifest))
-    return sorted(complete, key=lambda each: each.age, reverse=True), broken
+                found = Found(path, manifest, broken)
+                complete.append((manifest.step, manifest.saved_at, found))
+    complete.sort(key=lambda each: each[:2], reverse=True)
+    return [found for _, _, found in complete], broken
 
 
 def _complete(folder: Path) -> Manifest | None:

@@ -13,18 +13,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from onefold.checkpoint import safetensors
 from onefold.checkpoint.agreement import as_checkpoint_error, refusal
 from onefold.checkpoint.checked_files import BlockReader
 from onefold.checkpoint.contents import MASTER, MODEL
 from onefold.checkpoint.directory import Draft, find
 from onefold.checkpoint.pretrained import begin, write_small_files
-from onefold.checkpoint.safetensors import (
-    MAX_SHARD_NBYTES,
-    OffsetWriter,
-    Output,
-    TensorEntry,
-    plan_outputs,
-)
 from onefold.checkpoint.storage import bytes_of, chunk_of, data_offset, read_metadata
 from onefold.errors import CheckpointError
 
@@ -38,7 +32,7 @@ class Exported:
 
     source: Path
     step: int
-    outputs: list[Output]
+    outputs: list[safetensors.Output]
     num_tensors: int
 
 
@@ -47,7 +41,7 @@ def export(
     target: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
-    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    max_shard_nbytes: int = safetensors.MAX_SHARD_NBYTES,
 ) -> Exported:
     """Write the weights of a checkpoint as `AutoModel.from_pretrained` reads them.
 
@@ -64,14 +58,14 @@ def export(
             "one without manifest.json",
             hint="torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts others",
         )
-    metadata = read_metadata(found.path, found.manifest)
+    metadata = read_metadata(found)
     weights = dict(_weights(metadata, dtype))
-    outputs = plan_outputs(weights.values(), max_shard_nbytes)
+    outputs = safetensors.plan_outputs(weights.values(), max_shard_nbytes)
     draft = Draft(Path(os.path.abspath(target)))
     draft.check()
     try:
         begin(draft, outputs)
-        with OffsetWriter(draft.folder, outputs) as writer:
+        with safetensors.OffsetWriter(draft.folder, outputs) as writer:
             for name, pieces in _pieces_by_file(metadata, weights):
                 announced = [(info.offset, info.offset + info.length) for info, _ in pieces]
                 record = found.manifest.files[name]
@@ -89,7 +83,9 @@ def export(
     return Exported(found.path, found.manifest.step, outputs, len(weights))
 
 
-def _weights(metadata: Metadata, dtype: torch.dtype | None) -> Iterator[tuple[str, TensorEntry]]:
+def _weights(
+    metadata: Metadata, dtype: torch.dtype | None
+) -> Iterator[tuple[str, safetensors.TensorEntry]]:
     """Yield every weight and buffer once, with the name in the checkpoint to read it from."""
     names = metadata.state_dict_metadata
     by_place: dict[tuple[str, int], str] = {}  # tied weights are in one place: the first name wins
@@ -107,11 +103,14 @@ def _weights(metadata: Metadata, dtype: torch.dtype | None) -> Iterator[tuple[st
         wanted = dtype if dtype is not None and own.is_floating_point else own
         master = f"{MASTER}.{shown}"
         is_wider = master in names and wanted.itemsize > own.itemsize
-        yield master if is_wider else name, TensorEntry(shown, tuple(saved.size), wanted)
+        yield (
+            master if is_wider else name,
+            safetensors.TensorEntry(shown, tuple(saved.size), wanted),
+        )
 
 
 def _pieces_by_file(
-    metadata: Metadata, weights: dict[str, TensorEntry]
+    metadata: Metadata, weights: dict[str, safetensors.TensorEntry]
 ) -> Iterator[tuple[str, list[tuple[Any, MetadataIndex]]]]:
     """Yield each file's name with its pieces of `weights`, in file order."""
     pieces = [
@@ -124,7 +123,7 @@ def _pieces_by_file(
 
 def _copy_piece(
     reader: BlockReader, info: Any, saved: TensorStorageMetadata, index: MetadataIndex,
-    entry: TensorEntry, writer: OffsetWriter,
+    entry: safetensors.TensorEntry, writer: safetensors.OffsetWriter,
 ) -> None:  # fmt: skip
     chunk, source = chunk_of(saved, index), saved.properties.dtype
     if prod(chunk.sizes) == 0:

@@ -47,7 +47,7 @@ def inspect(directory: Path, *, verify: bool) -> Inspection:
     Raises: CheckpointError: nothing there, or damaged, with the file's name.
     """
     found = find(directory)[0]
-    metadata = read_metadata(found.path, found.manifest)
+    metadata = read_metadata(found)
     if verify and found.manifest is not None:
         for name, record in found.manifest.files.items():
             with BlockReader(found.path / name, record, [(0, record.nbytes)]) as reader:

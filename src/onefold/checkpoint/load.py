@@ -24,6 +24,7 @@ from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
 from onefold.engine.registry import engine_of
+from onefold.wire.collectives import Group
 
 
 def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object = None) -> Any:
@@ -82,12 +83,11 @@ def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object
 def _load(model: ShardedModel, found: Found) -> Any:
     """Load one checkpoint, and return this rank's `extra`."""
     group = model.engine.group
-    targets = together(
-        group, lambda: Targets(model, found, read_metadata(found.path, found.manifest))
-    )
-    objects = _read(model, found, targets, targets.objects())
+    targets = together(group, lambda: Targets(model, found, read_metadata(found)))
+    reader = Reader(found, targets.metadata)
+    objects = _read(group, reader, targets.objects())
     together(group, lambda: targets.compare(objects))
-    tensors = _read(model, found, targets, together(group, targets.tensors))
+    tensors = _read(group, reader, together(group, targets.tensors))
     together(group, lambda: targets.finish(objects, tensors))
     own = objects.get(f"{RANK}.{targets.own_rank}")
     if own is None:  # saved by another library
@@ -101,17 +101,13 @@ def _load(model: ShardedModel, found: Found) -> Any:
     return of_rank["extra"]
 
 
-def _read(
-    model: ShardedModel, found: Found, targets: Targets, wanted: dict[str, Any]
-) -> dict[str, Any]:
+def _read(group: Group, reader: Reader, wanted: dict[str, Any]) -> dict[str, Any]:
     """Read by name: tensors in place, objects as new values."""
-    handle = model.engine.group.handle
     try:
         with planning():
             dcp.load(
-                wanted,
-                storage_reader=Reader(found.path, found.manifest, targets.metadata),
-                planner=ReadPlanner(), process_group=handle, no_dist=handle is None,
+                wanted, storage_reader=reader, planner=ReadPlanner(),
+                process_group=group.handle, no_dist=group.handle is None,
             )  # fmt: skip
     except CheckpointException as error:
         raise first_failure(error) from error

@@ -16,25 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.checkpoint.agreement import (
-    check_same,
-    gather_together,
-    refuse_mismatches,
-    shape_mismatches,
-    together,
-)
+from onefold.checkpoint import agreement, safetensors
+from onefold.checkpoint.agreement import on_rank_0, together
 from onefold.checkpoint.contents import ShardedModel, config_of, persistent_buffers
 from onefold.checkpoint.directory import Draft
-from onefold.checkpoint.safetensors import (
-    INDEX,
-    MAX_SHARD_NBYTES,
-    OffsetWriter,
-    Output,
-    PretrainedFiles,
-    TensorEntry,
-    index_of,
-    plan_outputs,
-)
 from onefold.checkpoint.storage import bytes_of
 from onefold.engine.registry import ENGINE, engine_of
 from onefold.errors import listed
@@ -46,7 +31,7 @@ def save_pretrained(
     module: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    max_shard_nbytes: int = safetensors.MAX_SHARD_NBYTES,
 ) -> None:
     """Write a sharded module's weights as `AutoModel.from_pretrained` reads them. A collective.
 
@@ -66,61 +51,63 @@ def save_pretrained(
             draft.check()
         return str(draft.target)
 
-    paths = gather_together(engine.group, prepare)
-    check_same(paths, "directory", hint="every rank writes into the same files")
+    paths = agreement.gather_together(engine.group, prepare)
+    agreement.check_same(paths, "directory", hint="every rank writes into the same files")
     draft = Draft(Path(paths[0]))
-    outputs = plan_outputs(_entries(model), max_shard_nbytes)
+    outputs = safetensors.plan_outputs(_entries(model), max_shard_nbytes)
 
-    def finish() -> None:
-        if model.rank == 0:
-            write_small_files(draft.folder, outputs, config_of(module))
-            generation = getattr(module, "generation_config", None)
-            save_generation = getattr(generation, "save_pretrained", None)
-            if callable(save_generation):
-                save_generation(draft.folder)
-            draft.publish()
+    def publish() -> None:
+        write_small_files(draft.folder, outputs, config_of(module))
+        generation = getattr(module, "generation_config", None)
+        save_generation = getattr(generation, "save_pretrained", None)
+        if callable(save_generation):
+            save_generation(draft.folder)
+        draft.publish()
 
     try:
-        together(engine.group, lambda: begin(draft, outputs) if model.rank == 0 else None)
+        on_rank_0(engine.group, lambda: begin(draft, outputs))
         together(engine.group, lambda: _write_own(model, draft.folder, outputs))
-        together(engine.group, finish)
+        on_rank_0(engine.group, publish)
     except BaseException:
-        if model.rank == 0:
-            draft.abandon()
+        draft.abandon()
         raise
 
 
-def begin(draft: Draft, outputs: list[Output]) -> None:
+def begin(draft: Draft, outputs: list[safetensors.Output]) -> None:
     """Create the folder, and every file in full length."""
     draft.begin()
     for output in outputs:
         output.create(draft.folder)
 
 
-def write_small_files(folder: Path, outputs: list[Output], config: dict[str, Any] | None) -> None:
+def write_small_files(
+    folder: Path, outputs: list[safetensors.Output], config: dict[str, Any] | None
+) -> None:
     """Write the index, if there are several files, and the configuration, if there is one."""
     if len(outputs) > 1:
-        (folder / INDEX).write_text(index_of(outputs))
+        (folder / safetensors.INDEX).write_text(safetensors.index_of(outputs))
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _entries(model: ShardedModel) -> list[TensorEntry]:
+def _entries(model: ShardedModel) -> list[safetensors.TensorEntry]:
     """Return every tensor once, in the module's order."""
     by_name = {p.fqn: p for p in model.parameters()}
     found = [
-        TensorEntry(name, by_name[name].slot.shape, by_name[name].unit.dtype)
+        safetensors.TensorEntry(name, by_name[name].slot.shape, by_name[name].unit.dtype)
         for name, _ in model.module.named_parameters()
     ]
     buffers = model.buffers()
-    return found + [TensorEntry(name, tuple(b.shape), b.dtype) for name, b in buffers.items()]
+    return found + [
+        safetensors.TensorEntry(name, tuple(b.shape), b.dtype) for name, b in buffers.items()
+    ]
 
 
-def _write_own(model: ShardedModel, folder: Path, outputs: list[Output]) -> None:
+def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Output]) -> None:
     """Write this rank's rows; ranks that hold the same rows take parameters in turn."""
     group, context = model.engine.group, model.engine.context
     nodes, node = group.world_size // context.world_size, group.rank // context.world_size
-    with OffsetWriter(folder, outputs) as writer:
+    with safetensors.OffsetWriter(folder, outputs) as writer:
         for index, parameter in enumerate(model.parameters()):
             is_replicated = context.rest_world == 1 or parameter.slot.replicated
             copies, own = (group.world_size, group.rank) if is_replicated else (nodes, node)
@@ -180,7 +167,7 @@ class Pretrained:
     """The values in safetensors files of a module's parameters and persistent buffers, by name."""
 
     def __init__(self, module: nn.Module, directory: Path) -> None:
-        self._files = PretrainedFiles(directory)
+        self._files = safetensors.PretrainedFiles(directory)
         self._names: dict[str, str] = {}  # name in the module: name in the files
         wanted: dict[str, tuple[int, ...]] = {}
         saved: dict[str, tuple[int, ...]] = {}
@@ -190,9 +177,9 @@ class Pretrained:
             if found is not None:
                 saved[names[0]] = self._files.shape(found)
                 self._names |= dict.fromkeys(names, found)
-        refuse_mismatches(
+        agreement.refuse_mismatches(
             f"the files in {str(directory)!r} to have the parameters of the module",
-            shape_mismatches(wanted, saved, "files"),
+            agreement.shape_mismatches(wanted, saved, "files"),
             hint="build the module from the config.json beside them",
         )
         computed = {name for name, _ in module.named_buffers()}

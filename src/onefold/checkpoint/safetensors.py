@@ -63,9 +63,13 @@ class Output:
         end = 0
         starts: dict[str, int] = {}
         for entry in entries:
+            if entry.dtype not in CODES:
+                what = f"{entry.name!r} to have a dtype that safetensors has"
+                hint = "cast it, or register it as a buffer that is not persistent"
+                raise refusal(what, entry.dtype, hint=hint)
             starts[entry.name] = end
             listed[entry.name] = {
-                "dtype": _code(entry),
+                "dtype": CODES[entry.dtype],
                 "shape": list(entry.shape),
                 "data_offsets": [end, end + entry.nbytes],
             }
@@ -81,16 +85,6 @@ class Output:
         with (folder / self.name).open("xb") as file:
             file.write(self.header)
             file.truncate(self.nbytes)
-
-
-def _code(entry: TensorEntry) -> str:
-    if entry.dtype not in CODES:
-        raise refusal(
-            f"{entry.name!r} to have a dtype that safetensors has",
-            entry.dtype,
-            hint="cast it, or register it as a buffer that is not persistent",
-        )
-    return CODES[entry.dtype]
 
 
 def plan_outputs(entries: Iterable[TensorEntry], max_nbytes: int) -> list[Output]:

@@ -22,16 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from onefold.checkpoint import contents
+from onefold.checkpoint import agreement, contents
 from onefold.checkpoint import manifest as manifests
-from onefold.checkpoint.agreement import (
-    as_checkpoint_error,
-    check_same,
-    describe,
-    gather_together,
-    refusal,
-    together,
-)
+from onefold.checkpoint.agreement import describe, on_rank_0, refusal, together
 from onefold.checkpoint.background import BackgroundThread, Notes, poll
 from onefold.checkpoint.checked_files import FileRecord
 from onefold.checkpoint.contents import MODEL, RANK, ShardedModel
@@ -163,11 +156,13 @@ class _Save:
             prints = contents.fingerprints(buffers)
             return _Summary(choices, prints, nbytes, self.manifest.save_id)
 
-        everyone = gather_together(self.group, summary)
+        everyone = agreement.gather_together(self.group, summary)
         hint = "name the directory by the step, not by rank or time"
-        check_same([each.choices for each in everyone], "directory, wait and keep", hint=hint)
+        agreement.check_same(
+            [each.choices for each in everyone], "directory, wait and keep", hint=hint
+        )
         needed = sum(each.nbytes for each in everyone) // _copies(model.engine)
-        together(self.group, lambda: self.draft.begin(needed) if self.group.rank == 0 else None)
+        on_rank_0(self.group, lambda: self.draft.begin(needed))
         first = everyone[0]
         self.manifest = replace(self.manifest, save_id=first.save_id)
         for name, buffer in buffers.items():
@@ -194,24 +189,21 @@ class _Save:
     def finish(self) -> None:
         """Wait for all ranks' disks and publish the checkpoint. A collective."""
         try:
-            records = gather_together(self.group, self._finish_files)
-            together(self.group, lambda: self._commit(records))
+            records = agreement.gather_together(self.group, self._finish_files)
+            on_rank_0(self.group, lambda: self._commit(records))
         except BaseException:
             self._abandon()
             raise
 
     def _abandon(self) -> None:
         self.files.abandon()
-        if self.group.rank == 0:
-            self.draft.abandon()
+        self.draft.abandon()
 
     def _finish_files(self) -> dict[str, FileRecord]:
         return self.files.finish(verify=self.keep is not None)
 
     def _commit(self, records: list[dict[str, FileRecord]]) -> None:
         """On rank 0: publish the checkpoint with the files of all ranks."""
-        if self.group.rank > 0:
-            return
         files = {name: record for of_rank in records for name, record in of_rank.items()}
         self.draft.commit(replace(self.manifest, files=files))
         if self.keep is not None:
@@ -246,7 +238,7 @@ class _Save:
             self.draft.abandon()
             folder.mkdir(exist_ok=True)
             notes.write("failed", {"error": describe(error)})
-            raise as_checkpoint_error(error) from error
+            raise agreement.as_checkpoint_error(error) from error
 
     def _records_of_all(self, notes: Notes) -> list[dict[str, FileRecord]]:
         """On rank 0: wait for the notes of all ranks, and raise the first error."""

@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,23 +30,13 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
 from onefold.checkpoint.agreement import damage, refusal
 from onefold.checkpoint.checked_files import BlockReader, BlockWriter, FileRecord
-from onefold.checkpoint.directory import METADATA
-from onefold.checkpoint.manifest import Manifest
+from onefold.checkpoint.directory import METADATA, Found
 from onefold.errors import CheckpointError
 
 MARK = "onefold"
@@ -57,13 +48,13 @@ MARK = "onefold"
 class WritePlanner(dcp.DefaultSavePlanner):
     """Plan the pieces that have elements, and return their tensors without a copy."""
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> plans.SavePlan:
         plan = super().create_local_plan()
         items = [item for item in plan.items if not _is_empty_piece(item)]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+    def resolve_data(self, write_item: plans.WriteItem) -> Tensor | io.BytesIO:
         data = super().resolve_data(write_item)
         return _with_own_storage(data.detach()) if isinstance(data, Tensor) else data
 
@@ -82,10 +73,10 @@ def _with_own_storage(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(own, 0, tensor.shape, tensor.stride())
 
 
-def _is_empty_piece(item: WriteItem) -> bool:
+def _is_empty_piece(item: plans.WriteItem) -> bool:
     """Return True for a rank's empty piece of a tensor that has elements."""
     data = item.tensor_data
-    if item.type != WriteItemType.SHARD or data is None:
+    if item.type != plans.WriteItemType.SHARD or data is None:
         return False
     return prod(data.chunk.sizes) == 0 and (prod(data.size) > 0 or any(data.chunk.offsets))
 
@@ -137,7 +128,7 @@ class Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id, modules=[MARK])
 
-    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+    def write_data(self, plan: plans.SavePlan, planner: Any) -> Any:
         try:  # every byte has a checksum already; this switch of torch holds for one thread
             with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 return super().write_data(plan, planner)
@@ -205,9 +196,9 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def read_metadata(folder: Path, manifest: Manifest | None) -> Metadata:
+def read_metadata(checkpoint: Found) -> Metadata:
     """Read names, shapes and pieces. Verified if there is a manifest; no code is run."""
-    path = folder / METADATA
+    path, manifest = checkpoint.path / METADATA, checkpoint.manifest
     if manifest is not None:
         with BlockReader(path, manifest.files[METADATA]) as reader:
             data = reader.read(0, reader.nbytes)
@@ -221,13 +212,13 @@ def read_metadata(folder: Path, manifest: Manifest | None) -> Metadata:
         raise
     except Exception as error:
         raise refusal(
-            f"file {path.name!r} of {str(folder)!r} to be torch.distributed.checkpoint's",
+            f"file {path.name!r} of {str(path.parent)!r} to be torch.distributed.checkpoint's",
             f"{type(error).__name__}: {error}",
             hint="it is damaged, or this is no checkpoint",
         ) from error
     if manifest is None and MARK in getattr(found.storage_meta, "modules", ()):
         raise refusal(
-            f"file 'manifest.json' in checkpoint {str(folder)!r}, which onefold has saved",
+            f"file 'manifest.json' in checkpoint {str(path.parent)!r}, which onefold has saved",
             "no such file",
             hint="the file was deleted, so nothing can be verified; load an earlier checkpoint",
         )
@@ -240,7 +231,7 @@ class ReadPlanner(dcp.DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: plans.ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = read_object(value, read_item.dest_index.fqn)
 
 
@@ -259,32 +250,32 @@ def read_object(value: io.BytesIO, name: str) -> Any:
 class Reader(dcp.FileSystemReader):
     """Read this rank's pieces in file order, through the manifest's checksums."""
 
-    def __init__(self, folder: Path, manifest: Manifest | None, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self._folder = folder
-        self._manifest = manifest
+    def __init__(self, checkpoint: Found, metadata: Metadata) -> None:
+        super().__init__(checkpoint.path)
+        self._checkpoint = checkpoint
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        if self._manifest is None:
+    def read_data(self, plan: plans.LoadPlan, planner: plans.LoadPlanner) -> Future[None]:
+        manifest = self._checkpoint.manifest
+        if manifest is None:
             return super().read_data(plan, planner)
         places = [(self.storage_data[item.storage_index], item) for item in plan.items]
         places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
         for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
             pieces = list(of_file)
             announced = [self._range(info, item) for info, item in pieces]
-            record = self._manifest.files[name]
-            with BlockReader(self._folder / name, record, announced) as reader:
+            path = self._checkpoint.path / name
+            with BlockReader(path, manifest.files[name], announced) as reader:
                 for info, item in pieces:
                     self._read(reader, info, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _range(self, info: Any, item: ReadItem) -> tuple[int, int]:
+    def _range(self, info: Any, item: plans.ReadItem) -> tuple[int, int]:
         """Return the bytes of the file that hold the wanted rows, with room for archive headers."""
         end = info.offset + info.length
         found = self._metadata.state_dict_metadata[item.storage_index.fqn]
@@ -298,8 +289,10 @@ class Reader(dcp.FileSystemReader):
         start = info.offset + first * row_nbytes
         return start, min(start + _HEAD_NBYTES + num_rows * row_nbytes, end)
 
-    def _read(self, reader: BlockReader, info: Any, item: ReadItem, planner: LoadPlanner) -> None:
-        if item.type == LoadItemType.BYTE_IO:
+    def _read(
+        self, reader: BlockReader, info: Any, item: plans.ReadItem, planner: plans.LoadPlanner
+    ) -> None:
+        if item.type == plans.LoadItemType.BYTE_IO:
             planner.load_bytes(item, io.BytesIO(reader.read(info.offset, info.length)))
             return
         target = planner.resolve_tensor(item).detach()

@@ -1,1 +1,1 @@
-"""Models that the command knows by name, and how others are loaded."""
+"""The models that commands know by name, and how other models are loaded."""

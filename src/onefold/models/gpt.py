@@ -20,7 +20,7 @@ VOCAB = 256
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """The shape of a GPT, but for the longest row it reads. `lr` is a peak rate that suits it."""
+    """The sizes of a GPT, without its longest row. `lr` is a peak learning rate that suits it."""
 
     num_layers: int
     width: int
@@ -35,7 +35,7 @@ PRESETS = {
     "small": GPTConfig(num_layers=8, width=768, num_heads=12, lr=6e-4),
     "large": GPTConfig(num_layers=51, width=1280, num_heads=20, lr=1e-5),
 }
-"""About 0.9, 5 and 57 million parameters, and one billion."""
+"""About 0.9, 5, 57 and 1,000 million parameters."""
 
 
 class Projection(nn.Linear):
@@ -99,7 +99,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = Projection(config.width, VOCAB)
-        self.recomputes = False  # blocks run again in backward; only their inputs are kept
+        self.recomputes = False  # True: keep only inputs of blocks, run them again in backward
         if config.is_tied:
             self.head.weight = self.tokens.weight
 

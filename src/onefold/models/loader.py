@@ -1,6 +1,6 @@
-"""Models by name: a preset, a Hugging Face config.json, or a function of the user's own.
+"""Build models by name: a preset, a Hugging Face config.json, or a function of the user's.
 
-`refuse` looks before any rank is started and imports what it names; `build_model` makes the module.
+`refuse` checks a name before any rank starts; `build_model` builds the module.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def refuse(model: str, seq: int) -> None:
         known = f"a model that is {', '.join(PRESETS)}, a config.json or module:function"
         close = get_close_matches(model, PRESETS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "a function has a colon: module:function"
-        raise ConfigError(expected(known, repr(model), hint=hint))
+        raise _refusal(known, repr(model), hint=hint)
 
 
 def build_model(model: str, seq: int) -> nn.Module:
-    """The module that `model` names, for rows of up to `seq` tokens.
+    """Build the module that `model` names, for rows of up to `seq` tokens.
 
-    Presets are built on `meta`, so that no rank ever holds one whole; `onefold.shard` fills them.
+    Presets are built on `meta` and filled by `onefold.shard`: no rank ever holds a whole one.
     """
     if model in PRESETS:
         with torch.device("meta"):
@@ -54,52 +54,47 @@ def build_model(model: str, seq: int) -> nn.Module:
 
 
 def recompute(model: nn.Module, name: str) -> None:
-    """Have the model keep its blocks' inputs alone, and run them again in backward."""
-    # transformers has renamed it
-    switch = getattr(model, "activation_checkpointing_enable", None)
+    """Let the model keep only the inputs of its blocks, and run them again in backward."""
+    switch = getattr(model, "activation_checkpointing_enable", None)  # newer transformers
     switch = switch or getattr(model, "gradient_checkpointing_enable", None)
     if isinstance(model, GPT):
         model.recomputes = True
-    elif callable(switch):  # of Hugging Face
+    elif callable(switch):
         switch()
     else:
-        raise ConfigError(
-            expected(
-                "a preset or a Hugging Face model to recompute activations of",
-                repr(name),
-                hint="call torch.utils.checkpoint in the module's own forward",
-            )
+        raise _refusal(
+            "a preset or a Hugging Face model to recompute activations of",
+            repr(name),
+            hint="call torch.utils.checkpoint in the module's own forward",
         )
 
 
 def default_lr(model: str) -> float:
-    """A peak learning rate that suits the preset, or a careful one."""
+    """Return a peak learning rate that suits the preset; a careful one for other models."""
     return PRESETS[model].lr if model in PRESETS else 3e-4
 
 
 def logits_of(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits [B, T, V] for tokens [B, T]: the module's output, or its `.logits`."""
+    """Return logits [B, T, V] for tokens [B, T]: the module's output, or its `.logits`."""
     output = module(tokens)
     logits = getattr(output, "logits", output)
     shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(shape, list) or shape[:-1] != list(tokens.shape) or shape[-1] < VOCAB:
-        raise ConfigError(
-            expected(
-                f"the model to give logits {[*tokens.shape, VOCAB]} or wider for its tokens",
-                shape,
-                hint="return [batch, positions, vocabulary] logits, or an object with .logits; "
-                "tokens are bytes, so the vocabulary is at least 256",
-            )
+        raise _refusal(
+            f"the model to give logits {[*tokens.shape, VOCAB]} or wider for its tokens",
+            shape,
+            hint="return [batch, positions, vocabulary] logits, or an object with .logits; "
+            "tokens are bytes, so the vocabulary is at least 256",
         )
     return logits
 
 
 def load_function(name: str) -> Callable[[], Any]:
-    """Import `module:function`, from the working directory too."""
+    """Import `module:function`. The module may be in the working directory."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         hint = "it names a function that is called without arguments, as in package.models:build"
-        raise ConfigError(expected("module:function", repr(name), hint=hint))
+        raise _refusal("module:function", repr(name), hint=hint)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -107,41 +102,41 @@ def load_function(name: str) -> Callable[[], Any]:
         for part in function_name.split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            expected(
-                f"{name!r} to import",
-                described(error),
-                hint="name an importable module and a function in it, as in package.models:build",
-            )
+        raise _refusal(
+            f"{name!r} to import",
+            described(error),
+            hint="name an importable module and a function in it, as in package.models:build",
         ) from error
     if not callable(found):
-        raise ConfigError(
-            expected(
-                f"{name!r} to be a function",
-                f"type {type(found).__name__}",
-                hint="it is called without arguments and returns a torch.nn.Module",
-            )
+        raise _refusal(
+            f"{name!r} to be a function",
+            f"type {type(found).__name__}",
+            hint="it is called without arguments and returns a torch.nn.Module",
         )
     return found
 
 
 def call_function(name: str, function: Callable[[], Any], wanted: type | tuple[type, ...]) -> Any:
-    """What the user's function returns, checked to be a `wanted`."""
+    """Call the user's function, and check that it returns a `wanted`."""
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
     meaning = f"{name}() to return a {' or '.join(kind.__name__ for kind in kinds)}"
     try:
         result = function()
     except Exception as error:
         hint = "it is called without arguments"
-        raise ConfigError(expected(meaning, described(error), hint=hint)) from error
+        raise _refusal(meaning, described(error), hint=hint) from error
     if not isinstance(result, kinds):
         hint = "return the module itself"
-        raise ConfigError(expected(meaning, f"type {type(result).__name__}", hint=hint))
+        raise _refusal(meaning, f"type {type(result).__name__}", hint=hint)
     return result
 
 
+def _refusal(what: str, got: object, *, hint: str) -> ConfigError:
+    return ConfigError(expected(what, got, hint=hint))
+
+
 def described(error: BaseException) -> str:
-    """An exception in one line, with the user's file and line that led to it."""
+    """Describe an exception in one line, with the line of the user's file that led to it."""
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     not_theirs = (sysconfig.get_paths()["stdlib"], __file__, "<frozen")
@@ -168,59 +163,51 @@ def _check_config(model: str, seq: int) -> None:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            expected(
-                f"a readable Hugging Face config.json at {str(path)!r}",
-                described(error),
-                hint="pass the config.json itself, or the folder that holds it",
-            )
+        raise _refusal(
+            f"a readable Hugging Face config.json at {str(path)!r}",
+            described(error),
+            hint="pass the config.json itself, or the folder that holds it",
         ) from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ConfigError(
-            expected(
-                f"{str(path)!r} to have a model_type",
-                "a file without it",
-                hint="pass the config.json of a Hugging Face causal language model",
-            )
+        raise _refusal(
+            f"{str(path)!r} to have a model_type",
+            "a file without it",
+            hint="pass the config.json of a Hugging Face causal language model",
         )
     if find_spec("transformers") is None:
-        raise ConfigError(
-            expected(
-                "the transformers package, to build a model from config.json",
-                "an environment without it",
-                hint='pip install "onefold[hf]"',
-            )
+        raise _refusal(
+            "the transformers package, to build a model from config.json",
+            "an environment without it",
+            hint='pip install "onefold[hf]"',
         )
     _check_numbers(path, config, seq)
 
 
 def _check_numbers(path: Path, config: dict[str, Any], seq: int) -> None:
-    """Bytes need 256 tokens, and rows need positions."""
+    """Check for 256 tokens, one of each byte, and for enough positions."""
     vocab = config.get("vocab_size", VOCAB)
     if isinstance(vocab, int) and vocab < VOCAB:
         hint = "tokens are bytes: set vocab_size to 256 or more"
-        raise ConfigError(expected(f"{str(path)!r} to have {VOCAB} tokens", vocab, hint=hint))
+        raise _refusal(f"{str(path)!r} to have {VOCAB} tokens", vocab, hint=hint)
     limit = config.get("max_position_embeddings") or config.get("n_positions") or seq
     if isinstance(limit, int) and limit < seq:
         hint = f"pass --seq {limit} or less"
         what = f"rows of at most {limit} tokens for {str(path)!r}"
-        raise ConfigError(expected(what, f"--seq {seq}", hint=hint))
+        raise _refusal(what, f"--seq {seq}", hint=hint)
 
 
 def _from_config(model: str, seq: int) -> nn.Module:
     _check_config(model, seq)
     try:
-        with no_garbage():  # the library imports itself bit by bit: a quarter of that is collecting
+        with no_garbage():  # collecting garbage is a quarter of transformers' import time
             from transformers import AutoConfig, AutoModelForCausalLM
 
             config = AutoConfig.from_pretrained(_config_path(model), local_files_only=True)
             config.use_cache = False
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:
-        raise ConfigError(
-            expected(
-                f"{model!r} to describe a causal language model",
-                described(error),
-                hint="AutoModelForCausalLM.from_config must be able to build it",
-            )
+        raise _refusal(
+            f"{model!r} to describe a causal language model",
+            described(error),
+            hint="AutoModelForCausalLM.from_config must be able to build it",
         ) from error
