@@ -1,7 +1,7 @@
 """Files with a checksum for every MiB: written from front to back, read only through the checksums.
 
-A checksum covers a block and not a file, so a rank that needs a part of a file verifies what it
-reads and reads nothing else.
+A checksum covers a block and not a file, so a rank that needs a part of a file reads and verifies
+that part alone.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _EXTRA = "_extra_state"
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A sharded module and optimizers of its parameters: what is saved, or loaded into."""
+    """A sharded module and optimizers of its parameters, to save or to load into."""
 
     engine: Engine
     module: nn.Module
@@ -131,7 +131,7 @@ class ShardedModel:
 def persistent_buffers(
     module: nn.Module, *, all_names: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a state dict; with `all_names` those of shared modules by each name."""
+    """Yield the buffers of a state dict; with `all_names`, a shared module's by each name."""
     for prefix, part in module.named_modules(remove_duplicate=not all_names):
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:

@@ -48,7 +48,7 @@ class Draft:
             )
 
     def begin(self, nbytes: int = 0) -> None:
-        """Create the folder, and delete what a killed save left of it.
+        """Create the folder, after deleting the folder of a save that was killed.
 
         Raises `CheckpointError` if the disk has less than `nbytes` free, if this user may not
         write there, or if another save of this name is in progress.
@@ -120,7 +120,7 @@ class Found:
 def find(directory: Path) -> list[Found]:
     """Return `directory` if it is a checkpoint, else the complete ones in it, newest first.
 
-    Raises `CheckpointError` if there is none, with what was found and why it does not do.
+    Raises `CheckpointError` if there is none, with the folders found and why they do not do.
     """
     if not directory.is_dir():
         raise _none(directory, "a file" if directory.exists() else "nothing there")
@@ -172,8 +172,8 @@ def _complete(folder: Path) -> Manifest | None:
 def prune(newest: Path, keep: int) -> None:
     """Delete the oldest complete checkpoints beside `newest` until `keep` are left with it.
 
-    Also deletes what killed saves and deletions left. Links, incomplete checkpoints and folders
-    that cannot be read stay.
+    Also deletes the hidden folders of killed saves and deletions. Links, incomplete checkpoints and
+    folders that cannot be read stay.
     """
     for path in newest.parent.iterdir():
         if path.name.startswith(".") and path.suffix in (".writing", ".deleting"):

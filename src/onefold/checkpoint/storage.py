@@ -236,7 +236,7 @@ class ReadPlanner(dcp.DefaultLoadPlanner):
 
 
 def read_object(value: io.BytesIO, name: str) -> Any:
-    """Read what `torch.save` wrote: tensors, numbers, strings and containers."""
+    """Read an object that `torch.save` wrote: tensors, numbers, strings and containers."""
     try:
         return torch.load(value, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

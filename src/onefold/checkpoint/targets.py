@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from onefold.checkpoint import contents
 from onefold.checkpoint.agreement import refuse_mismatches, shape_mismatches
-from onefold.checkpoint.contents import ShardedModel
+from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK, ShardedModel
 from onefold.checkpoint.directory import Found
 from onefold.engine.joining import bind
 from onefold.engine.optimizer import OptimizerBinding
@@ -37,12 +37,11 @@ class Targets:
         self._names = metadata.state_dict_metadata
         notes = metadata.planner_data or {}
         self._paths = {name: contents.path_of(name, notes.get(name, ())) for name in self._names}
-        self._states = {
-            n: p[2:] for n, p in self._paths.items() if p[:2] == (contents.OPTIM, "state")
-        }
+        self._states = {n: p[2:] for n, p in self._paths.items() if p[:2] == (OPTIM, "state")}
+        self._groups = {n: p for n, p in self._paths.items() if p[:2] == (OPTIM, "param_groups")}
         self._prefix = self._find_prefix()
         self._extra_paths = self._find_extra_states()
-        self.saved_ranks = max(1, sum(name.startswith(f"{contents.RANK}.") for name in self._names))
+        self.saved_ranks = max(1, sum(name.startswith(f"{RANK}.") for name in self._names))
         self.own_rank = model.rank % self.saved_ranks
         is_same_world = self.saved_ranks == model.engine.group.world_size
         # each rank goes on with its own partial gradients, or all of them are averaged
@@ -50,10 +49,10 @@ class Targets:
         self._refuse(self._model_mismatches() + self._optimizer_mismatches())
 
     def _find_prefix(self) -> str:
-        """Return what the names of weights start with: `model.` or, for a plain state dict, ``."""
+        """Return the prefix of weights' names: `model.`, or none in a plain state dict."""
         fqns = [p.fqn for p in self.model.parameters()]
-        under_model = sum(f"{contents.MODEL}.{fqn}" in self._names for fqn in fqns)
-        return "" if sum(fqn in self._names for fqn in fqns) > under_model else f"{contents.MODEL}."
+        under_model = sum(f"{MODEL}.{fqn}" in self._names for fqn in fqns)
+        return "" if sum(fqn in self._names for fqn in fqns) > under_model else f"{MODEL}."
 
     def _find_extra_states(self) -> dict[str, Keys]:
         """Return, for each name of a module's extra state, the state's name and keys inside it."""
@@ -87,11 +86,11 @@ class Targets:
         ours = tuple(
             f"{kind}."
             for kind in (
-                contents.MASTER,
-                contents.OPTIM,
-                contents.GRAD,
-                contents.PARTIAL,
-                contents.RANK,
+                MASTER,
+                OPTIM,
+                GRAD,
+                PARTIAL,
+                RANK,
             )
         )
         return shape_mismatches(wanted, saved, "checkpoint") + [
@@ -106,7 +105,7 @@ class Targets:
     def _optimizer_mismatches(self) -> list[str]:
         if not self.model.optimizers:
             return []
-        if not any(name.startswith(f"{contents.OPTIM}.") for name in self._names):
+        if not any(name.startswith(f"{OPTIM}.") for name in self._names):
             return ["an optimizer to load, none in the checkpoint"]
         ours = [str(record) for record in self.model.records()]
         theirs = [str(r) for r in self.manifest.optimizers] if self.manifest else ours
@@ -133,24 +132,16 @@ class Targets:
 
     def _saved_groups(self, objects: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the saved param groups: hyper-parameters, and the names of parameters."""
-        paths = {
-            n: self._paths[n][1:]
-            for n in objects
-            if n.startswith(f"{contents.OPTIM}.param_groups.")
-        }
-        unnumbered = [name for name, path in paths.items() if not isinstance(path[1], int)]
+        unnumbered = [name for name, path in self._groups.items() if not isinstance(path[2], int)]
         self._refuse([f"{name}: param groups by number are wanted" for name in unnumbered])
-        return _nested(objects, paths).get("param_groups", [])
+        return _nested(objects, self._groups).get(OPTIM, {}).get("param_groups", [])
 
-    # what to read
+    # reading
 
     def objects(self) -> dict[str, Any]:
         """Return the names that are read before tensors: hyper-parameters, this rank's own."""
-        wanted = [*self._extra_paths, f"{contents.RANK}.{self.own_rank}"]
-        if self.model.optimizers:
-            wanted += [
-                name for name in self._names if name.startswith(f"{contents.OPTIM}.param_groups.")
-            ]
+        groups = self._groups if self.model.optimizers else {}
+        wanted = [*self._extra_paths, f"{RANK}.{self.own_rank}", *groups]
         return {
             name: _empty(saved) if isinstance(saved, TensorStorageMetadata) else None
             for name in wanted
@@ -181,7 +172,7 @@ class Targets:
 
     def _source(self, parameter: UnitParameter) -> str:
         """Return the weight's name if it has the dtype that is stepped, else its master's."""
-        weight, master = self._prefix + parameter.fqn, f"{contents.MASTER}.{parameter.fqn}"
+        weight, master = self._prefix + parameter.fqn, f"{MASTER}.{parameter.fqn}"
         saved = self._names[weight]
         assert isinstance(saved, TensorStorageMetadata), "mismatches were refused"
         is_alike = saved.properties.dtype == parameter.unit.stepped.dtype
@@ -195,11 +186,11 @@ class Targets:
         if not self.model.optimizers:
             return []
         ranks = [self.own_rank] if self._keeps_partials else range(self.saved_ranks)
-        partial = [f"{contents.PARTIAL}.{rank}.{parameter.fqn}" for rank in ranks]
-        return [n for n in (f"{contents.GRAD}.{parameter.fqn}", *partial) if n in self._names]
+        partial = [f"{PARTIAL}.{rank}.{parameter.fqn}" for rank in ranks]
+        return [n for n in (f"{GRAD}.{parameter.fqn}", *partial) if n in self._names]
 
     def _is_kept_partial(self, name: str) -> bool:
-        return self._keeps_partials and name.startswith(f"{contents.PARTIAL}.")
+        return self._keeps_partials and name.startswith(f"{PARTIAL}.")
 
     def _gradient_target(self, name: str, parameter: UnitParameter) -> Tensor:
         unit = parameter.unit
@@ -267,7 +258,7 @@ class Targets:
                     partial[parameter] = tensors[name]
                     continue
                 own = parameter.unwrap(tensors[name])
-                if name.startswith(f"{contents.PARTIAL}."):
+                if name.startswith(f"{PARTIAL}."):
                     own = own / self.saved_ranks
                 means[parameter] = means[parameter] + own if parameter in means else own
         unit.gradient.restore(means, partial)
