@@ -34,7 +34,6 @@ from onefold.config import stage_of
 from onefold.planner.calibrate import Sample, calibrate
 from onefold.planner.calibration import Calibration
 from onefold.planner.conditions import Conditions
-from onefold.planner.search import work_of
 from onefold.planner.simulate import simulate
 from onefold.planner.trace import tokens_of, trace
 from onefold.planner.work import ModelWork
@@ -65,7 +64,7 @@ def predict(case: Case, calibration: Calibration) -> dict[int, float]:
 
 
 def _work(case: Case) -> ModelWork:
-    return work_of(trace(case.build(), tokens_of(ROWS, SEQ)), ROWS * SEQ)
+    return trace(case.build(), tokens_of(ROWS, SEQ)).work(ROWS * SEQ)
 
 
 def measure(case: Case, rounds: int) -> tuple[list[dict[str, Any]], float]:

@@ -24,7 +24,7 @@ from onefold.planner.planning import Cluster, plan
 from onefold.planner.simulate import slowest_of
 from onefold.planner.trace import tokens_of, trace
 from onefold.planner.whole_steps import predict_seconds, with_whole_steps
-from onefold.planner.work import ModelWork, UnitWork
+from onefold.planner.work import ModelWork, UnitWork, Work
 from tests.commands import onefold
 from tests.recipes import Way, timed, way
 
@@ -39,7 +39,7 @@ REDUCE = Collective(TransferRate(2e6, 4e-3, 2e-3), TransferRate(10e6, 12e-3, 9e-
 TOGETHER = replace(ALONE, ranks=2, threads=1, gather=GATHER, reduce=REDUCE)
 MADE = Calibration("made", 7_000, 512, (ALONE, TOGETHER), disk_rate=1e9)
 
-UNIT = UnitWork("unit", 2_000_000, 1e9, 1e7, 2e9, 2e7, 30, 1e8, 2e8)
+UNIT = UnitWork("unit", 2_000_000, Work(1e9, 1e8, 1e7), Work(2e9, 2e8, 2e7, num_kernels=30))
 WORK = ModelWork((UNIT, UNIT), 512)
 """Two units: in forward and backward 3 GFLOP, 30 MB, 30 kernels and 0.3 GFLOP of attention each."""
 
@@ -76,7 +76,9 @@ def test_a_step_takes_the_sum_of_its_work_where_nothing_is_hidden():
 
 
 def test_random_numbers_take_time_of_their_own_and_are_drawn_again_by_a_recompute():
-    drawing = replace(UNIT, forward_drawn=3e6, backward_drawn=1e6)
+    drawing = replace(
+        UNIT, forward=UNIT.forward._replace(drawn=3e6), backward=UNIT.backward._replace(drawn=1e6)
+    )
     machine = replace(ALONE, draw_rate=2e8).machine(1, 1e9)
     without, once, again = (
         timed(ModelWork((unit,), 512), fp32(0, 1, recompute=share), machine)

@@ -29,10 +29,11 @@ from onefold.planner.auto import ACTIVATIONS_SHARE
 from onefold.planner.estimate import estimated
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.planning import Cluster, plan
-from onefold.planner.search import Capacity, Search, extrapolated, nearest
+from onefold.planner.replay import EventKind
+from onefold.planner.search import Search, nearest
 from onefold.planner.sizes import format_bytes, parse_nbytes
 from onefold.planner.storages import Storages, Untraceable
-from onefold.planner.trace import Heard, Trace, default_loss, tokens_of, trace, without_values
+from onefold.planner.trace import Trace, default_loss, tokens_of, trace, without_values
 from onefold.recipe import Recipe
 from tests.models import Model
 from tests.ranks import run_processes, run_ranks, seeded
@@ -316,12 +317,12 @@ def test_a_trace_neither_reads_nor_changes_a_module():
 
 def test_events_come_in_the_order_of_an_engine():
     seen = trace(BUILDS["gpt"](), inputs_of("gpt"))
-    entered = [event.unit for event in seen.events if event.heard is Heard.ENTER]
-    reached = [event.unit for event in seen.events if event.heard is Heard.BACKWARD]
+    entered = [event.unit for event in seen.events if event.kind is EventKind.ENTER]
+    reached = [event.unit for event in seen.events if event.kind is EventKind.BACKWARD]
     in_order = list(range(len(seen.units)))
     assert list(dict.fromkeys(entered)) == in_order
     assert list(dict.fromkeys(reached)) == in_order[::-1]
-    grads = [(event.unit, event.call) for event in seen.events if event.heard is Heard.GRAD]
+    grads = [(event.unit, event.call) for event in seen.events if event.kind is EventKind.GRAD]
     assert sorted(grads) == [
         (index, member)
         for index, unit in enumerate(seen.units)
@@ -357,9 +358,9 @@ def test_traces_of_one_and_two_rows_tell_all_others():
         return trace(BUILDS["gpt"](), inputs_of("gpt", rows))
 
     for rows in (1, 3, 8):
-        direct, told_so = of(rows), extrapolated(of(1), of(2), rows)
+        direct, told_so = of(rows), of(1).at_rows(of(2), rows)
         for event, wanted in zip(told_so.events, direct.events, strict=True):
-            assert (event.heard, event.unit, event.now) == (wanted.heard, wanted.unit, wanted.now)
+            assert (event.kind, event.unit, event.now) == (wanted.kind, wanted.unit, wanted.now)
             assert event.peak <= 1.005 * wanted.peak
         # the most of several lines is no line: a little above what two points tell
         assert told_so.peak == pytest.approx(direct.peak, rel=0.03)
@@ -450,7 +451,7 @@ def traced_rows(rows: int) -> Trace:
 def test_auto_batch_fits_and_twice_as_much_does_not(memory, stage):
     one, two = traced_rows(1), traced_rows(2)
     recipe = Recipe(world_size=4, device_type="cuda")
-    search = Search(one, two, recipe, Capacity(memory * 2**20), None, SEQ)
+    search = Search(one, two, recipe, {"device": memory * 2**20}, None, SEQ)
     row = search.largest(stage, "none")
     if row.rows > 1 or row.fits:
         assert row.fits

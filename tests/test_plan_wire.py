@@ -26,7 +26,7 @@ from onefold.planner.estimate import estimated
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.planning import Cluster, plan
-from onefold.planner.search import Capacity, Search
+from onefold.planner.search import Search
 from onefold.planner.show import wire_lines
 from onefold.planner.sizes import format_bytes
 from onefold.planner.trace import Trace, trace, without_values
@@ -300,7 +300,7 @@ def test_the_plan_on_the_page_is_what_a_plan_tells():
     page = Path(onefold.__file__).parents[2].joinpath("docs", "wire.md").read_text()
     where = Cluster(ranks=8, nodes=4, machine="h100-80")
     made = plan("small", cluster=where, seq=1024, batch=8, precision="bf16", stage=3, offload=None)
-    block = "\n".join(["```text", *wire_lines(made)[1:], "```"])
+    block = "\n".join(["```text", *wire_lines(made.wires, made.taken, made.numel)[1:], "```"])
     print(block)
     assert f"<!-- plan: begin -->\n{block}\n<!-- plan: end -->" in page
 
@@ -314,7 +314,7 @@ def test_as_many_rows_as_fit_are_looked_for_on_every_wire(memory):
     """A wire with a second shard may lose to one that has room for more rows, and may not."""
     one, two = (estimated(_PLANS, rows * 32, Precision()) for rows in (1, 2))
     recipe = Recipe(world_size=4, local_world_size=2, device_type="cuda")
-    room = Capacity(memory * 2**17)
+    room = {"device": memory * 2**17}
     search = Search(one, two, recipe, room, machine_of("a100-40"), 32, candidates("auto", nodes=2))
     best = search.largest(3, "none")
     alone = [replace(search, wires=(each,)).largest(3, "none") for each in search.wires]

@@ -7,11 +7,11 @@ from statistics import mean
 import published
 import pytest
 from published_runs.decoder import TransformerShape, transformer_work
+from published_runs.drawing import drawn
 from published_runs.fits import CLASSES, GRID, loss
 from published_runs.rows import all_rows, llm_foundry
 from published_runs.tables import memory_rows, parts
 
-from onefold.planner.drawing import drawn
 from onefold.planner.machines import machine_of
 from tests.recipes import timed, way
 

@@ -21,7 +21,7 @@ from onefold.planner.estimate import bare
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import forecast
 from onefold.planner.simulate import scaling_curve, simulate
-from onefold.planner.work import ModelWork, UnitWork
+from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.recipe import Member, Recipe, UnitRecipe, last_units
 from onefold.wire_config import PRESETS, Wire
 from tests.ranks import run_ranks, seeded
@@ -126,7 +126,10 @@ def test_a_share_of_units_is_one_answer_for_bytes_times_and_engines(fraction, co
     found = forecast(bare(recipe.units), recipe)
     state = 2 * 4 * 64 * 65 // 2  # two moments of one unit's shard
     assert found.resting.get(("optimizer", "disk"), 0) == count * state
-    works = tuple(UnitWork(unit.name, unit.numel, 1.0, 1.0, 2.0, 2.0) for unit in recipe.units)
+    works = tuple(
+        UnitWork(unit.name, unit.numel, Work(1.0, nbytes=1.0), Work(2.0, nbytes=2.0))
+        for unit in recipe.units
+    )
     step = simulate(ModelWork(works, 1), recipe, machine_of("h100-80"), Conditions())
     stepped = {span.unit for span in step.spans if span.what == "step" and span.stream == "cpu"}
     assert stepped == {unit.name for unit in recipe.units if unit.is_offloaded}
@@ -156,7 +159,7 @@ def test_one_rank_on_the_cpu_keeps_local_casts_as_its_plan_says(offload, kept, p
 
 def test_a_point_of_a_scaling_curve_is_the_step_of_a_plan_for_as_many_ranks():
     """Whatever number the curve starts at: a run on one host once scaled as if it sent in rings."""
-    unit = UnitWork("unit", 4 << 20, 1e12, 1e8, 2e12, 2e8)
+    unit = UnitWork("unit", 4 << 20, Work(1e12, nbytes=1e8), Work(2e12, nbytes=2e8))
     work, machine = ModelWork((unit,) * 4, 1), machine_of("h100-80")
     one_host = Recipe(world_size=8, local_world_size=8, device_type="cuda")
     points = scaling_curve(work, one_host, machine, (8, 64))

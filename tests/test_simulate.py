@@ -21,7 +21,7 @@ from onefold.planner.goodput import goodput
 from onefold.planner.links import LinkGroup, gather_cost, replica_group
 from onefold.planner.machines import MACHINES, Efficiency, Link, Machine, machine_of
 from onefold.planner.simulate import scaling_curve, slowest_of
-from onefold.planner.work import ModelWork, UnitWork
+from onefold.planner.work import ModelWork, UnitWork, Work
 from tests.ranks import run_ranks
 from tests.recipes import timed, way
 from tests.test_bytes import NUMEL as NUMEL_OF_ENGINE
@@ -39,7 +39,7 @@ FAST_COMPUTE = replace(MACHINE, flops={"bf16": 1e24}, memory_rate=1e24)
 
 
 def work_of(units=UNITS, numel=NUMEL, flops=1e9):
-    unit = UnitWork("", numel, flops, 0.0, 2 * flops, 0.0)
+    unit = UnitWork("", numel, Work(flops), Work(2 * flops))
     return ModelWork(
         tuple(replace(unit, name=f"unit {index}") for index in range(units)), tokens=1024
     )
@@ -349,7 +349,7 @@ def test_a_run_that_cannot_be_is_an_error_with_a_hint(wrong):
 
 
 def test_a_unit_takes_as_long_as_the_host_needs_to_launch_its_kernels():
-    unit = UnitWork("small", 0, 1.0, 1.0, 2.0, 2.0, num_kernels=300)
+    unit = UnitWork("small", 0, Work(1.0, nbytes=1.0), Work(2.0, nbytes=2.0, num_kernels=300))
     step = timed(ModelWork((unit,), 1), way(3, 1), replace(MACHINE, kernel_seconds=1e-5))
     assert step.seconds == pytest.approx(300e-5)
     assert step.bound == "memory"
@@ -365,7 +365,7 @@ def test_attention_and_the_head_stay_in_bf16_where_products_are_in_fp8():
     work = transformer_work(shape, seq=128, microbatch=1)
     wide, narrow = (timed(work, way(3, 1, dtype=dtype), machine) for dtype in ("bf16", "fp8"))
     block = work.units[1]
-    saved = (block.forward_flops + block.backward_flops) / 2e12
+    saved = (block.forward.flops + block.backward.flops) / 2e12
     assert wide.compute - narrow.compute == pytest.approx(saved)
 
 
@@ -400,7 +400,8 @@ def test_flops_by_shape_are_six_for_each_parameter_and_token_and_attention():
     work = transformer_work(shape, seq=seq, microbatch=batch, fused_attention=False)
     formula = 72 * batch * seq * layers * hidden**2
     formula *= 1 + seq / (6 * hidden) + vocab / (12 * layers * hidden)
-    assert work.model_flops == pytest.approx(formula)
+    passes = (each for unit in work.units for each in (unit.forward, unit.backward))
+    assert sum(each.flops + each.attention_flops for each in passes) == pytest.approx(formula)
 
 
 def test_saved_activations_are_korthikantis_table_two():

@@ -15,13 +15,12 @@ from torch import nn
 
 from onefold.config import Precision, stage_of
 from onefold.layout.units import plan_units
-from onefold.planner.coding import CPU_RATES, GPU_NBYTES, seconds_of
 from onefold.planner.conditions import Conditions
+from onefold.planner.costs import CPU_RATES, GPU_NBYTES, seconds_of
 from onefold.planner.estimate import estimated
 from onefold.planner.links import LinkGroup, gather_cost, reduce_cost
 from onefold.planner.machines import Link
 from onefold.planner.memory import forecast
-from onefold.planner.search import work_of
 from onefold.recipe import Recipe
 from onefold.wire_config import PRESETS, Wire
 from tests import test_simulate
@@ -78,7 +77,7 @@ def test_bytes_of_the_spans_are_those_of_the_forecast(stage, name):
         conditions = Conditions(
             accumulate=accumulate, dtype="fp32", weight_itemsize=4, grad_itemsize=4
         )
-        step = timed(work_of(seen, 5), (recipe, conditions), WIDE)
+        step = timed(seen.work(5), (recipe, conditions), WIDE)
         sent = forecast(seen, recipe, accumulate=accumulate).sent
         if recipe.are_replicas:
             told = {"replica": sum(n for k, n in sent.items() if k.endswith("between"))}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from onefold.errors import ConfigError, expected
-from onefold.planner.work import ModelWork, UnitWork
+from onefold.planner.work import ModelWork, UnitWork, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +133,8 @@ def _block(
     return UnitWork(
         "",
         shape.block_numel,
-        tokens * flops,
-        tokens * itemsize * forward,
-        tokens * 2 * flops,
-        tokens * itemsize * backward,
-        forward_attention_flops=tokens * attended[0],
-        backward_attention_flops=tokens * attended[1],
+        Work(tokens * flops, tokens * attended[0], tokens * itemsize * forward),
+        Work(tokens * 2 * flops, tokens * attended[1], tokens * itemsize * backward),
     )
 
 
@@ -172,10 +168,8 @@ def transformer_work(
     embedding = UnitWork(
         "embedding",
         (shape.vocab + shape.positions) * shape.hidden,
-        0.0,
-        2.0 * itemsize * tokens * shape.hidden,
-        0.0,
-        3.0 * itemsize * tokens * shape.hidden,
+        Work(nbytes=2.0 * itemsize * tokens * shape.hidden),
+        Work(nbytes=3.0 * itemsize * tokens * shape.hidden),
         is_recomputed=False,
     )
     products = 2.0 * shape.vocab * shape.hidden * tokens
@@ -183,10 +177,8 @@ def transformer_work(
         "head",
         (2 if shape.has_bias else 1) * shape.hidden  # the last norm
         + (0 if shape.is_tied else shape.vocab * shape.hidden),
-        products,
-        16.0 * shape.vocab * tokens,
-        2 * products,
-        12.0 * shape.vocab * tokens,
+        Work(products, nbytes=16.0 * shape.vocab * tokens),
+        Work(2 * products, nbytes=12.0 * shape.vocab * tokens),
         is_narrowed=False,
         is_recomputed=False,
     )

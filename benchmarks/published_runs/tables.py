@@ -8,15 +8,15 @@ from math import sqrt
 from statistics import mean
 
 from onefold.planner.conditions import Conditions
-from onefold.planner.drawing import drawn
 from onefold.planner.goodput import HOUR, LLAMA3_DEVICE_MTBF, goodput
-from onefold.planner.links import LinkGroup, all_reduce_cost
+from onefold.planner.links import LinkGroup, gather_cost, reduce_cost
 from onefold.planner.machines import FITS, MACHINES, Efficiency, Link, machine_of
 from onefold.planner.simulate import scaling_curve, simulate, slowest_of
-from onefold.planner.work import ModelWork, UnitWork
+from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.recipe import Recipe
 from onefold.wire_config import Wire
 from published_runs.decoder import TransformerShape, block_activation_nbytes, transformer_work
+from published_runs.drawing import drawn
 from published_runs.fits import CLASSES
 from published_runs.rows import GPT, MEGATRON_VOCAB, RANKS_PER_HOST, Row, deepspeed
 
@@ -165,7 +165,8 @@ def links() -> list[str]:
     lines = []
     for name, ranks, measured in MEASURED_LINKS:
         for nbytes, found in measured:
-            cost = all_reduce_cost(nbytes, LinkGroup(ranks, 8), machine_of(name))
+            over = LinkGroup(ranks, 8), machine_of(name)
+            cost = reduce_cost(nbytes, *over).then(gather_cost(nbytes, *over))
             told = cost.nbytes / cost.seconds / 1e9
             lines.append((name, str(ranks), f"{nbytes // MIB}", f"{found}", f"{told:.1f}"))
     return table(("machine", "ranks", "MiB", "measured GB/s", "simulated GB/s"), lines)
@@ -298,7 +299,7 @@ def every_row(told: Sequence[Told]) -> list[str]:
 
 def drawing() -> list[str]:
     """One step of four equal units at stage 3, at half the speed of the links that would do."""
-    unit = UnitWork("", 10_000_000, 2e11, 0.0, 4e11, 0.0)
+    unit = UnitWork("", 10_000_000, Work(2e11), Work(4e11))
     work = ModelWork(tuple(replace(unit, name=str(index)) for index in range(4)), tokens=1)
     machine = replace(
         machine_of("h100-80"), flops={"bf16": 1e15}, inside=Link(20e9, 0.0),

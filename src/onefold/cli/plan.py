@@ -175,18 +175,17 @@ def _size(flag: str, text: str | None) -> int | None:
 def _curve(made: Plan) -> list[dict[str, float]]:
     """Return tokens/s per device of the best plan on more and more nodes, and its goodput."""
     from onefold.planner.goodput import goodput
-    from onefold.planner.search import work_of
     from onefold.planner.simulate import scaling_curve
 
-    row, request, machine = made.best, made.request, made.search.machine
+    row, search, machine = made.best, made.search, made.search.machine
     if row is None or machine is None:
         return []
-    worlds = [request.world_size * factor for factor in CURVE]
+    worlds = [made.world_size * factor for factor in CURVE]
     worlds = [world for world in worlds if world <= MAX_DEVICES]
-    work = work_of(made.search.trace_of(row.rows), row.rows * request.seq)
+    work = search.trace_of(row.rows).work(row.rows * search.tokens)
     found: list[dict[str, float]] = []
-    conditions = made.search.conditions
-    for point in scaling_curve(work, row.forecast.recipe, machine, worlds, conditions):
+    recipe, conditions = row.forecast.recipe, search.conditions
+    for point in scaling_curve(work, recipe, machine, worlds, conditions):
         world, step = point.world_size, point.step
         written = STATE_NBYTES * made.numel / world / machine.disk_rate
         useful = goodput(step.seconds, world_size=world, checkpoint_seconds=written)

@@ -1,4 +1,4 @@
-"""Bytes by kind and tier while a step is played back, and the moments in which most are held."""
+"""Count bytes by kind and tier while a step is played, and keep the moment of the peak."""
 
 from __future__ import annotations
 
@@ -13,33 +13,30 @@ ACTIVATION, LOGITS = "activation", "logits"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is held in one moment of a step."""
+    """The bytes of one moment of a step."""
 
     phase: str  # forward, loss, backward or step
     unit: str
     held: Holding
 
-    def nbytes(self, tier: str) -> int:
-        """Bytes in one tier."""
-        return sum(n for (_, place), n in self.held.items() if place == tier)
-
     def memory_nbytes(self, device_type: str) -> int:
-        """Bytes in the memory that computes: the CPU's holds its own tier too."""
-        return self.nbytes("device") + (self.nbytes("cpu") if device_type == "cpu" else 0)
+        """Return the bytes in the memory that computes: the CPU's holds its own tier too."""
+        tiers = ("device", "cpu") if device_type == "cpu" else ("device",)
+        return sum(nbytes for (_, tier), nbytes in self.held.items() if tier in tiers)
 
 
 class ByteCounter:
-    """What is held now; the most of each kind, of each tier, and of all at a time."""
+    """The bytes of now; the most of each kind, of each tier, and of all at a time."""
 
-    def __init__(self, device_type: str) -> None:
-        self.keeps_all = False
+    def __init__(self, device_type: str, *, has_timeline: bool = False) -> None:
         self.timeline: list[Moment] = []
-        self.peak: Moment | None = None
+        self.peak = Moment("", "", {})
         self.peaks: dict[str, int] = {}
         self.most: Holding = {}
         self.phase = "forward"
         self.unit = ""
-        self.torch: tuple[int, int] = (0, 0)  # what torch holds, and how much of it is logits
+        self.torch: tuple[int, int] = (0, 0)  # activations, and how much of them is logits
+        self._has_timeline = has_timeline
         self._shares_memory = device_type == "cpu"
         self._highest = -1
         self._totals: Counter[str] = Counter()  # by tier
@@ -47,12 +44,12 @@ class ByteCounter:
 
     @property
     def on_device(self) -> int:
-        """Bytes on the device, without torch's own."""
+        """Bytes on the device, without activations."""
         return self._totals["device"]
 
     @property
     def now(self) -> Holding:
-        """Bytes by kind and tier, without torch's own."""
+        """Bytes by kind and tier, without activations."""
         return {place: nbytes for place, nbytes in self._now.items() if nbytes}
 
     def add(self, kind: str, nbytes: int, tier: str = "device") -> None:
@@ -65,60 +62,22 @@ class ByteCounter:
 
     def see(self) -> None:
         """Note this moment."""
-        torch_nbytes, logits = self.torch
-        for kind, nbytes in ((ACTIVATION, torch_nbytes - logits), (LOGITS, logits)):
+        activations, logits = self.torch
+        for kind, nbytes in ((ACTIVATION, activations - logits), (LOGITS, logits)):
             if nbytes > self.most.get((kind, "device"), 0):
                 self.most[kind, "device"] = nbytes
         for tier, nbytes in self._totals.items():
-            total = nbytes + (torch_nbytes if tier == "device" else 0)
+            total = nbytes + (activations if tier == "device" else 0)
             self.peaks[tier] = max(total, self.peaks.get(tier, 0))
         shared = self._totals["cpu"] if self._shares_memory else 0
-        highest = self._totals["device"] + torch_nbytes + shared
-        if not self.keeps_all and highest <= self._highest:
+        highest = self._totals["device"] + activations + shared
+        if not self._has_timeline and highest <= self._highest:
             return
         held = self.now
-        held |= {(ACTIVATION, "device"): torch_nbytes - logits} if torch_nbytes > logits else {}
+        held |= {(ACTIVATION, "device"): activations - logits} if activations > logits else {}
         held |= {(LOGITS, "device"): logits} if logits else {}
         moment = Moment(self.phase, self.unit, held)
-        if self.keeps_all:
+        if self._has_timeline:
             self.timeline.append(moment)
         if highest > self._highest:
             self._highest, self.peak = highest, moment
-
-
-class KeptBuffers:
-    """Buffers of messages over one link: on the CPU kept until the next message took what it can
-    use, see `onefold.wire.exchange.Buffers`.
-    """
-
-    def __init__(self, held: ByteCounter, device_type: str) -> None:
-        self._held = held
-        self._keeps = device_type == "cpu"
-        self._spare: Counter[int] = Counter()  # by length, of the message that was read last
-
-    def take(self, buffers: tuple[int, ...]) -> None:
-        """A message begins."""
-        if not buffers:
-            return
-        wanted = Counter(buffers)
-        self._held.add("wire", _sum(wanted - self._spare))
-        self._spare -= wanted
-
-    def give(self, buffers: tuple[int, ...]) -> None:
-        """And has been read."""
-        if not buffers:
-            return
-        self._held.add("wire", -_sum(self._spare))
-        self._spare = Counter(buffers)
-        if not self._keeps:
-            self.clear()
-
-    def clear(self) -> None:
-        """Free what is kept."""
-        self._held.add("wire", -_sum(self._spare))
-        self._spare = Counter()
-
-
-def _sum(buffers: Counter[int]) -> int:
-    """Bytes of all buffers, counted by length."""
-    return sum(nbytes * count for nbytes, count in buffers.items())

@@ -1,63 +1,57 @@
-"""Executes a schedule's actions on byte counters: what engine/hands.py does to tensors."""
+"""Execute a schedule's actions on byte counters: the counterpart of engine/hands.py."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from onefold.engine import blocks
 from onefold.engine.actions import Action, Verb
-from onefold.engine.policy import Policy, UnitFacts
-from onefold.engine.schedule import Schedule
-from onefold.planner.byte_counter import ByteCounter, KeptBuffers
-from onefold.planner.trace import Event, Heard
-from onefold.planner.traffic import PlannedUnit
+from onefold.engine.policy import Policy
+from onefold.planner.byte_counter import ByteCounter
+from onefold.planner.messages import PlannedUnit
+from onefold.planner.replay import Event, EventKind
 from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
+from onefold.wire.spare_buffers import SpareBuffers
 
 STEP_BLOCK_NBYTES = {"cpu": 512 * 1024 * 4, "cuda": 64 * 1024 * 1024 * 4}
-"""Of one block of fp32 gradients, where narrow ones are widened (engine/blocked_adam.py)."""
-
-
-def facts_of(unit: PlannedUnit, recipe: Recipe, *, is_far: bool) -> UnitFacts:
-    """The facts that a schedule decides by. `is_far`: states of the unit are offloaded."""
-    return UnitFacts(
-        nbytes=unit.unsharded, is_resident=unit.unsharded == 0,
-        is_offloaded=is_far or not recipe.rests_near,
-    )  # fmt: skip
+"""Bytes of one block of fp32 gradients, where narrow ones are widened (engine/blocked_adam.py)."""
 
 
 class ByteHands:
-    """Counts the bytes that one rank holds and sends. `chosen`: units with offloaded states."""
+    """Counts the bytes that one rank holds and sends. `is_far`: units with offloaded states."""
 
     def __init__(
-        self, recipe: Recipe, units: list[PlannedUnit], chosen: list[bool], held: ByteCounter
+        self, recipe: Recipe, units: list[PlannedUnit], is_far: Sequence[bool], counter: ByteCounter
     ) -> None:
         self._recipe = recipe
         self._units = units
-        self._chosen = chosen
-        self._held = held
+        self._is_far = is_far
+        self._counter = counter
         self.sent: Counter[str] = Counter()
-        self._whole: set[int] = set()
+        self._unsharded: set[int] = set()
         self._partial: list[dict[int, int]] = [{} for _ in units]
         self._sums: set[int] = set()
         self._reduced: set[int] = set()
-        self._gathers = {where: KeptBuffers(held, recipe.device_type) for where in ("", "between")}
-        self._staged: dict[int, list[tuple[KeptBuffers, tuple[int, ...]]]] = {}  # by unit, underway
-        self._first, self._second, self._third = (
-            KeptBuffers(held, recipe.device_type) for _ in range(3)
-        )
-        self._is_hidden = False  # a reduction is over behind the recompute of a unit
+        self._spares = {  # by link, of gathers and of the three hops of a reduction
+            link: SpareBuffers[None](lambda nbytes: counter.add("wire", nbytes))
+            for link in ("gather", "gather between", "first", "second", "third")
+        }
+        self._staged: dict[
+            int, list[tuple[str, tuple[int, ...]]]
+        ] = {}  # by unit: gathers under way
+        self._hides_reduction = False  # a reduction ends behind the recompute of a unit
 
     # resting state
 
     def rest(self, policy: Policy, batch_nbytes: int, buffers_nbytes: int) -> None:
-        """Count the bytes that are there all the time, in the steady state."""
-        recipe, offload, add = self._recipe, self._recipe.offload, self._held.add
+        """Count the bytes that rest from step to step."""
+        recipe, offload, add = self._recipe, self._recipe.offload, self._counter.add
         add("batch", batch_nbytes)
         add("buffer", buffers_nbytes)
-        for index, (unit, is_away) in enumerate(zip(self._units, self._chosen, strict=True)):
+        for index, (unit, is_away) in enumerate(zip(self._units, self._is_far, strict=True)):
             add("weight", unit.weight, offload.parameters)
             tier = offload.optimizer if is_away else "device"
             add("master", unit.master if is_away or unit.has_master else 0, tier)
@@ -65,18 +59,18 @@ class ByteHands:
             add("secondary", unit.second)
             add("feedback", unit.feedback)
             if policy.keeps_bytes:
-                self._whole.add(index)
+                self._unsharded.add(index)
                 add("unsharded", unit.unsharded)
             if policy.keeps_gradients and not is_away:
                 self._make_grad(index)
         if "disk" in (offload.parameters, offload.optimizer):
             add("staging", self._staging(), "cpu")
         is_asked = offload.step == "device" or recipe.device_type != "cpu"
-        if offload.may_stream and is_asked and any(self._chosen):
+        if offload.may_stream and is_asked and any(self._is_far):
             add("staging", self._streamed())
 
     def _staging(self) -> int:
-        """Slots of blocks, one a thread and one for the waiter; rows are fetched into them, too."""
+        """Slots of blocks, one a thread and one for the waiter; they also receive fetched rows."""
         threads, block = NUM_DISK_STEPPERS + 1, blocks.BLOCK_NUMEL
         widest = max((unit.weight + unit.states) / max(1, unit.rest_numel) for unit in self._units)
         longest = max(unit.rest_numel for unit in self._units)
@@ -87,7 +81,7 @@ class ByteHands:
     def _streamed(self) -> int:
         """Slots on the device, through which states in CPU memory pass."""
         near = self._recipe.offload.parameters == "device"
-        away = [unit for unit, is_away in zip(self._units, self._chosen, strict=True) if is_away]
+        away = [unit for unit, is_away in zip(self._units, self._is_far, strict=True) if is_away]
         slots = [
             min(blocks.BLOCK_NUMEL, unit.rest_numel)
             * (unit.states + (0 if near else unit.weight))
@@ -98,63 +92,81 @@ class ByteHands:
 
     # one step
 
-    def follow(self, event: Event, actions: list[Action], schedule: Schedule) -> None:
-        """Count what torch held until `event`, then execute the actions that follow it."""
-        held = self._held
-        held.torch = (event.peak, event.logits)
-        held.see()
-        held.torch = (event.now, min(event.logits, event.now))
-        if event.heard in _PHASES:
-            held.phase = _PHASES[event.heard]
-        if event.heard is Heard.GRAD:
-            self._note_gradient(event, schedule)
-        self.do(actions)
-        if event.heard is Heard.AGAIN:
-            # a link is not slower than half of a backward; a GPU's host is ahead of both
-            self._is_hidden = self._recipe.device_type == "cpu"
-        if event.unit >= 0:
-            held.unit = self._units[event.unit].name
+    def reach(self, event: Event) -> None:
+        """Count the activations until `event`."""
+        counter = self._counter
+        counter.torch = (event.peak, event.logits)
+        counter.see()
+        counter.torch = (event.now, min(event.logits, event.now))
+        counter.phase = _PHASES.get(event.kind, counter.phase)
 
-    def _note_gradient(self, event: Event, schedule: Schedule) -> None:
-        if self._is_hidden and schedule.reductions.may_land is not None:
-            self.do(schedule.landed())
-        self._is_hidden = False
-        partial, nbytes = self._partial[event.unit], self._units[event.unit].partials[event.call]
-        if event.call not in partial:
-            partial[event.call] = nbytes
-            self._held.add("partial_grad", nbytes)
+    def has_landed(self, unit: int) -> bool:
+        """Return True after a recompute: the reduction before it is over by then.
+
+        A link is not slower than half of a backward. A GPU's host is ahead of both.
+        """
+        return self._hides_reduction
+
+    def follow(self, event: Event, actions: list[Action]) -> None:
+        """Execute the actions that answer the event."""
+        if event.kind is EventKind.GRAD:
+            self._hides_reduction = False
+            partial, nbytes = self._partial[event.unit], self._units[event.unit].partials
+            if event.call not in partial:
+                partial[event.call] = nbytes[event.call]
+                self._counter.add("partial_grad", nbytes[event.call])
+        self.do(actions)
+        if event.kind is EventKind.AGAIN:
+            self._hides_reduction = self._recipe.device_type == "cpu"
+        if event.unit >= 0:
+            self._counter.unit = self._units[event.unit].name
 
     def do(self, actions: list[Action]) -> None:
         """Execute actions in order; note each moment in which more is held than before."""
-        before = self._held.on_device
+        before = self._counter.on_device
         for verb, index in actions:
             hand = _HANDS.get(verb)
             if hand is not None:
                 hand(self, index)
-        if self._held.on_device > before:
-            self._held.see()
+        if self._counter.on_device > before:
+            self._counter.see()
 
     def step(self) -> None:
-        """The optimizer's own step."""
-        held, recipe = self._held, self._recipe
-        held.phase, held.unit, held.torch = "step", "", (0, 0)
+        """The optimizer steps the states on the device."""
+        counter, recipe = self._counter, self._recipe
+        counter.phase, counter.unit, counter.torch = "step", "", (0, 0)
         block = STEP_BLOCK_NBYTES.get(recipe.device_type, 0)
         widened = min(block, 4 * max(unit.rest_numel for unit in self._units))
-        held.add("staging", widened if any(unit.master for unit in self._units) else 0)
-        held.see()
+        counter.add("staging", widened if any(unit.master for unit in self._units) else 0)
+        counter.see()
+
+    # buffers of messages
+
+    def _take(self, link: str, buffers: tuple[int, ...]) -> None:
+        """Begin a message."""
+        for nbytes in buffers:
+            self._spares[link].take(nbytes, nbytes, lambda: None)
+
+    def _give(self, link: str, buffers: tuple[int, ...]) -> None:
+        """The message has been read."""
+        if buffers:
+            self._spares[link].clear()
+        for nbytes in buffers:
+            keeps = self._recipe.device_type == "cpu"
+            self._spares[link].give(nbytes, nbytes, None, keeps=keeps)
 
     # one verb each: weights
 
     def _fill(self, index: int) -> None:
         message = self._units[index].messages.cross
         self.sent["gather between"] += message.sent
-        self._stage(index, "between", message.buffers)
+        self._stage(index, "gather between", message.buffers)
 
     def _gather(self, index: int) -> None:
         unit = self._units[index]
-        if index not in self._whole:
-            self._whole.add(index)
-            self._held.add("unsharded", unit.unsharded)
+        if index not in self._unsharded:
+            self._unsharded.add(index)
+            self._counter.add("unsharded", unit.unsharded)
         if self._recipe.rest_world == 1:
             return
         if unit.second:  # it is read before the hop inside the node begins
@@ -162,30 +174,29 @@ class ByteHands:
         else:
             self._fill(index)
         self.sent["gather" + self._recipe.collective_suffix] += unit.messages.gather.sent
-        self._stage(index, "", unit.messages.gather.buffers)
+        self._stage(index, "gather", unit.messages.gather.buffers)
 
-    def _stage(self, index: int, where: str, buffers: tuple[int, ...]) -> None:
+    def _stage(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
         if buffers:
-            kept = self._gathers[where]
-            kept.take(buffers)
-            self._staged.setdefault(index, []).append((kept, buffers))
+            self._take(link, buffers)
+            self._staged.setdefault(index, []).append((link, buffers))
 
     def _read(self, index: int) -> None:
-        """Messages that were on their way to a unit are there, and decoded."""
+        """The messages of a unit have arrived and are decoded."""
         staged = self._staged.pop(index, [])
         if staged:
-            self._held.see()
-        for kept, buffers in staged:
-            kept.give(buffers)
+            self._counter.see()
+        for link, buffers in staged:
+            self._give(link, buffers)
 
     def _free(self, index: int) -> None:
         self._read(index)
-        self._whole.discard(index)
-        self._held.add("unsharded", -self._units[index].unsharded)
+        self._unsharded.discard(index)
+        self._counter.add("unsharded", -self._units[index].unsharded)
 
     def _rest(self, _: int) -> None:
-        for kept in (*self._gathers.values(), self._first, self._second, self._third):
-            kept.clear()
+        for spare in self._spares.values():
+            spare.clear()
 
     # gradients
 
@@ -193,18 +204,18 @@ class ByteHands:
         messages, recipe = self._units[index].messages, self._recipe
         if recipe.has_hops and index not in self._sums:
             self._sums.add(index)
-            self._held.add("partial_grad", self._units[index].sums)
+            self._counter.add("partial_grad", self._units[index].sums)
         elif not recipe.has_hops and recipe.world_size > 1:
             self._make_grad(index)
-        self._first.take(messages.reduce.buffers)
+        self._take("first", messages.reduce.buffers)
         self.sent["reduce_scatter" + recipe.collective_suffix] += messages.reduce.sent
-        self._held.see()
+        self._counter.see()
 
     def _land(self, index: int) -> None:
         partial = self._partial[index]
-        self._held.add("partial_grad", -sum(partial.values()))
+        self._counter.add("partial_grad", -sum(partial.values()))
         partial.clear()
-        self._first.give(self._units[index].messages.reduce.buffers)
+        self._give("first", self._units[index].messages.reduce.buffers)
         if self._recipe.world_size == 1:
             self._make_grad(index)
 
@@ -212,36 +223,36 @@ class ByteHands:
         if self._recipe.has_hops:
             self._make_grad(index)
         second_hop = self._units[index].messages.second_hop
-        self._second.take(second_hop.buffers)
+        self._take("second", second_hop.buffers)
         name = "reduce_scatter between" if self._recipe.is_sharded else "gather"
         self.sent[name] += second_hop.sent
-        self._held.see()
+        self._counter.see()
 
     def _finish(self, index: int) -> None:
         messages = self._units[index].messages
-        self._second.give(messages.second_hop.buffers)
+        self._give("second", messages.second_hop.buffers)
         self.sent["gather between"] += messages.share.sent
         if messages.share.buffers:
-            self._third.take(messages.share.buffers)
-            self._held.see()
-            self._third.give(messages.share.buffers)
+            self._take("third", messages.share.buffers)
+            self._counter.see()
+            self._give("third", messages.share.buffers)
         if index in self._sums:
             self._sums.remove(index)
-            self._held.add("partial_grad", -self._units[index].sums)
+            self._counter.add("partial_grad", -self._units[index].sums)
 
     def _step(self, index: int) -> None:
-        self._held.add("grad", -self._units[index].grad)
+        self._counter.add("grad", -self._units[index].grad)
         self._reduced.discard(index)
 
     def _make_grad(self, index: int) -> None:
         if index not in self._reduced:
             self._reduced.add(index)
-            self._held.add("grad", self._units[index].grad)
+            self._counter.add("grad", self._units[index].grad)
 
 
 _PHASES = {
-    Heard.ENTER: "forward", Heard.END_FORWARD: "loss", Heard.AGAIN: "backward",
-    Heard.BACKWARD: "backward", Heard.GRAD: "backward",
+    EventKind.ENTER: "forward", EventKind.END_FORWARD: "loss", EventKind.AGAIN: "backward",
+    EventKind.BACKWARD: "backward", EventKind.GRAD: "backward",
 }  # fmt: skip
 
 _HANDS: Mapping[Verb, Callable[[ByteHands, int], None]] = {

@@ -16,7 +16,7 @@ from onefold.host import free_host_nbytes, measure_disk, usable_cores
 from onefold.mesh.local_ranks import run_local
 from onefold.models.loader import build_model, described, recompute, refuse
 from onefold.planner.calibration import Calibration, Speeds, speeds_of
-from onefold.planner.search import DTYPES, work_of
+from onefold.planner.search import DTYPES
 from onefold.planner.sizes import format_bytes
 from onefold.planner.trace import Untraceable, tokens_of, trace
 from onefold.planner.whole_steps import with_whole_steps
@@ -74,7 +74,7 @@ def calibrate(
         tokens = sample.rows * sample.seq
         try:
             seen = trace(module, tokens_of(sample.rows, sample.seq), precision=sample.precision)
-            work = work_of(seen, tokens)
+            work = seen.work(tokens)
         except Untraceable:  # a plan would only estimate the work
             work = None
         speeds = [middle([run(ranks) for _ in range(runs)]) for ranks in worlds]

@@ -1,4 +1,4 @@
-"""Executes a schedule's actions on clocks: what engine/hands.py does to tensors. No torch here.
+"""Execute a schedule's actions on clocks: the counterpart of engine/hands.py. No torch here.
 
 Streams run beside one another, each in order: `compute`, `gather`, `reduce`, between nodes `cross`
 (weights), `second_hop` (sums of gradients) and `replica` (averages of copies), and for state off
@@ -8,7 +8,7 @@ node and between nodes, and take turns on a link.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,17 +17,49 @@ from onefold.planner.conditions import Conditions
 from onefold.planner.costs import costs_of
 from onefold.planner.links import Cost
 from onefold.planner.machines import Machine
+from onefold.planner.replay import Event, EventKind
 from onefold.planner.streams import Streams
-from onefold.planner.work import ModelWork
+from onefold.planner.work import ModelWork, UnitWork, Work
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
 
 STREAMS = {"spread": "gather"}  # collectives that share another's stream
 CAUSES = {"device": "host", "cpu": "host", "disk": "disk"}  # the names of waits for a tier
+GRADIENTS = (0, 1)
+"""Each unit has two: one comes as its backward begins to compute, the other as it ends."""
 
 STREAMED_NBYTES = 12
-"""Of an element's fp32 states, each way at once, where the device steps them."""
+"""Bytes of an element's fp32 states, each way at once, where the device steps them."""
+
+
+def durations(
+    unit: UnitWork, run: Conditions, machine: Machine
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds of a unit's forward, and of its backward with recompute, by part.
+
+    Kernels follow one another. Where the host needs longer to launch them than the device to run
+    them, the difference is `memory`; so are all launches where the host itself computes.
+    """
+    efficiency = machine.efficiency
+    wide = "bf16" if run.dtype == "fp8" else run.dtype  # of attention, which is never in fp8
+    matmul = machine.peak(run.dtype if unit.is_narrowed else wide) * efficiency.matmul
+    attention = machine.peak(wide) * efficiency.attention
+    memory = machine.memory_rate * efficiency.memory
+
+    def parts(work: Work, kernels: float) -> dict[str, float]:
+        compute = work.flops / matmul + work.attention_flops / attention
+        rest = work.nbytes / memory + work.drawn / machine.draw_rate
+        launches = kernels * machine.kernel_seconds
+        if machine.launches_hide:
+            return {"compute": compute, "memory": max(rest, launches - compute)}
+        return {"compute": compute, "memory": rest + launches}
+
+    again = run.recompute if unit.is_recomputed else 0.0
+    return (
+        parts(unit.forward, unit.num_kernels / 3),
+        parts(unit.backward.plus(unit.forward, again), (2 + again) * unit.num_kernels / 3),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +79,20 @@ class TierSeconds:
         """True if anything rests off the device."""
         return self.optimizer != "device" or self.parameters != "device"
 
-    @classmethod
-    def of(cls, recipe: Recipe, run: Conditions, machine: Machine) -> TierSeconds:
-        """The tiers of `recipe` on `machine`; each rank has its own rows only."""
+    @staticmethod
+    def of(recipe: Recipe, run: Conditions, machine: Machine) -> TierSeconds:
+        """Compute the seconds of the tiers of `recipe`; each rank has its own rows only."""
         host, own, offload = machine.host_rate, 1.0 / recipe.rest_world, recipe.offload
         rate = machine.disk_rate if offload.parameters == "disk" else host
         by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
-        is_faster = machine.launches_hide and streamed < by_cpu  # where there is a device to ask
+        is_faster = machine.launches_hide and streamed < by_cpu  # where there is a device
         streams = (
             offload.optimizer == "cpu"
             and offload.parameters != "disk"
             and (offload.step == "device" or (offload.step == "auto" and is_faster))
         )
         returns = offload.parameters == "device" and not streams
-        return cls(
+        return TierSeconds(
             offload.optimizer,
             offload.parameters,
             flush=own * (STREAMED_NBYTES if streams else run.grad_itemsize) / host,
@@ -72,14 +104,14 @@ class TierSeconds:
 
 
 class ClockHands:
-    """One rank's clocks. With `uses_rings` a second hop follows the first one by itself."""
+    """The clocks of one rank. With `uses_rings` a second hop follows the first one by itself."""
 
     def __init__(self, work: ModelWork, recipe: Recipe, run: Conditions, machine: Machine) -> None:
-        self._units, self._machine, self._run = work.units, machine, run
+        self._units, self._recipe, self._machine, self._run = work.units, recipe, machine, run
         self._crosses_late = recipe.has_hops and not recipe.keeps_weights
-        self._spreads = not recipe.is_sharded
         self.streams = Streams(machine.efficiency.contention)
         self.tiers = TierSeconds.of(recipe, run, machine)
+        self._durations = [durations(unit, run, machine) for unit in work.units]
         known = {unit.numel: costs_of(unit.numel, recipe, run, machine) for unit in work.units}
         self._costs = [known[unit.numel] for unit in work.units]
         self._stepped = [0.0] * len(work.units)  # when the background step of a unit is over
@@ -88,29 +120,43 @@ class ClockHands:
         self._gathered: dict[int, float] = {}
         self._landed: dict[int, float] = {}  # ends of first hops, until they are waited for
         self._followed: dict[int, float] = {}  # ends of second hops, until they are waited for
-        self.is_last = True  # of the micro-batches
+        self._is_last = True  # of the micro-batches
+        self._added_nbytes = 0.0  # per element: gradients that are added to resting ones
 
-    def do(self, actions: Iterable[Action]) -> None:
+    def begin(self, micro: int) -> None:
+        """Begin a micro-batch.
+
+        Stages 0-2 add all but the first gradients to resting ones: two reads, a write.
+        """
+        self._is_last = micro + 1 == self._run.accumulate
+        adds = micro > 0 and self._recipe.sums_rest
+        self._added_nbytes = 3.0 * self._run.grad_itemsize * adds
+
+    def reach(self, event: Event) -> None:
+        """Compute until the event."""
+        if event.kind is EventKind.LEAVE:
+            name, parts = self._units[event.unit].name, self._durations[event.unit][0]
+            self.streams.compute(name, "forward", parts)
+        elif event.kind is EventKind.GRAD and event.call == GRADIENTS[-1]:
+            unit, parts = self._units[event.unit], self._durations[event.unit][1]
+            rate = self._machine.memory_rate * self._machine.efficiency.memory
+            memory = parts["memory"] + self._added_nbytes * unit.numel / rate
+            self.streams.compute(unit.name, "backward", parts | {"memory": memory})
+
+    def has_landed(self, unit: int) -> bool:
+        """Return True if the first hop of the unit's reduction is over by now."""
+        return self._landed.get(unit, 0.0) <= self.streams.now
+
+    def do(self, actions: list[Action]) -> None:
         """Execute actions in order."""
         for verb, index in actions:
             hand = _HANDS.get(verb)
             if hand is not None:
                 hand(self, index)
 
-    def has_landed(self, index: int) -> bool:
-        """True if the first hop of the unit's reduction is over by now."""
-        return self._landed.get(index, 0.0) <= self.streams.now
-
-    def step_far(self, index: int) -> None:
-        """Step a unit in the background: its gradient leaves, its states are stepped, its weight
-        returns.
-        """
-        streams, tiers = self.streams, self.tiers
-        name, numel = self._units[index].name, self._units[index].numel
-        end = streams.move("flush", name, "flush", numel * tiers.flush, streams.now)
-        end = streams.move("disk", name, "swap", numel * tiers.disk, end)
-        end = streams.move("cpu", name, "step", numel * tiers.cpu, end)
-        self._stepped[index] = streams.move("publish", name, "publish", numel * tiers.publish, end)
+    def follow(self, event: Event, actions: list[Action]) -> None:
+        """Execute the actions that answer the event."""
+        self.do(actions)
 
     def finish(self) -> None:
         """Wait for every reduction."""
@@ -119,7 +165,30 @@ class ClockHands:
         for index in list(self._followed):
             self.streams.wait(self._followed.pop(index), "reduce")
 
+    def step(self, is_far: tuple[bool, ...], stepped: Collection[int]) -> None:
+        """Step the units on the device, and begin to step the others that are not `stepped`."""
+        machine = self._machine
+        rate = machine.memory_rate * machine.efficiency.optimizer
+        numel = sum(u.numel for u, far in zip(self._units, is_far, strict=True) if not far)
+        seconds = numel / self._recipe.rest_world * self._run.state_nbytes / rate
+        self.streams.compute("", "step", {"optimizer": seconds, "memory": machine.step_seconds})
+        for index, far in enumerate(is_far):
+            if far and index not in stepped:
+                self._step(index)
+
     # one verb each
+
+    def _step(self, index: int) -> None:
+        """Step a unit in the background.
+
+        Its gradient leaves the device, its states are stepped, its weight returns.
+        """
+        streams, tiers = self.streams, self.tiers
+        name, numel = self._units[index].name, self._units[index].numel
+        end = streams.move("flush", name, "flush", numel * tiers.flush, streams.now)
+        end = streams.move("disk", name, "swap", numel * tiers.disk, end)
+        end = streams.move("cpu", name, "step", numel * tiers.cpu, end)
+        self._stepped[index] = streams.move("publish", name, "publish", numel * tiers.publish, end)
 
     def _fetch(self, index: int) -> None:
         if index not in self._fetched:
@@ -169,11 +238,11 @@ class ClockHands:
             self.streams.wait(self._followed.pop(index, 0.0), "reduce")
 
     def _chain(self, index: int, ready: float) -> float:
-        """Begin the collectives that come after a unit's first hop; when the last one ends."""
+        """Begin the collectives after a unit's first hop, and return when the last one ends."""
         costs = self._costs[index]
-        if self._spreads:
+        if not self._recipe.is_sharded:
             ready = self._talk("spread", index, costs.spread, ready)
-        if self.is_last:
+        if self._is_last:
             ready = self._talk("replica", index, costs.replica, ready)
         return self._talk("second_hop", index, costs.second_hop, ready)
 
@@ -181,9 +250,9 @@ class ClockHands:
         self.streams.wait(self._stepped[index], CAUSES[self.tiers.optimizer])
 
     def _talk(self, what: str, index: int, cost: Cost, ready: float) -> float:
-        """Put one collective of a unit on the stream of its name; when it ends.
+        """Put one collective of a unit on the stream of its name, and return when it ends.
 
-        Where the host computes, it also codes: that is compute's own time.
+        Where the host computes, it also codes: compute waits for that.
         """
         streams, name = self.streams, self._units[index].name
         if not self._machine.launches_hide:
@@ -198,5 +267,5 @@ _HANDS: Mapping[Verb, Callable[[ClockHands, int], None]] = {
     Verb.SHOW: ClockHands._show, Verb.FREE: ClockHands._free, Verb.INVALIDATE: ClockHands._free,
     Verb.REDUCE: ClockHands._reduce, Verb.LAND: ClockHands._land, Verb.FOLLOW: ClockHands._follow,
     Verb.FINISH: ClockHands._finish, Verb.WAIT_STEP: ClockHands._wait_step,
-    Verb.STEP: ClockHands.step_far,
+    Verb.STEP: ClockHands._step,
 }  # fmt: skip

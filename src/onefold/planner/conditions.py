@@ -10,9 +10,6 @@ from onefold.errors import ConfigError, expected
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
 
-LONG_NUMEL = 1 << 20
-"""Elements of a message whose scales are counted."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:

@@ -1,9 +1,9 @@
-"""A trace without a forward: where a model cannot be traced, its matrices tell what it keeps.
+"""A trace without a forward: where a model cannot be traced, the shapes of its matrices decide.
 
-A product keeps its input and makes an output, which the next operation keeps: for a weight
-[out, in] and t tokens that is t x (in + out) elements, and 2 x t x in x out FLOPs forward, twice
-that backward. It is an estimate, and `Plan.estimates` says so: it knows nothing of scores of
-attention, convolutions, dropout, or modules that are called more than once.
+A product keeps its input and makes an output, which the next operation keeps. So a weight
+[out, in] keeps t x (in + out) elements of t tokens, and costs 2 x t x in x out FLOPs in forward and
+twice that in backward. The estimate knows nothing of scores of attention, convolutions, dropout, or
+modules that are called more than once. `Plan.estimates` says that it was used.
 """
 
 from __future__ import annotations
@@ -15,53 +15,41 @@ from torch import nn
 
 from onefold.config import Precision
 from onefold.layout.units import UnitPlan
-from onefold.planner.trace import Event, Heard, Tally, Trace, UnitTrace
+from onefold.planner.replay import plain_events
+from onefold.planner.trace import Trace
+from onefold.planner.work import UnitWork, Work
 from onefold.recipe import Member, UnitRecipe
 
 
 def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> Trace:
-    """Estimate what `tokens` tokens of one micro-batch keep and compute, from shapes alone."""
-    traced: list[UnitTrace] = []
+    """Estimate the activations and the work of `tokens` tokens of one micro-batch."""
+    units: list[UnitWork] = []
     kept: list[int] = []
     for plan in plans:
-        members: list[Member] = []
-        elements = flops = 0
-        for owned in plan.members:
-            member = Member.of(owned.fqn, owned.parameter, precision)
-            members.append(member)
-            shape, itemsize = member.shape, member.compute_itemsize
+        members = tuple(Member.of(each.fqn, each.parameter, precision) for each in plan.members)
+        nbytes = flops = 0
+        for member, owned in zip(members, plan.members, strict=True):
             is_table = any(isinstance(owner, nn.Embedding) for owner, _ in owned.owners)
-            if len(shape) == 2:
-                elements += itemsize * (shape[1] if is_table else sum(shape))
-                flops += 0 if is_table else 2 * prod(shape)
+            if len(member.shape) == 2:
+                width = member.shape[1] if is_table else sum(member.shape)
+                nbytes += member.compute_itemsize * width
+                flops += 0 if is_table else 2 * prod(member.shape)
         work = float(tokens * flops)
-        traced.append(UnitTrace(plan.name, tuple(members), Tally(work), Tally(2 * work)))
-        kept.append(tokens * elements)
-    return Trace(tuple(traced), tuple(_events(traced, kept)), 8 * tokens, 0)
+        units.append(_unit(plan.name, members, Work(work), Work(2 * work)))
+        kept.append(tokens * nbytes)
+    return _trace(units, kept, 8 * tokens)
 
 
 def bare(units: Sequence[UnitRecipe]) -> Trace:
     """Trace a micro-batch without activations: only the engine's own bytes, which are exact."""
-    traced = [UnitTrace(unit.name, unit.members) for unit in units]
-    return Trace(tuple(traced), tuple(_events(traced, [0] * len(traced))), 0, 0)
+    found = [_unit(unit.name, unit.members, Work(), Work()) for unit in units]
+    return _trace(found, [0] * len(found), 0)
 
 
-def _events(units: list[UnitTrace], kept: list[int]) -> list[Event]:
-    """Units forward in order, then backward; each keeps its bytes from one pass to the other."""
-    events: list[Event] = []
-    now = 0
-    for index, nbytes in enumerate(kept):
-        events.append(Event(Heard.ENTER, index, index, now, now, 0))
-        now += nbytes
-        events.append(Event(Heard.LEAVE, index, index, now, now, 0))
-        events.append(Event(Heard.EXPECT, index, index, now, now, 0))
-    events.append(Event(Heard.END_FORWARD, -1, -1, now, now, 0))
-    before = now
-    for index in reversed(range(len(units))):
-        events.append(Event(Heard.BACKWARD, index, index, now, before, 0))
-        for member, each in enumerate(units[index].members):
-            if each.requires_grad:
-                events.append(Event(Heard.GRAD, index, member, now, now, 0))
-        before, now = now, now - kept[index]
-    events.append(Event(Heard.END, -1, -1, 0, before, 0))
-    return events
+def _unit(name: str, members: tuple[Member, ...], forward: Work, backward: Work) -> UnitWork:
+    return UnitWork(name, sum(each.numel for each in members), forward, backward, members)
+
+
+def _trace(units: list[UnitWork], kept: list[int], batch_nbytes: int) -> Trace:
+    trained = [[i for i, each in enumerate(u.members) if each.requires_grad] for u in units]
+    return Trace(tuple(units), tuple(plain_events(kept, trained)), batch_nbytes, 0)

@@ -1,22 +1,22 @@
-"""The bytes that a rank will hold, moment by moment: the engine's own schedule, on byte counters.
+"""The bytes that a rank will hold and send: the engine's own schedule, on byte counters.
 
 `forecast` plays one optimizer step in its steady state, from `zero_grad` to `zero_grad`. Resting
 state is a closed form (layout/flat.py). Unsharded weights, gradients and message buffers come and
-go as the schedule says (engine/schedule.py), activations as the trace says. The peak is the largest
-sum of all three at any moment.
+go as the schedule decides (engine/schedule.py), activations as the trace recorded them. The peak is
+the largest sum of all three.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onefold.engine.policy import policy_of
+from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.planner.byte_counter import ByteCounter, Holding, Moment
-from onefold.planner.byte_hands import ByteHands, facts_of
+from onefold.planner.byte_hands import ByteHands
+from onefold.planner.messages import planned_unit
 from onefold.planner.replay import Replay
 from onefold.planner.trace import Trace
-from onefold.planner.traffic import planned_unit
 from onefold.recipe import Recipe
 
 LINKS = ("inside", "between")
@@ -24,12 +24,14 @@ LINKS = ("inside", "between")
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What rank 0 will hold and send. Tiers are `device`, `cpu` and `disk`.
+    """The bytes that rank 0 will hold and send. Tiers are `device`, `cpu` and `disk`.
 
-    `peak` is the moment at which the device (where it is the CPU: device and CPU memory, which are
-    one) holds most; `peaks` the most by tier, `most` the most by kind and tier. `timeline` has
-    every moment, if it was asked for. `sent`: bytes of a step by collective, named as a report
-    names them: "gather", "reduce_scatter", and on two axes each "inside" and "between".
+    peak: the moment at which the device holds most (with CPU memory, where the CPU computes).
+    peaks: the most bytes by tier.
+    most: the most bytes by kind and tier.
+    timeline: every moment, if it was asked for.
+    sent: bytes of a step by collective, with the names of a report: "gather", "reduce_scatter", and
+        on two axes each "inside" and "between".
     """
 
     recipe: Recipe
@@ -47,11 +49,11 @@ class Forecast:
 
     @property
     def sent_by_link(self) -> dict[tuple[str, str], float]:
-        """Bytes of a step ("inside" the node or "between" nodes, of "weights" or "gradients").
+        """Bytes of a step, "inside" the node or "between" nodes, of "weights" or "gradients".
 
-        On two axes these are counted by themselves; what replicas gather are means of gradients.
-        On one axis every rank sends its pieces straight to all others, in whatever node; an
-        all-gather of GPUs goes round in a ring instead.
+        Two axes count each link by itself; replicas gather means of gradients between nodes. On one
+        axis every rank sends its pieces straight to all others, in whatever node; an all-gather of
+        GPUs goes round in a ring instead.
         """
         recipe, sent = self.recipe, self.sent
         ranks, near = recipe.world_size, min(recipe.local_world_size, recipe.world_size)
@@ -78,34 +80,35 @@ class Forecast:
         return self.peak.memory_nbytes(self.recipe.device_type)
 
     def most_of(self, kind: str) -> int:
-        """The most of one kind, over all tiers."""
+        """Return the most bytes of one kind, over all tiers."""
         return sum(nbytes for (each, _), nbytes in self.most.items() if each == kind)
 
 
 def forecast(
     trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False
 ) -> Forecast:
-    """Play one step of `trace`, of `accumulate` micro-batches."""
+    """Play one step of `accumulate` micro-batches, each as in `trace`."""
     units = [planned_unit(unit, recipe) for unit in trace.units]
-    chosen = recipe.offloaded_units([unit.numel for unit in units])
-    held = ByteCounter(recipe.device_type)
-    held.keeps_all = has_timeline
+    is_far = recipe.offloaded_units([unit.numel for unit in units])
     facts = [
-        facts_of(unit, recipe, is_far=is_far) for unit, is_far in zip(units, chosen, strict=True)
-    ]
+        UnitFacts(
+            nbytes=unit.unsharded, is_resident=unit.unsharded == 0,
+            is_offloaded=far or not recipe.rests_near,
+        )
+        for unit, far in zip(units, is_far, strict=True)
+    ]  # fmt: skip
+    counter = ByteCounter(recipe.device_type, has_timeline=has_timeline)
     schedule = Schedule(policy_of(recipe), facts)
-    hands = ByteHands(recipe, units, list(chosen), held)
+    hands = ByteHands(recipe, units, is_far, counter)
     hands.rest(schedule.policy, trace.batch_nbytes, trace.buffers_nbytes)
-    resting = held.now
-    replay = Replay(trace, schedule, [sum(map(bool, unit.partials)) for unit in units])
+    resting = counter.now
+    replay = Replay(trace.events, schedule, [sum(map(bool, unit.partials)) for unit in units])
     replay.learn(accumulate)
     for micro in range(accumulate):
-        held.phase, held.unit = "forward", ""
-        for event, actions in replay.micro_batch(is_last=micro + 1 == accumulate):
-            hands.follow(event, actions, schedule)
+        counter.phase, counter.unit = "forward", ""
+        replay.micro_batch(hands, is_last=micro + 1 == accumulate)
     hands.step()
-    assert held.peak is not None, "a step without a moment"
     return Forecast(
-        recipe, held.peak, held.peaks, held.most, resting, tuple(held.timeline),
+        recipe, counter.peak, counter.peaks, counter.most, resting, tuple(counter.timeline),
         {name: nbytes for name, nbytes in hands.sent.items() if nbytes},
     )  # fmt: skip

@@ -1,23 +1,25 @@
-"""What one unit sends: the messages of one gather and one reduction, to the byte.
+"""One unit under a recipe: its bytes at rest, and its messages to the byte.
 
-    one axis    gather                                      reduce; at stage 0 -> settle (means)
-    two hops    cross (between nodes) -> gather (inside)    reduce (inside) -> settle (between)
-    replicas    gather (inside)                             reduce (inside) -> settle, share
+    one axis    gather                                    reduce; at stage 0 -> second_hop (means)
+    two hops    cross (between nodes) -> gather (inside)  reduce (inside) -> second_hop (between)
+    replicas    gather (inside)                           reduce (inside) -> second_hop -> share
 
-All figures are those of rank 0, whose pieces are the longest, by the rules of layout/axes.py (who
-sends which rows), wire/cut.py (what shares a message) and wire/coded.py (how long one is).
+All numbers are those of rank 0, whose pieces are the longest. layout/axes.py decides which rank
+sends which rows, wire/cut.py which regions share a message, wire/coded.py how long a coded one is.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from onefold.layout.cut import Cut, cut_of, parts_of
+from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.rows import PIECE_NUMEL, round_up
-from onefold.recipe import Member
+from onefold.planner.work import UnitWork
+from onefold.recipe import Member, Recipe
 from onefold.wire.codec import Codec, codec_of
 from onefold.wire.coded import ALIGN_NBYTES
 from onefold.wire.cut import Size, size_of
@@ -26,11 +28,10 @@ from onefold.wire_config import DIFFERENCE, EXACT, Wire
 
 @dataclass(frozen=True, slots=True)
 class PlannedMessage:
-    """One collective: bytes that this rank sends, and what it holds for it in the meantime.
+    """One collective: the bytes that this rank sends, and its buffers until the message is read.
 
-    `buffers`: each one that it fills or packs: coded messages, those that regions share, and what a
-    reduction receives. On the CPU they are kept for the next message; `owed`: elements that this
-    rank sends coded.
+    `buffers`: coded messages, messages that regions share, and buffers that a reduction receives
+    into. `owed`: elements that this rank sends coded.
     """
 
     sent: int = 0
@@ -43,8 +44,10 @@ NOTHING = PlannedMessage()
 
 @dataclass(frozen=True, slots=True)
 class UnitMessages:
-    """See the module. `second`, `sums`: elements that a rank keeps of its node's buffer, for
-    weights (with a tag of every node) and for gradients.
+    """The messages of one unit, see the module.
+
+    `second`, `sums`: elements that a rank keeps of its node's buffer, for weights (with a tag of
+    every node) and for gradients.
     """
 
     gather: PlannedMessage = NOTHING
@@ -55,55 +58,58 @@ class UnitMessages:
     second: int = 0
     sums: int = 0
 
-    @property
-    def owed(self) -> int:
-        """Elements of gradients that are fed back, if they are (unit/reduction.py)."""
-        return self.reduce.owed + self.second_hop.owed + self.share.owed
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedUnit(UnitBytes):
+    """One unit on rank 0: bytes at rest, and messages."""
+
+    name: str
+    second: int  # weights that rest for the node
+    sums: int  # gradients that are summed inside the node
+    feedback: int  # residuals of coded gradients
+    messages: UnitMessages
 
 
-def messages_of(
-    members: Sequence[Member],
-    ranks: int,
-    local_world_size: int,
-    wire: Wire,
-    *,
-    is_nccl: bool = False,
-) -> UnitMessages:
-    """The messages of a unit over `ranks`, in nodes of `local_world_size` ranks; 0: one axis.
-
-    With `secondary="optimizer"` nodes are replicas.
-    """
-    alike = tuple(replace(member, fqn="") for member in members)
-    return _messages_of(alike, ranks, local_world_size, wire, is_nccl)
-
-
-def spread_of(members: Sequence[Member], ranks: int, *, is_nccl: bool = False) -> UnitMessages:
-    """At stage 0: gradients are reduced, and their means gathered in the parameters' own dtype."""
-    trained = [member for member in members if member.requires_grad]
-    regions = _slabs(trained, ranks, is_nccl)
-    reduce = messages_of(members, ranks, 0, Wire(), is_nccl=is_nccl).reduce
-    return UnitMessages(reduce=reduce, second_hop=_gather(regions, 0, EXACT, members[0].itemsize))
+def planned_unit(unit: UnitWork, recipe: Recipe) -> PlannedUnit:
+    """Compute the bytes and messages of a unit."""
+    first, found = unit.members[0], unit_bytes(unit.members, recipe)
+    mesh = recipe.world_size, recipe.local_world_size if recipe.has_axes else 0
+    members = tuple(replace(member, fqn="") for member in unit.members)
+    is_nccl = recipe.device_type != "cpu"
+    if recipe.is_sharded:
+        sent = _messages_of(members, mesh, recipe.wire, is_nccl)
+    else:
+        sent = _all_reduce(members, recipe.world_size, is_nccl)
+    owed = sent.reduce.owed + sent.second_hop.owed + sent.share.owed
+    is_trained = any(member.requires_grad for member in members)
+    return PlannedUnit(
+        **{each.name: getattr(found, each.name) for each in fields(found)},
+        name=unit.name,
+        second=sent.second * first.compute_itemsize if recipe.keeps_weights else 0,
+        sums=sent.sums * first.itemsize if is_trained else 0,
+        feedback=4 * owed if recipe.wire.feedback else 0,
+        messages=sent,
+    )
 
 
-@lru_cache(maxsize=256)  # blocks are alike, and ways to train are many
+@lru_cache(maxsize=256)  # blocks are alike, and a plan tries many recipes
 def _messages_of(
-    members: tuple[Member, ...], ranks: int, local_world_size: int, wire: Wire, is_nccl: bool
+    members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire, is_nccl: bool
 ) -> UnitMessages:
-    if not local_world_size:
-        words = wire.weights_between, wire.gradients_between
-        return _one_axis(members, ranks, words, is_nccl)
+    """`mesh`: all ranks, and the ranks of a node; 0: one axis."""
+    ranks, near = mesh
+    if not near:
+        return _one_axis(members, ranks, (wire.weights_between, wire.gradients_between), is_nccl)
     if wire.secondary == "optimizer":
-        words = wire.weights_inside, wire.gradients_inside
-        inside = _one_axis(members, local_world_size, words, is_nccl)
-        return _with_replicas(
-            inside, members, (local_world_size, ranks // local_world_size), wire, is_nccl
-        )
-    return _two_hops(members, ranks, local_world_size, wire, is_nccl)
+        return _replicas(members, mesh, wire, is_nccl)
+    if not members[0].is_floating:
+        return _one_axis(members, ranks, (EXACT, EXACT), is_nccl, by_rows=True)
+    return _two_hops(members, mesh, wire, is_nccl)
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """One parameter, or a part of it, as the ranks of a group have it."""
+    """One parameter, or a part of it, cut over the ranks of a group."""
 
     numels: tuple[int, ...]  # by rank of the group
     is_replicated: bool
@@ -118,23 +124,23 @@ class _Region:
         return _Region(tuple(numels), not shape, len(shape) > 1, is_trained, is_nccl, num_slabs)
 
     def size(self, itemsize: int) -> Size:
-        """How it travels if it is not coded."""
+        """Return how the region travels if it is not coded."""
         return size_of(
             self.numels, itemsize, is_replicated=self.is_replicated, is_nccl=self.is_nccl,
             num_slabs=self.num_slabs,
         )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)  # of few shapes, for hundreds of ranks, again for every way to train
+@lru_cache(maxsize=1024)  # few shapes, hundreds of ranks, many recipes
 def _numels(cut: Cut) -> tuple[int, ...]:
-    """Elements of one slab by rank."""
+    """Return the elements of one slab, by rank."""
     return tuple(stop - start for start, stop in cut.slab_ranges)
 
 
 def _slabs(
     members: Iterable[Member], ranks: int, is_nccl: bool, *, by_rows: bool = False
 ) -> list[_Region]:
-    """The parameters as one-hop messages have them: a region for each slab."""
+    """Return the regions of one-hop messages: one for each slab of a parameter."""
     found: list[_Region] = []
     for member in members:
         cut = cut_of(member.shape, ranks, by_rows=by_rows)
@@ -147,7 +153,7 @@ def _one_axis(
     members: tuple[Member, ...], ranks: int, words: tuple[str, str], is_nccl: bool,
     *, by_rows: bool = False,
 ) -> UnitMessages:  # fmt: skip
-    """`words`: the wires of weights and of gradients."""
+    """`words`: the codecs of weights and of gradients."""
     if ranks == 1:
         return UnitMessages()
     first, (weights, gradients) = members[0], words
@@ -159,15 +165,23 @@ def _one_axis(
     )
 
 
-def _with_replicas(
-    inside: UnitMessages, members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire,
-    is_nccl: bool,
-) -> UnitMessages:  # fmt: skip
-    """Own rows of a node's mean: each node's part of them is averaged, then all gather them."""
-    local_world_size, nodes = mesh
+def _all_reduce(members: tuple[Member, ...], ranks: int, is_nccl: bool) -> UnitMessages:
+    """Stage 0: gradients are reduced, and their means gathered in the parameters' own dtype."""
+    reduce = _messages_of(members, (ranks, 0), Wire(), is_nccl).reduce
+    regions = _slabs([each for each in members if each.requires_grad], ranks, is_nccl)
+    return UnitMessages(reduce=reduce, second_hop=_gather(regions, 0, EXACT, members[0].itemsize))
+
+
+def _replicas(
+    members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire, is_nccl: bool
+) -> UnitMessages:
+    """Nodes are replicas: each averages a part of own rows of a node's mean, then all gather."""
+    ranks, near = mesh
+    nodes = ranks // near
+    inside = _one_axis(members, near, (wire.weights_inside, wire.gradients_inside), is_nccl)
     regions = []
     for member in members:
-        own = cut_of(member.shape, local_world_size).piece_numel(0)
+        own = cut_of(member.shape, near).piece_numel(0)
         parts = [stop - start for start, stop in parts_of(own, nodes)]
         parts = parts if member.shape else [1] * nodes
         regions.append(_Region.of(member, parts, is_nccl))
@@ -182,13 +196,13 @@ def _with_replicas(
 
 
 def _two_hops(
-    members: tuple[Member, ...], ranks: int, local_world_size: int, wire: Wire, is_nccl: bool
+    members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire, is_nccl: bool
 ) -> UnitMessages:
-    if not members[0].is_floating:
-        return _one_axis(members, ranks, (EXACT, EXACT), is_nccl, by_rows=True)
+    """Weights cross between nodes and are gathered inside; gradients take the way back."""
+    ranks, local_world_size = mesh
     nodes, itemsize = ranks // local_world_size, members[0].compute_itemsize
-    near: list[_Region] = []  # every node's stretch of rows, cut over its ranks
-    far: list[_Region] = []  # this place's piece of every node's rows
+    near: list[_Region] = []  # every node's range of rows, cut over its ranks
+    far: list[_Region] = []  # this local rank's piece of every node's rows
     kept = 0
     for member in members:
         pieces = _numels(cut_of(member.shape, ranks, by_rows=True))
@@ -209,7 +223,7 @@ def _two_hops(
 
 
 def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> PlannedMessage:
-    """Own rows to all others; `tags` elements of each rank ride along."""
+    """Send own rows to all others, with `tags` more elements of each rank."""
     sharded = [region for region in regions if not region.is_replicated]
     ranks = len(sharded[0].numels) if sharded else 1
     if word == EXACT:
@@ -217,26 +231,26 @@ def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> 
         return PlannedMessage(sent, _shared(sharded, tags, itemsize))
     codec = codec_of(word.removesuffix(DIFFERENCE))
     rest = tags * round_up(itemsize, ALIGN_NBYTES)
-    parcels = [each + rest for each in _parcels(sharded, codec, itemsize)]
+    lengths = [each + rest for each in _coded_nbytes(sharded, codec, itemsize)]
     owed = sum(region.numels[0] for region in sharded if region.is_matrix)
-    staged = sum(parcels)
+    staged = sum(lengths)
     if word.endswith(DIFFERENCE):  # the first message is exact: differences refer to it
         staged = max((staged, *_shared(sharded, tags, itemsize)))
-    return PlannedMessage(parcels[0] * (ranks - 1), (staged,), owed) if sharded else NOTHING
+    return PlannedMessage(lengths[0] * (ranks - 1), (staged,), owed) if sharded else NOTHING
 
 
 def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> PlannedMessage:
-    """To each rank its rows of everyone's gradients; flags go whole to every rank."""
+    """Send each rank its rows of the gradients of all; every rank gets all flags."""
     trained = [region for region in regions if region.is_trained]
     if not trained:
         return NOTHING
     ranks = len(trained[0].numels)
     if word != EXACT:
         rest = round_up(flags * itemsize, ALIGN_NBYTES)
-        parcels = [each + rest for each in _parcels(trained, codec_of(word), itemsize)]
-        sent = sum(parcels[1:])
+        lengths = [each + rest for each in _coded_nbytes(trained, codec_of(word), itemsize)]
+        sent = sum(lengths[1:])
         owed = sum(sum(region.numels[1:]) for region in trained if region.is_matrix)
-        return PlannedMessage(sent, (sent, (ranks - 1) * parcels[0]), owed)
+        return PlannedMessage(sent, (sent, (ranks - 1) * lengths[0]), owed)
     sharded = [region for region in trained if not region.is_replicated]
     sent = sum(sum(region.numels[1:]) for region in sharded) * itemsize
     apart = [region.numels[0] for region in sharded if region.size(itemsize) is Size.LARGE]
@@ -247,8 +261,9 @@ def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) ->
 
 
 def _shared(regions: Sequence[_Region], extra: int, itemsize: int) -> tuple[int, ...]:
-    """Bytes of the message that regions share, none if no medium ones do: `extra` elements for each
-    rank ride along.
+    """Return the bytes of the message that regions share; empty where only small ones do.
+
+    `extra` elements for each rank travel with it.
     """
     packed = [region for region in regions if region.size(itemsize) is not Size.LARGE]
     if all(region.size(itemsize) is Size.SMALL for region in packed):
@@ -257,8 +272,8 @@ def _shared(regions: Sequence[_Region], extra: int, itemsize: int) -> tuple[int,
     return ((sum(sum(region.numels) for region in packed) + extra * ranks) * itemsize,)
 
 
-def _parcels(regions: Sequence[_Region], codec: Codec, itemsize: int) -> list[int]:
-    """Bytes of the coded message of each rank: matrices are coded, all else is as it is."""
+def _coded_nbytes(regions: Sequence[_Region], codec: Codec, itemsize: int) -> list[int]:
+    """Return the bytes of each rank's coded message: only matrices are coded."""
     lengths: list[int] = []
     for rank in range(len(regions[0].numels) if regions else 0):
         parts = Counter((region.numels[rank], region.is_matrix) for region in regions)

@@ -9,31 +9,35 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from onefold.config import PRECISIONS, Precision, precision_of
+from onefold.config import PRECISIONS, precision_of
 from onefold.errors import ConfigError, expected
 from onefold.host import free_host_nbytes, usable_cores
 from onefold.layout.units import plan_units
-from onefold.models.loader import build_model, recompute, refuse
+from onefold.models.loader import build_model, refuse
+from onefold.models.loader import recompute as recompute_blocks
 from onefold.planner.calibrate import Sample
 from onefold.planner.calibrate import calibrate as measured_here
 from onefold.planner.calibration import Calibration
 from onefold.planner.estimate import estimated
 from onefold.planner.machines import Machine, machine_of
-from onefold.planner.result import Plan, Request
-from onefold.planner.search import Capacity, Row, Search, best_of, nearest
+from onefold.planner.result import Plan
+from onefold.planner.search import Row, Search, best_of, nearest
 from onefold.planner.storages import Untraceable
 from onefold.planner.strategies import OFFLOADS, WAYS
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.planner.wires import candidates, lossy
 from onefold.recipe import Recipe
 
+Tracing = Callable[[int], Trace]
+"""Traces a micro-batch of so many rows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The devices there are: `ranks` on each of `nodes`, which compute on "cuda" or "cpu".
+    """The devices to plan for: `ranks` on each of `nodes`, which compute on "cuda" or "cpu".
 
     `memory`: bytes of each device, or CPU rank; `host_memory` and `disk`: of each node, for all its
-    ranks. `machine`: what step times are told for, by name (`planner/machines.py`) or described.
+    ranks. `machine`: the machine of step times, by name (`planner/machines.py`) or described.
     """
 
     ranks: int = 1
@@ -60,9 +64,9 @@ def plan(  # noqa: PLR0913 - the contract
     recompute: bool = False,
     calibrate: bool | nn.Module | str = False,
 ) -> Plan:
-    """Which ways to train a model fit, how fast each is, and which to take.
+    """Find the ways to train a model that fit, how fast each is, and the one to take.
 
-    Runs nothing, unless it is to calibrate.
+    Nothing runs, unless `calibrate` asks for it.
 
     Args:
         module_or_config: a module that takes tokens [batch, seq] (its values are not read), a
@@ -73,11 +77,11 @@ def plan(  # noqa: PLR0913 - the contract
         batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
         wire: None (exact, one axis), a preset's name or a `Wire`. "auto": on several nodes the
-            exact preset that is fastest, or sends least between them; `Plan.wires` has what each
-            would give, the lossy ones too.
-        recompute: blocks run again in backward (a module has to have been told so itself).
-        calibrate: measure CPU ranks of this machine first, up to a minute, and tell step times for
-            them: with the model itself (True), or with another one, by name or as a module.
+            exact preset that is fastest, or sends least between them; `Plan.wires` compares all
+            presets, the lossy ones too.
+        recompute: recompute blocks in backward. A module has to be set up for that by its owner.
+        calibrate: measure CPU ranks of this machine first, for up to a minute, and estimate step
+            times on them: with the model itself (True), or with another one, by name or a module.
 
     Raises:
         ConfigError: a model that cannot be built, counts below 1, words that are not known; a wire
@@ -89,29 +93,30 @@ def plan(  # noqa: PLR0913 - the contract
     chosen = precision_of(precision)
     name, module = _model(module_or_config, seq, recompute=recompute)
     word = next((word for word, each in PRECISIONS.items() if each == chosen), None)
-    request = Request(
-        name, where.ranks, where.nodes, seq, word if precision is not None else None, accumulate,
-        recompute,
-    )  # fmt: skip
-    device_type = where.device_type
-    one, two, estimates = _traces(module, seq, chosen, device_type, batch)
     rows = 1 if batch == "auto" else int(batch)
-    machine = machine_of(where.machine) if isinstance(where.machine, str) else where.machine
+
+    def traced(rows: int) -> Trace:
+        tokens = tokens_of(rows, seq)
+        return trace(module, tokens, precision=chosen, device_type=where.device_type)
+
+    one, two, estimates = _traces(traced, rows, is_open=batch == "auto")
+    if one is None:
+        one = estimated(plan_units(without_values(module)), rows * seq, chosen)
     calibration = None
+    machine = machine_of(where.machine) if isinstance(where.machine, str) else where.machine
     if calibrate is not False:
         runs = module_or_config if calibrate is True else calibrate
-        sample = Sample(
-            model=runs if isinstance(runs, nn.Module) else os.fspath(runs), seq=seq, rows=rows,
-            precision=chosen, recompute=recompute,
-        )  # fmt: skip
-        calibration = _calibration(where, sample)
+        model = runs if isinstance(runs, nn.Module) else os.fspath(runs)
+        calibration = _calibration(
+            where, Sample(model=model, seq=seq, rows=rows, precision=chosen, recompute=recompute)
+        )
         machine = calibration.machine(where.ranks)
     search = Search(
         one=one,
         two=two,
         recipe=Recipe(
-            world_size=request.world_size, local_world_size=where.ranks, precision=chosen,
-            device_type=device_type,
+            world_size=where.ranks * where.nodes, local_world_size=where.ranks, precision=chosen,
+            device_type=where.device_type,
         ),
         room=_room(where),
         machine=machine,
@@ -119,25 +124,43 @@ def plan(  # noqa: PLR0913 - the contract
         accumulate=accumulate,
         wires=candidates(wire, nodes=where.nodes),
     )  # fmt: skip
-    found = _found(search, _ways(stage, offload, device_type), None if batch == "auto" else rows)
+    ways = _ways(stage, offload, where.device_type)
+    found = _found(search, ways, None if batch == "auto" else rows)
     if batch == "auto" and two is not None:
-        found = _confirmed(
-            found, search, lambda rows: _trace(module, rows, seq, chosen, device_type)
-        )
+        found = _confirmed(found, search, traced)
     best, closest = best_of(found), nearest(found)
-    compared = _compared(search, best or closest) if wire == "auto" and where.nodes > 1 else ()
-    return Plan(request, search, found, best, closest, estimates, calibration, compared)
+    return Plan(
+        name, word if precision is not None else None, recompute, search, found, best, closest,
+        estimates, calibration,
+        _compared(search, best or closest) if wire == "auto" and where.nodes > 1 else (),
+    )  # fmt: skip
+
+
+def _traces(
+    traced: Tracing, rows: int, *, is_open: bool
+) -> tuple[Trace | None, Trace | None, tuple[str, ...]]:
+    """Return the trace of `rows` rows, that of two if their number is open, and the estimates.
+
+    There is no trace of two where it has other events: it could not be extrapolated.
+    """
+    try:
+        one = traced(rows)
+        two = traced(2) if is_open else None
+    except Untraceable as error:
+        part = f"activations and work, as the forward cannot be traced ({error})"
+        return None, None, (part,)
+    return one, two if two is not None and len(one.events) == len(two.events) else None, ()
 
 
 def _found(search: Search, ways: Sequence[tuple[int, str]], rows: int | None) -> tuple[Row, ...]:
-    """A row for each way that has such a wire, with as many rows as fit, or as were asked for."""
+    """Try each way that has such a wire, with as many rows as fit, or as were asked for."""
     found: list[Row] = []
     refused: list[ConfigError] = []
     for stage, offload in ways:
         try:
-            largest = rows is None
+            is_open = rows is None
             found.append(
-                search.largest(stage, offload) if largest else search.row(stage, offload, rows)
+                search.largest(stage, offload) if is_open else search.row(stage, offload, rows)
             )
         except ConfigError as error:
             refused.append(error)
@@ -146,12 +169,49 @@ def _found(search: Search, ways: Sequence[tuple[int, str]], rows: int | None) ->
     return tuple(found)
 
 
+def _confirmed(found: tuple[Row, ...], search: Search, traced: Tracing) -> tuple[Row, ...]:
+    """Trace the best row with as many rows as it has; take fewer where they do not fit after all.
+
+    Bytes at an event grow along a line from one row to two. The most of several events is above it.
+    """
+    while (best := best_of(found)) is not None and best.rows > 2:
+        search = replace(search, wires=(best.wire,))
+        exact = replace(search, one=traced(best.rows), two=None)
+        row = exact.row(best.stage, best.offload, best.rows)
+        if row.fits:
+            return tuple(row if each is best else each for each in found)
+        fewer = search.row(best.stage, best.offload, best.rows // 2)
+        found = tuple(fewer if each is best else each for each in found)
+    return found
+
+
 def _compared(search: Search, row: Row) -> tuple[Row, ...]:
-    """The same way on every wire; none where the stage has but one."""
-    wires = (*search.wires, *lossy())
-    found = search.over(wires, row.stage, row.offload, row.rows)
+    """Try the same way on every wire; none where the stage has but one."""
+    found = search.over((*search.wires, *lossy()), row.stage, row.offload, row.rows)
     found = [row if each.wire == row.wire else each for each in found]
     return tuple(found) if len(found) > 1 else ()
+
+
+def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[tuple[int, str]]:
+    """Return the stages and offloads to try."""
+    stages = (0, 1, 2, 3) if stage == "auto" else (stage,)
+    word = "none" if offload is None else offload.partition(":")[0]
+    if word != "auto" and word not in OFFLOADS:
+        hint = "offload='auto' tries all of them"
+        words = f"offload to be auto, {', '.join(OFFLOADS)}"
+        raise ConfigError(expected(words, repr(offload), hint=hint))
+    if any(each not in (0, 1, 2, 3) for each in stages):
+        hint = "stage='auto' tries all of them"
+        raise ConfigError(expected("stage to be auto, 0, 1, 2 or 3", repr(stage), hint=hint))
+    words = (word,)
+    if word == "auto":  # where the CPU computes, its memory is no other tier
+        words = ("none", "disk") if device_type == "cpu" else tuple(OFFLOADS)
+    found = [(s, o) for s, o in WAYS if s in stages and o in words]
+    if not found:
+        hint = "optimizer needs stage 1 to 3, cpu and disk need stage 3"
+        got = f"stage {stage}"
+        raise ConfigError(expected(f"offload={offload!r} at a stage that has it", got, hint=hint))
+    return found
 
 
 def _check(where: Cluster, **counts: int | str) -> None:
@@ -159,10 +219,8 @@ def _check(where: Cluster, **counts: int | str) -> None:
         if count == "auto" and name == "batch":
             continue
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ConfigError(
-                expected(f"{name} to be a whole number of at least 1", repr(count),
-                         hint=f"{name}=1 or more")
-            )  # fmt: skip
+            wanted = f"{name} to be a whole number of at least 1"
+            raise ConfigError(expected(wanted, repr(count), hint=f"{name}=1 or more"))
 
 
 def _this_machine(world_size: int) -> Cluster:
@@ -173,8 +231,19 @@ def _this_machine(world_size: int) -> Cluster:
     return Cluster(ranks=world_size, device_type="cpu", memory=share)
 
 
+def _room(where: Cluster) -> dict[str, int]:
+    """Return the bytes there are, by place; see `Search`."""
+    memory = where.memory
+    if memory is None and isinstance(where.machine, str):
+        memory = int(machine_of(where.machine).memory_nbytes)
+    if memory is None:
+        memory = free_host_nbytes() // where.ranks
+    room = {"device": memory, "host": where.host_memory, "disk": where.disk}
+    return {place: nbytes for place, nbytes in room.items() if nbytes is not None}
+
+
 def _calibration(where: Cluster, sample: Sample) -> Calibration:
-    """What so many CPU ranks reach here; of more than there are cores, what one a core does."""
+    """Measure so many CPU ranks here, at most one a core."""
     wanted = "a calibration for ranks on the CPU of this machine"
     if where.machine is not None:
         name = where.machine if isinstance(where.machine, str) else where.machine.name
@@ -186,18 +255,10 @@ def _calibration(where: Cluster, sample: Sample) -> Calibration:
     return measured_here(sample, [min(where.ranks, max(2, usable_cores()))])
 
 
-def _room(where: Cluster) -> Capacity:
-    memory = where.memory
-    if memory is None and isinstance(where.machine, str):
-        memory = int(machine_of(where.machine).memory_nbytes)
-    if memory is None:
-        memory = free_host_nbytes() // where.ranks
-    return Capacity(memory, where.host_memory, where.disk)
-
-
 def _model(
     given: nn.Module | str | os.PathLike[str], seq: int, *, recompute: bool
 ) -> tuple[str, nn.Module]:
+    """Return the name of a model and the model, without values if it was named."""
     if isinstance(given, nn.Module):
         return type(given).__name__, given.train()
     name = os.fspath(given)
@@ -205,76 +266,5 @@ def _model(
     with torch.device("meta"):
         module = build_model(name, seq)
     if recompute:
-        _recompute(module, name)
+        recompute_blocks(module, name)
     return name, module.train()
-
-
-_recompute = recompute
-
-
-def _traces(
-    module: nn.Module, seq: int, precision: Precision, device_type: str, batch: int | str
-) -> tuple[Trace, Trace | None, tuple[str, ...]]:
-    """The traces of one row and of two; what is only estimated."""
-    rows = 1 if batch == "auto" else int(batch)
-
-    try:
-        one = _trace(module, rows, seq, precision, device_type)
-        two = _trace(module, 2, seq, precision, device_type) if batch == "auto" else None
-        if two is not None and len(one.events) != len(two.events):
-            two = None
-    except Untraceable as error:
-        parts = (f"activations and work, as the forward cannot be traced ({error})",)
-        plans = plan_units(without_values(module))
-        return estimated(plans, rows * seq, precision), None, parts
-    return one, two, ()
-
-
-def _trace(module: nn.Module, rows: int, seq: int, precision: Precision, device_type: str) -> Trace:
-    return trace(module, tokens_of(rows, seq), precision=precision, device_type=device_type)
-
-
-def _confirmed(
-    found: tuple[Row, ...], search: Search, direct: Callable[[int], Trace]
-) -> tuple[Row, ...]:
-    """The rows, where the one to take has been traced as it is.
-
-    From one row and two, a moment is told along a line; the most of several moments is above it.
-    """
-    while (best := best_of(found)) is not None and best.rows > 2:
-        search = replace(search, wires=(best.wire,))
-        exact = replace(search, one=direct(best.rows), two=None)
-        row = exact.row(best.stage, best.offload, best.rows)
-        if row.fits:
-            return tuple(row if each is best else each for each in found)
-        fewer = search.row(best.stage, best.offload, best.rows // 2)
-        found = tuple(fewer if each is best else each for each in found)
-    return found
-
-
-def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[tuple[int, str]]:
-    stages = (0, 1, 2, 3) if stage == "auto" else (stage,)
-    word = "none" if offload is None else offload
-    if word != "auto" and word.partition(":")[0] not in OFFLOADS:
-        raise ConfigError(
-            expected(
-                f"offload to be auto, {', '.join(OFFLOADS)}", repr(offload),
-                hint="auto looks at all of them",
-            )
-        )  # fmt: skip
-    if any(each not in (0, 1, 2, 3) for each in stages):
-        raise ConfigError(
-            expected("stage to be auto, 0, 1, 2 or 3", repr(stage), hint="auto looks at all")
-        )
-    words = (word.partition(":")[0],)
-    if word == "auto":  # where the CPU computes, its memory is no other tier
-        words = ("none", "disk") if device_type == "cpu" else tuple(OFFLOADS)
-    found = [(s, o) for s, o in WAYS if s in stages and o in words]
-    if not found:
-        raise ConfigError(
-            expected(
-                f"offload={word!r} at a stage that has it", f"stage {stage}",
-                hint="optimizer needs stage 1 to 3, cpu and disk need stage 3",
-            )
-        )  # fmt: skip
-    return found

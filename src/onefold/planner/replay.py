@@ -1,20 +1,73 @@
-"""Plays the events of a trace through a schedule, as torch would announce them to an engine."""
+"""Announce the events of a micro-batch to the engine's schedule, as torch would. No torch here.
+
+The schedule (engine/schedule.py) answers each event with actions. Whoever executes them stands
+where engine/hands.py stands: `planner/byte_hands.py` counts bytes, `planner/clock_hands.py` time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
 
 from onefold.engine.actions import Action
 from onefold.engine.schedule import Call, Schedule
 from onefold.engine.successors import Phase
-from onefold.planner.trace import Event, Heard, Trace
+
+
+class EventKind(StrEnum):
+    """An event that torch announces to an engine."""
+
+    ENTER = "enter"  # a module that uses a unit starts, in forward
+    AGAIN = "again"  # the same in a recompute, which belongs to backward
+    LEAVE = "leave"  # the module's forward is over
+    END_FORWARD = "end_forward"
+    EXPECT = "expect"  # the module's outputs are watched
+    BACKWARD = "backward"  # autograd reaches them
+    GRAD = "grad"  # autograd has accumulated the gradient of one parameter
+    END = "end"  # of backward
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of a schedule, and the bytes that torch held until then."""
+
+    kind: EventKind
+    unit: int = -1  # position among the units; -1: none
+    call: int = -1  # which forward of a module; of `GRAD`: which parameter; -1: none
+    now: int = 0  # activations and temporaries, at the event
+    peak: int = 0  # the most of them since the event before
+    logits: int = 0  # of `peak`: the module's outputs and tensors that the loss made of them
+    module: int = -1  # of `LEAVE`: which module
+    num_modules: int = 1  # of `LEAVE`: how many modules use the unit
+
+
+class PlanHands(Protocol):
+    """Executes actions on something cheaper than tensors."""
+
+    def reach(self, event: Event) -> None:
+        """Let torch work until the event."""
+        ...
+
+    def has_landed(self, unit: int) -> bool:
+        """Return True if the first hop of the unit's reduction is over."""
+        ...
+
+    def do(self, actions: list[Action]) -> None:
+        """Execute actions in order."""
+        ...
+
+    def follow(self, event: Event, actions: list[Action]) -> None:
+        """Execute the actions that answer the event."""
+        ...
 
 
 class Replay:
-    """One rank's micro-batches. `trained`: parameters of each unit that will have a gradient."""
+    """Micro-batches of one rank. `trained`: parameters of each unit that have a gradient."""
 
-    def __init__(self, trace: Trace, schedule: Schedule, trained: Sequence[int]) -> None:
-        self._trace = trace
+    def __init__(self, events: Sequence[Event], schedule: Schedule, trained: Sequence[int]) -> None:
+        self._events = events
         self._schedule = schedule
         self._trained = trained
         self._calls: dict[int, Call] = {}
@@ -22,45 +75,74 @@ class Replay:
     def learn(self, num_microbatches: int) -> None:
         """Play a step that nobody executes: the schedule then knows the order of use."""
         for micro in range(num_microbatches):
-            for _ in self.micro_batch(is_last=micro + 1 == num_microbatches):
-                pass
+            self.micro_batch(None, is_last=micro + 1 == num_microbatches)
         self._schedule.take_stepped()
         self._schedule.rest()
         self._schedule.stepped()
 
-    def micro_batch(self, *, is_last: bool) -> Iterator[tuple[Event, list[Action]]]:
-        """Each event of the trace with the actions that follow it."""
+    def micro_batch(self, hands: PlanHands | None, *, is_last: bool) -> None:
+        """Announce every event of a micro-batch, and have `hands` execute the answers."""
         schedule = self._schedule
         self._calls.clear()
         begun = schedule.begin_forward(Phase.FORWARD)
-        for event in self._trace.events:
-            if event.heard in _OF_BACKWARD and not schedule.is_backward:
+        for event in self._events:
+            if event.kind in _OF_BACKWARD and not schedule.is_backward:
                 schedule.begin_backward(self._trained, is_last=is_last)
-            yield event, begun + self._answer(event)
-            begun = []
+            if hands is not None:
+                hands.reach(event)
+                flying = schedule.reductions.may_land if event.kind is EventKind.GRAD else None
+                if flying is not None and hands.has_landed(flying):
+                    hands.do(schedule.landed())
+            actions, begun = begun + self._answer(event), []
+            if hands is not None:
+                hands.follow(event, actions)
 
     def _answer(self, event: Event) -> list[Action]:
         schedule, calls = self._schedule, self._calls
-        match event.heard:
-            case Heard.ENTER | Heard.AGAIN:
-                phase = Phase.FORWARD if event.heard is Heard.ENTER else Phase.BACKWARD
+        match event.kind:
+            case EventKind.ENTER | EventKind.AGAIN:
+                phase = Phase.FORWARD if event.kind is EventKind.ENTER else Phase.BACKWARD
                 calls[event.call], actions = schedule.enter(event.unit, phase)
                 return actions
-            case Heard.LEAVE:
+            case EventKind.LEAVE:
                 is_again = schedule.is_backward
                 call, modules = calls[event.call], event.num_modules
                 return schedule.leave(call, event.module, modules, is_recompute=is_again)
-            case Heard.EXPECT:
+            case EventKind.EXPECT:
                 schedule.expect_backward(calls[event.call])
                 return []
-            case Heard.END_FORWARD:
+            case EventKind.END_FORWARD:
                 return schedule.end_forward(Phase.FORWARD)
-            case Heard.BACKWARD:
+            case EventKind.BACKWARD:
                 return schedule.enter_backward(calls[event.call])
-            case Heard.GRAD:
+            case EventKind.GRAD:
                 return schedule.gradient(event.unit, event.call)
-            case Heard.END:
+            case EventKind.END:
                 return schedule.end_backward()
 
 
-_OF_BACKWARD = (Heard.AGAIN, Heard.BACKWARD, Heard.GRAD)
+_OF_BACKWARD = (EventKind.AGAIN, EventKind.BACKWARD, EventKind.GRAD)
+
+
+def plain_events(kept: Sequence[int], trained: Sequence[Sequence[int]]) -> list[Event]:
+    """Return the events of units that are used once, in order.
+
+    Args:
+        kept: bytes that each unit keeps from forward to backward.
+        trained: the parameters of each unit that have a gradient, as positions in the unit.
+    """
+    events: list[Event] = []
+    now = 0
+    for unit, nbytes in enumerate(kept):
+        events.append(Event(EventKind.ENTER, unit, unit, now, now))
+        now += nbytes
+        events.append(Event(EventKind.LEAVE, unit, unit, now, now))
+        events.append(Event(EventKind.EXPECT, unit, unit, now, now))
+    events.append(Event(EventKind.END_FORWARD, now=now, peak=now))
+    before = now
+    for unit in reversed(range(len(kept))):
+        events.append(Event(EventKind.BACKWARD, unit, unit, now, before))
+        events += [Event(EventKind.GRAD, unit, member, now, now) for member in trained[unit]]
+        before, now = now, now - kept[unit]
+    events.append(Event(EventKind.END, peak=before))
+    return events

@@ -1,9 +1,10 @@
-"""Which stage, which tiers, how many rows: every way to train, which fit, the best of them."""
+"""Try every stage, offload, wire and number of rows: which fit, and which is the best."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from onefold.config import stage_of
 from onefold.errors import ConfigError
@@ -13,12 +14,8 @@ from onefold.planner.memory import Forecast, forecast
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.strategies import OFFLOADS
 from onefold.planner.trace import Trace
-from onefold.planner.wires import Candidate
-from onefold.planner.work import ModelWork, UnitWork
+from onefold.planner.wires import EXACT_WIRE, Candidate
 from onefold.recipe import Recipe
-from onefold.wire_config import EXACT, Wire
-
-EXACT_WIRE = Candidate(EXACT, Wire())
 
 GROUPS = {
     "parameters": ("weight",),
@@ -30,35 +27,28 @@ GROUPS = {
     "second shard": ("secondary",),
     "buffers": ("wire", "staging", "buffer", "batch"),
 }
-"""What people call the ledger's kinds."""
+"""The ledger's kinds by the names that people use."""
 
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """Bytes there are: on each device, and on each host and its disk for all its ranks (None: not
-    asked about).
-    """
-
-    device: int
-    host: int | None = None
-    disk: int | None = None
+MAX_ROWS = 4096
+DTYPES = {2: "bf16", 4: "fp32"}
+"""dtype of matrix products by the bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to train, what it needs, and whether that is there."""
+    """One way to train, and the bytes and seconds that it takes."""
 
     stage: int
     offload: str
     rows: int  # of one micro-batch on one rank
     forecast: Forecast
-    room: Capacity
+    room: Mapping[str, int]  # see `Search`
     step: StepTime | None
-    wire: Candidate = EXACT_WIRE
+    wire: Candidate
 
     @property
     def needs(self) -> dict[str, int]:
-        """Bytes by place: of one device, and of one host for all its ranks.
+        """Bytes by place: of one device, and of one host and its disk for all ranks of the host.
 
         Where the CPU computes, device and host are one memory, of which each rank has its share.
         """
@@ -71,11 +61,8 @@ class Row:
 
     @property
     def missing(self) -> dict[str, int]:
-        """Bytes that are not there, by place; negative: free. Not of places nobody asked about."""
-        room = {"device": self.room.device, "host": self.room.host, "disk": self.room.disk}
-        return {
-            place: self.needs[place] - there for place, there in room.items() if there is not None
-        }
+        """Bytes that are missing, by place; negative: free."""
+        return {place: self.needs[place] - nbytes for place, nbytes in self.room.items()}
 
     @property
     def fits(self) -> bool:
@@ -84,11 +71,11 @@ class Row:
 
     @property
     def groups(self) -> dict[str, int]:
-        """Bytes on the device at the peak, by what they are for."""
-        places = ("device", "cpu") if self.forecast.recipe.device_type == "cpu" else ("device",)
+        """Bytes on the device at the peak, by purpose."""
+        tiers = ("device", "cpu") if self.forecast.recipe.device_type == "cpu" else ("device",)
         held = self.forecast.peak.held
         return {
-            group: sum(held.get((kind, place), 0) for kind in kinds for place in places)
+            group: sum(held.get((kind, tier), 0) for kind in kinds for tier in tiers)
             for group, kinds in GROUPS.items()
         }
 
@@ -99,33 +86,61 @@ class Row:
 
     @property
     def between_nbytes(self) -> int:
-        """Those of them that leave its node."""
+        """Bytes of a step that leave the rank's node."""
         return round(self.forecast.between_nbytes)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all ranks; 0 where no machine was named."""
+        return self.step.tokens_per_s if self.step is not None else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain dicts and numbers, for JSON."""
+        step = self.step
+        return {
+            "stage": self.stage,
+            "offload": self.offload,
+            "rows": self.rows,
+            "fits": self.fits,
+            "nbytes": self.needs,
+            "missing_nbytes": self.missing,
+            "device_nbytes": self.groups,
+            "at_peak": {"phase": self.forecast.peak.phase, "unit": self.forecast.peak.unit},
+            "wire": self.wire.name,
+            "lossy": self.wire.is_lossy,
+            "sent_nbytes": self.sent_nbytes,
+            "sent_between_nodes_nbytes": self.between_nbytes,
+            "seconds": None if step is None else step.seconds,
+            "tokens_per_s": None if step is None else step.tokens_per_s,
+            "bound": None if step is None else step.bound,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A model and a cluster to search ways for.
+    """A model and a cluster, for which ways to train are tried.
 
-    `two` is the trace of one row more than `one` has. `recipe` has the ranks, the device and the
-    precision; each way brings its own stage, tiers and wire, one of `wires`.
+    one, two: traces of micro-batches of one row (or of all rows, if `two` is None) and of two rows.
+    recipe: the ranks, the device and the precision. Each way adds its stage, offload and wire.
+    room: bytes of each "device", and of each "host" and its "disk" for all its ranks; a place that
+        is left out is not checked.
     """
 
     one: Trace
     two: Trace | None
     recipe: Recipe
-    room: Capacity
+    room: Mapping[str, int]
     machine: Machine | None
     tokens: int  # of one row
     wires: tuple[Candidate, ...] = (EXACT_WIRE,)
     accumulate: int = 1  # micro-batches of a step
 
     def row(self, stage: int, offload: str, rows: int) -> Row:
-        """One way, with micro-batches of `rows` rows, on the wire that suits it best."""
+        """Try micro-batches of `rows` rows, on the best wire for them."""
         return preferred(self.over(self.wires, stage, offload, rows))
 
     def over(self, wires: Sequence[Candidate], stage: int, offload: str, rows: int) -> list[Row]:
-        """One way on each of several wires that it can have; `ConfigError` if that is none."""
+        """Try each wire that such a recipe can have; `ConfigError` if there is none."""
         found: dict[Recipe, Row] = {}
         refused: ConfigError | None = None
         way = replace(self.recipe, stage=stage_of(stage), offload=OFFLOADS[offload])
@@ -146,7 +161,7 @@ class Search:
         found = forecast(trace, recipe, accumulate=self.accumulate)
         step = None
         if self.machine is not None:
-            work = work_of(trace, rows * self.tokens)
+            work = trace.work(rows * self.tokens)
             step = simulate(work, recipe, self.machine, self.conditions)
         return Row(recipe.stage.number, offload, rows, found, self.room, step, wire)
 
@@ -162,15 +177,11 @@ class Search:
         )  # fmt: skip
 
     def trace_of(self, rows: int) -> Trace:
-        """The trace of that many rows; those of one and two rows tell all others."""
-        if self.two is None:
-            return self.one
-        return extrapolated(self.one, self.two, rows)
+        """Return the trace of that many rows."""
+        return self.one if self.two is None else self.one.at_rows(self.two, rows)
 
     def largest(self, stage: int, offload: str) -> Row:
-        """With as many rows as fit: of the powers of two, as kernels like them. A wire that keeps
-        less for the node may have room for more rows.
-        """
+        """Try as many rows as fit, in powers of two, on every wire: some leave room for more."""
         found = self.over(self.wires, stage, offload, 1)
         return preferred([self._grown(row) for row in found])
 
@@ -183,83 +194,26 @@ class Search:
         return best
 
 
-MAX_ROWS = 4096
-DTYPES = {2: "bf16", 4: "fp32"}
-"""dtype of matrix products by the bytes of an element."""
-
-
 def preferred(rows: Sequence[Row]) -> Row:
-    """Of one way on several wires: the fastest that fits, or what sends least between nodes for
-    each row; of several alike the first, which is the simplest. Where none fits, the one that
-    misses least.
+    """Choose among wires the fastest that fits, or the one that sends least between nodes a row.
+
+    Of equal ones it is the first, which is the simplest. Where none fits, see `nearest`.
     """
-    fitting = [row for row in rows if row.fits]
-    if not fitting:
+    best = best_of(rows)
+    if best is None:
         return nearest(rows)
-    if all(row.step is not None for row in fitting):
-        best = best_of(fitting)
-        assert best is not None, "what fits has a best"
+    if best.step is not None:
         return best
-    return min(fitting, key=lambda row: row.between_nbytes / row.rows)
+    return min((row for row in rows if row.fits), key=lambda row: row.between_nbytes / row.rows)
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:
-    """The fastest that fits; of those within a percent the first, which is the simplest."""
+    """Choose the fastest that fits; of those within a percent the first, which is the simplest."""
     fitting = [row for row in rows if row.fits]
-    timed = [row for row in fitting if row.step is not None]
-    if not timed:
-        return fitting[0] if fitting else None
-    fastest = max(_speed(row) for row in timed)
-    return next(row for row in timed if _speed(row) >= 0.99 * fastest)
-
-
-def _speed(row: Row) -> float:
-    return row.step.tokens_per_s if row.step is not None else 0.0
+    fastest = max((row.tokens_per_s for row in fitting), default=0.0)
+    return next((row for row in fitting if row.tokens_per_s >= 0.99 * fastest), None)
 
 
 def nearest(rows: Sequence[Row]) -> Row:
-    """Of rows of which none fits, the one that misses least."""
+    """Choose, of rows of which none fits, the one that misses the fewest bytes."""
     return min(rows, key=lambda row: sum(max(0, n) for n in row.missing.values()))
-
-
-def extrapolated(one: Trace, two: Trace, rows: int) -> Trace:
-    """The trace of `rows` rows, from those of one and of two: bytes and work grow by the row."""
-    if rows == 1:
-        return one
-
-    def line(a: float, b: float) -> float:
-        return a + (b - a) * (rows - 1)
-
-    events = tuple(
-        replace(
-            first, now=int(line(first.now, second.now)), peak=int(line(first.peak, second.peak)),
-            logits=int(line(first.logits, second.logits)),
-        )
-        for first, second in zip(one.events, two.events, strict=True)
-    )  # fmt: skip
-    units = tuple(a.scaled(b, rows) for a, b in zip(one.units, two.units, strict=True))
-    batch = int(line(one.batch_nbytes, two.batch_nbytes))
-    return Trace(units, events, batch, one.buffers_nbytes)
-
-
-def work_of(trace: Trace, tokens: int) -> ModelWork:
-    """What a micro-batch computes, for the simulator; recompute is in its backward."""
-    return ModelWork(
-        units=tuple(
-            UnitWork(
-                name=unit.name,
-                numel=unit.numel,
-                forward_flops=unit.forward.flops,
-                forward_nbytes=unit.forward.nbytes,
-                backward_flops=unit.backward.flops,
-                backward_nbytes=unit.backward.nbytes,
-                num_kernels=unit.forward.num_kernels + unit.backward.num_kernels,
-                forward_attention_flops=unit.forward.attention_flops,
-                backward_attention_flops=unit.backward.attention_flops,
-                forward_drawn=unit.forward.drawn,
-                backward_drawn=unit.backward.drawn,
-            )
-            for unit in trace.units
-        ),
-        tokens=tokens,
-    )

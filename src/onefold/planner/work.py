@@ -1,41 +1,70 @@
-"""Describe one micro-batch of a model on one rank: its products and memory traffic, unit by unit.
+"""The work of one micro-batch of a model on one rank, unit by unit. No torch here.
 
-A trace of the module gives a `ModelWork`; the simulator reads it. No torch here.
+`planner/trace.py` counts it on a module; `planner/simulate.py` turns it into seconds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from onefold.recipe import Member
+
+
+class Work(NamedTuple):
+    """The work of one kernel, or of all kernels of a pass; 0: none, or not known.
+
+    flops: of matrix products; a multiply-add counts as two.
+    attention_flops: of a fused attention kernel, which has a speed of its own.
+    nbytes: memory traffic of every other kernel.
+    drawn: random numbers, as of dropout.
+    """
+
+    flops: float = 0.0
+    attention_flops: float = 0.0
+    nbytes: float = 0.0
+    drawn: float = 0.0
+    num_kernels: int = 0
+
+    def plus(self, other: Work, times: float = 1) -> Work:
+        """Add `times` the work of `other`."""
+        sums: Any = (mine + times * its for mine, its in zip(self, other, strict=True))
+        return Work(*sums)
+
+    def at_rows(self, two: Work, rows: int) -> Work:
+        """Extrapolate to `rows` rows, where `self` is the work of one row and `two` of two."""
+        grown = self.plus(two.plus(self, -1), rows - 1)
+        return grown._replace(num_kernels=self.num_kernels)
+
+
+NO_WORK = Work()
 
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
     """One unit: parameters that travel together, and the work between two gathers.
 
-    FLOPs count a multiply-add as two. `backward_*` does not include recompute, which is a share of
-    forward and belongs to the `Run`. `*_attention_flops` are those of a fused attention kernel,
-    which runs at a speed of its own; where they are 0 attention is counted in `*_flops`. `*_drawn`
-    are random numbers, as of dropout.
+    `backward` of a trace includes recompute; otherwise `Conditions.recompute` adds it.
     """
 
     name: str
     numel: int  # parameters
-    forward_flops: float  # of matrix products
-    forward_nbytes: float  # memory traffic of everything else (0: not known)
-    backward_flops: float
-    backward_nbytes: float
-    num_kernels: int = 0  # launches of one forward and backward (0: not known)
-    forward_attention_flops: float = 0.0
-    backward_attention_flops: float = 0.0
-    forward_drawn: float = 0.0
-    backward_drawn: float = 0.0
-    is_narrowed: bool = True  # False: its products stay in bf16 where the run's are in fp8
-    is_recomputed: bool = True  # where the run recomputes at all
+    forward: Work = NO_WORK
+    backward: Work = NO_WORK
+    members: tuple[Member, ...] = ()  # empty where no module is known
+    is_narrowed: bool = True  # False: its products stay in bf16 where others are in fp8
+    is_recomputed: bool = True  # where blocks are recomputed at all
+
+    @property
+    def num_kernels(self) -> int:
+        """Kernel launches of one forward and backward."""
+        return self.forward.num_kernels + self.backward.num_kernels
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """All units in forward order, and the tokens that one rank sees in one micro-batch."""
+    """All units in forward order, and the tokens of one rank in one micro-batch."""
 
     units: tuple[UnitWork, ...]
     tokens: int
@@ -44,14 +73,3 @@ class ModelWork:
     def numel(self) -> int:
         """Parameters of the model."""
         return sum(unit.numel for unit in self.units)
-
-    @property
-    def model_flops(self) -> float:
-        """FLOPs of one forward and backward without recompute, as executed."""
-        return sum(
-            unit.forward_flops
-            + unit.backward_flops
-            + unit.forward_attention_flops
-            + unit.backward_attention_flops
-            for unit in self.units
-        )

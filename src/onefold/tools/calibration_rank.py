@@ -37,8 +37,9 @@ from onefold.planner.calibration import (
     Whole,
     speeds_of,
 )
-from onefold.planner.storages import WorkDone, work_of_call
+from onefold.planner.storages import work_of_call
 from onefold.planner.trace import default_loss
+from onefold.planner.work import Work
 
 T = TypeVar("T")
 
@@ -173,7 +174,7 @@ class Clocked(TorchDispatchMode):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
         self._clock = clock
-        self.calls: list[tuple[WorkDone, float]] = []
+        self.calls: list[tuple[Work, float]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -221,7 +222,7 @@ class _Passes:
     """Seconds of every plain pass, the operations of a pass, and medians of `_inside`."""
 
     plain: list[float]
-    work: list[WorkDone]
+    work: list[Work]
     inside: list[float]
 
 
@@ -229,7 +230,7 @@ def _passes(ranks: _MeasuredRanks, train: Callable[[], None], seconds: float) ->
     """Run plain passes and watched ones in turn, for about so many seconds."""
     train()
 
-    def take() -> tuple[float, list[tuple[WorkDone, float]]]:
+    def take() -> tuple[float, list[tuple[Work, float]]]:
         plain = ranks.timed(train)
         with Clocked(ranks.clock) as mode:
             train()
@@ -241,7 +242,7 @@ def _passes(ranks: _MeasuredRanks, train: Callable[[], None], seconds: float) ->
     return _Passes([plain for plain, _ in taken], work, [median(column) for column in columns])
 
 
-def _inside(calls: Sequence[tuple[WorkDone, float]]) -> tuple[float, ...]:
+def _inside(calls: Sequence[tuple[Work, float]]) -> tuple[float, ...]:
     """Sum seconds inside products, attention, all other kernels, and random numbers."""
     products = sum(took for done, took in calls if done.flops)
     attention = sum(took for done, took in calls if done.attention_flops)

@@ -10,6 +10,7 @@ gathers and reductions, which stage everything in hidden copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from onefold.ledger import Kind, Ledger
 from onefold.ticket import Waitable
 from onefold.wire.collectives import Group
+from onefold.wire.spare_buffers import SpareBuffers
 
 PACK_NBYTES = 64 * 1024
 """Regions whose pieces are smaller share one message: its copy costs less than its latency.
@@ -90,34 +92,24 @@ class Exchange:
 class Buffers:
     """Buffers of messages on the host, kept from one gather or reduction to the next.
 
-    Units are often alike. Freed memory would be mapped and cleared again page by page, or another
-    allocation would take its place and the heap would grow. A device's allocator keeps its blocks
-    itself.
+    A device's allocator keeps its blocks itself.
     """
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._spare: list[Tensor] = []
+        self._spare = SpareBuffers[Tensor](partial(ledger.add, Kind.WIRE, "device"))
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised [numel]."""
-        for index, spare in enumerate(self._spare):
-            if spare.numel() == numel and spare.dtype == dtype:
-                return self._spare.pop(index)
-        buffer = torch.empty(numel, dtype=dtype, device=device)
-        self._ledger.add(Kind.WIRE, "device", buffer.nbytes)
-        return buffer
+        """Return an uninitialised buffer [numel]."""
+        new = partial(torch.empty, numel, dtype=dtype, device=device)
+        return self._spare.take((numel, dtype), numel * dtype.itemsize, new)
 
     def give(self, buffers: list[Tensor]) -> None:
         """Keep the buffers of a message that was read, and free those of the one before."""
         self.clear()
-        for buffer in buffers:
-            if buffer.device.type == "cpu" and not buffer.is_inference():  # nobody else may fill it
-                self._spare.append(buffer)
-            else:
-                self._ledger.add(Kind.WIRE, "device", -buffer.nbytes)
+        for buffer in buffers:  # nothing but inference may fill a buffer made in inference mode
+            keeps = buffer.device.type == "cpu" and not buffer.is_inference()
+            self._spare.give((buffer.numel(), buffer.dtype), buffer.nbytes, buffer, keeps=keeps)
 
     def clear(self) -> None:
         """Free the kept buffers."""
-        while self._spare:
-            self._ledger.add(Kind.WIRE, "device", -self._spare.pop().nbytes)
+        self._spare.clear()
