@@ -22,6 +22,7 @@ from onefold.config import Offload, Precision, precision_of, stage_of
 from onefold.errors import ConfigError
 from onefold.layout.units import plan_units
 from onefold.planner.auto import ACTIVATIONS_SHARE
+from onefold.planner.candidates import candidates
 from onefold.planner.estimate import estimated
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import Forecast, forecast
@@ -30,7 +31,6 @@ from onefold.planner.search import Search
 from onefold.planner.show import wire_lines
 from onefold.planner.sizes import format_bytes
 from onefold.planner.trace import Trace, trace, without_values
-from onefold.planner.wires import candidates
 from onefold.recipe import Recipe
 from onefold.wire_config import PRESETS, resolve_wire
 from tests.ranks import run_ranks, seeded

@@ -1,7 +1,7 @@
 """Resolve "auto" where a module is sharded: the stage, and the share of states off the device.
 
-Nobody has seen a batch then, so a share of the free memory is left for activations. All else is the
-forecast of an engine without any.
+The batch is not known then, so a share of the free memory is left for activations. The rest is the
+forecast of an engine without activations.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 
 from onefold.config import Offload, stage_of
 from onefold.host import free_host_nbytes
+from onefold.planner.candidates import OFFLOADS, WAYS
 from onefold.planner.estimate import bare
 from onefold.planner.memory import forecast
 from onefold.planner.sizes import format_bytes
-from onefold.planner.strategies import OFFLOADS, WAYS
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
 from onefold.wire.collectives import Group
 
 ACTIVATIONS_SHARE = 0.25
-"""Of the device's free memory, left for activations and messages where nobody has seen a batch."""
+"""The share of the device's free memory that is left for activations and messages."""
 
 
 def free_nbytes(device: torch.device, local_world_size: int) -> int:
@@ -40,7 +40,7 @@ def nbytes_without_activations(recipe: Recipe) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The bytes that an engine should hold; it keeps numbers only, no parameter."""
+    """The bytes that an engine should hold. It keeps numbers, no parameter."""
 
     trace: Trace  # without activations
     recipe: Recipe

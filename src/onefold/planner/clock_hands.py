@@ -24,8 +24,10 @@ from onefold.planner.work import ModelWork, UnitWork, Work
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
 
-STREAMS = {"spread": "gather"}  # collectives that share another's stream
-CAUSES = {"device": "host", "cpu": "host", "disk": "disk"}  # the names of waits for a tier
+STREAMS = {"spread": "gather"}
+"""Collectives that share another's stream."""
+CAUSES = {"device": "exposed_host", "cpu": "exposed_host", "disk": "exposed_disk"}
+"""The parts of a step that wait for a tier."""
 GRADIENTS = (0, 1)
 """Each unit has two: one comes as its backward begins to compute, the other as it ends."""
 
@@ -66,18 +68,11 @@ def durations(
 class TierSeconds:
     """Seconds per element that one rank's state off the device costs on each stream."""
 
-    optimizer: str
-    parameters: str
     flush: float
     disk: float
     cpu: float
     publish: float
     fetch: float
-
-    @property
-    def is_used(self) -> bool:
-        """True if anything rests off the device."""
-        return self.optimizer != "device" or self.parameters != "device"
 
     @staticmethod
     def of(recipe: Recipe, run: Conditions, machine: Machine) -> TierSeconds:
@@ -93,8 +88,6 @@ class TierSeconds:
         )
         returns = offload.parameters == "device" and not streams
         return TierSeconds(
-            offload.optimizer,
-            offload.parameters,
             flush=own * (STREAMED_NBYTES if streams else run.grad_itemsize) / host,
             disk=own * run.disk_nbytes / machine.disk_rate if offload.optimizer == "disk" else 0.0,
             cpu=0.0 if streams else own * by_cpu,
@@ -110,7 +103,7 @@ class ClockHands:
         self._units, self._recipe, self._machine, self._run = work.units, recipe, machine, run
         self._crosses_late = recipe.has_hops and not recipe.keeps_weights
         self.streams = Streams(machine.efficiency.contention)
-        self.tiers = TierSeconds.of(recipe, run, machine)
+        self._tiers = TierSeconds.of(recipe, run, machine)
         self._durations = [durations(unit, run, machine) for unit in work.units]
         known = {unit.numel: costs_of(unit.numel, recipe, run, machine) for unit in work.units}
         self._costs = [known[unit.numel] for unit in work.units]
@@ -161,9 +154,9 @@ class ClockHands:
     def finish(self) -> None:
         """Wait for every reduction."""
         for index in list(self._landed):
-            self.streams.wait(self._landed.pop(index), "reduce")
+            self.streams.wait(self._landed.pop(index), "exposed_reduce")
         for index in list(self._followed):
-            self.streams.wait(self._followed.pop(index), "reduce")
+            self.streams.wait(self._followed.pop(index), "exposed_reduce")
 
     def step(self, is_far: tuple[bool, ...], stepped: Collection[int]) -> None:
         """Step the units on the device, and begin to step the others that are not `stepped`."""
@@ -183,7 +176,7 @@ class ClockHands:
 
         Its gradient leaves the device, its states are stepped, its weight returns.
         """
-        streams, tiers = self.streams, self.tiers
+        streams, tiers = self.streams, self._tiers
         name, numel = self._units[index].name, self._units[index].numel
         end = streams.move("flush", name, "flush", numel * tiers.flush, streams.now)
         end = streams.move("disk", name, "swap", numel * tiers.disk, end)
@@ -193,7 +186,7 @@ class ClockHands:
     def _fetch(self, index: int) -> None:
         if index not in self._fetched:
             ready = max(self.streams.now, self._stepped[index])
-            seconds, name = self._units[index].numel * self.tiers.fetch, self._units[index].name
+            seconds, name = self._units[index].numel * self._tiers.fetch, self._units[index].name
             self._fetched[index] = self.streams.move("fetch", name, "fetch", seconds, ready)
 
     def _fill(self, index: int) -> None:
@@ -209,9 +202,9 @@ class ClockHands:
 
     def _show(self, index: int) -> None:
         wait = self.streams.wait
-        wait(self._stepped[index], CAUSES[self.tiers.optimizer])
-        wait(self._fetched.get(index, 0.0), CAUSES[self.tiers.parameters])
-        wait(self._gathered.get(index, 0.0), "gather")
+        wait(self._stepped[index], CAUSES[self._recipe.offload.optimizer])
+        wait(self._fetched.get(index, 0.0), CAUSES[self._recipe.offload.parameters])
+        wait(self._gathered.get(index, 0.0), "exposed_gather")
 
     def _free(self, index: int) -> None:
         self._fetched.pop(index, None)
@@ -220,14 +213,14 @@ class ClockHands:
     def _reduce(self, index: int) -> None:
         if self._run.uses_rings:
             for before in list(self._landed):
-                self.streams.wait(self._landed.pop(before), "reduce")
+                self.streams.wait(self._landed.pop(before), "exposed_reduce")
         self._landed[index] = self._talk("reduce", index, self._costs[index].reduce, 0.0)
         if self._run.uses_rings:
             self._followed[index] = self._chain(index, self._landed[index])
 
     def _land(self, index: int) -> None:
         if not self._run.uses_rings:
-            self.streams.wait(self._landed.pop(index), "reduce")
+            self.streams.wait(self._landed.pop(index), "exposed_reduce")
 
     def _follow(self, index: int) -> None:
         if not self._run.uses_rings:
@@ -235,7 +228,7 @@ class ClockHands:
 
     def _finish(self, index: int) -> None:
         if not self._run.uses_rings:
-            self.streams.wait(self._followed.pop(index, 0.0), "reduce")
+            self.streams.wait(self._followed.pop(index, 0.0), "exposed_reduce")
 
     def _chain(self, index: int, ready: float) -> float:
         """Begin the collectives after a unit's first hop, and return when the last one ends."""
@@ -247,7 +240,7 @@ class ClockHands:
         return self._talk("second_hop", index, costs.second_hop, ready)
 
     def _wait_step(self, index: int) -> None:
-        self.streams.wait(self._stepped[index], CAUSES[self.tiers.optimizer])
+        self.streams.wait(self._stepped[index], CAUSES[self._recipe.offload.optimizer])
 
     def _talk(self, what: str, index: int, cost: Cost, ready: float) -> float:
         """Put one collective of a unit on the stream of its name, and return when it ends.

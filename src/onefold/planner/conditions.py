@@ -1,4 +1,4 @@
-"""Facts of a run, besides its recipe, that the time of its steps depends on. No torch here."""
+"""Facts of a run, besides its recipe, that decide the time of its steps. No torch here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """The job, the dtypes on the wire, and the system that runs it. `ConfigError` for bad numbers.
+    """The job, the dtypes of messages, and the system that runs it. `ConfigError` for bad numbers.
 
     Args:
         accumulate: micro-batches of a step.
@@ -49,7 +49,7 @@ class Conditions:
                 raise ConfigError(expected(what, repr(got), hint=hint))
 
     def waits_for_hops(self, recipe: Recipe) -> bool:
-        """True where a second hop begins only once the host has seen the first one land.
+        """Return True where a second hop begins only once the host has seen the first one land.
 
         Onefold's messages on one host and one axis, and those of other libraries, have no such hop.
         """
@@ -58,13 +58,15 @@ class Conditions:
         return recipe.is_sharded and not self.uses_rings and not is_plain
 
     def near(self, recipe: Recipe) -> int:
-        """The number of ranks of a host."""
+        """Return the number of ranks of a host."""
         return self.ranks_per_host or recipe.local_world_size
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes per element that Adam moves: master, two moments and gradient in fp32 are read, the
-        first three written, and the weight, where it is narrower.
+        """Bytes per element that Adam moves.
+
+        Master, two moments and gradient in fp32 are read, the first three are written, and so is a
+        weight that is narrower.
         """
         return 16 + 12 + (self.weight_itemsize if self.weight_itemsize < 4 else 0)
 

@@ -2,7 +2,7 @@
 
 Each device fails at exponential times, so N devices fail N times as often. A failure loses the work
 since the last checkpoint. The model is Daly's complete one: J. T. Daly, "A higher order estimate of
-the optimum checkpoint interval for restart dumps", FGCS 22 (2006).
+the optimum checkpoint interval for restart dumps", FGCS 22 (2006). No torch here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ section 3.3.4), hosts, network and software included."""
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """`share` of the time that becomes progress, saving every `interval` seconds of work.
+    """The `share` of the time that becomes progress, with a save every `interval` seconds of work.
 
-    `steps` is that interval in steps, `mtbf` the whole run's mean time between failures. Seconds.
+    `steps` is that interval in steps, `mtbf` the seconds between two failures of the whole run.
     """
 
     share: float
@@ -31,55 +31,40 @@ class Goodput:
     mtbf: float
 
 
-def useful_share(
-    interval: float, checkpoint_seconds: float, restart_seconds: float, mtbf: float
-) -> float:
-    """Daly's expected share: an interval, its checkpoint, and the retries of both until one holds.
-
-    M e^(R/M) (e^((t+d)/M) - 1) seconds pass for t seconds of work.
-    """
-    exponent = (interval + checkpoint_seconds) / mtbf
-    if exponent + restart_seconds / mtbf > 700:  # beyond any float: it never gets through
-        return 0.0
-    return interval / (mtbf * exp(restart_seconds / mtbf) * expm1(exponent))
-
-
 def goodput(
-    step_seconds: float,
-    *,
-    world_size: int,
-    checkpoint_seconds: float,
-    restart_seconds: float = 0.0,
-    device_mtbf: float = LLAMA3_DEVICE_MTBF,
+    step_seconds: float, *, world_size: int, checkpoint_seconds: float,
+    restart_seconds: float = 0.0, device_mtbf: float = LLAMA3_DEVICE_MTBF,
     interval: float | None = None,
-) -> Goodput:
-    """What failures leave of a run, at the best interval between checkpoints or at a given one.
+) -> Goodput:  # fmt: skip
+    """Estimate the goodput at the best interval between checkpoints, or at a given one, in seconds.
 
-    `checkpoint_seconds` is how long training stands still for one: of one that is written in the
-    background, the copy alone. `restart_seconds` runs from the failure to the first new step. All
-    times in seconds, `device_mtbf` of one device.
+    Args:
+        step_seconds: of one step.
+        world_size: devices that may fail.
+        checkpoint_seconds: how long a checkpoint stops training; in the background, its copy alone.
+        restart_seconds: from a failure to the first new step.
+        device_mtbf: mean time between failures of one device.
+        interval: seconds of work between two checkpoints.
     """
     if min(step_seconds, checkpoint_seconds, device_mtbf, world_size) <= 0:
-        raise ConfigError(
-            expected(
-                "step_seconds, checkpoint_seconds, device_mtbf and world_size above 0",
-                f"{step_seconds}, {checkpoint_seconds}, {device_mtbf}, {world_size}",
-                hint="a checkpoint's seconds are its bytes over the rate of what it is saved to",
-            )
-        )
+        wanted = "step_seconds, checkpoint_seconds, device_mtbf and world_size above 0"
+        got = f"{step_seconds}, {checkpoint_seconds}, {device_mtbf}, {world_size}"
+        hint = "a checkpoint's seconds are its bytes over the rate of its storage"
+        raise ConfigError(expected(wanted, got, hint=hint))
     mtbf = device_mtbf / world_size
     if interval is None:
         interval = _best_interval(checkpoint_seconds, mtbf)
-    return Goodput(
-        share=useful_share(interval, checkpoint_seconds, restart_seconds, mtbf),
-        interval=interval,
-        steps=interval / step_seconds,
-        mtbf=mtbf,
-    )
+    exponent = (interval + checkpoint_seconds) / mtbf
+    share = 0.0
+    if exponent + restart_seconds / mtbf <= 700:  # beyond that any float overflows
+        # M e^(R/M) (e^((t+d)/M) - 1) seconds pass for t seconds of work: an interval, its
+        # checkpoint, and the retries of both until one holds
+        share = interval / (mtbf * exp(restart_seconds / mtbf) * expm1(exponent))
+    return Goodput(share, interval, interval / step_seconds, mtbf)
 
 
 def _best_interval(checkpoint_seconds: float, mtbf: float) -> float:
-    """Where the share is highest: the zero of t/M - 1 + e^(-(t+d)/M), by Newton's method.
+    """Find the zero of t/M - 1 + e^(-(t+d)/M), where the share is highest, by Newton's method.
 
     A restart scales every interval's share alike and does not move the best one.
     """

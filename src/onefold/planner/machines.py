@@ -23,7 +23,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What of the data sheet is reached: shares between 0 and 1.
+    """The shares of a data sheet that runs reach, between 0 and 1.
 
     `matmul` and `attention` (a fused kernel) are shares of the peak FLOP/s, `memory` of the memory
     bandwidth, `link` of both links'. `contention` is the share of its speed that compute loses
@@ -44,14 +44,15 @@ class Efficiency:
 class Machine:
     """One kind of node and the network between nodes; rates in bytes per second of one rank.
 
-    `flops` is the dense peak per dtype, FLOP/s. `inside` is the bus bandwidth of a collective in
-    the node, `outside` one rank's share of the node's network cards. `host_rate` is one direction
-    between device and host, `cpu_rate` a rank's share of host memory traffic, `disk_rate` of the
-    disks. `kernel_seconds` is the host time of one kernel launch, which hides behind the kernel
-    before it on a device of its own (`launches_hide`) and adds up where the host computes, as do
-    `step_seconds` of every step, whatever the model. `spread` is the standard deviation of a rank's
-    compute time relative to its mean, for stragglers. `draw_rate`: random numbers a second beyond
-    the memory that they fill; a device draws them on the way.
+    flops: dense peak per dtype, in FLOP/s.
+    inside, outside: bus bandwidth of a collective in the node; a rank's share of network cards.
+    host_rate: one direction between device and host.
+    cpu_rate, disk_rate: a rank's share of host memory traffic, and of the disks.
+    kernel_seconds: host time of one kernel launch. Launches hide behind the kernel before on a
+        device of its own (`launches_hide`), and add up where the host computes.
+    step_seconds: host time of every step, for any model.
+    spread: standard deviation of a rank's compute time relative to its mean, for stragglers.
+    draw_rate: random numbers a second, without the time to fill memory; a device draws for free.
     """
 
     name: str
@@ -72,15 +73,11 @@ class Machine:
     draw_rate: float = inf
 
     def peak(self, dtype: str) -> float:
-        """Dense peak of `dtype` in FLOP/s; raises `ConfigError` for one that is not known."""
+        """Return the dense peak of `dtype` in FLOP/s; `ConfigError` for an unknown one."""
         if dtype not in self.flops:
-            raise ConfigError(
-                expected(
-                    f"a dtype that {self.name} has a peak for: {', '.join(self.flops)}",
-                    repr(dtype),
-                    hint="name the dtype of matrix products, as in Run(dtype='bf16')",
-                )
-            )
+            known = f"a dtype that {self.name} has a peak for: {', '.join(self.flops)}"
+            hint = "name the dtype of matrix products, as in Conditions(dtype='bf16')"
+            raise ConfigError(expected(known, repr(dtype), hint=hint))
         return self.flops[dtype]
 
 
@@ -108,7 +105,7 @@ FITS: Mapping[str, Efficiency] = MappingProxyType(
         "ZeRO-3 2021, A100": Efficiency(0.59, 0.33, 0.15, 0.50, link=0.11),
     }
 )
-"""What published runs reached, fitted by benchmarks/published.py, which docs/time.md shows."""
+"""Fits to published runs by benchmarks/published.py; docs/time.md shows them."""
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
@@ -132,13 +129,8 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
 
 
 def machine_of(name: str) -> Machine:
-    """The machine called `name`, or `ConfigError` with those there are."""
+    """Return the machine called `name`; `ConfigError` lists the known ones."""
     if name not in MACHINES:
-        raise ConfigError(
-            expected(
-                f"one of {', '.join(MACHINES)}",
-                repr(name),
-                hint="describe any other machine with onefold.planner.machines.Machine(...)",
-            )
-        )
+        hint = "describe any other machine with onefold.planner.machines.Machine(...)"
+        raise ConfigError(expected(f"one of {', '.join(MACHINES)}", repr(name), hint=hint))
     return MACHINES[name]

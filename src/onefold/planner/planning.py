@@ -18,14 +18,13 @@ from onefold.models.loader import recompute as recompute_blocks
 from onefold.planner.calibrate import Sample
 from onefold.planner.calibrate import calibrate as measured_here
 from onefold.planner.calibration import Calibration
+from onefold.planner.candidates import OFFLOADS, WAYS, candidates, lossy
 from onefold.planner.estimate import estimated
 from onefold.planner.machines import Machine, machine_of
 from onefold.planner.result import Plan
 from onefold.planner.search import Row, Search, best_of, nearest
 from onefold.planner.storages import Untraceable
-from onefold.planner.strategies import OFFLOADS, WAYS
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
-from onefold.planner.wires import candidates, lossy
 from onefold.recipe import Recipe
 
 Tracing = Callable[[int], Trace]

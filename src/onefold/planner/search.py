@@ -8,13 +8,12 @@ from typing import Any
 
 from onefold.config import stage_of
 from onefold.errors import ConfigError
+from onefold.planner.candidates import EXACT_WIRE, OFFLOADS, Candidate
 from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.simulate import StepTime, simulate
-from onefold.planner.strategies import OFFLOADS
 from onefold.planner.trace import Trace
-from onefold.planner.wires import EXACT_WIRE, Candidate
 from onefold.recipe import Recipe
 
 GROUPS = {

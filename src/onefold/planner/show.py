@@ -14,7 +14,7 @@ HEADS = {
 
 
 def table(rows: Sequence[Row], best: Row | None) -> list[str]:
-    """Return one line a row; wires where there are several nodes, times where there is a machine."""
+    """Return one line a row; wires if there are several nodes, times if there is a machine."""
     nodes = rows[0].forecast.recipe.nodes
     has_wires = nodes > 1 or any(not row.wire.wire.is_plain for row in rows)
     groups = [group for group in GROUPS if group != "second shard" or has_wires]

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from onefold.recipe import Recipe
 
 
+PARTS = (
+    "compute", "memory", "contention", "exposed_gather", "exposed_reduce", "exposed_host",
+    "exposed_disk", "optimizer",
+)  # fmt: skip
+"""The parts of the compute stream's time."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """One step's seconds and where they go: the parts sum to `seconds`.
@@ -85,7 +92,8 @@ def simulate(
     events = plain_events([0] * len(units), [GRADIENTS] * len(units))
     replay = Replay(events, schedule, [len(GRADIENTS)] * len(units))
     begin = 0.0
-    for _ in range(2 if hands.tiers.is_used else 1):
+    is_offloaded = {recipe.offload.optimizer, recipe.offload.parameters} != {"device"}
+    for _ in range(2 if is_offloaded else 1):
         begin = hands.streams.begin_step()
         for micro in range(run.accumulate):
             hands.begin(micro)
@@ -96,19 +104,12 @@ def simulate(
         hands.step(is_far, stepped)
         schedule.stepped()
     parts = hands.streams.parts
-    own = sum(parts.get(part, 0.0) for part in ("compute", "memory", "contention"))
+    own = sum(parts.get(part, 0.0) for part in PARTS[:3])
     stragglers = own * machine.spread * slowest_of(recipe.world_size)
     seconds = hands.streams.now - begin + stragglers
     return StepTime(
         seconds=seconds,
-        compute=parts.get("compute", 0.0),
-        memory=parts.get("memory", 0.0),
-        contention=parts.get("contention", 0.0),
-        exposed_gather=parts.get("gather", 0.0),
-        exposed_reduce=parts.get("reduce", 0.0),
-        exposed_host=parts.get("host", 0.0),
-        exposed_disk=parts.get("disk", 0.0),
-        optimizer=parts.get("optimizer", 0.0),
+        **{part: parts.get(part, 0.0) for part in PARTS},
         stragglers=stragglers,
         tokens_per_s=work.tokens * run.accumulate * recipe.world_size / seconds if seconds else 0.0,
         spans=tuple(

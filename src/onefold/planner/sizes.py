@@ -1,4 +1,4 @@
-"""Bytes as people write them: "80GiB", "0.5 TB". No torch here."""
+"""Parse and print bytes as people write them: "80GiB", "0.5 TB". No torch here."""
 
 from __future__ import annotations
 
@@ -15,24 +15,19 @@ _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
 def parse_nbytes(flag: str, text: str) -> int:
-    """Bytes that `text` spells with a unit, or `ConfigError` that names the flag."""
+    """Return the bytes of a text with a unit; `ConfigError` names the flag."""
     found = _PATTERN.fullmatch(text)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     factor = units.get(found[2].lower()) if found else None
     nbytes = int(float(found[1]) * factor) if found and factor else 0
     if nbytes < 1:
-        raise ConfigError(
-            expected(
-                f"{flag} to be a number above 0 with a unit: {', '.join(UNITS)}",
-                repr(text),
-                hint=f"{flag} 80GiB",
-            )
-        )
+        wanted = f"{flag} to be a number above 0 with a unit: {', '.join(UNITS)}"
+        raise ConfigError(expected(wanted, repr(text), hint=f"{flag} 80GiB"))
     return nbytes
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes with three digits or so, in binary units."""
+    """Write bytes with three digits or so, in binary units."""
     sign, rest = ("-", -nbytes) if nbytes < 0 else ("", nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if rest < 1024 or unit == "TiB":

@@ -1,4 +1,7 @@
-"""Streams that run beside one another, the links they share, and how long compute waits."""
+"""Streams that run beside one another, the links they share, and how long compute waits.
+
+All times are seconds. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from onefold.planner.links import Cost
 
 @dataclass(frozen=True, slots=True)
 class PlannedSpan:
-    """What one stream does from `start` to `end`, in seconds; `nbytes` that this rank sends."""
+    """The work of one stream from `start` to `end`; `nbytes` that this rank sends."""
 
     stream: str
     unit: str
@@ -20,24 +23,24 @@ class PlannedSpan:
 
 
 class Streams:
-    """One rank's streams, filled in the order in which the host would."""
+    """The streams of one rank, filled in the order in which its host fills them."""
 
     def __init__(self, contention: float) -> None:
         self.now = 0.0  # the end of the compute stream
         self.spans: list[PlannedSpan] = []
-        self.parts: dict[str, float] = {}  # where the compute stream's time went
+        self.parts: dict[str, float] = {}  # the compute stream's time, by cause
         self._rate = 1.0 - contention
         self._free: dict[str, float] = {}  # when a stream or a link is free again
-        self._talking: list[tuple[float, float]] = []  # collectives that may still run
+        self._collectives: list[tuple[float, float]] = []  # collectives that may still run
 
     def begin_step(self) -> float:
-        """Forget what is recorded, not what is under way; the time it is."""
+        """Forget the spans of the step before, and return the time."""
         self.spans.clear()
         self.parts.clear()
         return self.now
 
     def collective(self, stream: str, unit: str, what: str, cost: Cost, ready: float) -> float:
-        """Put a collective on its stream, as soon as that and its links are free; when it ends."""
+        """Put a collective on its stream once that and its links are free; return when it ends."""
         if cost.seconds == 0:
             return ready
         keys = (stream, *cost.links)
@@ -47,12 +50,12 @@ class Streams:
         for key in cost.links:
             self._free[key] = end
         self._free[stream] = end + cost.decode
-        self._talking.append((start, end))
+        self._collectives.append((start, end))
         self.spans.append(PlannedSpan(stream, unit, what, start, end, cost.nbytes))
         return end + cost.decode
 
     def move(self, stream: str, unit: str, what: str, seconds: float, ready: float) -> float:
-        """Put a copy or a background step on its stream; when it ends."""
+        """Put a copy or a background step on its stream, and return when it ends."""
         if seconds == 0:
             return ready
         start = max(ready, self._free.get(stream, 0.0))
@@ -61,9 +64,9 @@ class Streams:
         return end
 
     def wait(self, until: float, cause: str) -> None:
-        """Stall compute."""
+        """Stall compute; `cause` is the part of the step that the wait counts for."""
         if until > self.now:
-            self._spend(cause, until - self.now)
+            self._count(cause, until - self.now)
             self.now = until
 
     def compute(self, unit: str, what: str, parts: dict[str, float]) -> None:
@@ -75,14 +78,14 @@ class Streams:
         lost = self._lost(start, seconds) if self._rate < 1 else 0.0
         self.now = start + seconds + lost
         for part, own in {**parts, "contention": lost}.items():
-            self._spend(part, own)
+            self._count(part, own)
         self.spans.append(PlannedSpan("compute", unit, what, start, self.now))
 
     def _lost(self, start: float, seconds: float) -> float:
-        """What `seconds` of work from `start` on lose beside collectives that are under way."""
-        self._talking = sorted(span for span in self._talking if span[1] > start)
+        """Return the time that work of `seconds` loses beside the collectives under way."""
+        self._collectives = sorted(span for span in self._collectives if span[1] > start)
         now, left, lost = start, seconds, 0.0
-        for begin, end in self._talking:
+        for begin, end in self._collectives:
             alone = max(0.0, begin - now)
             if alone >= left:
                 break
@@ -94,5 +97,5 @@ class Streams:
             now, left = now + took, left - beside
         return lost
 
-    def _spend(self, part: str, seconds: float) -> None:
+    def _count(self, part: str, seconds: float) -> None:
         self.parts[part] = self.parts.get(part, 0.0) + seconds

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from onefold.config import Precision
 from onefold.engine.hooks import install
+from onefold.engine.schedule import Call
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
 from onefold.layout.units import UnitChoice, UnitPlan, plan_units
@@ -168,24 +170,11 @@ def _on_meta(inputs: Inputs) -> Inputs:
     return tuple(moved(value) for value in inputs)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _TracedCall:
-    """One forward of a module that uses a unit."""
-
-    unit: int
-    number: int
-
-
-@dataclass(slots=True)
-class _TraceContext:
-    compute: torch.dtype | None
-
-
 class _Tracer:
     """Takes the place of the engine: writes down the events that hooks announce."""
 
     def __init__(self, module: nn.Module, plans: list[UnitPlan], precision: Precision) -> None:
-        self.context = _TraceContext(precision.compute)
+        self.context = SimpleNamespace(compute=precision.compute)
         self.saved, self.ledger, self.is_summoned = None, None, False
         self.events: list[Event] = []
         self.storages: Storages
@@ -244,19 +233,19 @@ class _Tracer:
         """The root's forward starts."""
         self._depth += 1
 
-    def enter(self, index: int) -> _TracedCall:
+    def enter(self, index: int) -> Call:
         """A module that uses the unit starts."""
         self._num_calls += 1
         self._working.append(index)
         kind = EventKind.AGAIN if self._is_backward else EventKind.ENTER
         self._note(kind, index, self._num_calls)
-        return _TracedCall(index, self._num_calls)
+        return Call(index, self._num_calls)
 
-    def leave(self, call: _TracedCall, module: nn.Module | None, num_modules: int) -> None:
+    def leave(self, call: Call, module: nn.Module | None, num_modules: int) -> None:
         """The module's forward is over."""
         self._working.pop()
         self._note(
-            EventKind.LEAVE, call.unit, call.number, module=id(module), num_modules=num_modules
+            EventKind.LEAVE, call.unit, call.started, module=id(module), num_modules=num_modules
         )
 
     def end_forward(self) -> None:
@@ -276,15 +265,15 @@ class _Tracer:
         """Autograd is about to run the first node."""
         self._is_backward = True
 
-    def expect_backward(self, call: _TracedCall) -> None:
+    def expect_backward(self, call: Call) -> None:
         """The outputs of `call` are watched."""
-        self._note(EventKind.EXPECT, call.unit, call.number)
+        self._note(EventKind.EXPECT, call.unit, call.started)
 
-    def enter_backward(self, call: _TracedCall) -> None:
+    def enter_backward(self, call: Call) -> None:
         """Autograd reaches the outputs of `call`."""
         self.storages.is_loss = False
         self._reached = call.unit
-        self._note(EventKind.BACKWARD, call.unit, call.number)
+        self._note(EventKind.BACKWARD, call.unit, call.started)
 
     def end_backward(self) -> None:
         """Autograd is done."""

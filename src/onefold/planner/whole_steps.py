@@ -18,7 +18,7 @@ from onefold.planner.simulate import simulate
 from onefold.planner.work import ModelWork
 from onefold.recipe import Recipe
 
-MOST_CROWDING = 0.1
+MOST_PENALTY = 0.1
 """Seconds of one collective: longer than any scheduler makes it wait."""
 HALVINGS = 40
 
@@ -34,9 +34,9 @@ def with_whole_steps(speeds: Speeds, work: ModelWork) -> Speeds:
     few, many = speeds.wholes[0], speeds.wholes[-1]
 
     def at(overlap_penalty: float) -> Speeds:
-        crowded = replace(speeds, overlap_penalty=overlap_penalty, step_overhead=0.0)
-        rest = few.seconds - predict_seconds(crowded, work, few)
-        return replace(crowded, step_overhead=max(0.0, rest))
+        slowed = replace(speeds, overlap_penalty=overlap_penalty, step_overhead=0.0)
+        rest = few.seconds - predict_seconds(slowed, work, few)
+        return replace(slowed, step_overhead=max(0.0, rest))
 
     if few is many:
         return at(0.0)
@@ -60,8 +60,8 @@ def predict_seconds(speeds: Speeds, work: ModelWork, whole: Whole) -> float:
 
 
 def _root(rising: Callable[[float], float]) -> float:
-    """Find where a rising function is 0 between 0 and `MOST_CROWDING`, or the nearer end."""
-    low, high = 0.0, MOST_CROWDING
+    """Find where a rising function is 0 between 0 and `MOST_PENALTY`, or the nearer end."""
+    low, high = 0.0, MOST_PENALTY
     if rising(low) >= 0:
         return low
     for _ in range(HALVINGS):

@@ -1,12 +1,27 @@
-"""The wires that a plan tries, each adapted to a recipe as `onefold.shard` adapts it."""
+"""The stages, tiers and wires that a plan tries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from onefold.config import Offload
 from onefold.errors import ConfigError, expected
 from onefold.recipe import Recipe
 from onefold.wire_config import EXACT, PRESETS, Wire, resolve_wire, wire_of
+
+WAYS: tuple[tuple[int, str], ...] = (
+    (0, "none"), (1, "none"), (2, "none"), (3, "none"),
+    (1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "cpu"), (3, "disk"),
+)  # fmt: skip
+"""Stages and offloads, from the fastest to the one that needs least memory."""
+
+OFFLOADS = {
+    "none": Offload(),
+    "optimizer": Offload(optimizer="cpu"),
+    "cpu": Offload(optimizer="cpu", parameters="cpu"),
+    "disk": Offload(optimizer="disk", parameters="disk", disk="."),
+}
+"""The tiers by the words of `--offload`. A plan needs no folder."""
 
 EXACT_NAMES = ("exact", "hybrid", "replicas")
 """The presets that "auto" chooses from: they send every number as it is."""
