@@ -1,1 +1,1 @@
-"""What a run will need, before it runs: memory to the byte, bytes sent, seconds."""
+"""Predict a run before it starts: memory to the byte, bytes sent, seconds."""

@@ -109,19 +109,24 @@ def _messages_of(
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """One parameter, or a part of it, cut over the ranks of a group."""
+    """A parameter, or a part of it, cut over the ranks of a group."""
 
+    member: Member
     numels: tuple[int, ...]  # by rank of the group
-    is_replicated: bool
-    is_matrix: bool
-    is_trained: bool
     is_nccl: bool
-    num_slabs: int = 1  # of the parameter of which this is one
+    num_slabs: int = 1  # of the parameter
 
-    @staticmethod
-    def of(member: Member, numels: Sequence[int], is_nccl: bool, num_slabs: int = 1) -> _Region:
-        shape, is_trained = member.shape, member.requires_grad
-        return _Region(tuple(numels), not shape, len(shape) > 1, is_trained, is_nccl, num_slabs)
+    @property
+    def is_trained(self) -> bool:
+        return self.member.requires_grad
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.member.shape
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.member.shape) > 1
 
     def size(self, itemsize: int) -> Size:
         """Return how the region travels if it is not coded."""
@@ -144,7 +149,7 @@ def _slabs(
     found: list[_Region] = []
     for member in members:
         cut = cut_of(member.shape, ranks, by_rows=by_rows)
-        region = _Region.of(member, _numels(cut), is_nccl, cut.num_slabs)
+        region = _Region(member, _numels(cut), is_nccl, cut.num_slabs)
         found += [region] * cut.num_slabs
     return found
 
@@ -184,7 +189,7 @@ def _replicas(
         own = cut_of(member.shape, near).piece_numel(0)
         parts = [stop - start for start, stop in parts_of(own, nodes)]
         parts = parts if member.shape else [1] * nodes
-        regions.append(_Region.of(member, parts, is_nccl))
+        regions.append(_Region(member, tuple(parts), is_nccl))
     trained = [region for region in regions if region.is_trained]
     itemsize, word = members[0].compute_itemsize, wire.gradients_between
     wide = itemsize if word == EXACT else members[0].itemsize  # of means: they are rounded once
@@ -207,9 +212,9 @@ def _two_hops(
     for member in members:
         pieces = _numels(cut_of(member.shape, ranks, by_rows=True))
         own = pieces[::local_world_size]
-        far.append(_Region.of(member, own, is_nccl))
+        far.append(_Region(member, own, is_nccl))
         starts = range(0, ranks, local_world_size) if member.shape else (0,)
-        near += [_Region.of(member, pieces[at : at + local_world_size], is_nccl) for at in starts]
+        near += [_Region(member, pieces[at : at + local_world_size], is_nccl) for at in starts]
         kept += round_up(sum(own) if member.shape else 1, PIECE_NUMEL)
     flags = 1 + sum(region.is_trained for region in far)
     return UnitMessages(

@@ -63,7 +63,7 @@ def plan(  # noqa: PLR0913 - the contract
     recompute: bool = False,
     calibrate: bool | nn.Module | str = False,
 ) -> Plan:
-    """Find the ways to train a model that fit, how fast each is, and the one to take.
+    """Find the ways to train a model that fit, how fast they are, and which one to take.
 
     Nothing runs, unless `calibrate` asks for it.
 
@@ -246,10 +246,11 @@ def _calibration(where: Cluster, sample: Sample) -> Calibration:
     wanted = "a calibration for ranks on the CPU of this machine"
     if where.machine is not None:
         name = where.machine if isinstance(where.machine, str) else where.machine.name
-        raise ConfigError(expected(wanted, f"one beside {name!r}", hint="leave one of the two out"))
+        hint = "leave out calibrate or Cluster.machine"
+        raise ConfigError(expected(wanted, f"one beside machine {name!r}", hint=hint))
     if where.device_type != "cpu" or where.nodes > 1:
         got = f"{where.nodes} nodes" if where.nodes > 1 else "one for GPUs"
-        hint = "step times on those come from their data: --cluster h100-80"
+        hint = "step times of GPUs and of several nodes come from data sheets: --cluster h100-80"
         raise ConfigError(expected(wanted, got, hint=hint))
     return measured_here(sample, [min(where.ranks, max(2, usable_cores()))])
 

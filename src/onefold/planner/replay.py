@@ -1,7 +1,7 @@
 """Announce the events of a micro-batch to the engine's schedule, as torch would. No torch here.
 
-The schedule (engine/schedule.py) answers each event with actions. Whoever executes them stands
-where engine/hands.py stands: `planner/byte_hands.py` counts bytes, `planner/clock_hands.py` time.
+The schedule (engine/schedule.py) answers each event with actions. In training engine/hands.py
+executes them; here `planner/byte_hands.py` counts bytes and `planner/clock_hands.py` time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Replay:
         self._calls: dict[int, Call] = {}
 
     def learn(self, num_microbatches: int) -> None:
-        """Play a step that nobody executes: the schedule then knows the order of use."""
+        """Play a step without executing it: the schedule then knows the order of use."""
         for micro in range(num_microbatches):
             self.micro_batch(None, is_last=micro + 1 == num_microbatches)
         self._schedule.take_stepped()

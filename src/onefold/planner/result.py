@@ -180,15 +180,15 @@ def _reason(row: Row) -> str:
 
 
 def _wire_notes(row: Row) -> list[str]:
-    """Say how a wire differs from its name here, and what it asks for."""
+    """Say where a wire differs from its name, rounds, or has none."""
     recipe, name = row.forecast.recipe, row.wire.name
     if row.wire.wire.is_plain:
         return []
     if recipe.nodes == 1 and recipe.wire.is_plain:
-        return [f"wire {name} is an exact one on a single node, which keeps all for itself"]
-    lines = [f"wire {name} rounds what it sends: compare losses"] * row.wire.is_lossy
+        return [f"wire {name} is the exact wire on a single node: no message leaves the node"]
+    lines = [f"wire {name} rounds its messages: compare losses"] * row.wire.is_lossy
     if not row.wire.is_preset:
-        lines.append("onefold train has no name for this wire; the line below does it in a script")
+        lines.append("onefold train has no name for this wire; use the line of Python below")
     return lines
 
 

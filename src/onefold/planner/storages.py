@@ -130,7 +130,7 @@ class Storages(TorchDispatchMode):
         asked = self._scalars.get(tensor.untyped_storage()._cdata, "a tensor")
         if asked in ("all", "any", "isnan", "isinf", "is_nonzero"):
             return asked == "all"
-        raise Untraceable(f"the forward looks at the value of {asked}")
+        raise Untraceable(f"the forward depends on the value of {asked}")
 
 
 def work_of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Work:

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from onefold.config import Precision
 from onefold.engine.hooks import install
@@ -116,7 +117,8 @@ def trace(
     kernels run. Raises `Untraceable` where the forward depends on values.
     """
     skeleton = without_values(module)
-    inputs = _on_meta(inputs)
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
     tracer = _Tracer(skeleton, plan_units(skeleton, units), precision or Precision())
     storages = tracer.storages = Storages(device_type, tracer.note_work)
     for tensor in (*skeleton.parameters(), *skeleton.buffers(), *tensors_in(inputs)):
@@ -140,7 +142,7 @@ def _run(module: nn.Module, inputs: Inputs, loss: Loss, tracer: _Tracer) -> None
     outputs = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
     total = loss(outputs)
     del outputs
-    # past the functions that hide what follows from a mode: a recompute runs attention too
+    # not through Tensor.backward, which hides a recompute's attention from the function mode
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(  # type: ignore[attr-defined]
         (total,), (torch.ones_like(total),), False, False, (), allow_unreachable=True,
@@ -150,7 +152,7 @@ def _run(module: nn.Module, inputs: Inputs, loss: Loss, tracer: _Tracer) -> None
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """A copy of `module` whose parameters and buffers lie on `meta`; ties are kept."""
+    """Copy `module` with parameters and buffers on `meta`; ties are kept."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         shape, dtype = tuple(parameter.shape), parameter.dtype
@@ -159,15 +161,6 @@ def without_values(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(module, memo)
-
-
-def _on_meta(inputs: Inputs) -> Inputs:
-    def moved(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, Tensor) else value
-
-    if isinstance(inputs, Mapping):
-        return {name: moved(value) for name, value in inputs.items()}
-    return tuple(moved(value) for value in inputs)
 
 
 class _Tracer:
