@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.engine.registry import engine_of
 from onefold.ledger import Usage
+from onefold.wire.spare_buffers import SpareBuffers
 from tests.models import WIDTH, Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 
@@ -100,3 +101,18 @@ def test_what_inference_mode_has_gathered_is_not_kept_for_training(stage):
 
     first, second = run_ranks(2, body)
     assert first == second
+
+
+def test_a_spare_buffer_is_taken_once_and_freed_after_the_next_message():
+    counted: list[int] = []
+    spare = SpareBuffers[str](counted.append)
+    first = spare.take("int8", 64, lambda: "first")
+    spare.give("int8", 64, first, keeps=True)
+    assert spare.take("fp32", 256, lambda: "other kind") == "other kind"
+    assert spare.take("int8", 64, lambda: "second") == "first"
+    assert spare.take("int8", 64, lambda: "second") == "second"
+    assert counted == [64, 256, 64]
+    spare.give("int8", 64, "first", keeps=True)
+    spare.give("int8", 64, "second", keeps=False)
+    spare.clear()
+    assert counted[3:] == [-64, -64]
