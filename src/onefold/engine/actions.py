@@ -1,4 +1,4 @@
-"""The actions that a schedule returns: who executes them knows tensors, bytes or clocks."""
+"""The actions that a schedule returns, executed on tensors, on byte counters or on clocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum, auto
 
 
 class Verb(IntEnum):
-    """One thing to do with one unit. `NO_UNIT` stands where an action is about none."""
+    """One thing to do with one unit; with `NO_UNIT`, with none."""
 
     FETCH = auto()  # bring this rank's rows near, if they rest in another tier
     FILL = auto()  # begin to fill the node's second shard of weights

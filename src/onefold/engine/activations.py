@@ -1,22 +1,29 @@
-"""What autograd saves in forward leaves for another tier, and is back before backward needs it.
+"""Activations that autograd saves in forward move to another tier, and come back for backward.
 
-    pack      autograd saves a tensor: the stretch of memory under it is noted, once for all views
-    leave     newer stretches came: the oldest of the window is written, and its memory is free
-    reach     backward comes by: what lies before it in forward's order begins to come back
-    bring     its memory is there again, for as long as backward holds it
+    pack    autograd saves a tensor: note the stretch of its storage, once for all views of it
+    leave   newer stretches came: write the oldest of the window, then free its memory
+    reach   backward needs a stretch: begin to read the stretches that forward saved before it
+    bring   wait until its bytes are near, and keep them while backward holds them
 
-At each moment of forward one window of the newest bytes rests near and another is on its way out;
-at each moment of backward one window lies near that backward has not reached. What is newest when
-forward ends therefore never left, and is what backward wants first. Each stretch is written once at
-most, and read once: what came back stays, as a second backward (`retain_graph`) will want it.
+At each moment of forward, one window of the newest bytes rests near and another is being written.
+At each moment of backward, one window is near that backward has not reached. The newest bytes at
+the end of forward never leave, and backward needs them first. Each stretch is written once at most
+and read once: it stays after it came back, as a second backward (`retain_graph`) will need it.
 
-Autograd does not compare versions of what a hook packed, and a copy that is made in the background
-could be of either version; so `unpack` compares them, with a tensor that shares the counter and has
-no bytes. Changes that torch does not count (`.data`) are not noticed here either.
+Autograd does not compare versions of tensors that a hook packed, and a background copy could be of
+either version. So `unpack` compares versions, by a tensor that shares the version counter and has
+no bytes. Changes that torch does not count (`.data`) go unnoticed here as well.
 
-Hooks on saved tensors nest, and torch asks the innermost alone: inside torch.utils.checkpoint only
-the inputs of a block come here, and what a user's own hooks pack never does. Recompute happens in
+Hooks on saved tensors nest, and torch calls the innermost alone. Inside torch.utils.checkpoint only
+the inputs of a block come here; tensors that a user's own hooks pack never do. Recompute runs in
 backward, where nothing leaves. Source: ZeRO-Infinity, arXiv 2104.07857, section 5.1.2.
+
+[Note: locking] One thread runs a module's forward and owns `SavedActivations`. Backward may run on
+other threads, which meet in `Walk` and `SavedBytes`, and workers call back when a write has ended.
+Each has a lock. `Walk.reach` takes that of the walk first, then those of stretches, never the other
+way round. Under a lock transfers begin, but no thread waits for one. Memory is freed after the lock
+is released, because the end of a storage may run other code. Callbacks hold stretches weakly: the
+graph alone decides how long a stretch lives, and `__del__` abandons its transfers.
 """
 
 from __future__ import annotations
@@ -25,7 +32,6 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
-from typing import Protocol
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -33,39 +39,34 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from onefold.engine.calls import in_backward
 from onefold.errors import StateError, TierError, expected
 from onefold.tier.area import Lease
 from onefold.tier.scratch import Scratch, Transfer
 
 _LINE = 64
-"""Stretches begin at multiples of this in their storage, and so do storages in memory: a kernel
-that depends on how its operands are aligned finds them as they were."""
+"""Stretches begin at multiples of this in their storage, and so do storages in memory. So operands
+of kernels come back with their alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes that decide what leaves, and when.
+    """Which bytes leave, and when.
 
-    `least`: a smaller stretch stays. To move one costs 0.2-0.3 ms beside its bytes (measured, of
-    64 KiB), which is what these take at 1 GB/s; the many small tensors of a transformer (statistics
-    of norms) are about a hundredth of its bytes.
-    `window`: of the newest bytes, of those on their way out, and of those that came back early.
+    least: a smaller stretch stays. A move costs 0.2-0.3 ms besides its bytes (measured at 64 KiB),
+        as long as `least` bytes take at 1 GB/s. The many small tensors of a transformer (statistics
+        of norms) are about a hundredth of its bytes.
+    window: bytes that are newest, that are being written, and that are read ahead; each at most.
     """
 
     least: int = 256 << 10
     window: int = 64 << 20
 
 
-class Packed(Protocol):
-    """What a graph holds in place of a tensor."""
-
-    def unpack(self) -> Tensor: ...
-
-
 class SavedBytes:
     """A stretch of a storage that autograd has saved: near, on its way, or far.
 
-    Held by the views that were packed of it; when the graph lets go of those, its place is free.
+    The views that were packed hold it. When the graph frees them, its place in the tier is free.
     """
 
     __slots__ = (
@@ -75,22 +76,24 @@ class SavedBytes:
 
     def __init__(self, near: Tensor, counter: Tensor, walk: Walk) -> None:
         self._near: Tensor | None = near  # [nbytes, uint8]; its storage_offset is in bytes
-        self._storage = StorageWeakRef(near.untyped_storage())  # so that no other gets its address
+        self._storage = StorageWeakRef(
+            near.untyped_storage()
+        )  # keeps its address from being reused
         self._counter, self._version = counter, counter._version
         self._lease: Lease | None = None
         self._writing: Transfer | None = None
         self._reading: tuple[Tensor, Transfer] | None = None
         self._lock = Lock()
-        self.stays = False  # backward is close: what is near is not let go of
+        self.stays = False  # backward is close: near bytes stay
         self.is_reached = False  # by backward
         self.nbytes = len(near)
         self.walk = walk
 
     def is_same(self, counter: Tensor) -> bool:
-        """True if the bytes are still those that were saved, and `counter` would tell a change.
+        """True if the bytes are unchanged, and `counter` is the counter of their versions.
 
-        Parts of one storage may have counters of their own (`unsafe_chunk`, in recurrent cells):
-        then equal versions say nothing. torch shows only by counting whether two are one.
+        Parts of one storage may have counters of their own (`unsafe_chunk`, in recurrent cells).
+        Then equal versions prove nothing. Only counting shows whether two tensors share a counter.
         """
         if self._counter._version != self._version:
             return False
@@ -99,7 +102,7 @@ class SavedBytes:
             return counter._version != self._version
 
     def leave(self, scratch: Scratch) -> Transfer | None:
-        """Begin to write; the memory goes when that is over. Raises `TierError` without room."""
+        """Begin to write, and free the memory afterwards. Raises `TierError` without room."""
         with self._lock:
             if self.stays or self._near is None or self._writing is not None:
                 return None
@@ -108,39 +111,39 @@ class SavedBytes:
             def written() -> None:
                 alive = mine()
                 if alive is not None:
-                    alive._let_go()
+                    alive._free()
 
             self._lease = scratch.take(self.nbytes)
             self._writing = scratch.write(self._lease, self._near, written)
             return self._writing
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         near = None
         with self._lock:
             if not self.stays:
                 near, self._near = self._near, None
-        del near  # outside of the lock: a storage may go with it
+        del near  # see [Note: locking]
 
     def come(self, scratch: Scratch) -> None:
-        """Begin to be near: stay if it has not left, else begin to read."""
+        """Keep the bytes near if they have not left, else begin to read them."""
         with self._lock:
             self.stays = True
             if self._near is None and self._reading is None:
-                assert self._lease is not None, "what is not near has been written"
+                assert self._lease is not None, "bytes that are not near have been written"
                 self._reading = scratch.read(self._lease, self.nbytes)
             elif self._writing is not None and not self._writing.is_completed():
                 self._writing.abandon()
 
     def bring(self, scratch: Scratch) -> Tensor:
-        """The bytes [nbytes, uint8], near from now on. Raises `TierError`."""
+        """Return the bytes [nbytes, uint8], near from now on. Raises `TierError`."""
         self.come(scratch)
         with self._lock:
             near, writing, reading = self._near, self._writing, self._reading
         if near is not None:
             if writing is not None and writing.is_completed():
-                writing.wait()  # for its error: a disk that fails is not to be found out later
+                writing.wait()  # raises its error: report a failing disk now
             return near
-        assert reading is not None, "what is not near is on its way"
+        assert reading is not None, "bytes that are not near are being read"
         near, transfer = reading
         transfer.wait()
         with self._lock:
@@ -155,21 +158,21 @@ class SavedBytes:
 
 
 class Walk:
-    """What one forward saved, in order. Backward walks it in reverse, and a window runs ahead."""
+    """The stretches that one forward saved, in order. Backward reads them ahead, in reverse."""
 
     def __init__(self, scratch: Scratch, window: int) -> None:
         self.scratch = scratch
         self._window = window
-        self._waiting: list[ref[SavedBytes]] = []  # backward is not close to them yet
-        self._ahead: list[ref[SavedBytes]] = []  # near, or about to be, and not reached
+        self._waiting: list[ref[SavedBytes]] = []  # not read ahead yet
+        self._ahead: list[ref[SavedBytes]] = []  # near, or being read, and not reached
         self._lock = Lock()
 
     def append(self, saved: SavedBytes) -> None:
-        """Forward has saved these bytes."""
+        """Add the stretch that forward has saved last."""
         self._waiting.append(ref(saved))
 
     def reach(self, saved: SavedBytes) -> None:
-        """Backward needs these bytes now, and soon what was saved before them."""
+        """Read a stretch that backward needs now, and ahead the stretches saved before it."""
         if saved.is_reached:
             return
         with self._lock:
@@ -187,11 +190,12 @@ class Walk:
 
 
 def _alive(known: Iterable[ref[SavedBytes]]) -> list[SavedBytes]:
+    """Return the stretches that a graph still refers to."""
     return [saved for saved in (each() for each in known) if saved is not None]
 
 
 class SavedView:
-    """A tensor that autograd saved, of bytes that may leave. Its bytes outlive their storage."""
+    """Packed: a tensor whose bytes may leave."""
 
     __slots__ = ("_counter", "_dtype", "_saved", "_shape", "_start", "_stride", "_version")
 
@@ -202,7 +206,7 @@ class SavedView:
         self._start = start  # in bytes, from the beginning of the stretch
 
     def unpack(self) -> Tensor:
-        """The tensor as it was saved: bits, strides, and alignment."""
+        """Return the tensor as it was saved: bits, strides and alignment."""
         _check_version(self._counter, self._version, self._shape)
         walk = self._saved.walk
         walk.reach(self._saved)
@@ -213,7 +217,7 @@ class SavedView:
 
 
 class SavedEntry:
-    """A tensor that stays where it is: its graph may hold it, but not its own node."""
+    """Packed: a tensor that stays. The graph holds it without the node that made it."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -221,13 +225,13 @@ class SavedEntry:
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def unpack(self) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
         _check_version(self._tensor, self._version, self._tensor.shape)
         return self._tensor
 
 
 def _check_version(counter: Tensor, version: int, shape: torch.Size) -> None:
-    """Raise where autograd would: it leaves that to hooks, where there are any."""
+    """Raise where autograd would raise if no hook had packed the tensor."""
     if counter._version != version:
         raise StateError(
             expected(
@@ -240,24 +244,14 @@ def _check_version(counter: Tensor, version: int, shape: torch.Size) -> None:
         )
 
 
-def _unpack(packed: Packed) -> Tensor:
-    return packed.unpack()
-
-
 class SavedActivations:
-    """Takes what autograd saves while the root module runs, and sends the older bytes away.
-
-    Belongs to one module, whose forwards run on one thread at a time; backward may run on others.
-    """
+    """Packs the tensors that autograd saves while the root module runs, and moves older ones."""
 
     def __init__(
         self, scratch: Scratch, device: torch.device, weights: Iterable[Tensor] = (),
         module: nn.Module | None = None, limits: Limits | None = None,
     ) -> None:  # fmt: skip
-        """`weights`: buffers that stay, whatever views of them are saved. So do those of `module`.
-
-        `device`: what lies elsewhere stays there.
-        """
+        """Keep `weights`, the buffers of `module` and tensors of other devices where they are."""
         self.limits = limits or Limits()
         self._scratch = scratch
         self._device = device
@@ -274,14 +268,14 @@ class SavedActivations:
         self._begun: list[saved_tensors_hooks | None] = []
 
     def begin(self) -> None:
-        """A forward of the root begins: from now on autograd asks here, if it builds a graph.
+        """Begin a forward of the root: pack tensors from now on, if autograd builds a graph.
 
-        Nothing leaves in evaluation, nor in the recompute of a root that is checkpointed itself.
+        Nothing leaves in evaluation, or in the recompute of a root that is checkpointed itself.
         """
         hooks = None
         is_nested = any(each is not None for each in self._begun)
-        if torch.is_grad_enabled() and not is_nested and not _in_backward():
-            hooks = saved_tensors_hooks(self.pack, _unpack)
+        if torch.is_grad_enabled() and not is_nested and not in_backward():
+            hooks = saved_tensors_hooks(self.pack, lambda packed: packed.unpack())
             buffers = (each for named in self._named for each in named.values())
             addresses = {_address(each) for each in buffers if each is not None}
             self._staying = addresses | self._weights
@@ -290,20 +284,21 @@ class SavedActivations:
         self._begun.append(hooks)
 
     def end(self) -> None:
-        """The forward is over, by return or exception; it is no error if none has begun."""
+        """End the forward, by return or exception; do nothing if none has begun."""
         hooks = self._begun.pop() if self._begun else None
         if hooks is not None:
             hooks.__exit__()
 
     def end_all(self) -> None:
-        """End what is left of forwards that were interrupted, outside of any forward."""
+        """End forwards that were interrupted."""
         while self._begun:
             self.end()
 
-    def pack(self, tensor: Tensor) -> Packed:
-        """What the graph shall hold instead of `tensor`. Raises `TierError`, also of older writes.
+    def pack(self, tensor: Tensor) -> SavedView | SavedEntry:
+        """Return an object for the graph to hold instead of `tensor`.
 
-        Waits, if a window of bytes is on its way out already: memory must not grow with the model.
+        Waits while a whole window of bytes is being written, so that memory does not grow with the
+        model. Raises `TierError`, also for older writes.
         """
         with torch._C.DisableTorchFunctionSubclass():
             stretch = self._stretch(tensor)
@@ -312,7 +307,7 @@ class SavedActivations:
             start, stop = stretch
             key = (_address(tensor), start, stop, tensor._version)
             counter = tensor.detach()
-            counter.data = self._nothing  # keeps the counter, and lets go of the bytes
+            counter.data = self._nothing  # keeps the counter, and drops the bytes
             saved = self._known.get(key)
             if saved is None or not saved.is_same(counter):
                 near = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -324,10 +319,10 @@ class SavedActivations:
             return SavedView(saved, tensor, first - start, counter)
 
     def _stretch(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The bytes of the storage that `tensor` needs, or None if it stays.
+        """Return the first and last byte of the storage to move; None if the tensor stays.
 
-        Views that need half of a storage stand for all of it, so that parts of one projection,
-        interleaved in its rows, go together and once. A batch cut from a data set goes alone.
+        A view of half of a storage moves all of it: parts of one projection, interleaved in its
+        rows, move together and once. A batch cut from a data set moves alone.
         """
         itemsize = tensor.itemsize
         if tensor.numel() * itemsize < self.limits.least or not self._is_plain(tensor):
@@ -345,17 +340,17 @@ class SavedActivations:
         return (start, stop) if stop - start >= self.limits.least else None
 
     def _is_plain(self, tensor: Tensor) -> bool:
-        """True for bytes and strides, and nothing else, on the device that computes."""
+        """True for a plain strided tensor on the device that computes, saved in forward."""
         return (
             type(tensor) is Tensor
             and tensor.device == self._device
             and tensor.layout is torch.strided
             and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
-            and not _in_backward()
+            and not in_backward()
         )
 
     def _enlist(self, saved: SavedBytes) -> None:
-        """The newest bytes push older ones out of the window."""
+        """Add the newest bytes to the window, and write the oldest while it is too full."""
         self._walk.append(saved)
         self._newest.append((ref(saved), saved.nbytes))
         self._newest_nbytes += saved.nbytes
@@ -370,7 +365,7 @@ class SavedActivations:
                     self._leaving_nbytes += nbytes
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until so many more bytes may be on their way out, but for one stretch alone."""
+        """Wait until a write of `nbytes` fits the window of writes, or is the only write."""
         while self._leaving:
             saved, transfer, oldest = self._leaving[0]
             has_room = self._leaving_nbytes + nbytes <= self.limits.window
@@ -381,14 +376,10 @@ class SavedActivations:
             try:
                 transfer.wait()
             except TierError:
-                if saved() is not None:  # else its graph is gone, and nobody misses the bytes
+                if saved() is not None:  # else its graph is gone, and nothing needs the bytes
                     raise
 
 
 def _address(tensor: Tensor) -> int:
-    """The identity of a storage, whatever bytes it has just now."""
+    """Return the identity of a storage, which does not depend on its bytes."""
     return tensor.untyped_storage()._cdata
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""How the C kernel of native/adam.c is called, where it was compiled and this CPU runs it."""
+"""Call the C kernel of native/adam.c, where it was compiled and this CPU runs it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.autograd.graph import increment_version
 from onefold.native.library import library, names
 
 SHARE_NUMEL = 128 * 1024
-"""Elements that are worth a thread: stepping them takes several times as long as starting it."""
+"""Elements per thread at least: stepping them takes several times as long as a thread's start."""
 
 
 class Flats(NamedTuple):
-    """What a step reads and writes, each [numel] and contiguous in CPU memory."""
+    """The tensors that a step reads and writes, each [numel] and contiguous in CPU memory."""
 
     param: Tensor  # fp32
     exp_avg: Tensor  # fp32
     exp_avg_sq: Tensor  # fp32
     grad: Tensor  # fp32 or bf16
-    weight: Tensor  # bf16, gets `param` rounded
+    weight: Tensor  # bf16, receives `param` rounded
 
 
 class _Step(ctypes.Structure):
@@ -51,7 +51,7 @@ class _Flats(ctypes.Structure):
 
 
 class AdamKernel:
-    """One of the library's loops: AdamW and Adam in one pass, the same bits however it is cut."""
+    """One of the library's loops: AdamW and Adam in one pass, the same bits for every cut."""
 
     def __init__(self, library: ctypes.CDLL, index: int, name: str) -> None:
         self.name = name  # of the instruction set
@@ -62,7 +62,7 @@ class AdamKernel:
 
     @staticmethod
     def takes(stepped: Tensor, grad: Tensor, weight: Tensor) -> bool:
-        """True if it has a loop for tensors like these."""
+        """True if the library has a loop for tensors like these."""
         return (
             stepped.dtype == torch.float32
             and grad.dtype in (torch.float32, torch.bfloat16)
@@ -77,7 +77,7 @@ class AdamKernel:
         this step.
         """
         numel = len(flats.param)
-        flats = flats._replace(grad=flats.grad.contiguous())  # others are by how they are made
+        flats = flats._replace(grad=flats.grad.contiguous())  # the others always are
         numbers = _numbers(options, steps)
         addresses = [flat.data_ptr() for flat in flats]
         tensors = _Flats(numel, *addresses, flats.grad.dtype == torch.bfloat16)
@@ -87,7 +87,7 @@ class AdamKernel:
 
 
 def _numbers(options: Mapping[str, Any], steps: float) -> _Step:
-    """Computed in double precision like torch's, and rounded once."""
+    """Return the kernel's factors, computed in double precision like torch's and rounded once."""
     lr, decay = float(options["lr"]), float(options["weight_decay"])
     beta1, beta2 = float(options["beta1"]), float(options["beta2"])
     is_decoupled = options["is_decoupled"]
@@ -105,7 +105,7 @@ def _numbers(options: Mapping[str, Any], steps: float) -> _Step:
 
 
 def kernels(found: ctypes.CDLL | None) -> list[AdamKernel]:
-    """Those of a library that this CPU runs, the fastest first."""
+    """Return the kernels of a library that this CPU runs, the fastest first."""
     if found is None:
         return []
     return [AdamKernel(found, index, name) for index, name in enumerate(names(found, "adam"))]
@@ -113,5 +113,5 @@ def kernels(found: ctypes.CDLL | None) -> list[AdamKernel]:
 
 @cache
 def kernel() -> AdamKernel | None:
-    """The one to use, if there is one."""
+    """Return the kernel to use, if there is one."""
     return next(iter(kernels(library())), None)

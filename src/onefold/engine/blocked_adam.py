@@ -1,17 +1,17 @@
 """Adam and AdamW for narrow weights with fp32 masters, in one pass over memory.
 
-The optimizer's own step would want all gradients in fp32 first, a pass of its own and 4 bytes per
-element, and the masters rounded afterwards, another pass. Here an element moves 28 bytes (bf16
-gradient in, master and two moments in and out, bf16 weight out), in one of two ways:
+The optimizer's own step needs three passes: widen all gradients to fp32 (4 more bytes per element),
+step, round the masters into the weights. Here an element moves 28 bytes once (bf16 gradient in,
+master and two moments in and out, bf16 weight out), in one of two ways:
 
-    native     bf16 in CPU memory, where the C kernel was compiled: one loop (native/adam.c). It
-               has the bits of torch's kernel on x86 but need not elsewhere, so dtypes and device
-               decide, never a tier or a stage: those agree whichever way it is.
+    native     bf16 in CPU memory, where the C kernel was compiled: one loop (native/adam.c). On x86
+               it has the bits of torch's kernel, elsewhere maybe not. So dtypes and the device
+               choose it, never a tier or a stage, which must agree bitwise.
     in blocks  otherwise: each block is widened, stepped by torch's fused kernel and rounded before
-               the next is touched, with one block of extra memory. Pieces are multiples of that
-               kernel's vector width, so the bits are those of one call.
+               the next, with one block of extra memory. Blocks are multiples of that kernel's
+               vector width, so the bits are those of one call.
 
-Weights that are fp32 themselves have nothing to convert: torch's kernel steps them.
+torch's kernel steps fp32 weights: they need no conversion.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from torch.optim import Adam, AdamW, Optimizer
 from onefold.engine.adam_kernel import AdamKernel, Flats, kernel
 
 CPU_BLOCK_NUMEL = 512 * 1024
-"""Measured best of 64 Ki to 1 Mi: a block stays in the cache, and the calls for it do not show."""
+"""The fastest of 64 Ki to 1 Mi, measured: a block stays in the cache, and calls cost little."""
 DEVICE_BLOCK_NUMEL = 64 * 1024 * 1024
-"""Elsewhere only the extra memory counts, and launches should be few."""
-
+"""On other devices the only limit is the extra memory, and launches should be few."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def frozen(value: Any) -> Any:
-    """A hyper-parameter that a scheduler cannot change before the step is over."""
+    """Copy a hyper-parameter, so that a scheduler cannot change it before the step is over."""
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 class BlockedAdam:
-    """The update of one parameter group: what `torch.optim.Adam` or `AdamW` would do with it."""
+    """The update of one parameter group, as `torch.optim.Adam` or `AdamW` does it."""
 
     def __init__(self, group: dict[str, Any], *, is_decoupled: bool) -> None:
         beta1, beta2 = group["betas"]
@@ -58,11 +57,11 @@ class BlockedAdam:
 
     @staticmethod
     def of(optimizer: Optimizer, group: dict[str, Any]) -> BlockedAdam | None:
-        """The rule of a group; None where the class's own step does something else."""
+        """Return the rule of a group; None where the class's own step does something else."""
         if type(optimizer) not in (Adam, AdamW) or group["amsgrad"]:
             return None
         scaler = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        if any(value is not None for value in scaler):  # the class's kernel is to unscale
+        if any(value is not None for value in scaler):  # the class's kernel unscales
             return None
         is_open = group["fused"] is None and not group["foreach"]
         if not (is_open or group["fused"]) or group["differentiable"] or group["capturable"]:
@@ -70,13 +69,13 @@ class BlockedAdam:
         return BlockedAdam(group, is_decoupled=group["decoupled_weight_decay"])
 
     def start(self, moments: dict[str, Tensor]) -> dict[str, Any]:
-        """The state before the first step, in the room of `moments`, which are set to zero."""
+        """Return the state before the first step, in the memory of `moments`, set to zero."""
         device = next(iter(moments.values())).device
         step = torch.zeros((), dtype=torch.float32, device=device)
-        return {"step": step} | {name: room.zero_() for name, room in moments.items()}
+        return {"step": step} | {name: moment.zero_() for name, moment in moments.items()}
 
     def steps_at_once(self, stepped: Tensor, grad: Tensor, weight: Tensor) -> bool:
-        """True if `step` is better than the class's own: faster, and with less memory."""
+        """True if `step` is faster than the class's own, and needs less memory."""
         is_narrow = weight is not stepped and grad.dtype == weight.dtype
         return is_narrow or self._native(stepped, grad, weight) is not None
 
@@ -87,8 +86,8 @@ class BlockedAdam:
     def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: dict[str, Any]) -> None:
         """Step `stepped` [numel] by `grad` [numel] of its dtype or a narrower one, in place.
 
-        `weight` is `stepped`, or a narrower tensor into which it is rounded. `state` is the
-        optimizer's of `stepped`; made here at the first step, under its names.
+        `weight` is `stepped`, or a narrower tensor into which it is rounded. `state` is that of
+        torch's class; the first step fills it.
         """
         if not state:
             state |= self.start({name: torch.empty_like(stepped) for name in MOMENTS})
@@ -115,12 +114,9 @@ class BlockedAdam:
         self._update([p], [g], [m], [v], [], [steps], **self._options)
 
     def _scratch_for(self, stepped: Tensor, numel: int) -> Tensor:
-        """Uninitialised, like `stepped`, of at least `numel`: one for all pieces on a thread."""
+        """Return memory like `stepped` of at least `numel`, uninitialised: one a thread."""
+        kind = (stepped.dtype, stepped.device)
         found: Tensor | None = getattr(self._scratch, "tensor", None)
-        is_alike = found is not None and (found.dtype, found.device) == (
-            stepped.dtype,
-            stepped.device,
-        )
-        if found is None or not is_alike or len(found) < numel:
+        if found is None or (found.dtype, found.device) != kind or len(found) < numel:
             found = self._scratch.tensor = stepped.new_empty(numel)
         return found

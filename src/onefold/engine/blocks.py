@@ -1,10 +1,10 @@
-"""Stepping one unit in blocks, in the background: state comes near, is stepped, and goes back.
+"""Step one unit in blocks, in the background: fetch a block of state, step it, flush it.
 
-A block is a range of the unit's shard, over everything that rests there: weight, master, moments.
-Workers take blocks one after the other, each with a slot of near memory of its own: while one
-fetches, another steps and a third flushes. What rests near is stepped where it is
-(tier/step_device.py). Whoever needs the unit does what is left of it (tier/workers.py), so the
-order is that of use.
+A block is a range of the unit's shard, over all its buffers: weight, master, moments. Workers take
+blocks in turn, each with a slot of near memory of its own. While one worker fetches, another steps
+and a third flushes. State that rests near is stepped in place (tier/step_device.py). A thread that
+needs the unit runs the blocks that no worker has begun (tier/workers.py), so units finish in the
+order of use.
 
 Blocks are multiples of every kernel's vector width, so the bits are those of one step over all
 (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
@@ -12,7 +12,7 @@ Blocks are multiples of every kernel's vector width, so the bits are those of on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,11 +43,11 @@ class Segment:
     start: int  # in the shard
     grad: Tensor  # [numel], flat
     rule: Rule
-    moments: tuple[str, ...]  # names of the states that have an element for each of the weight's
-    state: State  # all states; those that are one number are updated here
+    moments: tuple[str, ...]  # names of the states with an element for each of the weight's
+    state: State  # all states; the step updates here the states that are one number
     is_new: bool  # stepped for the first time: the rule makes the states
-    owner: Buffer | None  # of the gradient's bytes, to be counted until the step is over
-    before: State = field(default_factory=dict)
+    owner: Buffer | None  # of the gradient's bytes; its bytes are counted until the step is over
+    before: State = field(default_factory=dict)  # the numbers, as each block finds them
 
     @property
     def stop(self) -> int:
@@ -55,15 +55,18 @@ class Segment:
 
 
 class UnitStep:
-    """The step of one unit, cut into tasks that workers begin with. The unit is to wait for it.
+    """The step of one unit, cut into tasks for workers; its waiter runs the rest of the tasks.
 
-    Gradients go with the last block that needs them, and the unit with the last block.
+    A gradient is freed with the last block that needs it.
     """
 
     def __init__(self, unit: Unit, segments: Sequence[Segment]) -> None:
         self.stepped = unit.weight if unit.master is None else unit.master
         names = dict.fromkeys(name for segment in segments for name in segment.moments)
         self.moments = {name: unit.moments[name] for name in names}
+        self.buffers = [self.stepped, *self.moments.values()]
+        if unit.master is not None:
+            self.buffers.append(unit.weight)
         self._ready: torch.cuda.Event | None = None  # gradients are there, weights may be changed
         if unit.context.store.device.type == "cuda":
             self._ready = torch.cuda.Event()
@@ -86,13 +89,13 @@ class UnitStep:
         return all(task.is_completed() for task in self._tasks)
 
     def wait(self) -> None:
-        """Return when every block is stepped and back where it rests; raises the first error."""
+        """Return when every block is stepped and back in its tier; raise the first error."""
         with one_thread():  # as on workers: each core has a block of its own
             for task in self._tasks:
                 task.run()
         for task in self._tasks:
             task.finish()
-        for task in self._tasks:  # every waiter is told
+        for task in self._tasks:
             if isinstance(task.error, TierError):
                 raise task.error
             if task.error is not None:
@@ -105,7 +108,7 @@ class UnitStep:
                 ) from task.error
 
     def await_device(self) -> None:
-        """Wait until the device has done what was asked of it before the step began."""
+        """Wait until the device has finished all work queued before the step began."""
         if self._ready is not None:
             self._ready.synchronize()
 
@@ -120,44 +123,31 @@ class _StepBlock:
         self._unit = unit
         self._start, self._stop = start, stop
         self._segments = segments
-        self._place = unit.context.tiers.workplace
+        self._device = unit.context.tiers.workplace
 
     def run(self) -> None:
-        self._step.await_device()
+        step, device, numel = self._step, self._device, self._stop - self._start
+        step.await_device()
+        nbytes = [_staged_nbytes(buffer, numel, device) for buffer in step.buffers]
         watching = watched(self._observer, Stream.BACKGROUND, "step", self._unit.name)
-        with watching, self._place.working():
-            self._run_near()
+        lending = device.lend(sum(nbytes)) if any(nbytes) else nullcontext()
+        with watching, device.working(), lending as slot:
+            self._run([*_parts(slot, step.buffers, nbytes, numel)])
 
-    def _run_near(self) -> None:
-        step, unit, place = self._step, self._unit, self._place
-        buffers = [step.stepped, *step.moments.values()]
-        if step.stepped is not unit.weight:
-            buffers.append(unit.weight)
-        rooms = [_room_nbytes(buffer, self._stop - self._start, place) for buffer in buffers]
-        if not any(rooms):
-            self._run([None] * len(buffers))
-            return
-        with place.lend(sum(rooms)) as slot:
-            self._run(_cut(slot, buffers, rooms, self._stop - self._start))
-
-    def _run(self, rooms: list[Tensor | None]) -> None:
-        step, unit = self._step, self._unit
-        is_first = all(segment.is_new for segment in self._segments) and self._is_covered()
-        stepped = self._bring(step.stepped, rooms[0])
-        moments = {
-            name: self._bring(buffer, room, is_read=not is_first)
-            for (name, buffer), room in zip(step.moments.items(), rooms[1:], strict=False)
-        }
-        weight = stepped
-        if step.stepped is not unit.weight:
-            weight = self._bring(unit.weight, rooms[-1], is_read=not self._is_covered())
+    def _run(self, parts: list[Tensor | None]) -> None:
+        step, is_covered = self._step, self._is_covered()
+        is_first = is_covered and all(segment.is_new for segment in self._segments)
+        is_read = [True, *[not is_first for _ in step.moments], not is_covered]
+        near = [
+            self._bring(buffer, part, is_read=reads)
+            for buffer, part, reads in zip(step.buffers, parts, is_read, strict=False)
+        ]
+        moments = dict(zip(step.moments, near[1:], strict=False))
+        weight = near[-1] if self._unit.master is not None else near[0]
         for segment in self._segments:
-            self._step_segment(segment, stepped, weight, moments)
-        self._take_back(step.stepped, stepped)
-        for name, buffer in step.moments.items():
-            self._take_back(buffer, moments[name])
-        if weight is not stepped:
-            self._take_back(unit.weight, weight)
+            self._step_segment(segment, near[0], weight, moments)
+        for buffer, tensor in zip(step.buffers, near, strict=True):
+            self._take_back(buffer, tensor)
 
     def _is_covered(self) -> bool:
         """True if every element of the block is stepped."""
@@ -186,43 +176,42 @@ class _StepBlock:
         segment.rule.step(own, grad.to(own.device), rounded, state)
         for name, value in state.items():
             if name in segment.moments:
-                room = moments[name][here]
-                if room.data_ptr() != value.data_ptr():
-                    room.copy_(value)
-            elif first == segment.start:  # every block comes to the same
+                moment = moments[name][here]
+                if moment.data_ptr() != value.data_ptr():
+                    moment.copy_(value)
+            elif first == segment.start:  # a number, the same in every block
                 now = segment.state.get(name)
                 if isinstance(now, Tensor) and isinstance(value, Tensor):
                     now.copy_(value)
-                else:  # where those rest that are one number
+                else:  # numbers rest on the CPU
                     segment.state[name] = _copied(value, torch.device("cpu"))
 
-    def _bring(self, buffer: Buffer, room: Tensor | None, *, is_read: bool = True) -> Tensor:
-        """The block's part of a buffer where it can be stepped."""
-        part = buffer.tensor.data[self._start : self._stop]  # no counter: nobody may look yet
-        if room is None:
-            return part
-        if is_read:
-            with self._moves("fetch", room):
-                if buffer.far is not None:
-                    buffer.far.fetch(self._start, room)
-                else:
-                    room.copy_(part, non_blocking=self._place.is_queued)
-        elif len(room) > 0:
-            room.zero_()
-        return room
+    def _bring(self, buffer: Buffer, near: Tensor | None, *, is_read: bool) -> Tensor:
+        """Return the block of a buffer, in place or in `near`: read, or zeros."""
+        resting = buffer.tensor.data[self._start : self._stop]  # `.data`: counts no edit
+        if near is None:
+            return resting
+        if not is_read:
+            return near.zero_()
+        with self._moves("fetch", near):
+            if buffer.far is not None:
+                buffer.far.fetch(self._start, near)
+            else:
+                near.copy_(resting, non_blocking=self._device.is_queued)
+        return near
 
     def _take_back(self, buffer: Buffer, near: Tensor) -> None:
         if buffer.far is not None:
             with self._moves("flush", near):
                 buffer.far.flush(self._start, near)
             return
-        part = buffer.tensor.data[self._start : self._stop]
-        if part.data_ptr() != near.data_ptr():
+        resting = buffer.tensor.data[self._start : self._stop]
+        if resting.data_ptr() != near.data_ptr():
             with self._moves("flush", near):
-                part.copy_(near, non_blocking=self._place.is_queued)
+                resting.copy_(near, non_blocking=self._device.is_queued)
 
     def _moves(self, verb: str, near: Tensor) -> AbstractContextManager[None]:
-        if self._place.is_queued:  # the host only asks for it
+        if self._device.is_queued:  # the host cannot see when the copy runs
             return nullcontext()
         return watched(self._observer, Stream.TIER, verb, self._unit.name, near.nbytes)
 
@@ -231,35 +220,32 @@ class _StepBlock:
         return self._unit.context.ledger.observer
 
 
-def reserve_room(unit: Unit) -> None:
-    """Take the room that blocks of the unit will need on their way, now that moments are there."""
-    place, numel = unit.context.tiers.workplace, min(BLOCK_NUMEL, len(unit.weight.tensor))
+def reserve_slots(unit: Unit) -> None:
+    """Allocate the slots that blocks of the unit will need, once its moments exist."""
+    device, numel = unit.context.tiers.workplace, min(BLOCK_NUMEL, len(unit.weight.tensor))
     buffers = [unit.weight, *unit.moments.values(), *([unit.master] if unit.master else [])]
-    place.reserve(sum(_room_nbytes(buffer, numel, place) for buffer in buffers))
+    device.reserve(sum(_staged_nbytes(buffer, numel, device) for buffer in buffers))
 
 
-def _room_nbytes(buffer: Buffer, numel: int, place: StepDevice) -> int:
-    """Bytes of a slot that a block of the buffer needs; none where it can be stepped in place."""
-    if buffer.far is None and place.is_at(buffer.tensor, buffer.tier):
+def _staged_nbytes(buffer: Buffer, numel: int, device: StepDevice) -> int:
+    """Return the slot's bytes for a block of the buffer; 0 where it is stepped in place."""
+    if buffer.far is None and device.is_at(buffer.tensor, buffer.tier):
         return 0
     return whole_pages(numel * buffer.tensor.itemsize)
 
 
-def _cut(
-    slot: Room, buffers: Sequence[Buffer], rooms: Sequence[int], numel: int
-) -> list[Tensor | None]:
-    """The slot's memory, a page-aligned part for each buffer that needs one."""
-    parts: list[Tensor | None] = []
+def _parts(
+    slot: Room | None, buffers: Sequence[Buffer], nbytes: Sequence[int], numel: int
+) -> Iterator[Tensor | None]:
+    """Yield the slot's page-aligned part for each buffer; None for one stepped in place."""
     start = 0
-    for buffer, nbytes in zip(buffers, rooms, strict=True):
-        dtype = buffer.tensor.dtype
-        parts.append(slot.tensor(numel, dtype, start) if nbytes else None)
-        start += nbytes
-    return parts
+    for buffer, length in zip(buffers, nbytes, strict=True):
+        yield slot.tensor(numel, buffer.tensor.dtype, start) if slot and length else None
+        start += length
 
 
 def _copied(value: object, device: torch.device | None = None) -> object:
-    """A copy of a tensor, on `device`; of anything else, itself."""
+    """Return a copy of a tensor, on `device`; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     return value.clone() if device is None else value.to(device, copy=True)

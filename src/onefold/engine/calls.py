@@ -1,4 +1,4 @@
-"""The spans of calls and phases that a recording sees."""
+"""Spans of calls and phases, for a recording."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def in_backward() -> bool:
 
 
 class Marks:
-    """Tells the ledger's observer when calls compute, and which phase of a step it is."""
+    """Tells the ledger's observer when a call computes, and when a phase of a step runs."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -25,7 +25,7 @@ class Marks:
         self._calls: WeakKeyDictionary[Call, Span] = WeakKeyDictionary()
 
     def begin(self, phase: str) -> None:
-        """A phase begins: "forward", "backward" or "step". One that was left open ends here."""
+        """Begin a phase: "forward", "backward" or "step". End one that was left open."""
         self.end()
         if phase == "backward":
             self._ledger.begin_backward()
@@ -33,18 +33,18 @@ class Marks:
             self._phase = self._ledger.observer.begin(Stream.PHASE, phase, "")
 
     def end(self) -> None:
-        """The phase is over."""
+        """End the phase."""
         phase, self._phase = self._phase, None
         if phase is not None:
             phase.end()
 
     def enter(self, call: Call, verb: str, unit: str) -> None:
-        """A call's unit is unsharded, and it computes from here on."""
+        """Begin the compute of a call, whose unit is unsharded now."""
         if self._ledger.observer is not None:
             self._calls[call] = self._ledger.observer.begin(Stream.COMPUTE, verb, unit)
 
     def leave(self, call: Call) -> None:
-        """A call has computed: its forward, or its part of backward."""
+        """End the compute of a call: its forward, or its part of backward."""
         if self._calls:
             begun = self._calls.pop(call, None)
             if begun is not None:

@@ -1,11 +1,12 @@
-"""The engine of one sharded module: torch's events go in, a schedule decides, hands do it.
+"""The engine of one sharded module: torch announces events, a schedule decides, hands execute.
 
     hooks.py     torch calls module hooks and autograd hooks
-    engine.py    turns them into events of this module; checks that weights are as they should be
+    engine.py    turns them into events of this module; checks that weights have not changed
     schedule.py  returns the actions that follow
     hands.py     executes them on units (unit/), whose messages go over the wire (wire/)
 
-A step of offloaded units runs in blocks in the background (blocks.py). Whoever needs a unit waits.
+The step of an offloaded unit runs in blocks in the background (blocks.py). The next use of the unit
+waits for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from onefold.engine.calls import Marks, in_backward
 from onefold.engine.hands import Hands
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Call, Schedule
-from onefold.engine.structure import check_structure, edited
 from onefold.engine.successors import Phase
 from onefold.engine.watch import watch_outputs
 from onefold.errors import StateError, expected
@@ -43,7 +43,7 @@ class Engine:
         self.module = ref(module)
         self.context = context
         self.recipe = recipe
-        self.description = description  # what was planned, and why
+        self.description = description  # of the offload plan, and why
         self.expected_peaks = expected_peaks
         self.has_accumulated = self.is_accumulating = False
         self.ledger, self.group = context.ledger, context.routes.group
@@ -53,8 +53,7 @@ class Engine:
         self.saved = _saved_activations(module, units, context)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         self.gradients = {unit: unit.gradient for unit in units}
-        self.hands = Hands(self.schedule, units, list(self.gradients.values()), context)
-        self.steppers = self.hands.steppers
+        self.hands = Hands(self.schedule, units, context.routes.rest)
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
         self._index = {unit: index for index, unit in enumerate(units)}
         self._is_torn = False  # a backward failed after it had stepped units
@@ -72,7 +71,7 @@ class Engine:
         self.hands.do(self.schedule.show(self._index[unit], is_recorded=is_recorded))
 
     def on_use(self, unit: Unit, outputs: object) -> None:
-        """It has used them: backward must find them unsharded, too."""
+        """Note that such an operation is over: backward must find the unit unsharded, too."""
         index, is_recorded = self._index[unit], torch.is_grad_enabled()
         call, actions = self.schedule.use(index, is_recorded=is_recorded)
         self.hands.do(actions)
@@ -80,7 +79,7 @@ class Engine:
         watch_outputs(ref(self), [call], outputs)
 
     def note_reduced(self, gradient: UnitGradient) -> None:
-        """A tiled weight's gradient is complete."""
+        """Note that a tiled weight's gradient is complete."""
         self.hands.do(self.schedule.note_reduced(self._index[gradient.unit]))
 
     @property
@@ -97,7 +96,7 @@ class Engine:
             if schedule.is_backward:
                 self.abort_backward()
             self._check_not_torn()
-            for stepper in list(self.steppers):
+            for stepper in list(self.hands.steppers):
                 stepper.recover()
             if not self._is_checked:
                 self.check_structure()
@@ -108,7 +107,7 @@ class Engine:
         self.hands.do(schedule.begin_forward(phase))
 
     def end_forward(self) -> None:
-        """The root's forward is over, by return or exception: every unit may rest."""
+        """The root's forward is over, by return or exception."""
         phase = current_phase()
         self.hands.do(self.schedule.end_forward(phase))
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
@@ -126,27 +125,29 @@ class Engine:
         return call
 
     def leave(self, call: Call, module: nn.Module | None, num_modules: int) -> None:
-        """A module's forward is over; the unit rests when all its modules have run."""
+        """A module's forward is over; reshard the unit once all its modules have run."""
         self.marks.leave(call)
         key = None if module is None else id(module)
         self.hands.do(self.schedule.leave(call, key, num_modules, is_recompute=in_backward()))
 
     def hold_alias(self, tensor: nn.Parameter) -> None:
-        """A module gave out an unsharded weight or a view of one: it stays until backward ends."""
+        """A module returned an unsharded weight or a view of one: keep it until backward ends."""
         for index, unit in enumerate(self.units):
             if any(parameter.unsharded is tensor for parameter in unit.parameters):
                 self.schedule.hold(index)
 
     def hold_hidden(self, index: int) -> None:
-        """A forward showed no tensor for backward to come by: if it hid one, weights must stay."""
-        # not for recompute, which torch ends by an exception: the call that it repeats is open
+        """A forward returned no tensor that backward could announce: keep weights it may use.
+
+        Not so in recompute, which torch ends by an exception: the call that it repeats is open.
+        """
         if not in_backward() and self.gradients[self.units[index]].trainable():
             self.schedule.hold(index)
 
     # backward
 
     def begin_backward(self) -> None:
-        """The first node of this module's graph is about to run; `end_backward` is arranged for."""
+        """The first node of this module's graph is about to run; queue `end_backward`."""
         if self.schedule.is_backward:
             return
         is_last = not self.is_accumulating
@@ -167,7 +168,7 @@ class Engine:
         return [len(gradient.trainable()) for gradient in self.gradients.values()]
 
     def expect_backward(self, call: Call) -> None:
-        """The outputs of `call` are watched: backward will come by, if it comes at all."""
+        """Note that backward, if it runs, will announce `call`: its outputs are watched."""
         self.schedule.expect_backward(call)
 
     def enter_backward(self, call: Call) -> None:
@@ -177,7 +178,14 @@ class Engine:
         self.begin_backward()
         unit = self.units[call.unit]
         if call.edits != unit.edits_at_rest():
-            raise edited(unit)
+            raise StateError(
+                expected(
+                    f"the weights of unit {unit.name!r} to be the same in backward as in forward",
+                    "weights that changed in between",
+                    where=unit.context.where,
+                    hint="run backward before the optimizer steps or weights are loaded",
+                )
+            )
         actions = self.schedule.enter_backward(call, builds_graph=torch.is_grad_enabled())
         for ended in self.schedule.ended:
             self.marks.leave(ended)
@@ -194,7 +202,7 @@ class Engine:
         self.hands.do(self.schedule.gradient(self._index[parameter.unit], id(parameter)))
 
     def end_backward(self) -> None:
-        """Autograd is done: rest every unit, finish every reduction."""
+        """Autograd is done: reshard every unit, finish every reduction."""
         reductions, defers = self.schedule.reductions, self.schedule.reductions.defers
         self.has_accumulated |= self.is_accumulating
         actions = self.schedule.end_backward()
@@ -210,10 +218,9 @@ class Engine:
         self.marks.end()
 
     def abort_backward(self) -> None:
-        """An exception ended backward: forget its gradients, rest everything."""
+        """An exception ended backward: drop its gradients, reshard every unit."""
         self._is_torn = self._is_torn or self.schedule.has_stepped
-        for index in self.schedule.take_stepped():
-            self.hands.gradients[index].is_consumed = False
+        self.hands.take_stepped()
         for gradient in self.gradients.values():
             gradient.is_discarding = True
         self.hands.do(self.schedule.abort_backward())
@@ -226,7 +233,7 @@ class Engine:
     # step
 
     def rest(self) -> None:
-        """All units rest as shards, nothing unsharded is kept."""
+        """Reshard all units; keep nothing unsharded."""
         if self.saved is not None:
             self.saved.end_all()
         self.hands.do(self.schedule.rest())
@@ -234,20 +241,18 @@ class Engine:
             unit.rows.give_back()
 
     def complete(self) -> None:
-        """Reduce gradients that an accumulation left which ended without its last micro-batch."""
+        """Reduce gradients of an accumulation that ended without its last micro-batch."""
         for gradient in self.gradients.values():
             gradient.check_whole()
         if any(each.partial or each.reduction.waits for each in self.gradients.values()):
             self.hands.do(self.schedule.complete(self._trained()))
 
     def before_step(self) -> None:
-        """The optimizer is about to step: masters follow edited weights, everything rests."""
+        """The optimizer is about to step: reshard all units, bring edited weights to masters."""
         if self.schedule.is_backward:
             self.abort_backward()
         self._check_not_torn()
-        stepped = self.schedule.take_stepped()
-        for index in stepped:
-            self.hands.gradients[index].is_consumed = False
+        stepped = self.hands.take_stepped()
         self.marks.begin("step")
         self.rest()
         self.context.check_device_tags()
@@ -257,11 +262,11 @@ class Engine:
         for index, unit in enumerate(self.units):
             unit.check_untouched()
             if index not in stepped:
-                unit.join_step()  # a failure is told in the next gather, to every rank alike
+                unit.join_step()  # the next gather raises a failure, on every rank alike
                 unit.refresh_master()
 
     def after_step(self, rounded: Set[Unit]) -> None:
-        """The optimizer has stepped: publish.
+        """The optimizer has stepped: round masters into weights, unless the unit is in `rounded`.
 
         The weights of `rounded` units follow their masters already.
         """
@@ -272,22 +277,61 @@ class Engine:
         self.marks.end()
 
     def are_gradients_finite(self) -> bool:
-        """False if a gradient is not finite on some rank. A collective."""
-        return self.hands.are_gradients_finite()
+        """False if a gradient is not finite on some rank: then on all. A collective.
+
+        A rank sees its own rows only, so it asks the others. A GPU's host waits for the answer.
+        The gradients are read as they are now: one that was cleared, zeroed or unscaled since its
+        reduction, or stepped by another optimizer, counts as such.
+        """
+        if not self.units:
+            return True
+        is_bad = torch.zeros(1, device=self.context.store.device)
+        for unit in self.units:
+            for parameter in unit.parameters:
+                rows = parameter.own_grad()
+                if rows is not None:
+                    for bound in torch.aminmax(rows):  # both are NaN if an element is
+                        is_bad += bound.isfinite().logical_not()
+        self.group.all_reduce_max(is_bad)
+        is_finite = not is_bad.item()
+        for gradient in self.gradients.values() if not is_finite else ():
+            gradient.reduction.feedback.forget(gradient.unit.parameters)
+        return is_finite
 
     # checks
 
     def check_structure(self) -> None:
         """Raise `StateError` if the module has gained or lost parameters since `shard`."""
         module = self.module()
-        if module is not None and not self.is_summoned:
-            self._is_checked = True
-            check_structure(module, self.by_sharded, self.group.rank)
+        if module is None or self.is_summoned:
+            return
+        self._is_checked = True
+        unseen = dict(self.by_sharded)
+        for prefix, part in module.named_modules():
+            for name, tensor in part._parameters.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in self.by_sharded:
+                    fqn = f"{prefix}.{name}".lstrip(".")
+                    raise self._changed(fqn, "a parameter that it did not shard")
+                unseen.pop(id(tensor), None)
+        for parameter in unseen.values():
+            raise self._changed(parameter.fqn, "a module from which it was removed or replaced")
+
+    def _changed(self, fqn: str, got: str) -> StateError:
+        return StateError(
+            expected(
+                f"parameter {fqn!r} to be as onefold.shard left it",
+                got,
+                where=f"rank {self.group.rank}",
+                hint="add, replace and resize parameters and modules before onefold.shard",
+            )
+        )
 
     def _check_not_torn(self) -> None:
-        """Raise `StateError` if a backward failed after it had stepped some of the units.
+        """Raise if a backward failed after it had stepped some of the units.
 
-        Or the failure of a tier that was the reason, which stays.
+        Raise the error of the tier where a tier was the reason, else `StateError`.
         """
         if self._is_torn:
             for unit in self.units:
@@ -296,14 +340,14 @@ class Engine:
             raise StateError(
                 expected(
                     "a backward that ran to its end, as it steps units on its way",
-                    "one that failed: some weights are stepped and others are not",
+                    "a backward that failed: some weights are stepped and others are not",
                     where=f"rank {self.group.rank}",
                     hint="load the last checkpoint with onefold.load",
                 )
             )
 
     def mend(self) -> None:
-        """All weights were loaded anew."""
+        """Note that all weights were loaded anew: no backward has torn them."""
         self._is_torn = False
 
     # an engine belongs to one module in one process
@@ -316,7 +360,7 @@ class Engine:
 
 
 def current_phase() -> Phase:
-    """The walk over the units that this thread is in: forward, evaluation or backward."""
+    """Return the phase that this thread is in: forward, evaluation or backward."""
     if in_backward():
         return Phase.BACKWARD
     return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
@@ -325,7 +369,7 @@ def current_phase() -> Phase:
 def _saved_activations(
     module: nn.Module, units: list[Unit], context: Context
 ) -> SavedActivations | None:
-    """Activations that leave the device, if they do."""
+    """Return the mover of activations, if they leave the device."""
     scratch = context.tiers.scratch
     if scratch is None:
         return None
@@ -334,7 +378,7 @@ def _saved_activations(
 
 
 def facts_of(unit: Unit) -> UnitFacts:
-    """The facts about a unit that a schedule decides by."""
+    """Return the facts about a unit that a schedule decides by."""
     return UnitFacts(
         nbytes=unit.unsharded.tensor.nbytes,
         is_resident=unit.is_resident,

@@ -1,4 +1,4 @@
-"""Executes a schedule's actions on the units of one module: tensors, messages, background steps."""
+"""Execute a schedule's actions on the units of one module: tensors, messages, background steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 from weakref import WeakSet
 
-import torch
-
 from onefold.engine.actions import Action, Verb
 from onefold.engine.schedule import Schedule
 from onefold.ticket import Ticket
-from onefold.unit.context import Context
-from onefold.unit.gradient import UnitGradient
 from onefold.unit.unit import Unit
 
 
@@ -20,7 +16,7 @@ class Stepper(Protocol):
     """An optimizer's binding, as the engine knows it."""
 
     def step_early(self, unit: Unit) -> None:
-        """Begin to step the parameters that the optimizer holds of a unit."""
+        """Begin to step the parameters of a unit that the optimizer holds."""
         ...
 
     def recover(self) -> None:
@@ -29,21 +25,20 @@ class Stepper(Protocol):
 
 
 class Hands:
-    """Does to each unit what a schedule says."""
+    """Does to each unit what a schedule's actions say."""
 
     def __init__(
-        self, schedule: Schedule, units: Sequence[Unit], gradients: Sequence[UnitGradient],
-        context: Context,
-    ) -> None:  # fmt: skip
+        self, schedule: Schedule, units: Sequence[Unit], free_wire: Callable[[], None]
+    ) -> None:
+        """`free_wire` frees the buffers that transports keep for their next message."""
         self.schedule = schedule
         self.units = units
-        self.gradients = gradients
-        self.context = context
+        self.free_wire = free_wire
         self.steppers: WeakSet[Stepper] = WeakSet()
         self._tickets: dict[int, Ticket] = {}  # of reductions, by unit
 
     def do(self, actions: Iterable[Action]) -> None:
-        """Execute actions in order; where one raises, the others are left out."""
+        """Execute actions in order. Where one raises, the rest are skipped."""
         index = -1
         try:
             for verb, index in actions:
@@ -62,31 +57,18 @@ class Hands:
         for index in list(self._tickets):
             self._land(index)
 
-    # one verb each
-
-    def _fetch(self, index: int) -> None:
-        self.units[index].start_fetch()
+    def take_stepped(self) -> set[int]:
+        """Return the units that backward has stepped; their gradients may be read again."""
+        stepped = self.schedule.take_stepped()
+        for index in stepped:
+            self.units[index].gradient.is_consumed = False
+        return stepped
 
     def _fill(self, index: int) -> None:
         self.units[index].gather.begin_early(is_summoned=self.schedule.is_suspended)
 
-    def _gather(self, index: int) -> None:
-        self.units[index].start_unshard()
-
-    def _show(self, index: int) -> None:
-        self.units[index].unshard()
-
-    def _hide(self, index: int) -> None:
-        self.units[index].reshard(release=False)
-
-    def _free(self, index: int) -> None:
-        self.units[index].reshard(release=True)
-
-    def _invalidate(self, index: int) -> None:
-        self.units[index].reshard(release=True, keeps_bytes=True)
-
     def _reduce(self, index: int) -> None:
-        self._tickets[index] = self.gradients[index].start_reduce()
+        self._tickets[index] = self.units[index].gradient.start_reduce()
 
     def _land(self, index: int) -> None:
         ticket = self._tickets.get(index)
@@ -94,61 +76,34 @@ class Hands:
             ticket.wait()
             del self._tickets[index]
 
-    def _keep_sums(self, index: int) -> None:
-        self.gradients[index].keep_sums()
-
-    def _follow(self, index: int) -> None:
-        self.gradients[index].follow()
-
-    def _finish(self, index: int) -> None:
-        self.gradients[index].end_following()
-
-    def _wait_step(self, index: int) -> None:
-        self.units[index].join_step()
-
     def _step(self, index: int) -> None:
-        unit, gradient, steppers = self.units[index], self.gradients[index], list(self.steppers)
-        if not steppers or gradient.is_unused:
+        unit, steppers = self.units[index], list(self.steppers)
+        if not steppers or unit.gradient.is_unused:
             self.schedule.skipped(index)
             return
         unit.join_step()
         unit.refresh_master()
         for stepper in steppers:
             stepper.step_early(unit)
-        gradient.consume()
-
-    def _rest(self, index: int) -> None:
-        self.context.routes.rest()
-
-    # over all units
-
-    def are_gradients_finite(self) -> bool:
-        """False if a gradient is not finite on some rank: then on all. A collective.
-
-        A rank sees its own rows only, so ranks have to ask each other. A GPU's host waits for the
-        answer. Gradients are asked as they are now: cleared, zeroed, unscaled since the reduction
-        or stepped by another optimizer makes no difference.
-        """
-        if not self.units:
-            return True
-        is_bad = torch.zeros(1, device=self.context.store.device)
-        for unit in self.units:
-            for parameter in unit.parameters:
-                rows = parameter.own_grad()
-                if rows is not None:
-                    for bound in torch.aminmax(rows):  # both are NaN if an element is
-                        is_bad += bound.isfinite().logical_not()
-        self.context.routes.group.all_reduce_max(is_bad)
-        is_finite = not is_bad.item()
-        for gradient in self.gradients if not is_finite else []:
-            gradient.reduction.feedback.forget(gradient.unit.parameters)
-        return is_finite
+        unit.gradient.consume()
 
 
 _HANDS: Mapping[Verb, Callable[[Hands, int], None]] = {
-    Verb.FETCH: Hands._fetch, Verb.FILL: Hands._fill, Verb.GATHER: Hands._gather,
-    Verb.SHOW: Hands._show, Verb.HIDE: Hands._hide, Verb.FREE: Hands._free,
-    Verb.INVALIDATE: Hands._invalidate, Verb.REDUCE: Hands._reduce, Verb.LAND: Hands._land,
-    Verb.KEEP_SUMS: Hands._keep_sums, Verb.FOLLOW: Hands._follow, Verb.FINISH: Hands._finish,
-    Verb.WAIT_STEP: Hands._wait_step, Verb.STEP: Hands._step, Verb.REST: Hands._rest,
-}  # fmt: skip
+    Verb.FETCH: lambda hands, index: hands.units[index].start_fetch(),
+    Verb.FILL: Hands._fill,
+    Verb.GATHER: lambda hands, index: hands.units[index].start_unshard(),
+    Verb.SHOW: lambda hands, index: hands.units[index].unshard(),
+    Verb.HIDE: lambda hands, index: hands.units[index].reshard(release=False),
+    Verb.FREE: lambda hands, index: hands.units[index].reshard(release=True),
+    Verb.INVALIDATE: lambda hands, index: hands.units[index].reshard(
+        release=True, keeps_bytes=True
+    ),
+    Verb.REDUCE: Hands._reduce,
+    Verb.LAND: Hands._land,
+    Verb.KEEP_SUMS: lambda hands, index: hands.units[index].gradient.keep_sums(),
+    Verb.FOLLOW: lambda hands, index: hands.units[index].gradient.follow(),
+    Verb.FINISH: lambda hands, index: hands.units[index].gradient.end_following(),
+    Verb.WAIT_STEP: lambda hands, index: hands.units[index].join_step(),
+    Verb.STEP: Hands._step,
+    Verb.REST: lambda hands, _: hands.free_wire(),
+}

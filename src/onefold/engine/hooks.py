@@ -1,4 +1,4 @@
-"""torch events -> engine verbs, and nothing else.
+"""Module hooks: torch's events become events of the engine, and nothing else.
 
 A module that uses units gets a pre-forward and a forward hook; the autograd nodes of its outputs
 announce the backward (engine/watch.py).
@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from onefold.engine.precision import cast_floating
-from onefold.engine.watch import now, tensors_in, watch_outputs
+from onefold.engine.watch import BackwardEvents, now, tensors_in, watch_outputs
 from onefold.errors import WireError
 
 
-class Verbs(Protocol):
-    """Whom hooks drive: an engine, or a planner that writes down what an engine would be told.
+class ModuleEvents(BackwardEvents, Protocol):
+    """The receiver of hooks: an engine, or a planner that writes the events down.
 
-    Units and calls are the driven one's own.
+    Units are indices, calls are the receiver's own.
     """
 
-    context: Any  # its `compute` is the dtype that floating-point arguments are cast to
+    context: Any  # its `compute` is the dtype to which floating-point arguments are cast
     saved: Any
     ledger: Any
 
@@ -39,29 +39,22 @@ class Verbs(Protocol):
     def end_forward(self) -> None: ...
     def hold_alias(self, tensor: nn.Parameter) -> None: ...
     def hold_hidden(self, index: int) -> None: ...
-    def begin_backward(self) -> None: ...
-    def enter_backward(self, call: Any) -> None: ...
-    def expect_backward(self, call: Any) -> None: ...
 
 
 class ModuleHooks:
     """The two hooks of one module that uses units, or is the root."""
 
     def __init__(
-        self, engine: Verbs, module: nn.Module, units: list[Any], *, is_root: bool
+        self, engine: ModuleEvents, module: nn.Module, units: dict[int, int], *, is_root: bool
     ) -> None:
+        """`units`: for each unit that the module uses, how many modules use it."""
         self.engine = engine
         self.units = units
         self.is_root = is_root
         self.compute = engine.context.compute
-        self._calls: list[tuple[list[Any], int]] = []  # and when each began
-        self._num_modules = {unit: 1 for unit in units}
+        self._calls: list[tuple[list[Any], int]] = []  # and the next autograd node at their start
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, always_call=True)
-
-    def share(self, unit: Any, num_modules: int) -> None:
-        """Tell how many modules use the unit, so that it rests after the last of them."""
-        self._num_modules[unit] = num_modules
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,20 +93,18 @@ class ModuleHooks:
             for call in calls:
                 engine.hold_hidden(call.unit)
         for call in calls:
-            engine.leave(call, module, self._num_modules[call.unit])
+            engine.leave(call, module, self.units[call.unit])
         if torch.is_grad_enabled() and (calls or self.is_root):
             watch_outputs(ref(engine), calls, tensors, since)
         if self.is_root:
             engine.end_forward()
 
 
-def install(engine: Verbs, module: nn.Module, users: Mapping[int, list[nn.Module]]) -> None:
+def install(engine: ModuleEvents, module: nn.Module, users: Mapping[int, list[nn.Module]]) -> None:
     """Hook every module that uses a unit, and the root."""
-    by_module: dict[nn.Module, list[Any]] = {module: []}
+    by_module: dict[nn.Module, dict[int, int]] = {module: {}}
     for unit, modules in users.items():
         for user in modules:
-            by_module.setdefault(user, []).append(unit)
+            by_module.setdefault(user, {})[unit] = len(modules)
     for user, units in by_module.items():
-        hooks = ModuleHooks(engine, user, units, is_root=user is module)
-        for unit in units:
-            hooks.share(unit, len(users[unit]))
+        ModuleHooks(engine, user, units, is_root=user is module)

@@ -1,4 +1,4 @@
-"""Joining optimizers to the engines whose parameters they hold, before or after `shard`."""
+"""Bind optimizers to the engines whose parameters they hold, before or after `shard`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onefold.engine.optimizer import ELEMENTWISE, OptimizerBinding
 
 
 def binding_of(optimizer: Optimizer) -> OptimizerBinding | None:
-    """The binding that `shard` gave this optimizer, if it did."""
+    """Return the binding of this optimizer, if it has one."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, OptimizerBinding):
@@ -25,7 +25,7 @@ def binding_of(optimizer: Optimizer) -> OptimizerBinding | None:
 
 
 def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
-    """Join an optimizer that holds faces of `engine` to it."""
+    """Bind an optimizer that holds sharded parameters of `engine`."""
     binding = binding_of(optimizer)
     if binding is None:
         binding = OptimizerBinding(optimizer, engine)
@@ -45,7 +45,7 @@ def check_state(fqn: str, parameter: nn.Parameter, optimizer: Optimizer) -> None
 
 @dataclass(frozen=True)
 class _Adoption:
-    """A step hook for all optimizers that binds those that hold faces of one engine."""
+    """A step hook for all optimizers, which binds those that hold parameters of one engine."""
 
     engine: ref[Engine]
 
@@ -66,9 +66,8 @@ class _Adoption:
 def adopt_later(engine: Engine) -> None:
     """Bind optimizers that are built on the module's parameters after `shard`, at their first step.
 
-    torch's own step hook for all optimizers is used. The hooks of modules that are gone are removed
-    here and not with them: the collector may run while torch goes over its hooks, and then they
-    must not change.
+    This uses torch's own step hook for all optimizers. Hooks of deleted modules are removed here,
+    not when a module is deleted: the collector may run while torch goes over its hooks.
     """
     for key, hook in list(_global_optimizer_pre_hooks.items()):
         if isinstance(hook, _Adoption) and hook.engine() is None:
@@ -79,7 +78,7 @@ def adopt_later(engine: Engine) -> None:
 def replace_parameters(
     optimizer: Optimizer, sharded: dict[int, nn.Parameter], originals: Iterable[nn.Parameter]
 ) -> None:
-    """Let groups and state name sharded parameters: `sharded` maps an original's id to it."""
+    """Put sharded parameters into groups and state; `sharded` finds them by an original's id."""
     for group in optimizer.param_groups:
         group["params"] = [sharded.get(id(tensor), tensor) for tensor in group["params"]]
     state = optimizer.state

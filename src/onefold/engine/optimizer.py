@@ -1,15 +1,14 @@
-"""How an unchanged `torch.optim.Optimizer` steps sharded state.
+"""Step sharded state with an unchanged `torch.optim.Optimizer`.
 
-The user's optimizer keeps its object, class, groups and hooks; its groups hold faces. Around each
-`step` the binding swaps what the groups hold for tensors that are fast and right to step, and lets
-the class's own code run:
+The user's optimizer keeps its object, class, groups and hooks. Its groups hold sharded parameters.
+Around each `step` the binding replaces them by tensors that the class's own code steps:
 
-    elementwise classes   flat runs: neighbouring parameters of a unit in one tensor, so that a
-                          unit and group are one fused call (engine/flat.py)
-    all others            whole matrices, each on the one rank that owns it (engine/matrix.py)
+    elementwise classes   flat groups: neighbouring parameters of a unit in one tensor, so that a
+                          unit and an optimizer group are one fused call (engine/flat.py)
+    all others            unsharded parameters, each on the rank that owns it (engine/matrix.py)
 
-Afterwards the groups hold faces again and `optimizer.state[face]` shows the moments as the face
-shows its weight, so state dicts, schedulers and checkpoints see ordinary per-parameter state.
+Afterwards the groups hold sharded parameters again. `optimizer.state[parameter]` shows the moments
+like the parameter, so state dicts, schedulers and checkpoints see ordinary per-parameter state.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onefold.engine.blocks import reserve_room
+from onefold.engine.blocks import reserve_slots
 from onefold.engine.engine import Engine
 from onefold.engine.flat import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
@@ -51,44 +50,40 @@ def steps_elements(optimizer: Optimizer) -> bool:
 
 
 class StepStrategy(Protocol):
-    """What stands in an optimizer's groups while it steps."""
+    """The tensors that replace sharded parameters in an optimizer's groups while it steps."""
+
+    rounded: set[Unit]
+    """Units that `enter` has stepped, and rounded from their masters already."""
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
-        """Take over per-parameter state: of own rows, whole, or shown like the face."""
+        """Take over per-parameter state: own rows, unsharded, or shown like the parameter."""
         ...
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
-        """Those whose state this rank keeps: own rows of each, or some of them whole."""
+        """Return the parameters whose state this rank keeps: own rows of all, or some unsharded."""
         ...
 
     def forget(self) -> None:
-        """Let go of all state: other state will be imported before the next step."""
+        """Drop all states; others will be imported before the next step."""
         ...
 
-    def enter(self, groups: list[list[UnitParameter]], rules: Sequence[Rule]) -> list[list[Tensor]]:
-        """For each group, the tensors to step, with their `.grad`."""
-        ...
-
-    @property
-    def rounded(self) -> set[Unit]:
-        """Units whose weights `enter` has stepped, and rounded from their masters already."""
-        ...
-
-    def state_of(self, stand_in: Tensor) -> State | None:
-        """The optimizer's state of a tensor that `enter` gave."""
+    def enter(
+        self, groups: list[list[UnitParameter]], rules: Sequence[Rule]
+    ) -> list[dict[Tensor, State]]:
+        """Return, for each group, the tensors to step with their `.grad`, and their states."""
         ...
 
     def leave(self, state: dict[Tensor, State]) -> dict[UnitParameter, State]:
-        """The step is done: keep its state, return what each parameter shows of it."""
+        """Keep the states after the step; return those that parameters show."""
         ...
 
     def recover(self) -> None:
-        """The step raised: bring what happened to stand-ins since then to the faces."""
+        """After a step that raised, bring changes of the tensors' gradients to the parameters."""
         ...
 
 
 class OptimizerBinding:
-    """Joins one optimizer to the engines whose parameters it holds."""
+    """Binds one optimizer to the engines whose parameters it holds."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
         self.engines: list[Engine] = []
@@ -114,26 +109,26 @@ class OptimizerBinding:
         self.join(optimizer, engine)
 
     def join(self, optimizer: Optimizer, engine: Engine) -> None:
-        """Step the parameters of one more engine."""
+        """Step the parameters of one more engine as well."""
         self._check_tiers(optimizer, engine)
         self.engines.append(engine)
         self._state_bytes[engine] = StateBytes(engine.ledger, engine.context.store.name, self)
-        engine.steppers.add(self)
+        engine.hands.steppers.add(self)
         self._reserve(optimizer)
 
     def _check_tiers(self, optimizer: Optimizer, engine: Engine) -> None:
         if not self.is_elementwise and any(unit.steps_in_blocks for unit in engine.units):
             raise ConfigError(
                 expected(
-                    "an optimizer of torch.optim that steps each element alone, for offloaded "
-                    "states: they are stepped in blocks",
+                    "an elementwise optimizer of torch.optim for offloaded states, as they are "
+                    "stepped in blocks",
                     f"{type(optimizer).__name__}",
                     hint="offload=None, or AdamW, SGD, RMSprop and their like",
                 )
             )
 
     def _reserve(self, optimizer: Optimizer) -> None:
-        """Take the room for states that will rest off the device now, before the first step."""
+        """Allocate offloaded states, and their slots, before the first step."""
         if not self.is_elementwise:
             return
         for group in optimizer.param_groups:
@@ -143,10 +138,10 @@ class OptimizerBinding:
                 wanted = moments_after_first_step(rule_of(optimizer, group), dtype)
                 for unit in dict.fromkeys(p.unit for p in held if p.unit.stepped.dtype == dtype):
                     unit.make_moments(wanted)
-                    reserve_room(unit)
+                    reserve_slots(unit)
 
     def stand_innermost(self, optimizer: Optimizer) -> None:
-        """Keep the user's own step hooks outside the swap: they see faces, whenever registered."""
+        """Keep the user's own step hooks outside the swap: they see sharded parameters."""
         before: OrderedDict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
         after: OrderedDict[int, Any] = optimizer._optimizer_step_post_hooks  # type: ignore[assignment]
         before.move_to_end(self._pre.id)
@@ -160,7 +155,7 @@ class OptimizerBinding:
         return None
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
-        """Those of the optimizer's parameters whose state this rank keeps."""
+        """Return those of the optimizer's parameters whose state this rank keeps."""
         return self._strategy.kept_here(parameters)
 
     def holds(self, parameter: UnitParameter) -> bool:
@@ -170,16 +165,16 @@ class OptimizerBinding:
         return any(tensor is parameter.sharded for group in groups for tensor in group["params"])
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Free the optimizer's state of our parameters, before other state is read."""
+        """Free the optimizer's state of sharded parameters, before other state is read."""
         self._strategy.forget()
         self._shown, self._group_of = {}, None
         for tensor in [tensor for tensor in optimizer.state if self.parameter(tensor) is not None]:
             del optimizer.state[tensor]
 
     def take_over(self, flats: Sequence[Tensor]) -> None:
-        """Step states that will be assigned as views of `flats` where they lie, without a copy.
+        """Step states that will be assigned as views of `flats` in place, without a copy.
 
-        Each is [own rows of a unit], laid out as its weight; nobody else may use it.
+        Each tensor is [own rows of a unit], laid out as its weight. Nothing else may use it.
         """
         if isinstance(self._strategy, FlatStep):
             self._strategy.own += flats
@@ -189,7 +184,7 @@ class OptimizerBinding:
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
     ) -> tuple[tuple[Any, ...], State] | None:
-        """Swap faces for what is stepped. Runs after every other pre-hook."""
+        """Replace sharded parameters by the tensors to step. Runs after every other pre-hook."""
         if self._is_entered:  # a subclass's step that calls its base class's
             return None
         self._group_of = None
@@ -204,21 +199,17 @@ class OptimizerBinding:
         for group in optimizer.param_groups:
             known = [(tensor, self.parameter(tensor)) for tensor in group["params"]]
             groups.append([p for _, p in known if p and is_sound and _grad(p) is not None])
-            foreign.append([tensor for tensor, p in known if p is None])
-        is_flat = self.is_elementwise
-        rules = [rule_of(optimizer, group) for group in optimizer.param_groups] if is_flat else []
-        stand_ins = self._strategy.enter(groups, rules)
+            foreign.append([tensor for tensor, p in known if p is None])  # of no engine
+        stand_ins = self._strategy.enter(groups, self._rules(optimizer))
         state: defaultdict[Tensor, State] = defaultdict(dict)
         for tensor in (tensor for group in foreign for tensor in group):
             if tensor in optimizer.state:
                 state[tensor] = optimizer.state[tensor]
-        for tensor in (tensor for group in stand_ins for tensor in group):
-            kept = self._strategy.state_of(tensor)
-            if kept:
-                state[tensor] = kept
+        for group in stand_ins:
+            state.update({tensor: kept for tensor, kept in group.items() if kept})
         self._restore = [(group, dict(group)) for group in optimizer.param_groups]
         for group, mine, others in zip(optimizer.param_groups, stand_ins, foreign, strict=True):
-            group["params"] = mine + others
+            group["params"] = [*mine, *others]
             if may_fuse(optimizer, group):
                 group["fused"] = True
         optimizer.state = state
@@ -226,25 +217,26 @@ class OptimizerBinding:
         return replaced
 
     def _is_sound(self) -> bool:
-        """False if coded gradients were not finite somewhere: then no rank steps, and all say so.
+        """False if coded gradients are not finite on some rank: then no rank steps. A collective.
 
-        What was rounded cannot be told from what it was, so a loss scale might not see it either.
-        Where messages are exact nobody asks, and gradients are as in plain PyTorch. A collective.
+        Coding may hide that a gradient was not finite, so a loss scale might miss it. Exact
+        messages are not checked: gradients are as in plain PyTorch.
         """
         coded = [e for e in self.engines if e.context.routes.rounds_gradients]
         unsound = [engine for engine in coded if not engine.are_gradients_finite()]
         for engine in unsound:
             engine.ledger.skipped += 1
             if engine.group.rank == 0:
-                message = (
+                warnings.warn(
                     f"step {engine.ledger.steps + 1} is skipped on every rank: gradients are not "
-                    "finite on at least one"
+                    "finite on at least one",
+                    RuntimeWarning,
+                    stacklevel=5,
                 )
-                warnings.warn(message, RuntimeWarning, stacklevel=5)
         return not unsound
 
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
-        """Swap back. Runs before every other post-hook."""
+        """Put sharded parameters back. Runs before every other post-hook."""
         if not self._is_entered:
             return
         self._put_back(optimizer)
@@ -265,7 +257,7 @@ class OptimizerBinding:
             engine.after_step(self._strategy.rounded)
 
     def step_early(self, unit: Unit) -> None:
-        """Begin to step what the optimizer holds of a unit, in the midst of a backward."""
+        """Begin to step the optimizer's parameters of a unit, during a backward."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -279,12 +271,11 @@ class OptimizerBinding:
             if index is not None and _grad(parameter) is not None:
                 members[index].append(parameter)
         if any(members) and isinstance(self._strategy, FlatStep):
-            rules = [rule_of(optimizer, group) for group in groups]
-            self._strategy.begin(unit, members, rules)
+            self._strategy.begin(unit, members, self._rules(optimizer))
             unit.publish(is_rounded=True)
 
     def recover(self) -> None:
-        """Put faces back after a step that raised; gradients cleared since then are cleared."""
+        """Put sharded parameters back after a step that raised, without gradients cleared since."""
         optimizer = self._optimizer()
         if self._is_entered and optimizer is not None:
             self._strategy.recover()
@@ -299,10 +290,15 @@ class OptimizerBinding:
                 group["fused"] = before["fused"]
         self._restore = []
 
+    def _rules(self, optimizer: Optimizer) -> list[Rule]:
+        if not self.is_elementwise:
+            return []
+        return [rule_of(optimizer, group) for group in optimizer.param_groups]
+
     def _evaluate_closure(
         self, args: tuple[Any, ...], kwargs: State
     ) -> tuple[tuple[Any, ...], State] | None:
-        """Run the closure before the swap: it runs forward, backward and zero_grad on faces."""
+        """Run the closure before the swap: its forward and backward need sharded parameters."""
         optimizer, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if closure is None:
@@ -314,7 +310,7 @@ class OptimizerBinding:
     # state
 
     def _import_changed(self, optimizer: Optimizer) -> None:
-        """Follow state that was loaded, cleared or edited since the last step."""
+        """Import state that was loaded, cleared or edited since the last step."""
         state = optimizer.state
         if len(state) == len(self._shown) and all(
             _same_entry(dict.get(state, tensor), entry) for tensor, entry in self._shown.items()
@@ -328,7 +324,7 @@ class OptimizerBinding:
         self._shown = _copied(state)
 
     def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
-        """Bytes of per-element state on the device, once per storage, but for units' own."""
+        """Return the bytes of per-element state, once per storage, without the units' moments."""
         counted = {
             buffer.tensor.untyped_storage().data_ptr()
             for unit in engine.units
@@ -352,7 +348,7 @@ def _grad(parameter: UnitParameter) -> Tensor | None:
 
 
 def _copied(state: Mapping[Tensor, State]) -> dict[Tensor, State]:
-    """Entries of our own: a user may replace what is in those of the optimizer."""
+    """Copy the entries: a user may replace the values in those of the optimizer."""
     return {tensor: dict(entry) for tensor, entry in dict.items(state)}  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The rules by which a schedule decides, one frozen value a sharded module. No torch here."""
+"""The rules of a schedule, one frozen value for each sharded module. No torch here."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ class UnitFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """When unsharded weights are freed, what is gathered ahead, when gradients are reduced.
+    """When to free unsharded weights, gather the next units, and reduce gradients.
 
     frees_after_forward: stage 3 frees unsharded weights between forward and backward.
-    frees_after_backward: otherwise they stay until the step (stages 1 and 2).
-    keeps_bytes: their memory then stays over the step, too (docs/adr/0006).
-    keeps_gradients: the memory of reduced gradients does (stages 0 to 2), unless their states are
+    frees_after_backward: otherwise unsharded weights stay until the step (stages 1 and 2).
+    keeps_bytes: the memory of unsharded weights stays over the step, too (docs/adr/0006).
+    keeps_gradients: the memory of reduced gradients stays (stages 0 to 2), unless their states are
         offloaded to save memory.
     defers_reduction: gradients of all but the last micro-batch rest on their rank (stages 0 to 2).
     prefetch: how many units are gathered ahead.
-    prefetches_late: in backward, those gathers begin with the first gradient of the unit before.
-        Backward starts with all activations alive. Later some are gone, and so is the reduction of
-        the unit before that: the peak is lower. A GPU's queue wants the gather sooner.
+    prefetches_late: in backward, the next unit's gather begins with the current unit's first
+        gradient. Backward starts with all activations alive. At the first gradient some are freed,
+        and so are the buffers of the last reduction: the peak is lower. A GPU's queue needs the
+        gather sooner.
     cap: bytes of unsharded weights that may be alive besides the units in use; None: no limit.
     max_in_flight: reductions that may be under way while backward computes. One hides behind the
         next unit's compute; each further one holds another unit's gradients and receive buffer.
@@ -45,7 +46,7 @@ class Policy:
         reductions at the same places in the order.
     sums_rest: the second hop waits for the last micro-batch.
     keeps_second_shard: each node keeps a second shard of weights, filled once a step.
-    fills_early: that begins with forward, for all units.
+    fills_early: this filling begins with forward, for all units.
     steps_in_backward: offloaded units are stepped as soon as they are reduced.
     """
 
@@ -66,7 +67,7 @@ class Policy:
 
 
 def policy_of(recipe: Recipe) -> Policy:
-    """The rules that follow from a stage's placements, the ranks, the tiers and the wire."""
+    """Return the rules for a recipe's placements, ranks, tiers and wire."""
     return Policy(
         frees_after_forward=recipe.frees_after_forward,
         frees_after_backward=not recipe.keeps_gathered,

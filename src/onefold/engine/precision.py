@@ -1,4 +1,4 @@
-"""Casting what enters a unit, and a loss scale that every rank agrees on."""
+"""Cast the arguments of a unit's forward; scale the loss by a number that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from onefold.wire.collectives import Group
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:
-    """The floating-point tensors in tuples, lists and dicts as `dtype`; everything else as it is.
+    """Cast the floating-point tensors in tuples, lists and dicts to `dtype`.
 
-    Objects of other classes (caches, masks) pass through untouched and keep their identity.
+    Objects of other classes (caches, masks) pass through unchanged and keep their identity.
     """
     if isinstance(values, Tensor):
         return values.to(dtype) if values.is_floating_point() else values
@@ -28,22 +28,19 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's dynamic loss scale, with one verdict for all ranks.
+    """torch's dynamic loss scale, for sharded gradients.
 
-    Each rank sees only its shard of the gradients. An overflow in any of them skips the step, and
-    lowers the scale, on every rank alike. `device` defaults to CUDA where there is one, else CPU.
+    Each rank sees only its shard of the gradients. An overflow on any rank skips the step, and
+    lowers the scale, on every rank. `device` defaults to CUDA where there is one, else CPU.
     """
 
     def __init__(self, device: str | None = None, **options: Any) -> None:
         super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor,
         allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
+    ) -> dict[torch.device, Tensor]:  # fmt: skip
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         groups: dict[int, Group] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):

@@ -1,7 +1,7 @@
-"""When units are reduced in a backward, and how many reductions are under way. No torch here.
+"""Decide when units are reduced in a backward, and how many at a time. No torch here.
 
-Every rank reduces units in the same order, whatever parts of the module it used: the last unit of
-the module first. So ranks never reduce different units at the same time.
+Every rank reduces units in the same order, also if it used other parts of the module: the last unit
+of the module first. So ranks never reduce different units at the same time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ class Reductions:
         self._ready: set[int] = set()
         self._started: set[int] = set()
         self._in_flight: deque[int] = deque()
-        self._following: int | None = None  # landed last; its second hop may be under way
-        self.averaged: list[
-            int
-        ] = []  # whose averaged gradients are there, for the schedule to take
+        self._following: int | None = None  # landed last, whose second hop may be under way
+        self.averaged: list[int] = []  # units with averaged gradients, for the schedule to take
         self.is_last = True  # of the micro-batches
 
     @property
@@ -51,14 +49,14 @@ class Reductions:
         self.is_last = is_last
 
     def note_gradient(self, unit: int, member: int, out: list[Action]) -> None:
-        """A parameter's gradient is there; the last one of a unit makes it ready."""
+        """Note a parameter's gradient; the last one of a unit makes the unit ready."""
         fired = self._fired[unit]
         fired.add(member)
         if len(fired) == self._trained[unit] and not self.defers:
             self.note_ready(unit, out)
 
     def note_ready(self, unit: int, out: list[Action]) -> None:
-        """Backward is through with a unit: reduce it once all units before it in the order are."""
+        """Backward is through with a unit: reduce it after all units before it in the order."""
         self._ready.add(unit)
         for due in self._order:
             if due in self._started or not self._trained[due]:
@@ -80,7 +78,7 @@ class Reductions:
     def land(self, out: list[Action]) -> None:
         """Finish the first hop of the oldest reduction, and the second hop of the one before it.
 
-        Every rank does so at the same reductions, as second hops are collectives too.
+        All ranks do so in the same order, as second hops are collectives too.
         """
         self._finish(out)
         if not self._in_flight:
@@ -127,10 +125,10 @@ class Reductions:
         self._started.clear()
 
     def forget(self) -> None:
-        """Gradients that were not reduced are gone."""
+        """Drop gradients that were not reduced."""
         for fired in self._fired:
             fired.clear()
 
     def note_unused(self, units: Collection[int]) -> None:
-        """No rank used these units: next time they come last in the order and delay no other."""
+        """No rank used these units: put them last in the order, so that they delay no other."""
         self._order.sort(key=lambda unit: unit in units)

@@ -1,4 +1,4 @@
-"""Which engine runs a module: what every public function asks first."""
+"""Find the engine of a sharded module: every public function does so first."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ENGINE = "_onefold_engine"
 
 
 def engine_of(module: nn.Module) -> Engine:
-    """The engine of a sharded module, or `StateError`."""
+    """Return the engine of a sharded module. Raises `StateError` for any other."""
     engine = module.__dict__.get(ENGINE) if isinstance(module, nn.Module) else None
     if not isinstance(engine, Engine):
         raise StateError(
             expected(
                 "a module that onefold.shard has sharded",
-                f"a {type(module).__name__} that it has not",
+                f"a {type(module).__name__} that it has not sharded",
                 hint="pass the module that was given to onefold.shard, not a part of it",
             )
         )

@@ -1,13 +1,14 @@
-"""The update of one parameter group, on a block of flat state at a time.
+"""Rules: the update of one parameter group, applied to a block of flat state at a time.
 
-The optimizer's class defines it: for most, its own step is run on the block as if that were a
-parameter. Adam and AdamW have a shorter way with the same bits (engine/blocked_adam.py).
+The optimizer's class defines the update. `ClassRule` runs the class's own step on the block, as if
+the block were a parameter. `BlockedAdam` has the same bits for Adam and AdamW, in fewer passes over
+memory. Both keep the hyper-parameters of the moment at which they were made.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +19,8 @@ from onefold.engine.blocked_adam import MOMENTS, BlockedAdam, frozen
 State = dict[str, Any]
 
 
-class Rule(Protocol):
-    """How a group's elements are stepped; hyper-parameters are those of when it was made."""
-
-    def start(self, moments: dict[str, Tensor]) -> State:
-        """The state before the first step: in the room of `moments`, or empty, to be made."""
-        ...
-
-    def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: State) -> None:
-        """Step `stepped` [numel] by `grad`, in place; round it into `weight` if that is another.
-
-        `state` is the class's, of one parameter; empty before the first step, which makes it.
-        """
-        ...
-
-
 class ClassRule:
-    """What the class's own `step` does, in a copy of the optimizer that holds nothing else."""
+    """Runs the class's own `step`, in a copy of the optimizer that holds only the block."""
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         self._kind = type(optimizer)
@@ -50,11 +36,14 @@ class ClassRule:
         self._step = step
 
     def start(self, moments: dict[str, Tensor]) -> State:
-        """See `Rule.start`: the class alone knows how it begins."""
+        """Return the state before the first step: empty, as the class makes it in `step`."""
         return {}
 
     def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: State) -> None:
-        """See `Rule.step`."""
+        """Step `stepped` [numel] by `grad` in place; round it into `weight` if that is another.
+
+        `state` is the class's, of one parameter. It is empty before the first step, which fills it.
+        """
         parameter = nn.Parameter(stepped)
         parameter.grad = grad.to(stepped.dtype)
         optimizer = object.__new__(self._kind)
@@ -67,8 +56,11 @@ class ClassRule:
             weight.copy_(stepped)
 
 
+Rule = BlockedAdam | ClassRule
+
+
 def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule:
-    """The rule of a group as it is now."""
+    """Return the rule of a group as it is now."""
     return BlockedAdam.of(optimizer, group) or ClassRule(optimizer, group)
 
 
@@ -78,7 +70,7 @@ FUSED: tuple[type[Optimizer], ...] = (
 
 
 def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """The class has a fused step, the user left that open, and nothing in the group forbids it."""
+    """True if the class has a fused step, the user left it open, and the group allows it."""
     return (
         type(optimizer) in FUSED
         and group.get("fused", False) is None
@@ -93,7 +85,7 @@ PROBE_NUMEL = 2
 
 
 def state_after_first_step(rule: Rule, dtype: torch.dtype) -> State:
-    """What a class keeps per parameter, found by stepping one of two elements by nothing."""
+    """Return the state that a class keeps per parameter, found by one step of two zeros."""
     state: State = {}
     probe = torch.zeros(PROBE_NUMEL, dtype=dtype)
     with torch.no_grad():
@@ -102,12 +94,12 @@ def state_after_first_step(rule: Rule, dtype: torch.dtype) -> State:
 
 
 def is_moment(value: object) -> bool:
-    """True for what the probe's state has an element of for each of the parameter's."""
+    """True for an entry of the probe's state with one element for each of the probe's."""
     return isinstance(value, Tensor) and tuple(value.shape) == (PROBE_NUMEL,)
 
 
 def moments_after_first_step(rule: Rule, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Those of them that have an element for each of the parameter's, by name."""
+    """Return the dtypes of states with one element for each of the parameter's, by name."""
     if isinstance(rule, BlockedAdam):
         return dict.fromkeys(MOMENTS, dtype)
     state = state_after_first_step(rule, dtype)

@@ -1,21 +1,21 @@
-"""What is done when: the one place that decides it, for engine, planner and tests. No torch here.
+"""Decide when each unit is gathered, freed, reduced and stepped. No torch here.
 
 A schedule takes events and returns actions. It touches nothing: the engine executes actions on
-tensors (engine/engine.py), the planner on byte counters (planner/memory.py) and on clocks
-(planner/simulate.py), tests on nothing at all.
+tensors (engine/hands.py), the planner on byte counters (planner/byte_hands.py) and on clocks
+(planner/clock_hands.py), tests on nothing at all.
 
 One step, event by event (units are numbers, in the order of the module):
 
     begin_forward    the root's forward starts
       enter          a module that uses a unit starts: gather the unit and the next ones
-      leave          it is over: once all modules of the unit have run, the unit may be freed
+      leave          the module is done: once all modules of the unit have run, free the unit
     end_forward
     begin_backward   autograd reaches the first unit
       enter_backward the outputs of a call: gather again; units used later in forward are done
       gradient       the last gradient of a unit makes it ready to be reduced
-    end_backward     reduce what is left, wait for everything
+    end_backward     reduce the remaining units, wait for everything
     rest             before the optimizer's step nothing unsharded stays
-    stepped          weights have changed: unsharded ones are out of date
+    stepped          weights have changed: unsharded weights are out of date
 
 A pipeline schedule, streamed inference and accumulation by layers are other sources of the same
 events, or other policies.
@@ -32,14 +32,14 @@ from onefold.engine.reductions import Reductions
 from onefold.engine.successors import Phase, Successors
 
 MAX_PENDING = 2
-"""Units whose background steps may be under way while backward goes on: each holds its gradient
-until then. Where the tier is slower than backward, all units would otherwise pile up."""
+"""Units whose background steps may be under way during backward: each holds its gradient until its
+step is over. Where the tier is slower than backward, all units would otherwise pile up."""
 
 
 class Call:
     """One forward of a module that uses a unit, from its start until backward is through with it.
 
-    `edits` is the executor's own: what it needs to see that weights have changed since.
+    The executor alone uses `edits`: a number that shows that weights have changed since.
     """
 
     __slots__ = ("__weakref__", "edits", "finished", "is_begun", "started", "unit")
@@ -66,11 +66,11 @@ class Schedule:
         self._users = [0] * len(units)
         self._seen: list[set[Hashable]] = [set() for _ in units]
         self._begun: list[Call] = []
-        self._open: list[WeakSet[Call]] = [WeakSet() for _ in units]  # backward will come by
-        self._whole: set[int] = set()  # unsharded bytes exist, or are about to
-        self._fresh: set[int] = set()  # and hold the weights as they rest
-        self._shown: set[int] = set()  # and modules see them
-        self._held: set[int] = set()  # and a graph or an output refers to them
+        self._open: list[WeakSet[Call]] = [WeakSet() for _ in units]  # backward will reach them
+        self._unsharded: set[int] = set()  # unsharded bytes exist, or will soon
+        self._fresh: set[int] = set()  # they have the values of the weights at rest
+        self._shown: set[int] = set()  # modules see them
+        self._held: set[int] = set()  # a graph or an output refers to them
         self._filled: set[int] = set()  # the node's second shard is up to date
         self._late: list[int] = []  # to be gathered with the next gradient
         self.builds_graph = False
@@ -101,7 +101,7 @@ class Schedule:
         self._clock += 1
         self._users[unit] += 1
         if not self.is_suspended:
-            self._make_whole(unit, phase, out)
+            self._unshard(unit, phase, out)
         return Call(unit, self._clock), out
 
     def leave(
@@ -142,7 +142,7 @@ class Schedule:
     def show(self, unit: int, *, is_recorded: bool) -> list[Action]:
         """An operation outside the unit's modules needs unsharded weights; `use` follows.
 
-        `is_recorded`: a graph will refer to them, so they stay until its backward ends.
+        `is_recorded`: a graph will refer to the weights, so they stay until its backward ends.
         """
         out: list[Action] = []
         if not self.is_suspended:
@@ -178,7 +178,7 @@ class Schedule:
         self._successors.begin(Phase.BACKWARD)
 
     def expect_backward(self, call: Call) -> None:
-        """The outputs of `call` are watched: backward will come by, if it comes at all."""
+        """Note that backward, if it runs, will reach `call`: its outputs are watched."""
         self._open[call.unit].add(call)
 
     def enter_backward(self, call: Call, *, builds_graph: bool = False) -> list[Action]:
@@ -199,7 +199,7 @@ class Schedule:
             self._open[later.unit].discard(later)
             self._leave_backward(later.unit, out)
         self._begun.append(call)
-        self._make_whole(call.unit, Phase.BACKWARD, out)
+        self._unshard(call.unit, Phase.BACKWARD, out)
         return out
 
     def _leave_backward(self, unit: int, out: list[Action]) -> None:
@@ -227,7 +227,7 @@ class Schedule:
         return out
 
     def landed(self) -> list[Action]:
-        """The reduction of `reductions.may_land` is over: its gradients and buffers go early."""
+        """The reduction of `reductions.may_land` is over: free its gradients and buffers early."""
         out: list[Action] = []
         self.reductions.land(out)
         self._step_reduced(out)
@@ -257,7 +257,7 @@ class Schedule:
         return out
 
     def abort_backward(self) -> list[Action]:
-        """An exception ended backward: finish what other ranks take part in, forget the rest."""
+        """An exception ended backward: finish reductions under way on all ranks, drop the rest."""
         out: list[Action] = []
         self._end_calls()
         self.reductions.drain(out)
@@ -279,7 +279,7 @@ class Schedule:
     # step
 
     def complete(self, trained: Sequence[int]) -> list[Action]:
-        """Reduce gradients that an accumulation left which ended without its last micro-batch."""
+        """Reduce gradients of an accumulation that ended without its last micro-batch."""
         out: list[Action] = []
         self.reductions.begin(trained, is_last=True)
         self.reductions.finish(out)
@@ -288,10 +288,10 @@ class Schedule:
         return out
 
     def rest(self) -> list[Action]:
-        """Before a step, a load or an edit: no unsharded weights may be read from here on."""
+        """Free all unsharded weights, before a step, a load or an edit."""
         out: list[Action] = []
         self.builds_graph = False
-        self.forward_depth = 0  # Ctrl-C ends a forward without saying so
+        self.forward_depth = 0  # Ctrl-C ends a forward without an event
         self._held.clear()
         for unit in range(len(self.units)):
             self._hide(unit, out, frees=True)
@@ -309,19 +309,19 @@ class Schedule:
         self._filled.clear()
 
     def skipped(self, unit: int) -> None:
-        """A step in backward was not due after all: no rank has a gradient for the unit."""
+        """A step in backward was not necessary: no rank has a gradient for the unit."""
         if unit in self._stepped:
             self._stepped.remove(unit)
 
     def lost(self, unit: int) -> None:
-        """An action on the unit failed: nothing is known of its unsharded weights."""
+        """An action on the unit failed: its unsharded weights may have any values."""
         self._fresh.discard(unit)
         self._filled.discard(unit)
 
     # rules
 
-    def _make_whole(self, unit: int, phase: Phase, out: list[Action]) -> None:
-        """Gather a unit and begin the gathers of the next ones: far ones only come near."""
+    def _unshard(self, unit: int, phase: Phase, out: list[Action]) -> None:
+        """Gather a unit, begin the gathers of the next ones, and fetch the rows of one more."""
         ahead: list[int] = []
         successor = self._successors.enter(unit, phase)
         while successor not in (None, unit, *ahead) and len(ahead) <= self.policy.prefetch:
@@ -347,7 +347,7 @@ class Schedule:
             return
         if self.policy.keeps_second_shard:
             self._fill(unit, out)
-        self._whole.add(unit)
+        self._unsharded.add(unit)
         self._fresh.add(unit)
         out.append((Verb.GATHER, unit))
 
@@ -358,22 +358,22 @@ class Schedule:
 
     def _has_room(self, unit: int) -> bool:
         cap = self.policy.cap
-        alive = sum(self.units[each].nbytes for each in self._whole | {unit})
+        alive = sum(self.units[each].nbytes for each in self._unsharded | {unit})
         return cap is None or alive <= cap
 
     def _make_room(self, unit: int, out: list[Action]) -> None:
-        """Free units that nobody uses now, the ones gathered ahead or kept, until `unit` fits."""
+        """Free units that are not in use, gathered ahead or kept, until `unit` fits."""
         if self.policy.cap is None:
             return
         in_use = {call.unit for call in self._begun} | self._held | {unit}
-        for other in sorted(self._whole - in_use):
+        for other in sorted(self._unsharded - in_use):
             if self._has_room(unit):
                 return
             if self._users[other] == 0:
                 self._free(other, out, Verb.FREE)
 
     def _hide(self, unit: int, out: list[Action], *, frees: bool) -> None:
-        if frees and unit in self._whole and unit not in self._held:
+        if frees and unit in self._unsharded and unit not in self._held:
             self._free(unit, out, Verb.INVALIDATE if self.policy.keeps_bytes else Verb.FREE)
         elif unit in self._shown:
             self._shown.discard(unit)
@@ -383,7 +383,7 @@ class Schedule:
         self._shown.discard(unit)
         self._fresh.discard(unit)
         if verb is Verb.FREE:
-            self._whole.discard(unit)
+            self._unsharded.discard(unit)
         out.append((verb, unit))
 
     def _step_reduced(self, out: list[Action]) -> None:
@@ -400,7 +400,7 @@ class Schedule:
             out.append((Verb.STEP, unit))
 
     def is_through(self, unit: int) -> bool:
-        """True if the running backward will not use the unit again, as far as calls tell."""
+        """True if no call of the running backward will use the unit again."""
         is_begun = any(call.unit == unit for call in self._begun)
         return not (is_begun or self._open[unit] or self.reductions.has_fired(unit))
 

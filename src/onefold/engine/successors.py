@@ -1,6 +1,6 @@
-"""In which order units are used, remembered for each phase, so that the next gather starts early.
+"""Remember the order in which each phase uses units, so that the next gather starts early.
 
-A wrong guess costs one gather that nobody waited for. It never changes a result.
+A wrong guess costs one unnecessary gather. It never changes a result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 
 class Phase(StrEnum):
-    """Which walk over the units is under way; each has an order of its own."""
+    """A walk over the units; each phase has an order of its own."""
 
     FORWARD = "forward"
     EVALUATION = "evaluation"

@@ -1,4 +1,4 @@
-"""Whole parameters for the user: `onefold.unsharded`."""
+"""Show unsharded parameters to the user: `onefold.unsharded`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from onefold.unit.unit import Unit, UnitState
 
 @contextmanager
 def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
-    """Modules show whole, plain parameters in their own dtype; edits are kept with `writeback`.
+    """Modules show plain, unsharded parameters in their own dtype; `writeback` keeps edits.
 
-    The buffers are temporary ones, apart from those that compute uses: what a graph refers to
-    stays, and without `writeback` nothing an edit could reach is kept.
+    The buffers are temporary, and not those of compute: tensors that a graph refers to stay as they
+    are, and without `writeback` every edit is dropped.
     """
     if engine.schedule.forward_depth > 0 or in_backward():
         raise StateError(
@@ -30,7 +30,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
                 "onefold.unsharded outside forward and backward",
                 "a call from within one",
                 where=f"rank {engine.group.rank}",
-                hint="modules that run already see whole weights",
+                hint="modules that run already see unsharded parameters",
             )
         )
     if engine.is_summoned:
@@ -38,14 +38,14 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
         return
     for unit in engine.units:
         unit.reshard(release=False)
-    buffers = [_summon(unit) for unit in engine.units]
+    buffers = [_show_unsharded(unit) for unit in engine.units]
     engine.context.routes.rest()
     engine.schedule.is_suspended = True
     try:
         yield
     finally:
         engine.schedule.is_suspended = False
-        edited = [entry for unit in engine.units for entry in _left_by_user(unit)]
+        edited = [(p, _now_in_module(p)) for unit in engine.units for p in unit.parameters]
         for unit in engine.units:
             for parameter in unit.parameters:
                 parameter.show(parameter.sharded)
@@ -55,7 +55,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
         buffers.clear()
 
 
-def _summon(unit: Unit) -> Buffer:
+def _show_unsharded(unit: Unit) -> Buffer:
     """Gather a unit into a buffer of its own and show plain parameters over it."""
     unit.check_untouched()
     context = unit.context
@@ -71,16 +71,15 @@ def _summon(unit: Unit) -> Buffer:
     return buffer
 
 
-def _left_by_user(unit: Unit) -> Iterator[tuple[UnitParameter, Tensor | None]]:
-    """What stands in the module for each parameter: ours, edited or not, or one in its place."""
-    for parameter in unit.parameters:
-        owner, name = parameter.owners[0]
-        module = owner()
-        yield parameter, module._parameters.get(name) if module else None
+def _now_in_module(parameter: UnitParameter) -> Tensor | None:
+    """Return the tensor in the parameter's place: edited or not, or one that the user put there."""
+    owner, name = parameter.owners[0]
+    module = owner()
+    return module._parameters.get(name) if module else None
 
 
 def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
-    """Keep own rows of every parameter; nothing is written unless all shapes fit."""
+    """Keep this rank's rows of every parameter; write nothing unless all shapes fit."""
     rows: list[tuple[UnitParameter, Tensor]] = []
     for parameter, current in edited:
         context = parameter.unit.context

@@ -1,4 +1,4 @@
-"""An optimizer's state, as users read it, while steps run in the background."""
+"""An optimizer's state whose readers wait for steps that run in the background."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ State = dict[str, Any]
 def stepped_state(
     state: Mapping[Tensor, State], engines: Sequence[Engine]
 ) -> defaultdict[Tensor, State]:
-    """The state; where steps run in the background, one whose readers wait for them."""
+    """Return the state as users read it; readers wait where steps run in the background."""
     if any(unit.steps_in_blocks for engine in engines for unit in engine.units):
         return WaitingState(state, engines)
     return defaultdict(dict, state)
 
 
 class WaitingState(defaultdict[Tensor, State]):
-    """An optimizer's state that is read only when no step is under way in the background."""
+    """An optimizer's state; every way to read it waits for the steps that run."""
 
     def __init__(self, state: Mapping[Tensor, State], engines: Sequence[Engine]) -> None:
         super().__init__(dict, state)

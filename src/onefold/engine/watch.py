@@ -1,49 +1,48 @@
-"""How backward is announced: prehooks on the autograd nodes of a forward's outputs.
+"""How the engine learns of backward: prehooks on the autograd nodes of a forward's outputs.
 
-Nodes, not tensors: an in-place change of an output moves the tensor to another node, but this one
+Nodes, not tensors: an in-place change of an output moves the tensor to another node. The old node
 still runs, before every node of the forward that made it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from enum import Enum, auto
+from enum import Enum
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 
-C = TypeVar("C", contravariant=True)
 
-
-class Watcher(Protocol[C]):
-    """Who wants to know of backward: the engine, with its calls."""
+class BackwardEvents(Protocol):
+    """The events of a backward, as the engine receives them. Calls are the receiver's own."""
 
     def begin_backward(self) -> None: ...
-    def enter_backward(self, call: C) -> None: ...
-    def expect_backward(self, call: C) -> None: ...
+    def enter_backward(self, call: Any) -> None: ...
+    def expect_backward(self, call: Any) -> None: ...
 
 
 def now() -> int:
-    """The number that the next autograd node of this thread will have."""
+    """Return the sequence number of this thread's next autograd node."""
     return torch.autograd._get_sequence_nr()
 
 
 def watch_outputs(
-    watcher: ReferenceType[Watcher[C]], calls: Sequence[C], outputs: object, since: int = 0
+    receiver: ReferenceType[BackwardEvents], calls: Sequence[Any], outputs: object, since: int = 0
 ) -> None:
-    """Have backward enter `calls` before it runs any node that made `outputs`.
+    """Announce `calls` before backward runs any node that made `outputs`.
 
-    Nodes from before `since` were there when the calls began: an output that a module only passes
-    on (T5's position bias) is reached when backward is long through with it.
+    Nodes older than `since` existed when the calls began. Backward reaches an output that a module
+    only passes on (T5's position bias) long after it has left the module, so such nodes are
+    ignored.
     """
 
     def before_node(_: object) -> None:
-        alive = watcher()
+        alive = receiver()
         if alive is not None:
             alive.begin_backward()
             for call in calls:
@@ -57,7 +56,7 @@ def watch_outputs(
                 node = (tensor if base is None or base.grad_fn is None else base).grad_fn
                 if node is not None and node._sequence_nr() >= since:
                     nodes[id(node)] = node
-    current = watcher()
+    current = receiver()
     if nodes and current is not None:
         for call in calls:
             current.expect_backward(call)
@@ -73,43 +72,11 @@ _LEAVES = (
     nn.Module, torch.Size, torch.dtype, torch.device, torch.layout, torch.Generator,
     FunctionType, BuiltinFunctionType, MethodType, ModuleType,
 )  # fmt: skip
-"""Values of these types hold no tensors, or none that a forward gives out."""
-
-
-class _Kind(Enum):
-    """How the children of a value are found."""
-
-    LEAF = auto()
-    TENSOR = auto()
-    MAPPING = auto()
-    COLLECTION = auto()
-    OBJECT = auto()
-
-
-@lru_cache(maxsize=1024)
-def _kind_of(type_: type) -> tuple[_Kind, tuple[str, ...]]:
-    """How to search values of a type, and the attributes that all of them have."""
-    if issubclass(type_, Tensor):
-        return _Kind.TENSOR, ()
-    if issubclass(type_, _LEAVES):
-        return _Kind.LEAF, ()
-    if issubclass(type_, Mapping):
-        return _Kind.MAPPING, ()
-    if issubclass(type_, tuple | list | set | frozenset):
-        return _Kind.COLLECTION, ()
-    if is_dataclass(type_):
-        return _Kind.OBJECT, tuple(field.name for field in fields(type_))
-    slots = [name for base in type_.__mro__ for name in _slots_of(base)]
-    return _Kind.OBJECT, tuple(slots)
-
-
-def _slots_of(base: type) -> Iterable[str]:
-    slots = base.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else slots
+"""Values of these types hold no tensors, or none that a forward returns."""
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in tuples, lists, mappings, dataclasses and plain objects, nested.
+    """Yield every tensor in tuples, lists, mappings, dataclasses and plain objects, nested.
 
     An object that several others refer to is searched once, and so is one that refers to itself.
     """
@@ -118,22 +85,37 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 def _search(value: object, depth: int, seen: dict[int, tuple[int, object]]) -> Iterator[Tensor]:
     """`seen`: by id, how deep each container was searched; it keeps them, and so their ids."""
-    kind, names = _kind_of(type(value))
-    if kind is _Kind.TENSOR:
+    if issubclass(type(value), Tensor):
         yield value  # type: ignore[misc]
         return
-    if kind is _Kind.LEAF or depth == 0 or seen.get(id(value), (0, None))[0] >= depth:
+    children_of = _children_of(type(value))
+    if children_of is None or depth == 0 or seen.get(id(value), (0, None))[0] >= depth:
         return
     seen[id(value)] = depth, value
-    for child in _children(value, kind, names):
-        if _kind_of(type(child))[0] is not _Kind.LEAF:
+    for child in children_of(value):
+        if _children_of(type(child)) is not None:
             yield from _search(child, depth - 1, seen)
 
 
-def _children(value: Any, kind: _Kind, names: tuple[str, ...]) -> Iterable[object]:
-    if kind is _Kind.MAPPING:
-        return value.values()
-    if kind is _Kind.COLLECTION:
-        return value
-    named = [getattr(value, name, None) for name in names]
-    return named if is_dataclass(value) else [*named, *getattr(value, "__dict__", {}).values()]
+@lru_cache(maxsize=1024)
+def _children_of(type_: type) -> Callable[[Any], Iterable[object]] | None:
+    """Return how to list the children of a value of this type; None if it has none to search."""
+    if issubclass(type_, _LEAVES):
+        return None
+    if issubclass(type_, Mapping):
+        return lambda value: value.values()
+    if issubclass(type_, tuple | list | set | frozenset):
+        return iter
+    if is_dataclass(type_):
+        names = [field.name for field in fields(type_)]
+        return lambda value: [getattr(value, name, None) for name in names]
+    slots = [name for base in type_.__mro__ for name in _slots_of(base)]
+    return lambda value: [
+        *[getattr(value, name, None) for name in slots],
+        *getattr(value, "__dict__", {}).values(),
+    ]
+
+
+def _slots_of(base: type) -> Iterable[str]:
+    slots = base.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots

@@ -10,23 +10,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError, expected
-from onefold.tier.store import whole_pages
-
-
-class HostAllocation:
-    """A flat tensor in the arena, which keeps its place until the end."""
-
-    __slots__ = ("tensor",)
-
-    far = None
-    is_mapped = True
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def release(self) -> None: ...
-
-    def restore(self) -> None: ...
+from onefold.tier.store import Allocation, whole_pages
 
 
 class _Arena(mmap.mmap):
@@ -56,13 +40,13 @@ class HostStore:
         self._used = 0
         self._arena = _map(nbytes)
 
-    def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> HostAllocation:
+    def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
         """Allocate the next flat tensor [numel], in a further arena if the plan was short."""
         nbytes = whole_pages(numel * dtype.itemsize)
         if self._used + nbytes > self._arena.nbytes:
             self._arena, self._used = _map(nbytes), 0
         start, self._used = self._used, self._used + nbytes
-        return HostAllocation(self._arena[start : start + numel * dtype.itemsize].view(dtype))
+        return Allocation(self._arena[start : start + numel * dtype.itemsize].view(dtype))
 
 
 def _map(nbytes: int) -> Tensor:

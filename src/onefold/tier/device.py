@@ -9,16 +9,15 @@ from onefold.tier.pages import PAGES_NBYTES, PagePool, Pages, mover
 from onefold.tier.store import Allocation
 
 
-class Resizable:
+class Resizable(Allocation):
     """Bytes of torch's allocator. The storage object outlives them."""
 
-    __slots__ = ("_nbytes", "tensor")
+    __slots__ = ("_nbytes",)
 
-    far = None
     is_mapped = False
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        super().__init__(torch.empty(numel, dtype=dtype, device=device))
         self._nbytes = self.tensor.nbytes
 
     def release(self) -> None:

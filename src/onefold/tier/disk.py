@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError, expected
-from onefold.tier.store import PAGE_NBYTES, whole_pages
+from onefold.tier.store import PAGE_NBYTES, Allocation, whole_pages
 
 STRIPE_NBYTES = 4 << 20
 """Consecutive bytes on one path: a request large enough for the disk's full rate."""
@@ -174,18 +174,16 @@ class Stripe:
     nbytes: int
 
 
-class Extent:
-    """One flat buffer on disk. See `Allocation` and `Far`."""
+class Extent(Allocation):
+    """One flat buffer on disk. See `Far`."""
 
-    __slots__ = ("__weakref__", "_itemsize", "_mapping", "_stripes", "tensor")
-
-    is_mapped = True
+    __slots__ = ("__weakref__", "_itemsize", "_mapping", "_stripes")
 
     def __init__(self, numel: int, dtype: torch.dtype, stripes: list[Stripe]) -> None:
         self._stripes = stripes
         self._itemsize = dtype.itemsize
         self._mapping = MappedFile(stripes)
-        self.tensor = self._mapping.tensor(numel, dtype)
+        super().__init__(self._mapping.tensor(numel, dtype))
 
     @property
     def far(self) -> Extent:
@@ -211,12 +209,6 @@ class Extent:
 
     def forget(self) -> None:
         self._mapping.forget()
-
-    def release(self) -> None:
-        """Do nothing: state on disk keeps its place."""
-
-    def restore(self) -> None:
-        """Do nothing: state on disk keeps its place."""
 
 
 def page_view(flat: Tensor) -> memoryview:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 import torch
 
+from onefold.tier.store import Allocation
+
 PAGES_NBYTES = 1 << 20
 """Smaller buffers come from the heap: they would not fill pages."""
 
@@ -52,10 +54,10 @@ def mover() -> Move | None:
     return move
 
 
-class Pages:
+class Pages(Allocation):
     """A private anonymous mapping with a flat tensor over it; unmapped with the last view."""
 
-    __slots__ = ("_mapping", "_pool", "address", "mapped_nbytes", "tensor")
+    __slots__ = ("_mapping", "_pool", "address", "mapped_nbytes")
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: PagePool) -> None:
         # lengths are rounded up, so that buffers of nearly equal length share pages: an address
@@ -66,11 +68,8 @@ class Pages:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._mapping = mmap.mmap(-1, self.mapped_nbytes, flags)
         self._pool = pool
-        self.tensor = torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
+        super().__init__(torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start))
         self.address = self.tensor.data_ptr() - start
-
-    far = None
-    is_mapped = True
 
     def release(self) -> None:
         """Return the pages to the pool; a read now returns zeros or other values."""

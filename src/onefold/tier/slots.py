@@ -1,4 +1,9 @@
-"""Staging memory between tiers: a few slots that are used over and over."""
+"""Staging memory between tiers: a few slots that are used over and over.
+
+[Note: locking] The lock of a pool guards its list of free slots. A new slot is allocated under it,
+so that two threads do not replace the same one. A slot may end on any thread, in any garbage
+collection: its `__del__` takes only the ledger's lock, which is reentrant.
+"""
 
 from __future__ import annotations
 

@@ -11,32 +11,31 @@ from torch import Tensor
 from onefold.layout.rows import round_up
 
 
-class Allocation(Protocol):
-    """The bytes of one flat tensor, which may be released and restored.
+class Allocation:
+    """The bytes of one flat tensor, which keeps its place until the end.
 
-    Views of `tensor` stay valid across both; their values do not.
+    Subclasses free the bytes in `release`, and allocate them again in `restore`. Views of `tensor`
+    stay valid across both; their values do not.
     """
 
-    @property
-    def tensor(self) -> Tensor: ...
+    __slots__ = ("tensor",)
+
+    is_mapped = True
+    """True if the bytes come from the system itself, not from torch's allocator."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
     @property
     def far(self) -> Far | None:
         """Moves blocks of a tensor that kernels do not use in place; None where they do."""
-        ...
-
-    @property
-    def is_mapped(self) -> bool:
-        """True if the bytes come from the system itself, not from torch's allocator."""
-        ...
+        return None
 
     def release(self) -> None:
         """Free the bytes. Nothing may read or write them until `restore`."""
-        ...
 
     def restore(self) -> None:
         """Allocate the bytes again, uninitialised."""
-        ...
 
 
 class Far(Protocol):
