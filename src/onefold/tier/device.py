@@ -47,14 +47,11 @@ class DeviceStore:
         A brief tensor comes from the heap: while backward fills it, activations free heap blocks
         that the process cannot return to the system, but can use.
         """
-        nbytes = numel * dtype.itemsize
+        is_paged = numel * dtype.itemsize >= PAGES_NBYTES and not is_brief
         try:
-            if self._pool is not None and nbytes >= PAGES_NBYTES and not is_brief:
+            if self._pool is not None and is_paged:
                 return Pages(numel, dtype, self._pool)
             return Resizable(numel, dtype, self.device)
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError, and the system's own
-            raise TierError(
-                f"expected room for {nbytes:,} bytes on {self.device}, "
-                f"got: {str(error).splitlines()[0]}\n"
-                "hint: a higher stage, smaller micro-batches or activation recompute hold less"
-            ) from error
+            # the caller's message names the request and gives a hint (unit/buffer.py)
+            raise TierError(f"{self.device}: {str(error).splitlines()[0]}") from error

@@ -1,4 +1,4 @@
-"""Choose the device that steps blocks of state which rests off the computing device.
+"""Devices that step blocks of offloaded state: the CPU, or the computing device.
 
     host     the CPU steps: state in CPU memory in place, state on disk in slots
     device   the device steps: state in CPU memory streams through slots there and back
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import local
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,49 +25,28 @@ NUM_STREAMS = 3
 one block arrives, another is stepped, and a third leaves."""
 
 
-class StepDevice(Protocol):
-    """Steps blocks of state; see the module."""
-
-    @property
-    def is_queued(self) -> bool:
-        """True if copies run asynchronously: the end of `working` waits for them."""
-        ...
-
-    def is_at(self, tensor: Tensor, tier: str) -> bool:
-        """True if blocks of `tensor`, which rests in `tier`, are stepped in place."""
-        ...
-
-    def reserve(self, nbytes: int) -> None:
-        """Allocate the blocks of `nbytes` now, so that no step fails for want of memory."""
-        ...
-
-    def lend(self, nbytes: int) -> AbstractContextManager[Room]:
-        """Lend memory for one block, for the time of a `with` block."""
-        ...
-
-    def working(self) -> AbstractContextManager[None]:
-        """Enclose all work on one block; at the end every copy has finished."""
-        ...
-
-
 class HostStep:
     """Steps on the CPU."""
 
     is_queued = False
+    """True if copies run asynchronously: the end of `working` waits for them."""
 
     def __init__(self, slots: SlotPool) -> None:
         self._slots = slots
 
     def is_at(self, tensor: Tensor, tier: str) -> bool:
+        """True if blocks of `tensor`, which rests in `tier`, are stepped in place."""
         return tensor.device.type == "cpu"
 
     def reserve(self, nbytes: int) -> None:
         """Do nothing: the system provides host memory as it is touched."""
 
     def lend(self, nbytes: int) -> AbstractContextManager[Room]:
+        """Lend memory for one block, for the time of a `with` block."""
         return self._slots.lend(nbytes)
 
     def working(self) -> AbstractContextManager[None]:
+        """Enclose all work on one block; at the end every copy has finished."""
         return nullcontext()
 
 
@@ -85,15 +63,18 @@ class DeviceStep:
         self.is_queued = device.type == "cuda"
 
     def is_at(self, tensor: Tensor, tier: str) -> bool:
+        """See `HostStep.is_at`."""
         return tier == "device"
 
     def reserve(self, nbytes: int) -> None:
+        """Allocate the blocks of `nbytes` now, so that no step fails for lack of memory."""
         self._slots.reserve(NUM_STREAMS, nbytes)
         if self.is_queued:  # kernels that used this memory before must have ended
             torch.cuda.synchronize(self._device)
 
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[Room]:
+        """See `HostStep.lend`."""
         with self._slots.lend(nbytes) as slot:
             try:
                 yield slot
@@ -121,3 +102,7 @@ class DeviceStep:
         stream = self._stream()
         if stream is not None:
             stream.synchronize()
+
+
+StepDevice = HostStep | DeviceStep
+"""Steps blocks of state; see the module."""
