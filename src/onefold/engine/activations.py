@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from onefold.engine.calls import in_backward
+from onefold.engine.watch import in_backward
 from onefold.errors import StateError, TierError, expected
 from onefold.tier.area import Lease
 from onefold.tier.scratch import Scratch, Transfer

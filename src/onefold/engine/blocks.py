@@ -67,7 +67,8 @@ class UnitStep:
         self.buffers = [self.stepped, *self.moments.values()]
         if unit.master is not None:
             self.buffers.append(unit.weight)
-        self._ready: torch.cuda.Event | None = None  # gradients are there, weights may be changed
+        self._unit, self._where = unit.name, unit.context.where
+        self._ready: torch.cuda.Event | None = None  # gradients exist, weights may be changed
         if unit.context.store.device.type == "cuda":
             self._ready = torch.cuda.Event()
             self._ready.record()
@@ -101,8 +102,9 @@ class UnitStep:
             if task.error is not None:
                 raise TierError(
                     expected(
-                        "a step of offloaded state to run to its end",
+                        f"the background step of unit {self._unit!r} to run to its end",
                         f"{task.error!r}: some of its blocks are stepped, others are not",
+                        where=self._where,
                         hint="load the last checkpoint with onefold.load",
                     )
                 ) from task.error
@@ -228,7 +230,7 @@ def reserve_slots(unit: Unit) -> None:
 
 
 def _staged_nbytes(buffer: Buffer, numel: int, device: StepDevice) -> int:
-    """Return the slot's bytes for a block of the buffer; 0 where it is stepped in place."""
+    """Return the bytes that a block of the buffer takes in a slot; 0 if it is stepped in place."""
     if buffer.far is None and device.is_at(buffer.tensor, buffer.tier):
         return 0
     return whole_pages(numel * buffer.tensor.itemsize)

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from onefold.engine.activations import SavedActivations
-from onefold.engine.calls import Marks, in_backward
 from onefold.engine.hands import Hands
+from onefold.engine.marks import Marks
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Call, Schedule
 from onefold.engine.successors import Phase
-from onefold.engine.watch import watch_outputs
+from onefold.engine.watch import in_backward, watch_outputs
 from onefold.errors import StateError, expected
 from onefold.recipe import Recipe
 from onefold.unit.context import Context
@@ -99,7 +99,7 @@ class Engine:
             for stepper in list(self.hands.steppers):
                 stepper.recover()
             if not self._is_checked:
-                self.check_structure()
+                self._check_structure()
             for unit, gradient in self.gradients.items():
                 gradient.drop_cleared()
                 unit.forget()
@@ -300,7 +300,7 @@ class Engine:
 
     # checks
 
-    def check_structure(self) -> None:
+    def _check_structure(self) -> None:
         """Raise `StateError` if the module has gained or lost parameters since `shard`."""
         module = self.module()
         if module is None or self.is_summoned:

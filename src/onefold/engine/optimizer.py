@@ -92,8 +92,8 @@ class OptimizerBinding:
         if isinstance(optimizer, torch.optim.LBFGS) and engine.context.rest_world > 1:
             raise ConfigError(
                 expected(
-                    "an optimizer whose parameters can be stepped one by one",
-                    "LBFGS, which searches over all of them at once",
+                    "an optimizer that steps each parameter by itself",
+                    "LBFGS, which searches over all parameters at once",
                     hint="use stage=0, or another optimizer",
                 )
             )

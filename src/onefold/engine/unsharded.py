@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from onefold.engine.calls import in_backward
 from onefold.engine.engine import Engine
+from onefold.engine.watch import in_backward
 from onefold.errors import StateError, expected
 from onefold.ledger import Kind
 from onefold.unit.buffer import Buffer

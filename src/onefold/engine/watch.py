@@ -26,6 +26,11 @@ class BackwardEvents(Protocol):
     def expect_backward(self, call: Any) -> None: ...
 
 
+def in_backward() -> bool:
+    """True while autograd runs a graph on this thread, recompute included."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def now() -> int:
     """Return the sequence number of this thread's next autograd node."""
     return torch.autograd._get_sequence_nr()

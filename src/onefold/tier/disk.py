@@ -240,10 +240,9 @@ class MappedFile:
         found = self._mmap(address, nbytes, access, flags, fd, offset)
         if found is None or found == _MAP_FAILED:
             code = ctypes.get_errno()
-            raise TierError(
-                f"expected to map {nbytes:,} bytes of a file, got: {os.strerror(code)}\n"
-                "hint: raise the limits of this process (vm.max_map_count, ulimit -v)"
-            )
+            hint = "raise the limits of this process (vm.max_map_count, ulimit -v)"
+            wanted = f"to map {nbytes:,} bytes of a file"
+            raise TierError(expected(wanted, os.strerror(code), hint=hint))
         return found
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:

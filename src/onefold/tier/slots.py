@@ -51,7 +51,7 @@ def host_room(nbytes: int, ledger: Ledger) -> Room:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapping = mmap.mmap(-1, full_nbytes + HUGE_NBYTES, flags)
     except (OSError, ValueError, MemoryError) as error:
-        wanted = f"{full_nbytes:,} bytes of host memory for bytes on their way to another tier"
+        wanted = f"{full_nbytes:,} bytes of CPU memory for blocks that pass between tiers"
         hint = "smaller units, or fewer ranks on this host"
         raise TierError(expected(wanted, str(error), hint=hint)) from error
     with suppress(OSError, AttributeError):  # another system
@@ -66,7 +66,7 @@ def device_room(nbytes: int, device: torch.device, ledger: Ledger) -> Room:
     try:
         flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
-        wanted = f"{nbytes:,} bytes on {device} for states on their way through it"
+        wanted = f"{nbytes:,} bytes on {device} for blocks of states that it steps"
         hint = 'Offload(step="cpu"), or smaller micro-batches'
         raise TierError(expected(wanted, str(error).splitlines()[0], hint=hint)) from error
     return Room(flat, "device", ledger)

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
-import torch
-
 from onefold.engine.schedule import Call
 from onefold.ledger import Ledger
 from onefold.observer import Span, Stream
-
-
-def in_backward() -> bool:
-    """True while autograd runs a graph on this thread, recompute included."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Marks:
