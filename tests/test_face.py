@@ -869,6 +869,29 @@ def test_a_module_runs_and_is_differentiated_in_unsharded(stage):
 
 
 @every_stage
+def test_a_container_without_modules_keeps_edits_of_its_own_parameter(stage):
+    """Its length is 0, so it is false where a test for None is meant."""
+
+    class Scale(nn.Sequential):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return x * self.scale
+
+    def body(rank: int) -> None:
+        module = nn.Sequential(Scale(), nn.Linear(3, 3))
+        onefold.shard(module, stage=stage)
+        with onefold.unsharded(module, writeback=True):
+            module[0].scale.data.mul_(2.0)
+        with onefold.unsharded(module):
+            assert torch.equal(module[0].scale, torch.full((3,), 2.0))
+
+    in_ranks(2, body)
+
+
+@every_stage
 def test_unsharded_inside_forward_is_an_error(stage):
     class Peeking(Tower):
         def forward(self, x):

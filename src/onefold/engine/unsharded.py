@@ -75,7 +75,7 @@ def _now_in_module(parameter: UnitParameter) -> Tensor | None:
     """Return the tensor in the parameter's place: edited or not, or one that the user put there."""
     owner, name = parameter.owners[0]
     module = owner()
-    return module._parameters.get(name) if module else None
+    return None if module is None else module._parameters.get(name)
 
 
 def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
