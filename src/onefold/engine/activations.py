@@ -76,9 +76,8 @@ class SavedBytes:
 
     def __init__(self, near: Tensor, counter: Tensor, walk: Walk) -> None:
         self._near: Tensor | None = near  # [nbytes, uint8]; its storage_offset is in bytes
-        self._storage = StorageWeakRef(
-            near.untyped_storage()
-        )  # keeps its address from being reused
+        # keeps the address of the storage from being reused
+        self._storage = StorageWeakRef(near.untyped_storage())
         self._counter, self._version = counter, counter._version
         self._lease: Lease | None = None
         self._writing: Transfer | None = None

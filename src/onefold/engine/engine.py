@@ -137,9 +137,9 @@ class Engine:
                 self.schedule.hold(index)
 
     def hold_hidden(self, index: int) -> None:
-        """A forward returned no tensor that backward could announce: keep weights it may use.
+        """A forward returned no tensor that could announce its backward: keep the weights.
 
-        Not so in recompute, which torch ends by an exception: the call that it repeats is open.
+        Not in recompute, which torch ends by an exception: the call that it repeats is open.
         """
         if not in_backward() and self.gradients[self.units[index]].trainable():
             self.schedule.hold(index)
@@ -280,8 +280,8 @@ class Engine:
         """False if a gradient is not finite on some rank: then on all. A collective.
 
         A rank sees its own rows only, so it asks the others. A GPU's host waits for the answer.
-        The gradients are read as they are now: one that was cleared, zeroed or unscaled since its
-        reduction, or stepped by another optimizer, counts as such.
+        This reads the gradients as they are now, also where they were cleared, zeroed or unscaled
+        since the reduction, or stepped by another optimizer.
         """
         if not self.units:
             return True
