@@ -150,6 +150,20 @@ def test_without_a_command_it_shows_its_commands(capsys):
     assert all(word in shown for word in ("train", "check", "doctor"))
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", [[], ["plan", "--help"], ["doctor"], ["check", "--json"]])
+def test_a_reader_that_has_left_ends_the_command_without_a_word(arguments, workplace):
+    """As `onefold doctor | head -1` does: the exit code is that of SIGPIPE."""
+    unread, theirs = os.pipe()
+    os.close(unread)
+    done = subprocess.run([*ONEFOLD, *arguments], cwd=workplace, stdout=theirs,
+                          stderr=subprocess.PIPE, text=True, timeout=HANG_S,
+                          env={**os.environ, "PYTHONUNBUFFERED": ""})  # fmt: skip
+    os.close(theirs)
+    assert done.stderr == ""
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
 # bad input
 
 

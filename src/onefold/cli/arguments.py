@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from math import inf, isfinite
 from typing import Any, NoReturn
 
@@ -19,6 +20,11 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)
         options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
         super().__init__(**options)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Exit after help or a version, which raises `BrokenPipeError` if nobody reads it."""
+        sys.stdout.flush()
+        super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(

@@ -46,7 +46,7 @@ def record_failure(error: BaseException | None, code: int) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not is_rank() or LAUNCHER not in os.environ or not path:
         return False
-    is_ours = error is None or isinstance(error, OnefoldError | BrokenPipeError)
+    is_ours = error is None or isinstance(error, OnefoldError)
     line = "" if error is None else one_line(error)
     failure = Failure(
         rank=int(os.environ["RANK"]),

@@ -1,6 +1,7 @@
 """`onefold COMMAND`: find the command, run it, and turn errors into a line and an exit code.
 
-Exit codes: 0 done, 1 failed (a check that found a difference, too), 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 failed (a check that found a difference, too), 2 bad input, 130 interrupted,
+141 nobody reads the output.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # All other imports follow once interrupts are handled: they take most of a short run.
 
 INTERRUPTED = 130
+UNREAD = 141  # 128 + SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,10 +44,7 @@ def command() -> NoReturn:
     """
     code = main()
     if sys.argv[1:2] in (["train"], ["check"], ["plan"]) and "--calibrate" not in sys.argv:
-        with suppress(OSError):  # a closed pipe
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        _exit_now(code)
     sys.exit(code)
 
 
@@ -53,38 +52,38 @@ def _run_rank(argv: list[str]) -> NoReturn:
     """Run a rank that a launcher started."""
     # an interrupt ends a rank at once: the launcher prints the message
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    code = _run(argv)
-    with suppress(OSError):  # a closed pipe
+    # gloo's threads may still free tensors, which aborts an interpreter that is shutting down
+    _exit_now(_run(argv))
+
+
+def _exit_now(code: int) -> NoReturn:
+    """Exit without destroying objects."""
+    with suppress(OSError, RuntimeError):  # a closed pipe; in the middle of a print
         sys.stdout.flush()
         sys.stderr.flush()
-    # gloo's threads may still free tensors, which aborts an interpreter that is shutting down
     os._exit(code)
 
 
 def _end_interrupted(argv: list[str]) -> NoReturn:
     """Exit at once: an exception might be caught, or printed, on its way."""
-    with suppress(OSError, RuntimeError):  # RuntimeError: in the middle of a print
-        sys.stdout.flush()
     with suppress(OSError):
         os.write(2, f"{_prog(argv)}: interrupted\n".encode())
-    os._exit(INTERRUPTED)
+    _exit_now(INTERRUPTED)
 
 
 def _run(argv: list[str]) -> int:
+    """Run a command until its output is written; return the exit code."""
     from onefold.cli.failures import record_failure
-    from onefold.errors import ConfigError, expected
 
-    prog = _prog(argv)
     try:
-        arguments, unknown = _parser().parse_known_args(argv)
-        if unknown:
-            hint = f"`{prog} --help` lists the flags"
-            if "model" in vars(arguments) and not unknown[0].startswith("-"):
-                hint = f"a model goes behind its flag: `{prog} --model {unknown[0]}`"
-            raise ConfigError(expected("flags that it has", " ".join(unknown), hint=hint))
+        arguments = _parse(argv)
         code = arguments.run(arguments, argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has left, as `head` does
+        code = UNREAD
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the output
     except Exception as error:
-        return _failed(prog, error)
+        return _failed(_prog(argv), error)
     if code:
         record_failure(None, code)
     return code
@@ -92,6 +91,19 @@ def _run(argv: list[str]) -> int:
 
 def _prog(argv: list[str]) -> str:
     return " ".join(["onefold", *argv[:1]])
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    from onefold.errors import ConfigError, expected
+
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        prog = _prog(argv)
+        hint = f"`{prog} --help` lists the flags"
+        if "model" in vars(arguments) and not unknown[0].startswith("-"):
+            hint = f"a model goes behind its flag: `{prog} --model {unknown[0]}`"
+        raise ConfigError(expected("flags that it has", " ".join(unknown), hint=hint))
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
