@@ -1,13 +1,12 @@
-"""`onefold doctor`: what this machine has, and which of its limits would bite."""
+"""`onefold doctor`: what this machine has, and which of its limits would slow or end a run."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from onefold.cli.arguments import SubParsers, add_json
 from onefold.cli.failures import is_rank
@@ -18,15 +17,15 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Measure memory, disk and the link between two local ranks, and list versions, backends and limits
-that would bite. Takes a few seconds. Under torchrun it measures the link between the ranks that
-are there."""
+that would slow or end a run. Takes a few seconds. Under torchrun it measures the link between the
+ranks that are there."""
 
 LINK_RANKS = 2
 
 
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
-    summary = "what this machine has, and what would bite"
+    summary = "what this machine has, and which limits would hurt"
     parser = commands.add_parser("doctor", help=summary, description=DESCRIPTION)
     parser.set_defaults(run=run)
     add_json(parser)
@@ -34,46 +33,47 @@ def add_to(commands: SubParsers) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure this host here, and the link in ranks of its own."""
-    from onefold.tools.machine import describe, measure_link
+    from onefold.tools.machine import describe, link_facts
 
+    code = 0
     if is_rank():
-        code, link = 0, measure_as_rank(measure_link)
+        link = measure_as_rank(link_facts)
         if link is None:
             return 0
         machine = describe()
     else:
         machine = describe()
         code, link = measure_in_ranks(argv, LINK_RANKS)
-    _print(machine, link, sys.stdout, is_json=arguments.json)
+    if arguments.json:
+        print(json.dumps({**asdict(machine), "link": link}))
+    else:
+        print("\n".join(_lines(machine, link)))
     return code
 
 
-def _print(
-    machine: HostReport, link: dict[str, Any] | None, stream: TextIO, *, is_json: bool
-) -> None:
-    if is_json:
-        print(json.dumps({**asdict(machine), "link": link}), file=stream)
-        return
+def _lines(machine: HostReport, link: dict[str, Any] | None) -> Iterator[str]:
+    """Yield a line for each fact, and the hint of each limit that hurts below."""
     from onefold.host import in_bytes
 
-    def line(name: str, *parts: str) -> None:
-        print(f"{name:26s}{', '.join(parts)}", file=stream)
-
-    line("versions", *(f"{name} {number}" for name, number in machine.versions.items()))
-    line("system", machine.system, f"{machine.cores} cores", f"{machine.threads} torch threads")
-    line("memory", in_bytes(machine.memory_total), f"{in_bytes(machine.memory_free)} free",
-         f"copies {in_bytes(machine.copy_per_s)}/s")  # fmt: skip
-    line(f"disk {machine.disk_folder}", f"{in_bytes(machine.disk_free)} free",
-         f"writes {in_bytes(machine.disk_write_per_s)}/s")  # fmt: skip
+    speed = "not measured: the ranks failed"
     if link is not None:
-        speed = f"gathers {in_bytes(link['received_per_s'])}/s"
-        line("link", f"{link['backend']} between {link['world_size']} ranks", speed)
-    else:
-        line("link", "not measured: the ranks failed")
-    line("backends", *(f"{name} {'yes' if has else 'no'}"
-                       for name, has in machine.backends.items()))  # fmt: skip
-    line("GPUs", *(machine.gpus or ["none"]))
-    print(file=stream)
+        speed = f"{link['backend']} between {link['world_size']} ranks, "
+        speed += f"gathers {in_bytes(link['received_per_s'])}/s"
+    memory = f"{in_bytes(machine.memory_total)}, {in_bytes(machine.memory_free)} free"
+    facts = {
+        "versions": ", ".join(f"{name} {number}" for name, number in machine.versions.items()),
+        "system": f"{machine.system}, {machine.cores} cores, {machine.threads} torch threads",
+        "memory": f"{memory}, copies {in_bytes(machine.copy_per_s)}/s",
+        "disk": f"{in_bytes(machine.disk_free)} free, writes "
+        f"{in_bytes(machine.disk_write_per_s)}/s: {machine.disk_folder}",
+        "link": speed,
+        "backends": ", ".join(f"{name} {'yes' if has else 'no'}"
+                              for name, has in machine.backends.items()),
+        "GPUs": ", ".join(machine.gpus) or "none",
+    }  # fmt: skip
+    yield from (f"{name:26s}{value}" for name, value in facts.items())
+    yield ""
     for limit in machine.limits:
-        hint = f"   hint: {limit.hint}" if limit.hint else ""
-        line(limit.name, f"{limit.value}{hint}")
+        yield f"{limit.name:26s}{limit.value}"
+        if limit.hint:
+            yield f"  hint: {limit.hint}"

@@ -1,4 +1,4 @@
-"""Describe this machine: memory, disk, link, backends, and limits that would bite."""
+"""Describe this machine: memory, disk, link, backends, and limits that would slow or end a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import resource
 import shutil
 import tempfile
 import timeit
-from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +28,20 @@ from onefold.host import (
     versions,
 )
 from onefold.mesh.world import World
+from onefold.tools.bandwidth import Ask, measure_link
 
 COPY_NBYTES = 128 * MIB
-LINK_NBYTES = 32 * MIB
 
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A setting of the system, and the remedy if it would bite."""
+    """A setting of the system, and the remedy if it is too low."""
 
     name: str
     value: str
-    hint: str  # empty: it does not bite
+    hint: str  # empty: it is high enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def describe(folder: str | None = None) -> HostReport:
             "nccl": dist.is_available() and dist.is_nccl_available(),
         },
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
-        limits=list(_limits(total, disk_free)),
+        limits=_limits(total, disk_free),
     )
 
 
@@ -100,67 +100,62 @@ def _measure_copy() -> float:
     return COPY_NBYTES / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=5))
 
 
-def measure_link(world: World) -> dict[str, Any]:
-    """Gather one flat buffer, each rank broadcasting its piece into place; a collective.
+def link_facts(world: World) -> dict[str, Any]:
+    """Measure the gathers of units between ranks for a second; a collective.
 
     `received_per_s` counts the bytes that a rank receives in a second, of a buffer of `nbytes`.
     """
-    group, world_size = world.group, world.world_size
-    full = torch.zeros(LINK_NBYTES // 4, device=world.device)
-    pieces = full.chunk(world_size)
-
-    def gather() -> None:
-        works = [group.broadcast(piece, rank) for rank, piece in enumerate(pieces)]
-        for work in works:
-            work.wait()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-
-    gather()
-    seconds = min(timeit.repeat(gather, number=1, repeat=8))
-    return {
-        "backend": "nccl" if group.is_nccl else "gloo",
-        "world_size": world_size,
-        "nbytes": full.nbytes,
-        "received_per_s": (full.nbytes - pieces[world.rank].nbytes) / seconds,
-    }
+    backend = "nccl" if world.group.is_nccl else "gloo"
+    facts: dict[str, Any] = {"backend": backend, "world_size": world.world_size}
+    if world.world_size == 1:
+        return {**facts, "nbytes": 0, "received_per_s": 0.0}
+    found = measure_link(world, Ask(seconds=1.0))
+    speed = found["rates"]["gather"]["bytes_per_s"]
+    return {**facts, "nbytes": found["nbytes"], "received_per_s": speed}
 
 
-def _limits(memory_total: int, disk_free: int) -> Iterator[Limit]:
-    """Yield every limit that is known to bite, with a hint where it does."""
+def _limits(memory_total: int, disk_free: int) -> list[Limit]:
+    """List the limits that are known to hurt, with a hint where they do."""
+    cores, adam = usable_cores(), kernel()
+    locked, files = _soft_limit(resource.RLIMIT_MEMLOCK), _soft_limit(resource.RLIMIT_NOFILE)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    too_many = threads.isdigit() and int(threads) > cores
+    threads_hint = f"one thread for each rank leaves cores idle: set it to {cores} / ranks"
+    if too_many:
+        threads_hint = f"more threads than the {cores} cores of this process: unset it"
+    shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else inf
+    quota = _cpu_quota()
+    # name, value (empty: this system has no such limit), does it hurt, hint
+    table = [
+        ("locked memory (ulimit -l)", "unlimited" if locked == inf else in_bytes(locked),
+         torch.cuda.is_available() and locked < 64 * MIB,
+         "GPU ranks pin memory: raise it with `ulimit -l unlimited`"),
+        ("open files (ulimit -n)", "unlimited" if files == inf else f"{files:.0f}", files < 1024,
+         "each rank opens a socket to every other: raise it with `ulimit -n 65536`"),
+        ("/dev/shm", "" if shared == inf else in_bytes(shared), shared < GIB,
+         "NCCL and data loaders use it: start the container with --shm-size=8g"),
+        ("OMP_NUM_THREADS", threads or "not set", too_many or (threads == "1" and cores > 4),
+         threads_hint),
+        ("CPU quota", "" if quota == inf else f"{quota:.1f} cores", quota < cores,
+         f"fewer than the {cores} cores that are seen: set OMP_NUM_THREADS"),
+        ("C kernel of AdamW", adam.name if adam else "none", adam is None,
+         "bf16 steps on the CPU take longer: install where there is a C compiler (cc)"),
+        ("disk free", in_bytes(disk_free), disk_free < 10 * GIB,
+         "checkpoints need 12 bytes per parameter"),
+        ("memory", in_bytes(memory_total), memory_total < 4 * GIB,
+         "training needs 16 bytes per parameter"),
+    ]  # fmt: skip
+    return [
+        Limit(name, value, hint if hurts else "") for name, value, hurts, hint in table if value
+    ]
 
-    def limit(name: str, value: str, bites: bool, hint: str) -> Limit:
-        return Limit(name, value, hint if bites else "")
 
-    none, cores = resource.RLIM_INFINITY, usable_cores()
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    shown = "unlimited" if locked == none else in_bytes(locked)
-    bites = torch.cuda.is_available() and locked != none and locked < 64 * MIB
-    hint = "GPU ranks pin memory: raise it with `ulimit -l unlimited`"
-    yield limit("locked memory (ulimit -l)", shown, bites, hint)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shown = "unlimited" if files == none else str(files)
-    hint = "each rank opens a socket to every other: raise it with `ulimit -n 65536`"
-    yield limit("open files (ulimit -n)", shown, files != none and files < 1024, hint)
-    if Path("/dev/shm").is_dir():
-        total = shutil.disk_usage("/dev/shm").total
-        hint = "NCCL and data loaders use it: start the container with --shm-size=8g"
-        yield limit("/dev/shm", in_bytes(total), total < GIB, hint)
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    hint = f"one thread for each rank leaves cores idle: set it to {cores} / ranks, or unset it"
-    if is_too_many := text.isdigit() and int(text) > cores:
-        hint = f"more threads than the {cores} cores of this process: unset it"
-    bites = is_too_many or (text == "1" and cores > 4)
-    yield limit("OMP_NUM_THREADS", text or "not set", bites, hint)
+def _soft_limit(number: int) -> float:
+    soft = resource.getrlimit(number)[0]
+    return inf if soft == resource.RLIM_INFINITY else soft
+
+
+def _cpu_quota() -> float:
+    """Return how many cores this container may use at a time."""
     parts = _CGROUP_CPU.read_text().split() if _CGROUP_CPU.exists() else ["max"]
-    if parts[0].isdigit() and len(parts) == 2:
-        quota = int(parts[0]) / int(parts[1])
-        hint = f"fewer than the {cores} cores that are seen: set OMP_NUM_THREADS"
-        yield limit("CPU quota", f"{quota:.1f} cores", quota < cores, hint)
-    found = kernel()
-    hint = "steps of bf16 weights on the CPU take longer: install where there is a C compiler (cc)"
-    yield limit("C kernel of AdamW", found.name if found else "none", found is None, hint)
-    hint = "checkpoints need 12 bytes per parameter"
-    yield limit("disk free", in_bytes(disk_free), disk_free < 10 * GIB, hint)
-    hint = "training needs 16 bytes per parameter"
-    yield limit("memory", in_bytes(memory_total), memory_total < 4 * GIB, hint)
+    return int(parts[0]) / int(parts[1]) if parts[0].isdigit() else inf
