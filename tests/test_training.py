@@ -24,8 +24,9 @@ from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.tools.machine import describe
 from onefold.tools.parity import difference
 from onefold.train.corpus import Corpus, Split, Windows, open_corpus, own_rows
+from onefold.train.course import Progress, TrainObserver
 from onefold.train.job import Job
-from onefold.train.loop import Progress, preflight, schedule, train
+from onefold.train.loop import preflight, schedule, train
 from onefold.train.memory_table import expected_nbytes, measure
 from onefold.train.sample import one_line
 from onefold.wire.collectives import Group
@@ -37,7 +38,7 @@ SMALL = GPTConfig(num_layers=2, width=32, num_heads=4, lr=1e-3)
 
 
 @dataclass
-class Notes:
+class Notes(TrainObserver):
     """An observer that remembers."""
 
     num_parameters: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from math import inf, isfinite
+from textwrap import wrap
 from typing import Any, NoReturn
 
 from onefold.errors import ConfigError, expected
@@ -13,13 +14,20 @@ SubParsers = Any
 """The result of `add_subparsers`, whose class is private to argparse."""
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of each flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_none = action.default is None or action.default is False
+        return action.help if has_none else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Raises `ConfigError` where argparse would print its usage and exit."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("allow_abbrev", False)
-        options.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
-        super().__init__(**options)
+        options.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(**options, allow_abbrev=False)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit after help or a version, which raises `BrokenPipeError` if nobody reads it."""
@@ -27,9 +35,8 @@ class Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            expected(f"arguments as in `{self.prog} --help`", message, hint="see the flags there")
-        )
+        hint = "see the flags there"
+        raise ConfigError(expected(f"arguments as in `{self.prog} --help`", message, hint=hint))
 
 
 def one_line(error: BaseException) -> str:
@@ -39,11 +46,15 @@ def one_line(error: BaseException) -> str:
     return f"{line} (hint: {' '.join(hint.split())})" if hint else line
 
 
+def wrapped(text: str) -> list[str]:
+    """Break a text into lines of at most 100 columns."""
+    return wrap(text, 100, subsequent_indent="  ")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json`, which every command has."""
-    parser.set_defaults(json=False)  # so that help does not show a default
-    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS,
-                        help="print one JSON object instead, progress to stderr")  # fmt: skip
+    help_text = "print one JSON object instead, progress to stderr"
+    parser.add_argument("--json", action="store_true", help=help_text)
 
 
 def whole(flag: str, text: str, *, least: int) -> int:

@@ -1,15 +1,15 @@
-"""`onefold check`: do all stages compute on this module what one process does?"""
+"""`onefold check`: compare all stages with one process, on the tiny GPT or a user's module."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TextIO
 
-from onefold.cli.arguments import SubParsers, add_json, whole
+from onefold.cli.arguments import SubParsers, add_json, whole, wrapped
 from onefold.cli.failures import is_rank
 from onefold.cli.launch import end_with_launcher, launch, world_size_of
 
@@ -17,18 +17,17 @@ if TYPE_CHECKING:
     from onefold.tools.parity import StageVerdict, Verdict
 
 DESCRIPTION = """\
-Train a module in one process and at stages 0-3, on the same batches, and compare what comes out:
-stages with one another bit for bit, and with the one process to 1e-6 per step. Exits with 1 where
-they differ."""
+Train a module in one process and at stages 0-3, on the same batches. Stages must give the same
+bits as one another, and agree with the one process to 1e-6 per step. The exit code is 1 if not."""
 
 
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "compare every stage with one process, on your module"
     parser = commands.add_parser("check", help=summary, description=DESCRIPTION)
-    parser.set_defaults(run=run, model=None)
+    parser.set_defaults(run=run)
     parser.add_argument(
-        "model", nargs="?", metavar="module:function", default=argparse.SUPPRESS,
+        "model", nargs="?", metavar="module:function",
         help="called without arguments; returns a module from byte tokens to logits, or (module, "
         "batch, loss_fn) (default: the tiny GPT)",
     )  # fmt: skip
@@ -39,7 +38,7 @@ def add_to(commands: SubParsers) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Launch the ranks, or be one."""
+    """Launch the ranks, or compare as one of them."""
     steps = whole("--steps", arguments.steps, least=1)
     seed = whole("--seed", arguments.seed, least=0)
     ranks = whole("--ranks", arguments.ranks, least=1)
@@ -97,25 +96,23 @@ def _fault_lines(verdict: Verdict) -> list[str]:
     for stage in verdict.stages:
         for fault in _faults(stage):
             stages.setdefault(fault, []).append(str(stage.stage))
-    return [f"stage {', '.join(numbers)}: {fault}" for fault, numbers in stages.items()]
+    texts = [f"stage {', '.join(numbers)}: {fault}" for fault, numbers in stages.items()]
+    return [line for text in texts for line in wrapped(text)]
 
 
-def _faults(stage: StageVerdict) -> list[str]:
-    lines: list[str] = []
+def _faults(stage: StageVerdict) -> Iterator[str]:
     if not stage.loss_is_close:
-        lines.append(f"losses are off from one process by {stage.loss_relative:.1e}, relative")
-    for is_fault, difference, other in (
-        (not stage.weights_are_close, stage.weights, "one process"),
-        (stage.bits is not None, stage.bits, "stage 0"),
-    ):
-        if is_fault and difference is not None:
-            lines.append(
-                f"{difference.parameter!r} differs most from {other}: by {difference.largest:.1e}, "
-                f"{difference.relative:.1e} of its largest value "
-                f"({difference.num_differing} parameters differ)"
+        yield f"losses are off from one process by {stage.loss_relative:.1e}, relative"
+    compared = {"one process": None if stage.weights_are_close else stage.weights,
+                "stage 0": stage.bits}  # fmt: skip
+    for other, worst in compared.items():
+        if worst is not None:
+            yield (
+                f"{worst.parameter!r} differs most from {other}: by {worst.largest:.1e}, "
+                f"{worst.relative:.1e} of its largest value ({worst.num_differing} parameters "
+                "differ)"
             )
     if stage.bits is None and not stage.same_losses:
-        lines.append("losses are not those of stage 0, though the weights are")
+        yield "losses differ from stage 0, though the weights are the same"
     if stage.rank_differs:
-        lines.append(f"{stage.rank_differs!r} is not the same on every rank")
-    return lines
+        yield f"{stage.rank_differs!r} is not the same on every rank"

@@ -1,6 +1,6 @@
-"""What a person sees of a run: a bar or plain lines, the memory table, the text.
+"""Show a run of `onefold train`: a progress bar or plain lines, then loss, memory table and text.
 
-ASCII only, but for the bar, which rich draws as the terminal can.
+All text is ASCII, except for the bar, which rich draws as the terminal can.
 """
 
 from __future__ import annotations
@@ -13,37 +13,21 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from onefold.cli.arguments import wrapped
 from onefold.train.checkpoints import Resumed
 from onefold.train.corpus import Corpus
+from onefold.train.course import Progress, TrainObserver, TrainResult
 from onefold.train.job import Job
-from onefold.train.loop import Progress, TrainResult
 from onefold.train.memory_table import KINDS, RankMemory
 
 NUM_LINES = 10
 """Lines of progress where there is no terminal."""
 
-MAX_COLUMNS = 4
+MAX_COLUMNS = 3
 """Ranks that the memory table shows; of more it shows the first ones, and whether all agree."""
 
 
-class Silent:
-    """The observer of every rank but the first."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def started(self, job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> None: ...
-
-    def resumed(self, resumed: Resumed) -> None: ...
-
-    def stepped(self, progress: Progress) -> None: ...
-
-    def trained(self) -> None: ...
-
-
-class Lines(Silent):
+class Lines(TrainObserver):
     """Plain lines, for logs and pipes."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -51,12 +35,15 @@ class Lines(Silent):
         self._steps = 0
         self._shown = 0
 
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
     def started(self, job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> None:
         self._steps = job.steps
-        print(heading(job, corpus, num_parameters, world_size), file=self._stream, flush=True)
+        self._print(heading(job, corpus, num_parameters, world_size))
 
     def resumed(self, resumed: Resumed) -> None:
-        print(_told(resumed), file=self._stream, flush=True)
+        self._print(_resumed_line(resumed))
         self._shown = resumed.step * NUM_LINES // self._steps
 
     def stepped(self, progress: Progress) -> None:
@@ -64,10 +51,10 @@ class Lines(Silent):
         if due > self._shown:
             self._shown = due
             line = f"step {progress.step:6,d} of {self._steps:,d}   {_speed(progress)}"
-            print(f"{line}   {progress.seconds_left:4.0f} s left", file=self._stream, flush=True)
+            self._print(f"{line}   {progress.seconds_left:4.0f} s left")
 
 
-class LiveDisplay(Silent):
+class LiveDisplay(TrainObserver):
     """A bar on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -91,7 +78,7 @@ class LiveDisplay(Silent):
         self._bar.start()
 
     def resumed(self, resumed: Resumed) -> None:
-        self._bar.console.print(_told(resumed), markup=False)
+        self._bar.console.print(_resumed_line(resumed), markup=False)
         self._bar.update(self._task, completed=resumed.step)
 
     def stepped(self, progress: Progress) -> None:
@@ -101,13 +88,13 @@ class LiveDisplay(Silent):
         self._bar.stop()
 
 
-def display(stream: TextIO) -> Lines | LiveDisplay:
-    """A bar where somebody watches, lines where nobody does."""
+def display(stream: TextIO) -> TrainObserver:
+    """Return a bar for a terminal, and lines for anything else."""
     return LiveDisplay(stream) if stream.isatty() else Lines(stream)
 
 
 def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> str:
-    """What is about to run."""
+    """Describe the run that is about to start."""
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     precision = f", {job.precision} compute" if job.precision else ""
     precision += f", offload {job.offload}" if job.offload else ""
@@ -122,13 +109,13 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
 
 
 def print_result(result: TrainResult, stream: TextIO) -> None:
-    """Held-out loss, memory table and text, for people."""
+    """Print held-out loss, memory table and text, for people."""
     bits = result.held_out / log(2)
     print(
         f"\nheld-out loss {result.held_out:.3f} nats per byte ({bits:.2f} bits)   "
         f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds:.1f} s of training\n",
         *memory_table(result),
-        *([f'\ntext: "{result.text}"'] if result.text else []),
+        *_text_lines(result.text),
         *([f"\nreport: {result.report}"] if result.report else []),
         sep="\n",
         file=stream,
@@ -137,24 +124,25 @@ def print_result(result: TrainResult, stream: TextIO) -> None:
 
 
 def memory_table(result: TrainResult) -> list[str]:
-    """Bytes by kind on each rank, beside the closed form and what stage 0 holds."""
+    """List bytes by kind on each rank, beside the closed form and the bytes of stage 0."""
     shown = result.memory[:MAX_COLUMNS]
     names = [f"rank {memory.rank}" for memory in shown]
     lines = [_row("bytes after a step", names, "closed form", "at stage 0")]
     sums = [0] * len(shown)
     for kind in KINDS:
-        held = [memory.now.get(kind, 0) for memory in shown]
+        nbytes = [memory.now.get(kind, 0) for memory in result.memory]
         wanted = [memory.expected[kind] for memory in result.memory]
-        if not any(held) and not any(wanted):
+        if not any(nbytes) and not any(wanted):
             continue
-        sums = [total + nbytes for total, nbytes in zip(sums, held, strict=True)]
-        is_equal = wanted == [memory.now.get(kind, 0) for memory in result.memory]
-        verdict = "equal" if is_equal else f"{wanted[0]:,d}"
-        lines.append(_row(_named(kind, shown[0]), held, verdict, result.stage0[kind]))
+        own = nbytes[: len(shown)]
+        sums = [total + each for total, each in zip(sums, own, strict=True)]
+        verdict = "equal" if wanted == nbytes else f"{wanted[0]:,d}"
+        lines.append(_row(_named(kind, shown[0]), own, verdict, result.stage0[kind]))
     lines.append(_row("together", sums, "", sum(result.stage0.values())))
     lines.append(_row("highest at any moment", [memory.total_peak for memory in shown], "", ""))
-    lines += [result.predicted.verdict] if result.predicted else []
-    lines += [f"planned for rank 0: {result.offload}"] * bool(result.offload)
+    texts = result.predicted.verdict.split("; ", 1) if result.predicted else []
+    texts += [f"planned for rank 0: {result.offload}"] if result.offload else []
+    lines += [line for text in texts for line in wrapped(text)]
     if any(tier != "device" for tiers in shown[0].tiers.values() for tier in tiers):
         lines.append(_row("resident, highest", [memory.resident_peak for memory in shown], "", ""))
     if len(result.memory) > len(shown):
@@ -162,14 +150,20 @@ def memory_table(result: TrainResult) -> list[str]:
     return lines
 
 
+def _text_lines(text: str) -> list[str]:
+    """Break generated text anywhere: escapes of bytes have no spaces between them."""
+    line = f'\ntext: "{text}"' if text else ""
+    return [line[start : start + 100] for start in range(0, len(line), 100)]
+
+
 def _named(kind: str, memory: RankMemory) -> str:
-    """The kind, and where it rests if that is not the device."""
+    """Return the kind, and its tiers if it is not on the device."""
     tiers = memory.tiers.get(kind, [])
     return kind if tiers in ([], ["device"]) else f"{kind} on {' and '.join(tiers)}"
 
 
 def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON cannot spell."""
+    """Replace numbers that JSON cannot spell by None."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, dict):
@@ -179,13 +173,13 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _row(name: str, held: Sequence[object], *others: object) -> str:
-    cells = [f"{cell:,d}" if isinstance(cell, int) else str(cell) for cell in (*held, *others)]
+def _row(name: str, nbytes: Sequence[object], *others: object) -> str:
+    cells = [f"{cell:,d}" if isinstance(cell, int) else str(cell) for cell in (*nbytes, *others)]
     return f"{name:22s}" + "".join(f"{cell:>14s}" for cell in cells).rstrip()
 
 
-def _told(resumed: Resumed) -> str:
-    return f"goes on after step {resumed.step:,d}: {resumed.told}"
+def _resumed_line(resumed: Resumed) -> str:
+    return f"goes on after step {resumed.step:,d}: {resumed.description}"
 
 
 def _speed(progress: Progress) -> str:

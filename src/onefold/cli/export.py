@@ -21,23 +21,20 @@ def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "write a checkpoint's weights as safetensors"
     parser = commands.add_parser("export", help=summary, description=DESCRIPTION)
-    parser.set_defaults(run=run, dtype=None)
+    parser.set_defaults(run=run)
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of them")
     parser.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
-    parser.add_argument("--dtype", default=argparse.SUPPRESS,
-                        help=f"{', '.join(DTYPES)} (default: as the weights were)")  # fmt: skip
-    parser.add_argument("--max-shard-size", default="5GB", help="largest file, as in 500MB")
+    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: that of each weight)")
+    parser.add_argument("--max-shard-size", default="5GB", help="bytes of the largest file")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    """Export, and say what was written."""
+    """Export, and print the written files."""
     nbytes = _nbytes(arguments.max_shard_size)
     if arguments.dtype not in (None, *DTYPES):
-        hint = "leave it out to keep the weights' own"
-        raise ConfigError(
-            expected(f"--dtype {', '.join(DTYPES)}", repr(arguments.dtype), hint=hint)
-        )
+        wanted, hint = f"--dtype {', '.join(DTYPES)}", "leave it out to keep the weights' own"
+        raise ConfigError(expected(wanted, repr(arguments.dtype), hint=hint))
     import torch
 
     from onefold.checkpoint.export import export
@@ -46,8 +43,8 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     done = export(arguments.checkpoint, arguments.out, dtype=dtype, max_shard_nbytes=nbytes)
     files = {output.name: output.nbytes for output in done.outputs}
     if arguments.json:
-        told = {"source": str(done.source), "step": done.step, "tensors": done.num_tensors}
-        print(json.dumps({**told, "files": files}))
+        head = {"source": str(done.source), "step": done.step, "tensors": done.num_tensors}
+        print(json.dumps({**head, "files": files}))
     else:
         print(f"{done.source}, step {done.step:,d}: {done.num_tensors:,d} tensors")
         for name, size in files.items():

@@ -1,4 +1,4 @@
-"""`onefold inspect`: what is in a checkpoint, and whether it is as it was written."""
+"""`onefold inspect`: list the contents of a checkpoint, and verify its bytes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from onefold.checkpoint.inspect import Inspection
 
 DESCRIPTION = """\
-Show what a checkpoint holds: every parameter with its shape and what is kept of it, the step and
-the world it was saved at. Of a directory of checkpoints it shows the newest complete one."""
+List the contents of a checkpoint: every parameter with its shape and its saved state, the step,
+and the ranks that saved it. Of a directory of checkpoints it shows the newest complete one."""
 
 
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
-    summary = "show what a checkpoint holds"
+    summary = "list the contents of a checkpoint"
     parser = commands.add_parser("inspect", help=summary, description=DESCRIPTION)
-    parser.set_defaults(run=run, verify=False)
+    parser.set_defaults(run=run)
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of them")
-    parser.add_argument("--verify", action="store_true", default=argparse.SUPPRESS,
+    parser.add_argument("--verify", action="store_true",
                         help="read every byte and compare it with its checksum")  # fmt: skip
     add_json(parser)
 
@@ -40,15 +40,12 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def as_json(found: Inspection) -> dict[str, Any]:
-    """Everything that is known, for programs."""
+    """Return all facts, for programs."""
     manifest = found.found.manifest
+    head = ("step", "stage", "world_size", "saved_at", "versions")
     return {
         "path": str(found.found.path),
-        "step": manifest.step if manifest else None,
-        "stage": manifest.stage if manifest else None,
-        "world_size": manifest.world_size if manifest else None,
-        "saved_at": manifest.saved_at if manifest else None,
-        "versions": manifest.versions if manifest else None,
+        **{name: getattr(manifest, name) if manifest else None for name in head},
         "optimizers": [each.kind for each in manifest.optimizers] if manifest else None,
         "verified": found.is_verified,
         "passed_over": found.found.passed_over,
@@ -65,7 +62,7 @@ def as_json(found: Inspection) -> dict[str, Any]:
 
 
 def as_text(found: Inspection) -> str:
-    """A heading, a line for each parameter, sums."""
+    """Return a heading, a line for each parameter, and sums."""
     manifest = found.found.manifest
     lines = [str(found.found.path)]
     if manifest is None:

@@ -1,4 +1,4 @@
-"""`onefold plan`: will it fit, which stage, how fast; without running anything."""
+"""`onefold plan`: predict bytes and step times of every way to train a model, without a run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onefold.cli.arguments import SubParsers, add_json, whole, word_or_number
+from onefold.cli.launch import default_ranks
 from onefold.collecting import no_garbage
 from onefold.errors import ConfigError, expected
 from onefold.planner.sizes import parse_nbytes
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
     from onefold.planner.result import Plan
 
 DESCRIPTION = """\
-Every way to train a model on the devices there are: bytes per device, host and disk, whether they
-fit, bytes sent, the time of a step, and the command for the way to take. Nothing is run: one
-micro-batch is traced without values. With --calibrate this machine's CPU ranks are measured first
-and step times are theirs. Without arguments: the tiny preset on this machine.
+List every way to train a model on these devices: bytes per device, host and disk, whether they
+fit, bytes sent, the time of a step, and the command for the best way. Nothing is run: one
+micro-batch is traced without values. With --calibrate CPU ranks of this machine are measured
+first, and step times are theirs. Without arguments: the tiny preset on this machine.
 
   onefold plan --model config.json --gpus 8 --nodes 8 --mem 80GiB --seq 4096 --precision bf16"""
 
 CURVE = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Points of the scaling curve, as multiples of the nodes of the plan."""
+"""Points of the scaling curve, as multiples of the world size of the plan."""
 MAX_DEVICES = 16_384
 STATE_NBYTES = 12
 """Bytes of a checkpoint per parameter: master and two moments."""
@@ -37,40 +38,32 @@ def add_to(commands: SubParsers) -> None:
     parser = commands.add_parser(
         "plan", help="will it fit, which stage, how fast", description=DESCRIPTION
     )
-    words = ("gpus", "ranks", "mem", "host_mem", "disk", "precision", "cluster")
-    parser.set_defaults(run=run, recompute=False, calibrate=False, **dict.fromkeys(words))
+    parser.set_defaults(run=run)
     add = parser.add_argument
-    hidden: dict[str, Any] = {"default": argparse.SUPPRESS}
+    # fmt: off
     add("--model", default="tiny", metavar="NAME|config.json|module:function",
-        help="a preset, a Hugging Face config, or a function that returns a module")  # fmt: skip
-    add("--gpus", metavar="N", help="GPUs of a node (default: those of this machine)", **hidden)
-    add("--ranks", metavar="N", help="plan for N processes of a node on the CPU instead", **hidden)
+        help="a preset, a Hugging Face config, or a function that returns a module")
+    add("--gpus", metavar="N", help="GPUs of a node (default: those of this machine)")
+    add("--ranks", metavar="N", help="plan for N processes of a node on the CPU instead")
     add("--nodes", default="1", metavar="M", help="machines")
-    add("--mem", metavar="SIZE", help="memory of a GPU, or for all ranks of a node, as in 80GiB",
-        **hidden)  # fmt: skip
-    add("--host-mem", metavar="SIZE", help="CPU memory of a node", **hidden)
-    add("--disk", metavar="SIZE", help="free disk of a node", **hidden)
+    add("--mem", metavar="SIZE", help="memory of a GPU, or of all ranks of a node, as in 80GiB")
+    add("--host-mem", metavar="SIZE", help="CPU memory of a node")
+    add("--disk", metavar="SIZE", help="free disk of a node")
     add("--seq", default="1024", help="tokens of a row")
     add("--batch", default="1", help="rows of one micro-batch on one rank; auto: as many as fit")
     add("--accumulate", default="1", help="micro-batches of a step")
-    add("--precision", help="fp32, bf16 or fp16 (default: the parameters' own)", **hidden)
+    add("--precision", help="fp32, bf16 or fp16 (default: the parameters' own)")
     add("--stage", default="auto", help="0 to 3, or all of them")
     add("--offload", default="auto", metavar="none|optimizer|cpu|disk", help="or all of them")
-    add("--wire", metavar="NAME", default="auto", help="how state travels between nodes: exact, "
-        "hybrid, replicas; recommended, zero++, zero++diff (lossy). auto: the best of the exact "
-        "ones, and what the others would give")  # fmt: skip
-    add("--recompute", action="store_true", help="run blocks again in backward", **hidden)
-    add("--cluster", metavar="MACHINE", help="tell step times on such machines, and how they "
-        "scale: a100-40, a100-80, h100-80, h200, b200 ...", **hidden)  # fmt: skip
-    add(
-        "--calibrate",
-        nargs="?",
-        const=True,
-        metavar="MODEL",
-        help="measure CPU ranks here, and "
-        "tell step times for them; with another model than the plan's, as a smaller one",
-        **hidden,
-    )
+    add("--wire", metavar="NAME", default="auto", help="messages between nodes: exact, hybrid, "
+        "replicas; recommended, zero++, zero++diff (lossy). auto: the best of the exact ones, and "
+        "the gain of the others")
+    add("--recompute", action="store_true", help="run blocks again in backward")
+    add("--cluster", metavar="MACHINE", help="predict step times on such machines, and how they "
+        "scale: a100-40, a100-80, h100-80, h200, b200 ...")
+    add("--calibrate", nargs="?", const=True, default=False, metavar="MODEL", help="measure CPU "
+        "ranks here and predict their step times; with the name of a smaller model, measure that")
+    # fmt: on
     add_json(parser)
 
 
@@ -102,12 +95,9 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     else:
         print(made)
         _print_curve(curve)
-    if made.fits:
-        return 0
-    if arguments.json:
-        return 2
-    print("onefold plan: nothing fits", file=sys.stderr)
-    return 2
+    if not made.fits and not arguments.json:
+        print("onefold plan: nothing fits", file=sys.stderr)
+    return 0 if made.fits else 2
 
 
 def _check_calibrate(arguments: argparse.Namespace) -> None:
@@ -117,48 +107,44 @@ def _check_calibrate(arguments: argparse.Namespace) -> None:
     others = {"--gpus": arguments.gpus, "--cluster": arguments.cluster}
     given = [flag for flag, value in others.items() if value is not None]
     if given:
-        raise ConfigError(
-            expected("--calibrate for the CPU ranks of this machine", f"it beside {given[0]}",
-                     hint="leave one of the two out; --ranks N says how many ranks")
-        )  # fmt: skip
+        wanted = "--calibrate for the CPU ranks of this machine"
+        hint = "leave one of the two out; --ranks N sets the number of ranks"
+        raise ConfigError(expected(wanted, f"it beside {given[0]}", hint=hint))
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
+    """Return the devices of the flags, or of this machine."""
     import torch
 
-    from onefold.cli.launch import default_ranks
     from onefold.host import free_host_nbytes
     from onefold.planner.machines import machine_of
     from onefold.planner.planning import Cluster
 
-    if arguments.gpus is not None and arguments.ranks is not None:
-        raise ConfigError(
-            expected("--gpus or --ranks", "both", hint="--ranks plans for processes on the CPU")
-        )
+    counts = {"--gpus": arguments.gpus, "--ranks": arguments.ranks}
+    given = [(flag, text) for flag, text in counts.items() if text is not None]
+    if len(given) > 1:
+        hint = "--ranks plans for processes on the CPU"
+        raise ConfigError(expected("--gpus or --ranks", "both", hint=hint))
     machine = None if arguments.cluster is None else machine_of(arguments.cluster)
-    on_gpus = arguments.gpus is not None or machine is not None
-    on_gpus = arguments.ranks is None and (on_gpus or torch.cuda.is_available())
-    ranks = default_ranks()
-    if arguments.gpus is not None:
-        ranks = whole("--gpus", arguments.gpus, least=1)
-    elif arguments.ranks is not None:
-        ranks = whole("--ranks", arguments.ranks, least=1)
-    elif machine is not None:
-        ranks = machine.ranks_per_node
+    has_gpus = torch.cuda.is_available()
+    has_machine = arguments.gpus is not None or machine is not None
+    on_gpus = arguments.ranks is None and (has_machine or has_gpus)
+    if given:
+        count = whole(*given[0], least=1)
+    else:
+        count = default_ranks() if machine is None else machine.ranks_per_node
     memory = _size("--mem", arguments.mem)
-    if on_gpus and memory is None:
-        if machine is None and not torch.cuda.is_available():
-            raise ConfigError(
-                expected("--mem beside --gpus", "none", hint="--mem 80GiB, or --cluster h100-80")
-            )
-        if machine is None:
-            memory = torch.cuda.get_device_properties(0).total_memory
-        else:
-            memory = int(machine.memory_nbytes)
-    elif not on_gpus:
-        memory = (memory or free_host_nbytes()) // ranks
+    if not on_gpus:
+        memory = (memory or free_host_nbytes()) // count
+    elif memory is None and machine is not None:
+        memory = int(machine.memory_nbytes)
+    elif memory is None and has_gpus:
+        memory = torch.cuda.get_device_properties(0).total_memory
+    elif memory is None:
+        hint = "--mem 80GiB, or --cluster h100-80"
+        raise ConfigError(expected("--mem beside --gpus", "none", hint=hint))
     return Cluster(
-        ranks=ranks,
+        ranks=count,
         nodes=whole("--nodes", arguments.nodes, least=1),
         device_type="cuda" if on_gpus else "cpu",
         memory=memory,
@@ -173,7 +159,7 @@ def _size(flag: str, text: str | None) -> int | None:
 
 
 def _curve(made: Plan) -> list[dict[str, float]]:
-    """Return tokens/s per device of the best plan on more and more nodes, and its goodput."""
+    """Return the tokens/s per device of the best plan on more and more nodes, and its goodput."""
     from onefold.planner.goodput import goodput
     from onefold.planner.simulate import scaling_curve
 

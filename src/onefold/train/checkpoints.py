@@ -28,10 +28,10 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The state of a resumed run."""
+    """The start of a resumed run."""
 
-    step: int  # steps done before
-    told: str  # for people: the loaded checkpoint, and the skipped ones
+    step: int  # steps taken before
+    description: str  # the loaded checkpoint, and the skipped ones
 
 
 def preflight(job: Job) -> None:
@@ -42,32 +42,23 @@ def preflight(job: Job) -> None:
             hint = "pass --checkpoint DIR"
             raise ConfigError(expected(f"--checkpoint beside {flag}", "none", hint=hint))
         return
-    path = Path(job.checkpoint)
+    path, flag = Path(job.checkpoint), f"--checkpoint {job.checkpoint!r}"
     if path.exists() and not path.is_dir():
-        what = f"--checkpoint {job.checkpoint!r} to be a directory"
-        raise ConfigError(expected(what, "a file", hint="each save becomes a folder in it"))
-    held = sorted(child.name for child in path.glob("step-*")) if path.is_dir() else []
-    if held and not job.resume:
-        raise ConfigError(
-            expected(
-                f"--checkpoint {job.checkpoint!r} to be empty",
-                f"{held[-1]} in it",
-                hint="go on from there with --resume, or save to another directory",
-            )
-        )
+        hint = "each save becomes a folder in it"
+        raise ConfigError(expected(f"{flag} to be a directory", "a file", hint=hint))
+    saved = sorted(child.name for child in path.glob("step-*"))
+    if saved and not job.resume:
+        hint = "go on from there with --resume, or save to another directory"
+        raise ConfigError(expected(f"{flag} to be empty", f"{saved[-1]} in it", hint=hint))
 
 
 class Checkpoints:
     """Saves a run's module, optimizer and `extra` when due; loads the newest checkpoint."""
 
     def __init__(
-        self,
-        job: Job,
-        world: World,
-        module: nn.Module,
-        optimizer: Optimizer,
+        self, job: Job, world: World, module: nn.Module, optimizer: Optimizer,
         stateful: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._job = job
         self._world = world
         self._module = module
@@ -80,7 +71,8 @@ class Checkpoints:
         job = self._job
         if job.checkpoint is None or not job.resume:
             return None
-        if not self._world.gather(_holds_some(Path(job.checkpoint)))[0]:
+        has_some = any(Path(job.checkpoint).glob("step-*"))
+        if not self._world.gather(has_some)[0]:
             return None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -90,13 +82,13 @@ class Checkpoints:
         self._saved = extra["step"]
         if self._world.rank == 0:
             _set_aside(Path(job.checkpoint), newer_than=extra["step"])
-        told = "; ".join(str(each.message).splitlines()[0] for each in caught)
-        return Resumed(extra["step"], told or f"loaded {_name(extra['step'])}")
+        skipped = "; ".join(str(each.message).splitlines()[0] for each in caught)
+        return Resumed(extra["step"], skipped or f"loaded {_name(extra['step'])}")
 
     def after(self, step: int, requests: StopRequests) -> None:
-        """Save after `step` steps if it is due, or if a signal told any rank to stop.
+        """Save if a checkpoint is due after `step` steps, or if a signal asked any rank to stop.
 
-        Raises `Interrupted` in the second case, on every rank.
+        Raises `Interrupted` on every rank after a signal.
         """
         job = self._job
         if job.checkpoint is None:
@@ -127,8 +119,3 @@ def _set_aside(directory: Path, *, newer_than: int) -> None:
             aside = directory / f".{path.name}.damaged"
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-
-
-def _holds_some(directory: Path) -> bool:
-    """True if a checkpoint was completed in this directory."""
-    return directory.is_dir() and any(directory.glob("step-*"))

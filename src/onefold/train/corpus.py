@@ -88,23 +88,16 @@ def open_corpus(folder: str | None, seq: int) -> Corpus:
         files = _files(root, set()) if root.is_dir() else []
     spans = [span for path in files if (span := _text_span(path)) is not None]
     if not spans:
-        raise ConfigError(
-            expected(
-                "a data folder with text files",
-                f"no text in {str(root)!r}" if root.is_dir() else f"no folder {str(root)!r}",
-                hint="pass a folder of text or source files with --data",
-            )
-        )
+        got = f"no text in {str(root)!r}" if root.is_dir() else f"no folder {str(root)!r}"
+        hint = "pass a folder of text or source files with --data"
+        raise ConfigError(expected("a data folder with text files", got, hint=hint))
     train, held_out = _split(root, spans)
     smallest = min(train.nbytes, held_out.nbytes)
     if smallest <= seq:
-        raise ConfigError(
-            expected(
-                f"more than {seq} bytes of text to train on and to hold out, for one row each",
-                f"{train.nbytes} and {held_out.nbytes} bytes in {str(root)!r}",
-                hint="lower --seq, or pass a folder with more text",
-            )
-        )
+        wanted = f"more than {seq} bytes of text to train on and to hold out, for one row each"
+        got = f"{train.nbytes} and {held_out.nbytes} bytes in {str(root)!r}"
+        hint = "lower --seq, or pass a folder with more text"
+        raise ConfigError(expected(wanted, got, hint=hint))
     prompt = b"def " if folder is None else held_out.read(0, min(smallest, 16))
     return Corpus(name, train, held_out, prompt)
 
@@ -180,10 +173,8 @@ def _split(root: Path, spans: list[CorpusSpan]) -> tuple[Split, Split]:
         held_out = {min(spans, key=draws.__getitem__)}
     if len(held_out) == len(spans):
         held_out.remove(max(spans, key=draws.__getitem__))
-    return (
-        Split(tuple(span for span in spans if span not in held_out)),
-        Split(tuple(span for span in spans if span in held_out)),
-    )
+    train = tuple(span for span in spans if span not in held_out)
+    return Split(train), Split(tuple(span for span in spans if span in held_out))
 
 
 def _draw(name: Path) -> float:
@@ -196,11 +187,7 @@ def _read(span: CorpusSpan, offset: int, count: int) -> bytes:
         file.seek(span.start + offset)
         got = file.read(count)
     if len(got) != count:
-        raise ConfigError(
-            expected(
-                f"{str(span.path)!r} to keep its {span.stop} bytes while it is read",
-                "a shorter file",
-                hint="train on a folder that nobody writes to",
-            )
-        )
+        wanted = f"{str(span.path)!r} to keep its {span.stop} bytes while it is read"
+        hint = "train on a folder that nobody writes to"
+        raise ConfigError(expected(wanted, "a shorter file", hint=hint))
     return got

@@ -1,4 +1,4 @@
-"""The choices of one training run, as a frozen value. Imports no torch: `--help` reads it."""
+"""The choices of one training run as a frozen value. Imports no torch: `--help` reads it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Job:
 
     @property
     def steps_in_backward(self) -> bool:
-        """True if units may step early: states are offloaded, and no step reads all gradients.
+        """True if units may step in backward: offloaded, and no step reads all gradients.
 
-        Clipping and dynamic loss scaling read them.
+        Clipping and dynamic loss scaling read all gradients.
         """
         return self.offload is not None and self.clip == 0 and self.precision != "fp16"
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import cos, pi
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,14 @@ from onefold.errors import ConfigError, expected
 from onefold.mesh.world import World
 from onefold.models.loader import build_model, default_lr, logits_of, recompute, refuse
 from onefold.recording.files import prepare
-from onefold.train.checkpoints import Checkpoints, Resumed
+from onefold.train.checkpoints import Checkpoints
 from onefold.train.checkpoints import preflight as preflight_checkpoints
 from onefold.train.corpus import Corpus, Windows, open_corpus, own_rows
+from onefold.train.course import Progress, TrainObserver, TrainResult
 from onefold.train.job import Job
 from onefold.train.memory_table import RankMemory, expected_nbytes, measure
-from onefold.train.prediction import Prediction, predict, trace_of
-from onefold.train.run_record import Course, Recorded, write_report
+from onefold.train.prediction import predict, trace_of
+from onefold.train.run_record import RunRecorder, write_report
 from onefold.train.sample import generate
 from onefold.train.signals import StopRequests
 from onefold.wire_config import Wire, wire_of
@@ -41,62 +41,17 @@ HELD_OUT_SHARE, MAX_HELD_OUT_BATCHES = 5, 64
 """Steps per batch of the held-out loss, and the most batches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The progress of a run."""
-
-    step: int  # steps done
-    loss: float  # nats per token, mean over ranks, of the last LOG_STEPS
-    tokens_per_s: float
-    seconds_left: float
-
-
-class TrainObserver(Protocol):
-    """Receives the events of a run, on each rank."""
-
-    def started(self, job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> None: ...
-
-    def resumed(self, resumed: Resumed) -> None: ...
-
-    def stepped(self, progress: Progress) -> None: ...
-
-    def trained(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """The result of a run; the same on every rank."""
-
-    first_step: int  # steps done by the run that this one resumed
-    losses: list[float]  # per step of this run, nats per token, mean over the global batch
-    held_out: float  # nats per token, of the held-out files
-    seconds: float  # of the steps alone
-    tokens_per_s: float
-    text: str  # generated; empty if none was asked for
-    num_parameters: int
-    offload: str  # the plan for the tiers of rank 0; empty: all on the device
-    memory: list[RankMemory]  # per rank
-    stage0: dict[str, int]  # bytes by kind that each rank would hold at stage 0
-    predicted: Prediction | None  # of rank 0; None on others, and without a trace
-    report: str  # the page about the run; empty without one, or without a step
-
-
 def preflight(job: Job, world_size: int) -> Corpus:
     """Refuse a job that cannot work, before any rank starts; return the text to train on."""
     precision_of(job.precision)
     offload_for(job)
     wire_of(job.wire)
-    if job.batch < world_size * job.accumulate:
-        rows = f"{world_size} ranks"
-        if job.accumulate > 1:
-            rows += f" times {job.accumulate} micro-batches"
-        raise ConfigError(
-            expected(
-                f"at least {world_size * job.accumulate} rows in a batch, one for each of {rows}",
-                f"{job.batch}",
-                hint="raise --batch, or lower --ranks or --accumulate",
-            )
-        )
+    smallest = world_size * job.accumulate
+    if job.batch < smallest:
+        parts = f" times {job.accumulate} micro-batches" if job.accumulate > 1 else ""
+        wanted = f"at least {smallest} rows in a batch, one for each of {world_size} ranks{parts}"
+        hint = "raise --batch, or lower --ranks or --accumulate"
+        raise ConfigError(expected(wanted, job.batch, hint=hint))
     refuse(job.model, job.seq)
     preflight_checkpoints(job)
     if job.report is not None:
@@ -108,49 +63,40 @@ def offload_for(job: Job) -> Offload:
     """Return the tiers of the job."""
     chosen = offload_of(job.offload)
     check_offload(chosen, stage_of(3 if job.stage == "auto" else job.stage))
-    if job.offload is None:
-        if job.fraction != 1:
-            raise ConfigError(
-                expected(
-                    "--offload beside --fraction",
-                    f"--fraction {job.fraction} alone",
-                    hint="--offload optimizer --fraction 0.5 steps half of the state on the CPU",
-                )
-            )
-        return chosen
-    early = job.steps_in_backward
-    return replace(chosen, fraction=job.fraction, step_in_backward=early)
+    if job.offload is not None:
+        return replace(chosen, fraction=job.fraction, step_in_backward=job.steps_in_backward)
+    if job.fraction != 1:
+        got = f"--fraction {job.fraction} alone"
+        hint = "--offload optimizer --fraction 0.5 steps half of the state on the CPU"
+        raise ConfigError(expected("--offload beside --fraction", got, hint=hint))
+    return chosen
 
 
 def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
-    """Run the job on this rank; every rank calls it. A collective."""
+    """Run the job on this rank. A collective: every rank calls it."""
     corpus = preflight(job, world.world_size)
     trainer = Trainer(job, world, corpus)
+    module = trainer.module
     observer.started(job, corpus, trainer.num_parameters, world.world_size)
     resumed = trainer.checkpoints.resume()
     if resumed is not None:
         observer.resumed(resumed)
     first = resumed.step if resumed else 0
     meter = Meter(job, world, observer, first)
-    recorded = Recorded(job, trainer.module, first)
+    recorder = RunRecorder(job, module, first)
     with StopRequests(is_active=job.checkpoint is not None) as requests:
         for step in range(first, job.steps):
-            with recorded.around_step(step):
+            with recorder.around_step(step):
                 loss = trainer.step(step)
             meter.note(loss)
             trainer.checkpoints.after(step + 1, requests)
     observer.trained()
-    module = trainer.module.eval()
+    module.eval()
     held_out = held_out_loss(job, world, module, corpus)
     options = {"seq": job.seq, "seed": job.seed, "num_bytes": job.sample}
     text = generate(module, corpus.prompt, **options, device=world.device) if job.sample else ""
-    memory = trainer.memory
-    predicted = trainer.predicted()
-    course = Course(
-        meter.losses, meter.step_seconds, first, held_out, trainer.num_parameters,
-        memory.resident_peak, predicted,
-    )  # fmt: skip
-    return TrainResult(
+    report = onefold.report(module)
+    result = TrainResult(
         first_step=first,
         losses=meter.losses,
         held_out=held_out,
@@ -158,14 +104,15 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
         tokens_per_s=meter.tokens_per_s,
         text=text,
         num_parameters=trainer.num_parameters,
-        offload=onefold.report(trainer.module).offload,
-        memory=world.gather(memory),
+        offload=report.offload,
+        memory=world.gather(trainer.memory or measure(trainer.recipe, report)),
         stage0=expected_nbytes(
             replace(trainer.recipe, stage=STAGES[0], offload=Offload(), wire=Wire())
         ),
-        report=write_report(recorded, world, course),
-        predicted=predicted,
+        predicted=predict(job, trainer.recipe, trainer.trace, report),
+        report="",
     )
+    return replace(result, report=write_report(recorder, world, result, meter.step_seconds))
 
 
 class Trainer:
@@ -181,7 +128,7 @@ class Trainer:
             recompute(self.module, job.model)
         if not any(parameter.is_meta for parameter in self.module.parameters()):
             self.module.to(world.device)
-        self.seen = trace_of(job, self.module, world) if world.rank == 0 else None
+        self.trace = trace_of(job, self.module, world) if world.rank == 0 else None
         self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=self.peak_lr, betas=(0.9, 0.95), weight_decay=0.1
@@ -196,19 +143,7 @@ class Trainer:
         self.windows = Windows(corpus.train, rows=job.batch, seq=job.seq, seed=job.seed, own=own)
         stateful = {"windows": self.windows, "scaler": self.scaler}
         self.checkpoints = Checkpoints(job, world, self.module, self.optimizer, stateful)
-        self._memory: RankMemory | None = None
-
-    @property
-    def memory(self) -> RankMemory:
-        """Bytes on this rank at the end of the last step; now, if the run resumed after it."""
-        return self._memory or self._measure()
-
-    def predicted(self) -> Prediction | None:
-        """Return the predicted memory of this rank, if it traced the model before the run."""
-        return predict(self.job, self.recipe, self.seen, onefold.report(self.module))
-
-    def _measure(self) -> RankMemory:
-        return measure(self.recipe, onefold.report(self.module))
+        self.memory: RankMemory | None = None  # at the end of the last step
 
     def step(self, step: int) -> Tensor:
         """Take one optimizer step; return a loss whose mean over ranks is the batch's."""
@@ -221,7 +156,7 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if step + 1 == self.job.steps:  # all resting state is allocated at the end of a step
-            self._memory = self._measure()
+            self.memory = measure(self.recipe, onefold.report(self.module))
         self.optimizer.zero_grad()
         return total
 
@@ -252,8 +187,8 @@ class Meter:
         self._world = world
         self._observer = observer
         self._waiting: list[Tensor] = []
-        self._begun = self._last = self._latest = time.perf_counter()
-        self.seconds = 0.0
+        self._begun = self._noted = self._reported = time.perf_counter()
+        self.seconds = 0.0  # up to the last exchange of losses
 
     @property
     def tokens_per_s(self) -> float:
@@ -262,23 +197,24 @@ class Meter:
 
     def note(self, loss: Tensor) -> None:
         """Record a finished step."""
+        now = time.perf_counter()
         self._waiting.append(loss)
-        before, self._latest = self._latest, time.perf_counter()
-        self.step_seconds.append(self._latest - before)
-        done = len(self.losses) + len(self._waiting)
-        steps = self._first + done
-        every = LOG_STEPS if self._job.steps > LOG_STEPS else 1
-        if steps % every and steps != self._job.steps:
+        self.step_seconds.append(now - self._noted)
+        self._noted = now
+        taken = len(self.step_seconds)
+        step, steps = self._first + taken, self._job.steps
+        every = LOG_STEPS if steps > LOG_STEPS else 1
+        if step % every and step != steps:
             return
         latest = self._world.mean(torch.stack(self._waiting).tolist())
         self._waiting.clear()
         self.losses += latest
         now = time.perf_counter()
         self.seconds = now - self._begun
-        speed = len(latest) * self._job.tokens_per_step / max(now - self._last, 1e-9)
-        self._last = now
-        left = self.seconds / done * (self._job.steps - steps)
-        self._observer.stepped(Progress(steps, sum(latest) / len(latest), speed, left))
+        speed = len(latest) * self._job.tokens_per_step / max(now - self._reported, 1e-9)
+        self._reported = now
+        left = self.seconds / taken * (steps - step)
+        self._observer.stepped(Progress(step, sum(latest) / len(latest), speed, left))
 
 
 def summed_loss(module: nn.Module, rows: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
-"""The table that compares the bytes a rank should hold with the bytes `onefold.report` counted.
+"""Compare the bytes that `onefold.report` counted on a rank with the closed form.
 
 For fp32 parameters of n elements over N ranks, by ZeRO stage (arXiv 1910.02054, section 5); where
-nodes are replicas, N are the ranks of a node:
+nodes are replicas, N is the number of ranks of a node:
 
     stage      weight    grad     AdamW's two moments
     0          4n        4n       8n
     1, 2, 3    4n / N    4n / N   8n / N
 
-Stages differ in when they gather and reduce, not in the state that rests between backward and step,
-except the weight of stages 1 and 2, which is beside a whole copy ("unsharded") until the step.
+At stages 1 and 2 the unsharded weights ("unsharded", not "weight") stay until the step.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from onefold.recipe import Recipe
 from onefold.recording.report import Report
 
 KINDS: tuple[str, ...] = ("weight", "master", "grad", "optimizer")
-"""Kinds of state that rest, and that the closed form knows."""
+"""Kinds of state that stay between backward and step, which the closed form covers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that one rank holds at the end of a step, before `zero_grad`, and at the peak."""
+    """Bytes on one rank at the end of a step, before `zero_grad`, and at the peak."""
 
     rank: int
     now: dict[str, int]  # by kind
@@ -43,23 +42,23 @@ class RankMemory:
 
 
 def expected_nbytes(recipe: Recipe, shard: int = 0) -> dict[str, int]:
-    """Compute the bytes by kind that a rank holds once every parameter has a gradient.
+    """Compute the bytes by kind on a rank once every parameter has a gradient.
 
     Units that are stepped in backward keep no gradient.
     """
     totals = dict.fromkeys(KINDS, 0)
     for unit in recipe.units:
-        held = unit_bytes(unit.members, recipe, shard, is_tiled=unit.tile_nbytes > 0)
+        nbytes = unit_bytes(unit.members, recipe, shard, is_tiled=unit.tile_nbytes > 0)
         is_early = recipe.offload.step_in_backward and unit.is_offloaded
-        totals["weight"] += held.weight
-        totals["master"] += held.master if held.has_master or unit.is_offloaded else 0
-        totals["grad"] += 0 if is_early else held.grad
-        totals["optimizer"] += held.moments
+        totals["weight"] += nbytes.weight
+        totals["master"] += nbytes.master if nbytes.has_master or unit.is_offloaded else 0
+        totals["grad"] += 0 if is_early else nbytes.grad
+        totals["optimizer"] += nbytes.moments
     return totals
 
 
 def measure(recipe: Recipe, report: Report) -> RankMemory:
-    """Put a rank's report beside its closed form."""
+    """Return the bytes of a rank's report beside the closed form."""
     return RankMemory(
         rank=report.rank,
         now={kind: report.nbytes(kind) for kind in report.memory},
@@ -71,7 +70,7 @@ def measure(recipe: Recipe, report: Report) -> RankMemory:
         resident_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         expected=expected_nbytes(recipe, report.shard),
         tiers={
-            kind: [tier for tier, usage in held.items() if usage.now]
-            for kind, held in report.memory.items()
+            kind: [tier for tier, usage in tiers.items() if usage.now]
+            for kind, tiers in report.memory.items()
         },
     )

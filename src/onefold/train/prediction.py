@@ -1,9 +1,10 @@
-"""The forecast of a run: traced before it starts, compared with its report when it ends."""
+"""Predict the memory of a run: trace it before it starts, compare with its report at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ from onefold.train.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The bytes that rank 0 should hold; `by_kind` is the most of each kind."""
+    """The predicted peak of rank 0; `by_kind` has the peak of each kind."""
 
     peak_nbytes: int  # on the device, activations included
     phase: str
     unit: str
     by_kind: dict[str, int]
-    verdict: str  # beside what was measured, in a sentence
+    verdict: str  # compares with the measured bytes, in a sentence
     timeline: tuple[PlannedMoment, ...]
 
     def as_plan(self, stage: int) -> PlanLines:
@@ -43,7 +44,7 @@ class Prediction:
 
 
 def loss_of_rows(outputs: Any) -> Tensor:
-    """The loss of the training loop, of labels that nobody reads."""
+    """Compute the loss of the training loop, with labels of zero."""
     logits = getattr(outputs, "logits", outputs)
     del outputs
     labels = torch.zeros(logits.shape[:-1].numel(), dtype=torch.int64, device=logits.device)
@@ -51,7 +52,7 @@ def loss_of_rows(outputs: Any) -> Tensor:
 
 
 def trace_of(job: Job, module: nn.Module, world: World) -> Trace | None:
-    """One micro-batch of this rank, before the module is sharded; None if it cannot be traced."""
+    """Trace one micro-batch of this rank, before `shard`; None if the module cannot be traced."""
     rows = own_rows(job.batch, world.rank, world.world_size)
     part = own_rows(rows.stop - rows.start, 0, job.accumulate)
     try:
@@ -68,10 +69,11 @@ def predict(job: Job, recipe: Recipe, seen: Trace | None, report: Report) -> Pre
     if seen is None or report.steps == 0:
         return None
     found = forecast(seen, recipe, accumulate=job.accumulate, has_timeline=True)
-    moments = [(moment.phase, moment.unit, _by_kind(moment)) for moment in found.timeline]
+    moments = [PlannedMoment(each.phase, _by_kind(each), each.unit) for each in found.timeline]
     by_kind: dict[str, int] = {}
-    for _, _, held in moments:
-        by_kind |= {kind: max(n, by_kind.get(kind, 0)) for kind, n in held.items()}
+    for moment in moments:
+        for kind, nbytes in moment.nbytes_by_kind.items():
+            by_kind[kind] = max(nbytes, by_kind.get(kind, 0))
     return Prediction(
         found.memory_nbytes, found.peak.phase, found.peak.unit, by_kind,
         _verdict(found, by_kind, report), _timeline(moments) if job.report else (),
@@ -79,7 +81,7 @@ def predict(job: Job, recipe: Recipe, seen: Trace | None, report: Report) -> Pre
 
 
 def _by_kind(moment: Moment) -> dict[str, int]:
-    """Bytes in memory by the kinds of a report, which calls what torch holds by one name."""
+    """Sum the bytes in memory by the kinds of a report, which has one kind for torch's tensors."""
     held: dict[str, int] = {}
     for (kind, tier), nbytes in moment.held.items():
         if tier != "disk":
@@ -103,19 +105,11 @@ def _verdict(found: Forecast, by_kind: dict[str, int], report: Report) -> str:
     return f"{line}; each kind within 5 % of what was held"
 
 
-def _timeline(moments: Sequence[tuple[str, str, dict[str, int]]]) -> tuple[PlannedMoment, ...]:
+def _timeline(moments: Sequence[PlannedMoment]) -> tuple[PlannedMoment, ...]:
     """Return the highest moment of each run of one phase and unit, in order.
 
     Moments of no unit are left out: only the step has a phase without units.
     """
-    kept: list[PlannedMoment] = []
-    for phase, unit, nbytes in moments:
-        if not unit and phase != "step":
-            continue
-        moment = PlannedMoment(phase, nbytes, unit)
-        last = kept[-1] if kept else None
-        if last is None or (last.phase, last.unit) != (phase, unit):
-            kept.append(moment)
-        elif sum(last.nbytes_by_kind.values()) < sum(nbytes.values()):
-            kept[-1] = moment
-    return tuple(kept)
+    kept = [each for each in moments if each.unit or each.phase == "step"]
+    runs = groupby(kept, key=lambda each: (each.phase, each.unit))
+    return tuple(max(run, key=lambda each: sum(each.nbytes_by_kind.values())) for _, run in runs)

@@ -1,4 +1,4 @@
-"""Receive requests to stop: the first waits for the end of the step, the next ends the process.
+"""Receive requests to stop: the first ends the run after the step, the second ends the process.
 
 A thread receives them. Python runs signal handlers on the main thread between two instructions,
 and that thread may be inside a collective whose peers are gone.
