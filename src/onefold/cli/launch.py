@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -37,13 +36,8 @@ def world_size_of(ranks: int | None) -> int:
     """Return the launcher's world size, which `--ranks` may repeat but not contradict."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks not in (None, world_size):
-        raise ConfigError(
-            expected(
-                f"--ranks to be {world_size}, as this process was launched",
-                ranks,
-                hint="leave --ranks out under torchrun",
-            )
-        )
+        wanted = f"--ranks to be {world_size}, as this process was launched"
+        raise ConfigError(expected(wanted, ranks, hint="leave --ranks out under torchrun"))
     return world_size
 
 
@@ -130,15 +124,14 @@ class _PassOn:
 def _environment(ranks: int) -> dict[str, str]:
     """Return the environment of ranks: their share of the cores, the loopback link, no warnings."""
     from onefold.host import usable_cores
+    from onefold.mesh.interfaces import loopback
 
     wanted = {
+        **loopback(),
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # repeatable sums on a GPU, where asked for
     }
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:
-        wanted["GLOO_SOCKET_IFNAME"] = loopback[0]
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
     return {**unset, LAUNCHER: str(os.getpid())}
 

@@ -1,8 +1,8 @@
-"""Which network interface leads to the other hosts.
+"""Find the network interface that leads to the other hosts.
 
-gloo listens on the address that the host's own name resolves to. Many systems resolve it to a
-loopback address: ranks then wait for peers that dial themselves. The launcher has told every rank
-an address that all hosts reach, MASTER_ADDR; the interface towards it is the one to listen on.
+gloo listens on the address to which the host's own name resolves. On many systems that is a
+loopback address, and ranks wait for peers that dial themselves. The launcher has given every rank
+an address that all hosts reach, MASTER_ADDR. gloo should listen on the interface towards it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SIOCGIFADDR = 0x8915  # "the address of an interface", in Linux's <linux/sockio
 
 
 def use_link_to_hosts() -> None:
-    """Have gloo listen where other hosts reach this one, unless GLOO_SOCKET_IFNAME says where.
+    """Set GLOO_SOCKET_IFNAME to the interface on which other hosts reach this one.
 
-    Sets that variable in this process. Does nothing where all ranks are of one host. Raises
-    `ConfigError` if MASTER_ADDR is a loopback address here and no single interface is left.
+    Does nothing if it is set, or if all ranks are on one host. Raises `ConfigError` if MASTER_ADDR
+    is a loopback address here and several or no other interfaces could be meant.
     """
     if os.environ.get(GLOO) or not _spans_hosts():
         return
@@ -40,17 +40,16 @@ def use_link_to_hosts() -> None:
 
 
 def _spans_hosts() -> bool:
-    """True if the launcher said that some ranks are elsewhere."""
+    """Return True if the launcher has put some ranks on other hosts."""
     counts = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     return all(count.isdecimal() for count in counts) and int(counts[0]) > int(counts[1])
 
 
 def own_address_towards(host: str) -> str | None:
-    """The address of this host from which it would speak to another; None if there is no way."""
+    """Return the address of this host on the route to another; None without a route."""
     with suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, 9, type=socket.SOCK_DGRAM
-        ):
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, address in found:
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)  # nothing is sent: the kernel looks the route up
                 return probe.getsockname()[0]
@@ -58,9 +57,9 @@ def own_address_towards(host: str) -> str | None:
 
 
 def choose(own: str, by_address: Mapping[str, str], master: str = "") -> str | None:
-    """The interface that has the address `own`, or the only one that is no loopback.
+    """Return the interface with the address `own`, or the only one that is no loopback.
 
-    `by_address` maps each address of this host to its interface. None: gloo is to choose.
+    `by_address` maps each address of this host to its interface. None lets gloo choose.
     """
     if not ipaddress.ip_address(own).is_loopback:
         return by_address.get(own)
@@ -68,17 +67,24 @@ def choose(own: str, by_address: Mapping[str, str], master: str = "") -> str | N
     if len(others) == 1:
         return others[0]
     found = ", ".join(others) or "with no address"
+    hint = f"give torchrun the address itself as --master-addr, or set {GLOO} on this host"
     raise ConfigError(
         expected(
             "a master address by which other hosts reach this one",
             f"{master!r}, which is {own} here, and interfaces {found}",
-            hint=f"give torchrun the address itself as --master-addr, or set {GLOO} on this host",
+            hint=hint,
         )
     )
 
 
+def loopback() -> dict[str, str]:
+    """Return the environment that has gloo use the loopback interface, for ranks of one host."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {GLOO: names[0]} if names else {}
+
+
 def addresses() -> dict[str, str]:
-    """The interface of each address of this host; empty where the system cannot be asked."""
+    """Return the interface of each address of this host; nothing on other systems than Linux."""
     if not sys.platform.startswith("linux"):
         return {}
     return _ipv4_addresses() | _ipv6_addresses()
@@ -106,6 +112,6 @@ def _ipv6_addresses() -> dict[str, str]:
 
 
 def _leads_away(address: str) -> bool:
-    """False for loopback, and for what each interface of an IPv6 host has, wherever it leads."""
+    """Return False for loopback and for link-local addresses, which every interface has."""
     parsed = ipaddress.ip_address(address)
     return not (parsed.is_loopback or parsed.is_link_local)

@@ -1,4 +1,4 @@
-"""Which ranks and which device: from a mesh, a process group, or what the launcher left behind."""
+"""Find the ranks to shard over and the device: from a mesh, a process group, or the launcher."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MeshChoice = DeviceMesh | dist.ProcessGroup | None
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Who trains together: everyone, and on a mesh of two axes this rank's node and its peers.
+    """The groups that train together: all ranks, and on a mesh of two axes also two parts of it.
 
-    `inside` are the ranks of this rank's node, `between` those in its place of every node; `mesh`
-    is one axis of all ranks, if a mesh was given. `is_flat`: a mesh of two axes was given, one of
-    which is 1 long: a cluster of one node, or nodes of one rank.
+    `inside` is this rank's node, `between` the ranks with its local rank on every node. `mesh` is
+    one axis of all ranks, if a mesh was given. `is_flat`: the given mesh had two axes, one of which
+    has length 1.
     """
 
     everyone: Group
@@ -38,25 +38,25 @@ class Ranks:
 
     @property
     def axes(self) -> Axes | None:
-        """The two axes, if there are."""
+        """The two axes, or None on a mesh of one axis."""
         if self.inside is None or self.between is None:
             return None
         return Axes(self.between.world_size, self.inside.world_size, self.everyone.rank)
 
     def shards(self, *, are_replicas: bool) -> Group:
-        """The ranks over which resting state is cut: all, or those of a node that is a replica."""
+        """Return the ranks that share the state: all, or one node if nodes are replicas."""
         return self.inside if self.inside and are_replicas else self.everyone
 
     def facts(self) -> list[str]:
-        """What must be the same on every rank."""
+        """Describe the mesh; it must be the same on every rank."""
         axes = self.axes
-        return [
-            f"mesh of {axes.nodes} nodes x {axes.local_world_size} ranks" if axes else "one axis"
-        ]
+        if axes is None:
+            return ["one axis"]
+        return [f"mesh of {axes.nodes} nodes x {axes.local_world_size} ranks"]
 
 
 def resolve(mesh: MeshChoice) -> Ranks:
-    """The ranks to shard over."""
+    """Return the ranks to shard over."""
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         return _two_axes(mesh)
     handle, device_mesh = _group_of(mesh)
@@ -65,88 +65,71 @@ def resolve(mesh: MeshChoice) -> Ranks:
 
 def _two_axes(mesh: DeviceMesh) -> Ranks:
     if mesh.get_coordinate() is None:
-        raise ConfigError(_not_in("mesh"))
+        raise _not_in("mesh")
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
-        raise ConfigError(
-            expected(
-                "a mesh whose ranks ascend along the nodes, as init_device_mesh makes it",
-                f"{mesh.mesh.tolist()}",
-                hint="init_device_mesh(device, (nodes, ranks of a node))",
-            )
-        )
+        wanted = "a mesh whose ranks ascend along the nodes, as init_device_mesh makes it"
+        hint = "init_device_mesh(device, (nodes, ranks of a node))"
+        raise ConfigError(expected(wanted, mesh.mesh.tolist(), hint=hint))
     if len(ranks) == dist.get_world_size():
         found = Ranks(Group.of(dist.group.WORLD))
     elif mesh.mesh_dim_names:
-        whole = mesh._flatten()
-        found = Ranks(Group.of(whole.get_group()), whole)
+        flat = mesh._flatten()
+        found = Ranks(Group.of(flat.get_group()), flat)
     else:
-        raise ConfigError(
-            expected(
-                "axes with names, of a mesh that is not the whole world",
-                f"{mesh}",
-                hint='init_device_mesh(..., mesh_dim_names=("node", "rank"))',
-            )
-        )
-    if 1 in mesh.shape:  # one node, or one rank on each: one axis does it
+        wanted = "axes with names, of a mesh that is not the whole world"
+        hint = 'init_device_mesh(..., mesh_dim_names=("node", "rank"))'
+        raise ConfigError(expected(wanted, mesh, hint=hint))
+    if 1 in mesh.shape:  # one node, or one rank on each
         return replace(found, is_flat=True)
     inside, between = Group.of(mesh.get_group(1)), Group.of(mesh.get_group(0))
     return replace(found, inside=inside, between=between)
 
 
 def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
-    """Axes as torchrun started the world: hosts, and the processes of each; as it was if one host.
+    """Return the axes as torchrun started the world: hosts, and the ranks of each. A collective.
 
-    A collective. Raises `ConfigError` on every rank if hosts have different numbers of processes,
-    or a number that the world is no multiple of.
+    Returns `ranks` if there is one host, or if the user passed a mesh or a group. Raises
+    `ConfigError` on every rank if hosts have different numbers of ranks.
     """
-    is_given = ranks.axes is not None or ranks.is_flat
-    if ranks.everyone.world_size == 1 or is_given or not dist.is_initialized():
+    world_size = ranks.everyone.world_size
+    is_given = ranks.axes is not None or ranks.is_flat or ranks.mesh is not None
+    if world_size == 1 or is_given or not dist.is_initialized():
         return ranks
-    if ranks.mesh is not None or ranks.everyone.handle is not dist.group.WORLD:
+    if ranks.everyone.handle is not dist.group.WORLD:
         return ranks
     local = local_place(ranks.everyone)[1]
     everyone = ranks.everyone.all_gather_object(local)
-    if len(set(map(str, everyone))) > 1 or ranks.everyone.world_size % local:
-        raise ConfigError(
-            expected(
-                "as many ranks on every host, for a wire that knows hosts",
-                f"{everyone} by rank",
-                hint="start equal numbers with torchrun --nproc-per-node, or pass mesh=",
-            )
-        )
-    if local == ranks.everyone.world_size:
+    if len(set(map(str, everyone))) > 1 or world_size % local:
+        wanted = "as many ranks on every host, for a wire that knows hosts"
+        hint = "start equal numbers with torchrun --nproc-per-node, or pass mesh="
+        raise ConfigError(expected(wanted, f"{everyone} by rank", hint=hint))
+    if local == world_size:
         return ranks
-    return resolve(init_device_mesh(device.type, (ranks.everyone.world_size // local, local)))
+    return resolve(init_device_mesh(device.type, (world_size // local, local)))
 
 
 def _group_of(mesh: MeshChoice) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
+            wanted = "a mesh of one axis, or of two: (nodes, ranks of a node)"
+            hint = "pass one or two axes of it, such as mesh['node', 'rank']"
             raise ConfigError(
-                expected(
-                    "a mesh of one axis, or of two: (nodes, ranks of a node)",
-                    f"one of {mesh.ndim}: {tuple(mesh.shape)}",
-                    hint="pass one or two axes of it, such as mesh['node', 'rank']",
-                )
+                expected(wanted, f"one of {mesh.ndim}: {tuple(mesh.shape)}", hint=hint)
             )
         if mesh.get_coordinate() is None:
-            raise ConfigError(_not_in("mesh"))
+            raise _not_in("mesh")
         return mesh.get_group(), mesh
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise _not_in("process group")
     if isinstance(mesh, dist.ProcessGroup):
         if dist.get_rank(mesh) < 0:
-            raise ConfigError(_not_in("process group"))
+            raise _not_in("process group")
         return mesh, None
-    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ConfigError(_not_in("process group"))
     if mesh is not None:
-        raise ConfigError(
-            expected(
-                "mesh to be a DeviceMesh, a ProcessGroup or None",
-                f"a {type(mesh).__name__}",
-                hint="mesh=None shards over the whole world",
-            )
-        )
+        wanted = "mesh to be a DeviceMesh, a ProcessGroup or None"
+        hint = "mesh=None shards over the whole world"
+        raise ConfigError(expected(wanted, f"a {type(mesh).__name__}", hint=hint))
     if not dist.is_available():
         return None, None
     if not dist.is_initialized():
@@ -154,19 +137,18 @@ def _group_of(mesh: MeshChoice) -> tuple[dist.ProcessGroup | None, DeviceMesh | 
     return (dist.group.WORLD, None) if dist.is_initialized() else (None, None)
 
 
-def _not_in(what: str) -> str:
+def _not_in(kind: str) -> ConfigError:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return expected(
-        f"a {what} that contains this rank",
-        f"one without rank {rank}",
-        hint="only the ranks of the mesh call onefold.shard with it",
+    hint = "only the ranks of the mesh call onefold.shard with it"
+    return ConfigError(
+        expected(f"a {kind} that contains this rank", f"one without rank {rank}", hint=hint)
     )
 
 
 def join_launcher() -> None:
-    """Initialise the default process group when torchrun started several processes.
+    """Initialise the default process group if torchrun started several processes.
 
-    A plain script under `torchrun` thereby needs one line only. Nothing happens without a launcher.
+    A plain script under `torchrun` then needs one line only.
     """
     if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return
@@ -179,39 +161,33 @@ def join_launcher() -> None:
 
 
 def local_place(group: Group) -> tuple[int, int]:
-    """This rank's number among the group's on its host, and how many they are; as launched."""
+    """Return the local rank and the local world size, as the launcher set them."""
     if group.world_size == 1:
         return 0, 1
-    known = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
-    if all(value is not None and value.isdigit() for value in known):
-        local_rank, local_world_size = (int(value or 0) for value in known)
-        if local_rank < local_world_size:
-            return local_rank, local_world_size
-    return group.rank, group.world_size  # without a launcher they are processes of one host
+    known = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if all(value.isdigit() for value in known) and int(known[0]) < int(known[1]):
+        return int(known[0]), int(known[1])
+    return group.rank, group.world_size  # without a launcher all ranks are on one host
 
 
 def _leave() -> None:
-    # gloo's thread lets go of the last tensors a moment after their wait returned, for which it
-    # needs the interpreter: without this pause it may find one that is shutting down, and abort
+    # gloo's thread frees the last tensors a moment after their wait returned, and aborts if the
+    # interpreter is shutting down by then
     time.sleep(0.05)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def device_of(parameters: Sequence[Owned], group: Group) -> torch.device:
-    """The one device all parameters are on; for `meta` the accelerator of the group, or the CPU."""
+    """Return the device of all parameters; for `meta` the group's accelerator, or the CPU."""
     found: dict[torch.device, str] = {}
     for owned in parameters:
         if not owned.parameter.is_meta:
             found.setdefault(owned.parameter.device, owned.fqn)
     if len(found) > 1:
-        raise ConfigError(
-            expected(
-                "all parameters on one device",
-                ", ".join(f"{fqn!r} on {device}" for device, fqn in found.items()),
-                hint="move the module to one device before onefold.shard",
-            )
-        )
+        got = ", ".join(f"{fqn!r} on {device}" for device, fqn in found.items())
+        hint = "move the module to one device before onefold.shard"
+        raise ConfigError(expected("all parameters on one device", got, hint=hint))
     if found:
         return next(iter(found))
     if torch.cuda.is_available() and (group.handle is None or group.is_nccl):

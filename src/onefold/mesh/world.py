@@ -1,4 +1,4 @@
-"""Joining the ranks that a launcher started, and leaving them in every case."""
+"""Join the ranks that a launcher started, and leave them in every case."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from onefold.wire.collectives import Group
 T = TypeVar("T")
 
 TIMEOUT_S = 120
-"""After this long without its peers, a rank gives up."""
+"""Seconds after which a rank without its peers gives up."""
 
 SPARE_S = 10
-"""More than that is waited for the message of whoever keeps the timeout."""
+"""Seconds beyond the timeout, in which the backend may raise its own error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +42,23 @@ class World:
         return self.group.world_size
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's small value, in rank order; a collective."""
+        """Return the small value of every rank, in rank order. A collective."""
         if self.world_size == 1:
             return [value]
         return cast("list[T]", self.group.all_gather_object(value))
 
     def mean(self, values: list[float]) -> list[float]:
-        """The mean over ranks of each number; a collective."""
+        """Return the mean over ranks of each number. A collective."""
         columns = zip(*self.gather(values), strict=True)
         return [sum(column) / self.world_size for column in columns]
 
 
 @contextmanager
 def joined(*, use_gpus: bool = True) -> Iterator[World]:
-    """The default process group as the launcher describes it: NCCL on GPUs, otherwise gloo.
+    """Initialise the process group as the launcher describes it: NCCL on GPUs, otherwise gloo.
 
-    Raises `ConfigError` for an environment that describes none, `WireError` if the ranks do not
-    find each other.
+    Raises `ConfigError` without a launcher's environment, and `WireError` if the ranks do not find
+    each other.
     """
     _check_launcher()
     device = torch.device("cpu")
@@ -88,20 +88,16 @@ def _check_launcher() -> None:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise ConfigError(
-            expected(
-                f"{', '.join(names)} in the environment of a rank",
-                f"no {', '.join(missing)}",
-                hint="launch ranks with torchrun, or unset RANK to have them launched",
-            )
-        )
+        wanted = f"{', '.join(names)} in the environment of a rank"
+        hint = "launch ranks with torchrun, or unset RANK to have them launched"
+        raise ConfigError(expected(wanted, f"no {', '.join(missing)}", hint=hint))
 
 
 @contextmanager
 def ending_process(seconds: float, why: Callable[[], str]) -> Iterator[None]:
-    """End this process, with a message and exit code 1, if the block takes longer.
+    """End this process with a message and exit code 1 if the block takes longer.
 
-    gloo's listening side outlasts its timeout: 230 s on, it waited for a peer that had given up.
+    gloo's listening side ignores its timeout: after 230 s it still waited for a peer.
     """
 
     def end() -> None:
@@ -120,22 +116,18 @@ def ending_process(seconds: float, why: Callable[[], str]) -> Iterator[None]:
 def _not_met(got: str, variable: str) -> str:
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     interface = os.environ.get(variable) or "not set"
+    hint = f"start every host; {variable} names the interface that leads to the others "
     return expected(
         f"rank {rank} to meet the other ranks, {world_size} in all, within {TIMEOUT_S} s",
         f"{got} ({variable} is {interface})",
-        hint=f"start every host; {variable} names the interface that leads to the others "
-        "(docs/cluster.md)",
+        hint=hint + "(docs/cluster.md)",
     )
 
 
 def _own_gpu() -> int:
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
-        raise ConfigError(
-            expected(
-                f"at most {count} ranks on this machine, one for each GPU",
-                f"a rank number {index + 1}",
-                hint="lower --ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use the CPU",
-            )
-        )
+        wanted = f"at most {count} ranks on this machine, one for each GPU"
+        hint = "lower --ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use the CPU"
+        raise ConfigError(expected(wanted, f"a rank number {index + 1}", hint=hint))
     return index

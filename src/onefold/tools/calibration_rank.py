@@ -25,7 +25,7 @@ import onefold
 from onefold.config import precision_of
 from onefold.errors import OnefoldError, expected
 from onefold.host import usable_cores
-from onefold.mesh.local_ranks import ASKED, FAILED, TOLD, end_with_starter
+from onefold.mesh.local_ranks import ANSWER, ASKED, FAILED, end_with_starter
 from onefold.mesh.world import World, joined
 from onefold.models.gpt import VOCAB
 from onefold.models.loader import build_model, described, recompute
@@ -61,7 +61,7 @@ DEVIATION = 1.4826  # standard deviations of a normal value in its median absolu
 
 
 def main(folder: str) -> int:
-    """Measure as `ASKED` says. Rank 0 writes `TOLD`; a rank that fails writes why and returns 1."""
+    """Measure as `ASKED` says. Rank 0 writes `ANSWER`; a rank that fails writes `FAILED`."""
     end_with_starter()
     asked = json.loads(Path(folder, ASKED).read_text())
     try:
@@ -75,12 +75,12 @@ def main(folder: str) -> int:
         Path(folder, FAILED).write_text(why)
         return 1
     if world.rank == 0:
-        Path(folder, TOLD).write_text(json.dumps(asdict(found)))
+        Path(folder, ANSWER).write_text(json.dumps(asdict(found)))
     return 0
 
 
 def measure(world: World, asked: dict[str, Any]) -> Speeds:
-    """Return the mean speeds of all ranks; a collective."""
+    """Return the mean speeds of all ranks. A collective."""
     compute = precision_of(asked["precision"]).compute
     tokens = torch.randint(VOCAB, (asked["rows"], asked["seq"]))
     module = _module(asked, compute)
@@ -255,7 +255,7 @@ def _inside(calls: Sequence[tuple[Work, float]]) -> tuple[float, ...]:
 
 
 class MeasuredRank(nn.Module):
-    """A unit of one weight [rows, ROW] of which a forward reads one row: it computes nothing."""
+    """A unit of one weight [rows, ROW]. Its forward reads one row, so compute takes no time."""
 
     def __init__(self, rows: int, dtype: torch.dtype) -> None:
         super().__init__()
