@@ -82,7 +82,7 @@ def report(**changes: Any) -> RunReport:
 
 
 def plan() -> PlanLines | None:
-    """A plan with a table and a prediction, as JSON gives it."""
+    """A plan with a prediction, as JSON gives it."""
     return RunReport.parse({**report().as_json(), "plan": plan_json()}).plan
 
 
@@ -97,10 +97,6 @@ def plan_json() -> dict[str, Any]:
     timeline.append({"phase": "forward", "unit": "nowhere", "nbytes_by_kind": {"weight": 1}})
     return {
         "stage": 3,
-        "table": [
-            {"stage": 0, "peak_nbytes": 90 * MIB, "fits": False, "note": AWKWARD},
-            {"stage": 3, "peak_nbytes": 40 * MIB, "fits": True, "step_s": 0.11},
-        ],
         "predicted": {
             "peak_nbytes": 40 * MIB,
             "by_kind": {"weight": 20 * MIB, "torch": 3 * MIB, "tomorrow": 1},

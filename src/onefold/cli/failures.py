@@ -61,7 +61,7 @@ def record_failure(error: BaseException | None, code: int) -> bool:
     return True
 
 
-def tell(prog: str, folder: str, exit_codes: dict[int, int]) -> int:
+def print_failure(prog: str, folder: str, exit_codes: dict[int, int]) -> int:
     """Print the failure that caused the others; return its exit code.
 
     `folder` holds the ranks' files. `exit_codes` are negative where a signal ended the rank.
@@ -78,7 +78,7 @@ def tell(prog: str, folder: str, exit_codes: dict[int, int]) -> int:
         if not first.line:
             return first.code
         leave_line()
-        where = "" if first.code == 2 else f"rank {first.rank}: "
+        where = "" if first.code == 2 else f"rank {first.rank}: "  # bad input is bad on all ranks
         print(f"{first.trace}{prog}: {where}{first.line}", file=sys.stderr)
         return first.code
     leave_line()

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onefold.cli.failures import LAUNCHER, leave_line, tell
+from onefold.cli.failures import LAUNCHER, leave_line, print_failure
 from onefold.errors import ConfigError, expected
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def launch(argv: Sequence[str], ranks: int, *, passes_stops_on: bool = False) ->
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.disable(logging.CRITICAL)  # the launcher's own lines; `tell` prints failures
+    logging.disable(logging.CRITICAL)  # `print_failure` prints failures, not torch's launcher
     os.environ.update(_environment(ranks))
     prog = f"onefold {argv[0]}"
     with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
@@ -86,7 +86,7 @@ def launch(argv: Sequence[str], ranks: int, *, passes_stops_on: bool = False) ->
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
             if stops.passed_on and -stops.passed_on in exits.values():  # before it could save
                 return _ended(prog, signal.Signals(stops.passed_on))
-            return tell(prog, folder, exits)
+            return print_failure(prog, folder, exits)
         except SignalException as error:
             return _ended(prog, error.sigval)
         except KeyboardInterrupt:  # the launcher has ended the ranks

@@ -1,4 +1,4 @@
-"""`onefold report DIR`: write the page of a recorded run again, and print its sums."""
+"""`onefold report DIR`: write the page of a recorded run again, and print a summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Write index.html from the report.json of `onefold train --report DIR` or Recordi
 the time, peak bytes and bytes sent of the recorded step."""
 
 MAX_COLUMNS = 4
-"""Ranks in the table. Of more it shows the first ones."""
+"""Ranks in the table. Of more ranks it shows the first ones."""
 
 
 def add_to(commands: SubParsers) -> None:

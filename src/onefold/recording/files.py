@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from onefold.errors import ConfigError, OnefoldError, expected
 from onefold.recording.page import page
@@ -52,26 +51,18 @@ def read(directory: str | Path) -> RunReport:
     """Read the report of a directory. Raises `ConfigError` if it is absent or damaged."""
     path = Path(directory) / DATA
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise _refused(f"{DATA} in {str(directory)!r}", str(reason)) from error
-    try:
-        return _parsed(json.loads(text), path)
-    except ConfigError:
-        raise
+        data = json.loads(path.read_text(encoding="utf-8"))
+        number = int(data["format"])
+        if number <= FORMAT:
+            return RunReport.parse(data)
+    except OSError as error:
+        raise _refused(f"{DATA} in {str(directory)!r}", error.strerror or str(error)) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise _refused(f"an undamaged {str(path)!r}", reason) from error
-
-
-def _parsed(data: Any, path: Path) -> RunReport:
-    number = int(data["format"])
-    if number > FORMAT:
-        wanted = f"a report of format {FORMAT} or older in {str(path)!r}"
-        hint = "read it with the version of onefold that wrote it, or a newer one"
-        raise ConfigError(expected(wanted, f"format {number}", hint=hint))
-    return RunReport.parse(data)
+    wanted = f"a report of format {FORMAT} or older in {str(path)!r}"
+    hint = "read it with the version of onefold that wrote it, or a newer one"
+    raise ConfigError(expected(wanted, f"format {number}", hint=hint))
 
 
 def _write_text(path: Path, text: str) -> None:

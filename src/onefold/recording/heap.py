@@ -1,8 +1,8 @@
-"""Bytes that torch's allocator has handed out: exact, with activations and temporaries.
+"""Count the bytes that torch's allocator has handed out: exact, with activations and temporaries.
 
-On a GPU torch's caching allocator counts them. On the CPU torch allocates with malloc, and glibc's
-`mallinfo2` reports the bytes handed out in all threads. It walks the free blocks, for about 0.1 ms;
-a dispatch mode or the profiler would slow down every operation and see those of one thread.
+On a GPU torch's caching allocator counts them. On the CPU torch uses malloc, and glibc's
+`mallinfo2` reports the bytes of all threads. It walks the free blocks, for about 0.1 ms. A dispatch
+mode or the profiler would slow down every operation, and see one thread only.
 """
 
 from __future__ import annotations

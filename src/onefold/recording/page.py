@@ -1,7 +1,7 @@
-"""Fill the page of a report: `page.html` with the tables, and the data of the charts as JSON.
+"""Fill the page of a report: `page.html` with tables, and the charts' data as JSON.
 
 The page is one file that loads nothing (its own content policy forbids it). Its script draws the
-charts; numbers are in tables, so they are there without the script too.
+charts. Numbers are in tables, so readers without the script have them too.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _row(row: TableRow) -> str:
 
 
 def _figure(chart: Chart) -> str:
-    """An empty chart with its words. The script draws the charts in their order."""
+    """An empty chart with its caption. The script draws the charts in their order."""
     title, description = escape(chart.title), escape(chart.description)
     return (
         f'<figure class="{chart.kind}">\n'
@@ -257,13 +257,8 @@ def _unit_table(units: Sequence[UnitLine]) -> str:
 
 
 def _plan_tables(plan: PlanLines, own: RankLine) -> str:
-    """The chosen stage, the compared stages, and predicted beside measured bytes."""
+    """The chosen stage, and predicted beside measured bytes."""
     text = "" if plan.stage is None else _note(f"Chosen: stage {plan.stage}.")
-    columns = list(dict.fromkeys(name for row in plan.table for name in row))
-    if columns:
-        cells = [[_cell(name, row.get(name)) for name in columns] for row in plan.table]
-        head = [name.replace("_", " ") for name in columns]
-        text += _table(head, [TableRow(first, rest) for first, *rest in cells])
     expected = plan.predicted
     if expected.by_kind:
         rows = [
@@ -278,17 +273,6 @@ def _plan_tables(plan: PlanLines, own: RankLine) -> str:
     return text
 
 
-def _cell(name: str, value: Fact | None) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int | float):
-        if "bytes" in name:
-            return format_bytes(value)
-        is_time = name.endswith("_s") or "seconds" in name
-        return format_seconds(value) if is_time else f"{value:,g}"
-    return value or ""
-
-
 def _facts(report: RunReport) -> str:
     """Lists of names and values: the run, the machine, the versions."""
     groups = {"run": report.about, "machine": report.machine, "versions": report.versions}
@@ -300,8 +284,8 @@ def _facts(report: RunReport) -> str:
 
 
 def _fact(name: str, value: Fact) -> str:
-    text = value if isinstance(value, str) else (
-        format_bytes(value) if name.endswith("nbytes") else f"{value:,}"
-    )  # fmt: skip
+    text = value if isinstance(value, str) else f"{value:,}"
+    if isinstance(value, int) and name.endswith("nbytes"):
+        text = format_bytes(value)
     words = name.removesuffix("_nbytes").replace("_", " ")
     return f"<dt>{escape(words)}</dt><dd>{escape(text)}</dd>\n"

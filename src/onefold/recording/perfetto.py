@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from onefold.recording.step_record import SpanLine, StepRecord
-
-STREAMS = ("phase", "compute", "gather", "reduce", "tier", "background")
-"""Streams in the order of rows; unknown ones come last."""
+from onefold.recording.words import STREAMS
 
 
 def rows(spans: Sequence[SpanLine]) -> list[tuple[str, list[SpanLine]]]:
-    """Arrange spans in rows named after their stream. Spans of a row are disjoint or nested."""
+    """Arrange spans in rows, named after their stream; unknown streams come last.
+
+    Spans of a row are disjoint or nested.
+    """
     by_stream: dict[str, list[list[SpanLine]]] = {stream: [] for stream in STREAMS}
     for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
         lanes = by_stream.setdefault(span.stream, [])

@@ -6,10 +6,10 @@
         optimizer.step()
     recording.save("report")              # rank 0: a page, its data, and a trace
 
-Each event of the engine is one entry in a list, and the clock stops while torch's allocator is
-asked, so a recorded step takes the time of any other. On the CPU all times are the host's: a
-collective lasts from its request to its arrival. On a GPU compute and collectives are timed by
-events on their streams, and bytes change at the host's time.
+Each event of the engine appends one entry to a list, and the clock stops while torch's allocator is
+read, so a recorded step takes as long as any other. On the CPU all times are the host's: a
+collective lasts from its request to its arrival. On a GPU, events on the streams time compute and
+collectives, and the host times changes of bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Moment = float | torch.cuda.Event
 """Seconds on the recorder's clock, or an event on a stream of the device."""
 
 PROBE_INTERVAL_S = 0.001
-"""The allocator is asked at ledger changes too, but not more often than this."""
+"""Seconds between two readings of the allocator that changes of the ledger cause."""
 
 _ON_DEVICE = (Stream.PHASE, Stream.COMPUTE, Stream.GATHER, Stream.REDUCE)
-_PROBED = (Stream.PHASE, Stream.COMPUTE)  # the allocator is asked where their spans begin and end
+_PROBED = (Stream.PHASE, Stream.COMPUTE)  # the allocator is read where their spans begin and end
 
 
 class Recording:
@@ -86,14 +86,9 @@ def record(module: nn.Module) -> Iterator[Recording]:
     """
     engine = engine_of(module)
     if engine.ledger.observer is not None:
-        raise StateError(
-            expected(
-                "one recording of a module at a time",
-                "a second one inside the first",
-                where=f"rank {engine.group.rank}",
-                hint="record one step, and leave its block before the next",
-            )
-        )
+        wanted, got = "one recording of a module at a time", "a second one inside the first"
+        where, hint = f"rank {engine.group.rank}", "end the block of one step before the next"
+        raise StateError(expected(wanted, got, where=where, hint=hint))
     recording, recorder = Recording(engine), Recorder(engine.ledger, engine.context.store.device)
     engine.ledger.observer = recorder
     try:
@@ -201,7 +196,7 @@ class Recorder:
     # the result
 
     def result(self, rank: int, world_size: int) -> StepRecord:
-        """Return the step, in order."""
+        """Return the step, with spans and changes in the order of time."""
         seconds = self._clock()
         if self._base is not None:
             torch.cuda.synchronize(self._device)

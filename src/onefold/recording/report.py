@@ -32,16 +32,18 @@ class UnitLine:
 class Report:
     """Bytes and traffic of one sharded module on this rank.
 
-    The rank has shard `shard` of `num_shards`. Nodes that are replicas have one shard a local rank;
-    stage 0 has one shard in all.
-    `memory[kind][tier]` is bytes now and at the peak; kinds are those of `onefold.ledger.Kind`.
-    `traffic[collective]` and `last_step[collective]` count calls and bytes sent from this rank.
-    `gather` and `reduce_scatter` are the table of docs/memory.md, `control` is flags and 0-dim
-    parameters, `whole_matrix` is the matrices that matrix optimizers exchange.
-    `skipped` of the `steps` were not taken: their coded gradients were not finite.
-    `offload` is the plan for the tiers with its reason; empty where all is on the device.
-    `predicted[kind]` is the peak by the plan, over CPU and device memory, and `predicted["all"]` of
-    all kinds together, once a step was taken.
+    Attributes:
+        shard: this rank's shard of `num_shards`. Where nodes are replicas, each local rank has one;
+            at stage 0 there is one in all.
+        skipped: steps that were not taken, because coded gradients were not finite.
+        offload: the plan for the tiers with its reason; empty if all is on the device.
+        memory: `memory[kind][tier]` is bytes now and at the peak, by `onefold.ledger.Kind`.
+        predicted: predicted peak by kind over CPU and device memory, and for "all" together; empty
+            before the first step.
+        traffic: calls and bytes sent from this rank, by collective. `gather` and `reduce_scatter`
+            are those of docs/memory.md, `control` is flags and 0-dim parameters, `whole_matrix` is
+            the matrices that matrix optimizers exchange.
+        last_step: the same for the last step.
     """
 
     stage: int
@@ -64,7 +66,7 @@ class Report:
         return sum(usage.now for usage in self.memory.get(kind, {}).values())
 
     def differing(self) -> dict[str, tuple[int, int]]:
-        """Predicted and measured bytes of the kinds whose peak is more than 5 % off.
+        """Return predicted and measured bytes of the kinds whose peak is more than 5 % off.
 
         A difference below 1 % of all predicted bytes does not count.
         """

@@ -16,7 +16,7 @@
                   "held_out"} or null
      "units":    [{"name", "num_parameters", "numel", "nbytes"}],
      "machine":  {name: text or number}, "versions": {name: text},
-     "plan":     {"stage", "table": [{column: cell}],
+     "plan":     {"stage",
                   "predicted": {"peak_nbytes", "by_kind": {kind: bytes},
                                 "timeline": [{"phase", "unit", "nbytes_by_kind"}]}} or null}
 
@@ -94,7 +94,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMoment:
-    """Bytes that a plan expects while a unit computes in a phase, or in a phase of no unit."""
+    """Predicted bytes while a unit computes in a phase, or in a phase of no unit."""
 
     phase: str
     nbytes_by_kind: dict[str, int]
@@ -103,7 +103,7 @@ class PlannedMoment:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Peaks that a plan expects, and the bytes of each moment."""
+    """Predicted peaks, and the predicted bytes of each moment."""
 
     peak_nbytes: int | None = None
     by_kind: dict[str, int] = field(default_factory=dict[str, int])
@@ -112,16 +112,15 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanLines:
-    """A plan as a report shows it: the chosen stage, the compared ones, the expected memory."""
+    """A plan as a report shows it: the chosen stage and the predicted memory."""
 
     stage: Fact | None = None
-    table: tuple[dict[str, Fact | None], ...] = ()
     predicted: MemoryPlan = field(default_factory=MemoryPlan)
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """Everything that a page shows."""
+    """The contents of a page."""
 
     about: dict[str, Fact]
     step: StepRecord
@@ -144,24 +143,21 @@ class RunReport:
         `resident` is the peak of each rank's process in bytes, where it is known.
         """
         known = [*resident, *[0] * len(records)]
-        lines = [RankLine.of(each, known[number]) for number, each in enumerate(records)]
+        lines = tuple(map(RankLine.of, records, known))
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         return RunReport(
-            dict(about), records[0], tuple(lines), recorded, units=tuple(units), written_at=now
+            dict(about), records[0], lines, recorded, units=tuple(units), written_at=now
         )
 
     def as_json(self) -> dict[str, Any]:
         """Convert to plain values in the form above."""
         data: dict[str, Any] = {"format": FORMAT, **asdict(self)}
         data["step"]["changes"] = [[c.time, c.series, c.nbytes] for c in self.step.changes]
-        plain: dict[str, Any] = _plain(data)
-        return plain
+        return _plain(data)
 
     @staticmethod
     def parse(data: Mapping[str, Any]) -> RunReport:
-        """Convert from JSON. Raises `KeyError`, `TypeError`, `ValueError` or `AttributeError`
-        if it is damaged.
-        """
+        """Convert from JSON. Damage raises a `KeyError`, `TypeError`, `ValueError` or the like."""
         report: RunReport = _typed(RunReport, data)
         changes = sorted(report.step.changes, key=lambda change: change.time)
         return replace(report, step=replace(report.step, changes=tuple(changes)))

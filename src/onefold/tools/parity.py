@@ -1,8 +1,8 @@
-"""Check law 1 on a user's module: do all stages compute the same as one process?
+"""Compare all stages with one process on a user's module (law 1).
 
 Every run builds the module anew and trains it on the same global batch each step: once on rank 0
-alone, without Onefold, then at stages 0-3, where each rank takes its rows. Stages must agree with
-one another bit for bit, and with the one process to RELATIVE per step.
+without Onefold, then at stages 0-3, where each rank takes its rows. Stages must give the same bits
+as one another, and agree with the one process to RELATIVE per step.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StageVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of a check; the same on every rank."""
+    """The result of a check; the same on every rank."""
 
     world_size: int
     steps: int
@@ -88,7 +88,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """The choice of a run: a user's function, or None for the tiny GPT."""
+    """One module to compare: a user's function, or None for the tiny GPT."""
 
     model: str | None
     steps: int
@@ -133,7 +133,7 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """The outcome of one training run."""
+    """Losses and weights of one training run."""
 
     losses: Tensor  # [steps], float64, mean over ranks
     weights: dict[str, Tensor]
@@ -147,10 +147,10 @@ def check(model: str | None, *, steps: int, seed: int, world: World) -> Verdict:
     cut by rows, and `loss_fn(module, batch)` is a mean over rows.
     """
     case = _Case(model, steps, seed, world)
+    verdicts: list[StageVerdict] = []
     with _repeatable(world.device):
         reference = _train(case, None) if world.rank == 0 else None
         first: _Trained | None = None
-        verdicts: list[StageVerdict] = []
         for stage in STAGES:
             trained = _train(case, stage)
             disagreement = _disagreement(trained, world)
@@ -164,15 +164,15 @@ def check(model: str | None, *, steps: int, seed: int, world: World) -> Verdict:
         losses = reference.losses.tolist()
         verdict = Verdict(world.world_size, steps, numel, losses, verdicts, _hint(module))
     shared = world.gather(verdict)[0]
-    assert isinstance(shared, Verdict), "rank 0 has judged"
+    assert isinstance(shared, Verdict), "rank 0 has compared"
     return shared
 
 
 def _train(case: _Case, stage: int | None) -> _Trained:
     """Train at a stage, or without Onefold if `stage` is None."""
     module, batch, loss_fn = case.build()
-    # this eps keeps rounding small: a gradient that is zero but for rounding, as that of a bias of
-    # attention keys, would otherwise become a full step in a random direction
+    # a gradient that is zero except for rounding, as that of a bias of attention keys, would become
+    # a full step in a random direction with the usual eps
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
     if stage is not None:
         onefold.shard(module, optimizer, stage=stage)
@@ -200,7 +200,7 @@ def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
-    """Use kernels that return the same bits each time; only on a GPU does torch have others."""
+    """Use kernels that return the same bits each time; on a CPU all of torch's do."""
     before = torch.are_deterministic_algorithms_enabled()
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -274,6 +274,5 @@ def _hint(module: nn.Module) -> str:
             return f"{name!r} takes statistics from each rank's rows: return it in eval() mode"
     for name, parameter in module.named_parameters():
         if parameter.dtype != torch.float32:
-            was = f"{name!r} is {parameter.dtype}"
-            return f"{was}, and the law speaks of fp32: return module.float()"
+            return f"{name!r} is {parameter.dtype}, the bounds hold for fp32: return module.float()"
     return ""
