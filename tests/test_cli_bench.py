@@ -38,6 +38,9 @@ from onefold.tools.bandwidth import (
 from onefold.wire.collectives import Group
 from tests.ranks import run_ranks
 
+for command in ("check", "train"):  # commands that import `launch` keep the real one
+    import_module(f"onefold.cli.{command}")
+
 QUICK = ["--mib", "1", "--seconds", "0.02"]
 SHM = Path("/dev/shm")
 
@@ -66,8 +69,6 @@ def _thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_ranks(ranks, lambda rank: bench.measure_link_as_rank(ask)[0]) == [None] * ranks
         return 0
 
-    for command in ("check", "train"):  # commands that import `launch` keep the real one
-        import_module(f"onefold.cli.{command}")
     monkeypatch.setattr("onefold.mesh.world.joined", joined)
     monkeypatch.setattr("onefold.cli.launch.launch", launched)
 

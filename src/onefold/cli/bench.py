@@ -36,7 +36,7 @@ def add_to(commands: SubParsers) -> None:
                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("target", choices=("disk", "cpu", "link"), help="what to measure")
+    add("target", choices=("disk", "cpu", "link"), help="the measured traffic")
     add("--path", action="append", metavar="DIR", help="folder on the disk to measure; given "
         "again, several together (default: TMPDIR)")  # fmt: skip
     add("--mib", help="state on the disk, one tensor, or one gathered buffer, in MiB; more than "
@@ -103,11 +103,11 @@ def as_text(found: Measured) -> Iterator[str]:
     from onefold.host import in_bytes
 
     if found["target"] == "link":
-        who, what = f"{found['ranks']} ranks over {found['backend']}", "gathered"
+        who, where = f"{found['ranks']} ranks over {found['backend']}", "gathered"
     else:
-        who, what = f"the engine's step has its own {found['engine_threads']}", "of state on disk"
-        what = what if found["target"] == "disk" else "in one tensor"
-    yield f"{in_bytes(found['nbytes'])} {what}; threads: {found['threads']}; {who}"
+        who = f"the engine's step has its own {found['engine_threads']}"
+        where = "of state on disk" if found["target"] == "disk" else "in one tensor"
+    yield f"{in_bytes(found['nbytes'])} {where}; threads: {found['threads']}; {who}"
     yield from (f"path: {each['path']}" for each in found.get("paths", []))
     yield f"medians of {found['rounds']} rounds, in {found['seconds']:.1f} s"
     yield f"\n{'':16s}{'GB/s':>8s}{'low-high':>13s}{'params/s':>10s}   share"

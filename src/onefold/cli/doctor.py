@@ -1,4 +1,4 @@
-"""`onefold doctor`: what this machine has, and which of its limits would slow or end a run."""
+"""`onefold doctor`: list this machine's hardware and speeds, and limits that would hurt a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Measure memory, disk and the link between two local ranks, and list versions, backends and limits
-that would slow or end a run. Takes a few seconds. Under torchrun it measures the link between the
+that would hurt a run. Takes a few seconds. Under torchrun it measures the link between the
 ranks that are there."""
 
 LINK_RANKS = 2
@@ -25,7 +25,7 @@ LINK_RANKS = 2
 
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
-    summary = "what this machine has, and which limits would hurt"
+    summary = "list hardware, speeds, and limits that would hurt a run"
     parser = commands.add_parser("doctor", help=summary, description=DESCRIPTION)
     parser.set_defaults(run=run)
     add_json(parser)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -180,5 +179,5 @@ def measure_as_rank(measure: Callable[[World], T]) -> T | None:
         return None
     if path is None:
         return found
-    Path(path).write_text(json.dumps(found, default=asdict))
+    Path(path).write_text(json.dumps(found))
     return None

@@ -51,7 +51,7 @@ def own_address_towards(host: str) -> str | None:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
         for family, kind, protocol, _, address in found:
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # nothing is sent: the kernel looks the route up
+                probe.connect(address)  # sends nothing: the kernel finds the route
                 return probe.getsockname()[0]
     return None
 

@@ -1,1 +1,1 @@
-"""What happened in one training step, as a value, as files, and as a page to look at."""
+"""Record one training step: as a value, as files, and as a page."""

@@ -26,13 +26,13 @@ from onefold.recording.words import (
 )
 
 MAX_COLUMNS = 900
-"""Moments that a memory chart shows. Of several in one column it shows the highest."""
+"""Moments that a memory chart shows: the highest of each column."""
 
 MAX_SPANS = 4000
 """Spans that the timeline shows. It leaves out the shortest."""
 
 MAX_POINTS = 400
-"""Steps that a curve shows. Of more it shows averages of neighbours."""
+"""Steps that a curve shows. Of more steps it shows averages."""
 
 NESTED_VERBS = ("wait", "wait_step", "unpack", "average")
 """Verbs of the training thread that may lie inside a unit's compute: low bars in its row."""

@@ -40,7 +40,7 @@ from onefold.recording.words import (
 )
 
 MAX_UNITS = 60
-"""Units in the table. Of more it shows the first ones."""
+"""Units in the table: the first ones."""
 
 
 def page(report: RunReport) -> str:
@@ -72,12 +72,12 @@ def page(report: RunReport) -> str:
 
 def _fill(template: str, contents: Mapping[str, str]) -> str:
     """Put contents in place of `{{name}}`. Sections without content are left out."""
-    whole = re.sub(
+    kept = re.sub(
         r'<section id="(\w+)">.*?</section>\n',
         lambda section: section[0] if contents[section[1]] else "",
         template, flags=re.DOTALL,
     )  # fmt: skip
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: contents[place[1]], whole)
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: contents[name[1]], kept)
 
 
 def _script_data(data: object) -> str:

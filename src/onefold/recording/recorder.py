@@ -190,8 +190,8 @@ class Recorder:
         ledger = self._ledger
         if self._base is None:
             return self._probe() - (ledger.total.now - ledger.mapped)
-        held = [usage.now for (_, tier), usage in ledger.usage.items() if tier == "device"]
-        return self._probe() - sum(held)
+        nbytes = [usage.now for (_, tier), usage in ledger.usage.items() if tier == "device"]
+        return self._probe() - sum(nbytes)
 
     # the result
 

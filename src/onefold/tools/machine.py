@@ -1,4 +1,4 @@
-"""Describe this machine: memory, disk, link, backends, and limits that would slow or end a run."""
+"""Describe this machine: memory, disk, link, backends, and limits that would hurt a run."""
 
 from __future__ import annotations
 

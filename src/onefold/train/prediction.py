@@ -82,12 +82,12 @@ def predict(job: Job, recipe: Recipe, seen: Trace | None, report: Report) -> Pre
 
 def _by_kind(moment: Moment) -> dict[str, int]:
     """Sum the bytes in memory by the kinds of a report, which has one kind for torch's tensors."""
-    held: dict[str, int] = {}
+    found: dict[str, int] = {}
     for (kind, tier), nbytes in moment.held.items():
         if tier != "disk":
             name = TORCH if kind in (ACTIVATION, LOGITS, "batch", "buffer") else kind
-            held[name] = held.get(name, 0) + nbytes
-    return held
+            found[name] = found.get(name, 0) + nbytes
+    return found
 
 
 def _verdict(found: Forecast, by_kind: dict[str, int], report: Report) -> str:
@@ -102,7 +102,7 @@ def _verdict(found: Forecast, by_kind: dict[str, int], report: Report) -> str:
     ]
     if off:
         return f"{line}; more than 5 % off: {', '.join(off)}"
-    return f"{line}; each kind within 5 % of what was held"
+    return f"{line}; each kind within 5 % of the measured bytes"
 
 
 def _timeline(moments: Sequence[PlannedMoment]) -> tuple[PlannedMoment, ...]:
