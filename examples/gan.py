@@ -1,6 +1,7 @@
 """Two sharded models and one loss: `python examples/gan.py`, or under torchrun.
 
-Each model has its own shards, schedule and ledger; there is nothing global to configure.
+Each model has its own shards, schedule and ledger; there is nothing global to configure. All ranks
+draw the same 64 rows from one seed, and each trains on its own stride of them.
 """
 
 import torch
@@ -17,10 +18,20 @@ critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.
 onefold.shard(generator, generator_optimizer, stage=3)
 onefold.shard(critic, critic_optimizer, stage=2)
 
-for _ in range(200):
+ranks = onefold.report(generator)
+device = next(generator.parameters()).device
+own = slice(ranks.rank, None, ranks.world_size)  # this rank's rows of a batch
+
+
+def draw():
     angle = torch.rand(64) * 6.2832
-    real = torch.stack([angle.cos(), angle.sin()], dim=1)
-    fake = generator(torch.randn(64, 8))
+    circle = torch.stack([angle.cos(), angle.sin()], dim=1)
+    return circle.to(device), torch.randn(64, 8).to(device)
+
+
+for _ in range(200):
+    circle, noise = draw()
+    real, fake = circle[own], generator(noise[own])
 
     critic_loss = F.softplus(critic(fake.detach())).mean() + F.softplus(-critic(real)).mean()
     critic_loss.backward()
@@ -32,5 +43,10 @@ for _ in range(200):
     generator_optimizer.step()
     generator_optimizer.zero_grad()
     critic_optimizer.zero_grad()
-if onefold.report(generator).rank == 0:
-    print(f"critic loss {critic_loss.item():.3f}, generator loss {generator_loss.item():.3f}")
+
+circle, noise = draw()
+with torch.no_grad():  # every rank evaluates: forward is a collective
+    radius = generator(noise).norm(dim=1).mean()
+    judged = critic(circle).mean()
+if ranks.rank == 0:
+    print(f"mean radius {radius.item():.3f}, critic of real rows {judged.item():.3f}")

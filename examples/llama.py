@@ -25,9 +25,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 onefold.shard(model, optimizer, stage=3, precision="bf16")
 
 report = onefold.report(model)
-torch.manual_seed(1 + report.rank)  # every rank its own rows
+device = next(model.parameters()).device
 for _ in range(10):
-    tokens = torch.randint(0, 256, (4, 64))
+    rows = torch.randint(0, 256, (8, 64))  # the same on every rank
+    tokens = rows[report.rank :: report.world_size].to(device)  # own rows for each
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

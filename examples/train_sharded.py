@@ -1,8 +1,13 @@
-"""A plain training script: one process, no sharding."""
+"""The plain script, sharded: alone, or `torchrun --nproc-per-node 2 examples/train_sharded.py`.
+
+Three lines shard it, and one gives each rank its own rows of the batch.
+"""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+import onefold
 
 
 class Net(nn.Module):
@@ -22,12 +27,15 @@ class Net(nn.Module):
 torch.manual_seed(0)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-import onefold; onefold.shard(model, optimizer, stage=3)  # the one line
+onefold.shard(model, optimizer, stage=3)  # the one line
+ranks = onefold.report(model)
 
+device = next(model.parameters()).device
 text = torch.tensor(list(b"the same bytes, over and over, until the model knows them. " * 40))
 for step in range(20):
     starts = torch.randint(0, len(text) - 33, (8,))
-    batch = torch.stack([text[start : start + 33] for start in starts])
+    starts = starts[ranks.rank :: ranks.world_size]  # own rows for each rank
+    batch = torch.stack([text[start : start + 33] for start in starts]).to(device)
     logits = model(batch[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()
