@@ -1,4 +1,4 @@
-"""`onefold train` on several hosts, as docs/cluster.md has it, and the bytes that it sends.
+"""`onefold train` on several hosts, as docs/guides/clusters.md has it, and the bytes that it sends.
 
     python benchmarks/cluster.py [--hosts 2] [--ranks 2] [--rate 1gbit] [flags of onefold train]
 

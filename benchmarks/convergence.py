@@ -48,7 +48,7 @@ SCHEMES = {
 }
 SHAPE = (2, 2)
 HELD_OUT_ROWS = 1024
-PAGE = Path(__file__).parent.parent / "docs" / "wire.md"
+PAGE = Path(__file__).parent.parent / "docs" / "measurements" / "wire.md"
 
 
 @dataclass(frozen=True)

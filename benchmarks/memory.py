@@ -37,7 +37,7 @@ from onefold.planner.storages import Storages
 from onefold.planner.trace import default_loss, trace
 from onefold.recipe import Recipe
 
-DOCS = Path(__file__).parent.parent / "docs" / "memory.md"
+DOCS = Path(__file__).parent.parent / "docs" / "measurements" / "memory.md"
 BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
 NUM_WORST = 8
 
@@ -181,7 +181,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def page(results: list[dict[str, Any]]) -> list[str]:
-    """The table of docs/memory.md: how far off by model, and the rows that are furthest off."""
+    """The table of docs/measurements/memory.md: errors by model, and the largest errors."""
     lines = [
         f"{len(results)} runs; predicted / measured, median [lowest - highest], and runs that are "
         "within 5 %:", "",
@@ -210,7 +210,7 @@ def page(results: list[dict[str, Any]]) -> list[str]:
 
 
 def filled(text: str, results: list[dict[str, Any]]) -> str:
-    """docs/memory.md with its table made anew."""
+    """docs/measurements/memory.md with its table made anew."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return "\n".join((before + BEGIN, *page(results), END + after))
@@ -237,7 +237,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="part of the names of cases")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", action="store_true", help="only write docs/memory.md again")
+    parser.add_argument("--page", action="store_true", help="only write the page again")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     runs: list[dict[str, Any]] = newest() if asked.page else []

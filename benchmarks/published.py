@@ -1,4 +1,4 @@
-"""Hold the step-time simulator against published runs, and write docs/time.md's tables.
+"""Compare simulated step times with published runs; write docs/measurements/time.md's tables.
 
 python benchmarks/published.py            write them
 python benchmarks/published.py --check    exit 1 if they say something else
@@ -13,7 +13,7 @@ from pathlib import Path
 from published_runs.fits import CLASSES, search
 from published_runs.tables import blocks
 
-PAGE = Path(__file__).parent.parent / "docs" / "time.md"
+PAGE = Path(__file__).parent.parent / "docs" / "measurements" / "time.md"
 
 
 def filled(text: str) -> str:

@@ -1,6 +1,6 @@
-"""Turn the newest results of the benchmarks into the README's tables and docs/peers.md.
+"""Write the peers table of the README, docs/measurements/peers.md and docs/development/targets.md.
 
-python benchmarks/readme.py            write them
+python benchmarks/readme.py            write them from the newest results
 python benchmarks/readme.py --check    exit 1 if they say something else
 """
 
@@ -28,9 +28,10 @@ from contest.summary import (
 )
 
 ROOT = Path(__file__).parent.parent
-README, PEERS = ROOT / "README.md", ROOT / "docs" / "peers.md"
+README = ROOT / "README.md"
+PEERS = ROOT / "docs" / "measurements" / "peers.md"
+TARGETS = ROOT / "docs" / "development" / "targets.md"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-HEADLINE = "small, 2 ranks, fp32"
 PAIRS = (
     ("onefold 3", "ddp", STEADY),
     ("onefold 3", "fsdp2 reshard", STEADY),
@@ -39,11 +40,33 @@ PAIRS = (
     ("onefold 3", "fsdp2 reshard", PEAK),
     ("onefold 3", "deepspeed 3", PEAK),
 )
-PREFACE = """# Beside the others, case by case
+SUMMARY = (
+    ("stage 2 / DDP", "onefold 2", "ddp"),
+    ("stage 3 / DDP", "onefold 3", "ddp"),
+    ("stage 2 / FSDP2 that keeps weights", "onefold 2", "fsdp2 keep"),
+    ("stage 3 / FSDP2", "onefold 3", "fsdp2 reshard"),
+    ("stage 3 / DeepSpeed stage 3", "onefold 3", "deepspeed 3"),
+)
+PREFACE = """# Beside the peers
 
-Written by `benchmarks/readme.py` from `benchmarks/results/`; `make bench` makes both anew. Ratios
-are taken inside a round and given as median [lowest-highest] of the rounds. CPU-seconds are user
-and system time of all ranks. `plain` are unsynchronised processes: compute alone.
+One GPT is trained under every engine in turn, on one machine of 2 cores with gloo and no GPU.
+`make bench` measures again and writes this page from `benchmarks/results/`.
+
+- Ratios are taken inside a round, and given as the median [lowest-highest] of the rounds.
+- *CPU-seconds* are user and system time of all ranks. They are steadier than wall time when ranks
+  fill the cores.
+- *Peak* is the largest resident memory of a rank above the imports, per parameter of the model.
+- `plain` are processes that never communicate: compute alone.
+
+## Every case in one row
+
+Shape and allocator move these ratios more than rounds do: compare the rows before you quote one.
+"""
+TARGETS_PREFACE = """# Targets
+
+The targets were set before the engine was built. This page has every target of the comparison
+with the peers, reached or missed, and the closed forms beside the ledger. `make bench` writes it.
+Ratios are medians [lowest-highest] of the rounds; *step* is CPU-seconds.
 """
 
 
@@ -52,7 +75,9 @@ def case_table(name: str, result: dict[str, Any]) -> list[str]:
     rounds = result["rounds"]
     base = base_of(engines_of(rounds))
     lines = [
-        f"**{name}** ({len(rounds)} rounds, {result['date']}, commit {result['commit']})",
+        f"## {name}",
+        "",
+        f"{len(rounds)} rounds, {result['date']}, commit {result['commit']}.",
         "",
         f"| engine | step / {base} | CPU-seconds / {base} | peak B/param | sent B/param |",
         "|---|---|---|---|---|",
@@ -79,6 +104,23 @@ def matrix(results: dict[str, dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
+def summary_table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Ratios to each peer as the range of all cases' medians: what the README shows."""
+    every = [result["rounds"] for result in results.values()]
+    lines = [
+        "| Onefold / peer | cases | CPU-seconds | wall time | peak memory |",
+        "|---|---|---|---|---|",
+    ]
+    for title, ours, peer in SUMMARY:
+        cells = []
+        for what in (STEADY, WALL, PEAK):
+            found = [ratio(rounds, ours, peer, what) for rounds in every]
+            medians = [spread.median for spread in found if spread is not None]
+            cells.append(f"{min(medians):.2f}-{max(medians):.2f}")
+        lines.append(f"| {title} | {len(medians)} | {' | '.join(cells)} |")
+    return lines
+
+
 def judged(result: dict[str, Any]) -> list[str]:
     """Targets and laws of one case."""
     rounds, case = result["rounds"], Case(**result["case"])
@@ -98,14 +140,23 @@ def judged(result: dict[str, Any]) -> list[str]:
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """All of docs/peers.md."""
-    lines = [PREFACE]
+    """All of docs/measurements/peers.md."""
+    lines = [PREFACE, *matrix(results), *checkpoint_table()]
     for name, result in sorted(results.items()):
-        lines += case_table(name, result) + judged(result)
+        lines += case_table(name, result)
         machine = result["machine"]
         known = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
         lines += [f"Machine: {machine['model name']}, {machine['cores']} cores; {known}.", ""]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def targets_page(results: dict[str, dict[str, Any]]) -> str:
+    """All of docs/development/targets.md."""
+    lines = [TARGETS_PREFACE]
+    for name, result in sorted(results.items()):
+        found = judged(result)
+        lines += [f"## {name}", "", *found] if found else []
+    return "\n".join(lines)
 
 
 def checkpoint_table() -> list[str]:
@@ -116,11 +167,14 @@ def checkpoint_table() -> list[str]:
     result = json.loads(paths[-1].read_text())
     numel, rounds = result["numel"], result["rounds"]
     lines = [
-        f"**Saving and loading**, {12 * numel / 1e9:.1f} GB of weights and moments by "
-        f"{result['ranks']} ranks ({len(rounds)} rounds, {result['date']}, commit "
-        f"{result['commit']}). durable: until the disk has every byte; async: until "
-        "`save(wait=False)` returns; MB above the state that is held; / disk: against a plain "
-        "O_DIRECT copy in the same round",
+        "## Saving and loading",
+        "",
+        f"{12 * numel / 1e9:.1f} GB of weights and moments by {result['ranks']} ranks "
+        f"({len(rounds)} rounds, {result['date']}, commit {result['commit']}).",
+        "",
+        "- *durable*: until the disk has every byte. *async*: until `save(wait=False)` returns.",
+        "- *MB*: memory above the state that is held anyway.",
+        "- */ disk*: against a plain O_DIRECT copy in the same round.",
         "",
         "| " + " | ".join(HEAD) + " |",
         "|" + "---|" * len(HEAD),
@@ -129,14 +183,16 @@ def checkpoint_table() -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check the README's part and the page."""
+    """Write or check the README's part and the pages."""
     results = read_newest()
-    headline = case_table(HEADLINE, results[HEADLINE]) if HEADLINE in results else []
-    text = README.read_text()
-    before, _, rest = text.partition(BEGIN)
+    before, _, rest = README.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    inside = "\n".join([*headline, *matrix(results), *checkpoint_table()])
-    wanted = {README: f"{before}{BEGIN}\n{inside}{END}{after}", PEERS: page(results)}
+    inside = "\n".join(summary_table(results))
+    wanted = {
+        README: f"{before}{BEGIN}\n{inside}\n{END}{after}",
+        PEERS: page(results),
+        TARGETS: targets_page(results),
+    }
     if "--check" in arguments:
         return int(any(not p.exists() or p.read_text() != text for p, text in wanted.items()))
     for path, content in wanted.items():

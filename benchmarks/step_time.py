@@ -1,8 +1,8 @@
 """Predicted beside measured step times on this machine: one calibration, then everything else.
 
-    python benchmarks/step_time.py                      all cases, 25 minutes; writes docs/time.md
+    python benchmarks/step_time.py                      all cases, 25 minutes; writes the page
     python benchmarks/step_time.py --only "llama"       the cases whose names have that in them
-    python benchmarks/step_time.py --page               only write docs/time.md again
+    python benchmarks/step_time.py --page               only write docs/measurements/time.md again
 
 The machine is calibrated once, at a model that is not among those that are then measured. Every
 round of a case starts fresh ranks that hold the module at all four stages, and these take turns:
@@ -39,7 +39,7 @@ from onefold.planner.trace import tokens_of, trace
 from onefold.planner.work import ModelWork
 from onefold.recipe import Recipe
 
-DOCS = Path(__file__).parent.parent / "docs" / "time.md"
+DOCS = Path(__file__).parent.parent / "docs" / "measurements" / "time.md"
 BEGIN, END = "<!-- steps: begin -->", "<!-- steps: end -->"
 SAMPLE = Sample(model=CALIBRATED, seq=SEQ, rows=ROWS)
 WORLDS = (1, 2)
@@ -130,7 +130,7 @@ def error_of(entry: dict[str, Any]) -> float:
 
 
 def page(result: dict[str, Any]) -> list[str]:
-    """What docs/time.md says between its marks."""
+    """What docs/measurements/time.md says between its marks."""
     cases = result["cases"]
     entries = [entry for case in cases for entry in case["stages"]]
     errors = [abs(error_of(entry)) for entry in entries]
@@ -197,7 +197,7 @@ def _worst(cases: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def filled(text: str, result: dict[str, Any]) -> str:
-    """docs/time.md with its tables made anew."""
+    """docs/measurements/time.md with its tables made anew."""
     before, _, rest = text.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the names of cases")
     parser.add_argument("--rounds", type=int, default=5, help="of every case (default: 5)")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", action="store_true", help="only write docs/time.md again")
+    parser.add_argument("--page", action="store_true", help="only write the page again")
     asked = parser.parse_args()
     result = newest(asked.results) if asked.page else compete(asked)
     if not asked.only and not asked.page:

@@ -7,7 +7,7 @@ Hosts are network namespaces (benchmarks/hosts.py; root and iproute2). On them t
 file as a worker, which trains the same byte-level GPT in bf16 under each scheme, interleaved in
 rounds; bytes are those of each host's `eth0` and `lo` in /proc/net/dev, headers included, beside
 the formula. The peer is FSDP2 on the same mesh. Writes a dated JSON, and with it (or with
-`--table`, from the newest one) the table in docs/wire.md.
+`--table`, from the newest one) the table in docs/measurements/wire.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODEL = GPTConfig(num_layers=6, width=320, num_heads=8, lr=3e-4)
 ROWS, SEQ = 2, 64
 NODES, RANKS = 2, 2
 STEPS = 3
-PAGE = Path(__file__).parent.parent / "docs" / "wire.md"
+PAGE = Path(__file__).parent.parent / "docs" / "measurements" / "wire.md"
 FULL_HOP = Wire(secondary=False)
 
 

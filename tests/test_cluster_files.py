@@ -1,4 +1,4 @@
-"""The files of docs/cluster.md parse, and what they start exists under the names they use."""
+"""The files of docs/guides/clusters.md parse, and start commands that exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onefold.cli.main import _parser
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "examples" / "cluster"
-GUIDE = (ROOT / "docs" / "cluster.md").read_text()
+GUIDE = (ROOT / "docs" / "guides" / "clusters.md").read_text()
 SLURM = (FILES / "slurm.sbatch").read_text()
 
 
@@ -54,8 +54,8 @@ def test_the_guide_names_files_that_exist_and_the_readme_names_the_guide():
     for path in re.findall(r"(?:examples|benchmarks|tests)/[\w/.]+\w", GUIDE):
         assert (ROOT / path).exists(), path
     for link in re.findall(r"\]\(([\w/.-]+)[)#]", GUIDE):
-        assert (ROOT / "docs" / link).exists(), link
-    assert "(docs/cluster.md)" in (ROOT / "README.md").read_text()
+        assert (ROOT / "docs" / "guides" / link).exists(), link
+    assert "(docs/guides/clusters.md)" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks, seeded
 
 INT4 = 1.004 / 14 / (1 - 1.004 / 14)
 """The most that a message of int4 owes of values up to 1: half a scale of a seventh of the largest,
-what it owed before included (docs/codecs.md)."""
+what it owed before included (docs/measurements/codecs.md)."""
 
 
 def net() -> nn.Module:

@@ -503,7 +503,7 @@ def test_the_textbook_is_the_limit_of_the_closed_form():
 
 
 def test_the_figures_of_the_page_are_computed():
-    page = Path(__file__).parent.parent.joinpath("docs", "memory.md").read_text()
+    page = Path(__file__).parent.parent.joinpath("docs", "concepts", "memory.md").read_text()
     formulas = [lambda n: 16, lambda n: 4 + 12 / n, lambda n: 2 + 14 / n, lambda n: 16 / n]
     for stage, formula in enumerate(formulas):
         cells = " | ".join(f"{formula(n):.2f}" for n in (1, 8, 64, 1e12))

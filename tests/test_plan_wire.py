@@ -153,7 +153,7 @@ def test_messages_that_regions_share_are_those_of_the_plan(name):
 
 
 def test_between_nodes_a_plan_tells_what_was_counted_at_the_sockets_of_hosts():
-    """Of every scheme in the table of docs/wire.md, at which headers and tags were counted too."""
+    """Of every scheme in docs/measurements/wire.md, where headers and tags were counted too."""
     import wire
 
     with torch.device("meta"):
@@ -297,7 +297,7 @@ def test_a_name_on_one_node_is_what_shard_makes_of_it():
 
 def test_the_plan_on_the_page_is_what_a_plan_tells():
     """With `pytest -s` this prints the block as it should be."""
-    page = Path(onefold.__file__).parents[2].joinpath("docs", "wire.md").read_text()
+    page = Path(onefold.__file__).parents[2].joinpath("docs", "measurements", "wire.md").read_text()
     where = Cluster(ranks=8, nodes=4, machine="h100-80")
     made = plan("small", cluster=where, seq=1024, batch=8, precision="bf16", stage=3, offload=None)
     block = "\n".join(["```text", *wire_lines(made.wires, made.taken, made.numel)[1:], "```"])

@@ -1,4 +1,4 @@
-"""docs/time.md: its figures are the simulator's, its constants are fitted, its targets hold."""
+"""docs/measurements/time.md: simulated figures, fitted constants, targets that hold."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.test_plan_wire import CASES, recipe_of, traced
 
 MACHINE, NUMEL, UNITS = test_simulate.MACHINE, test_simulate.NUMEL, test_simulate.UNITS
 WIDE = replace(MACHINE, flops={"fp32": 1e12, "bf16": 1e12})
-PAGES = Path(__file__).parent.parent / "docs"
+PAGES = Path(__file__).parent.parent / "docs" / "measurements"
 SEVERAL = settings(max_examples=40, deadline=None)
 WHATS = {
     "gather inside": ("gather",),
@@ -171,7 +171,7 @@ def test_fewer_bytes_win_on_slow_links_and_coding_costs_on_fast_ones():
 
 
 def test_pieces_that_go_straight_to_every_rank_cross_once_for_each_of_them():
-    """A sum on one axis crosses p times as often as in a ring, or in two hops (docs/wire.md)."""
+    """A sum on one axis crosses p times as often as in a ring, or in two hops (wire.md)."""
     group = LinkGroup(32, 8)
     machine = replace(MACHINE, inside=Link(1e18, 0.0))
     ring, straight = (

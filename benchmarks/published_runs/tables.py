@@ -1,4 +1,4 @@
-"""The generated parts of docs/time.md, as lines of Markdown."""
+"""The generated parts of docs/measurements/time.md, as lines of Markdown."""
 
 from __future__ import annotations
 
