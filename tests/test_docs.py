@@ -10,11 +10,14 @@ Comments above it say more:
 
 from __future__ import annotations
 
+import ast
+import difflib
 import re
 import runpy
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +115,9 @@ def provided() -> dict[str, Any]:
 
 def run(rank: int, program: Program, path: Path) -> None:
     known = provided()
-    names = {"__name__": "page", "onefold": onefold, "torch": torch} | {name: known[name] for name in program.given}
+    names = {"__name__": "page", "onefold": onefold, "torch": torch} | {
+        name: known[name] for name in program.given
+    }
     for text in program.blocks:
         exec(compile(text, str(path), "exec"), names)
 
@@ -213,3 +218,50 @@ def test_short_sentences_pass(text):
 
 def test_pages_for_newcomers_have_no_long_sentence(capsys):
     assert READING["main"]([]) == 0, capsys.readouterr().out
+
+
+# messages
+
+
+def template(node: ast.expr) -> str:
+    """The text of a message in the source, with … for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
+        )
+    if isinstance(node, ast.BinOp):
+        return template(node.left) + template(node.right)
+    return "…"
+
+
+@cache
+def messages_of_the_source() -> list[str]:
+    found = []
+    for path in (ROOT / "src" / "onefold").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant | ast.JoinedStr):
+                found.append(template(node))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id == "expected":
+                    what, got = (template(each) for each in node.args[:2])
+                    found.append(f"expected {what}, got {got}")
+    return found
+
+
+def messages_of_the_page() -> list[str]:
+    page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
+    tables = page.split("| message | meaning | what to do |")[1:]
+    rows = [line for table in tables for line in table.split("\n\n")[0].splitlines()[2:]]
+    return [re.match(r"\| `(.*?)` \|", row)[1] for row in rows]
+
+
+@pytest.mark.parametrize("message", messages_of_the_page())
+def test_the_messages_of_the_page_are_those_of_the_source(message):
+    """A failure shows the nearest message that the source has now: put that on the page."""
+    parts = [re.escape(part.strip()) for part in message.split("…") if part.strip()]
+    known = messages_of_the_source()
+    if not any(re.search(".*".join(parts), each, re.S) for each in known):
+        near = difflib.get_close_matches(message, known, n=2, cutoff=0.2)
+        pytest.fail(f"no message reads {message!r}; near are {near}")
