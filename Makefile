@@ -9,7 +9,7 @@ DISK ?= /var/tmp
 # compiled while the package is installed, where there is a C compiler
 KERNELS := $(wildcard src/onefold/native/*.[ch]) src/onefold/native/compiling.py
 
-.PHONY: train big cluster test check format bench clean
+.PHONY: train big cluster test check docs format bench clean
 
 train: $(VENV)/train.done
 	$(BIN)/onefold train
@@ -33,7 +33,16 @@ check: $(VENV)/dev.done
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python docs/tools/reading_level.py
 	$(BIN)/python -m pytest tests/test_architecture.py
+
+# into build/site; a warning is an error, and so is a link or anchor that leads nowhere
+docs: $(VENV)/docs.done
+	$(BIN)/python docs/tools/memory_figure.py
+	$(BIN)/python docs/tools/badges.py
+	$(BIN)/python docs/tools/cli_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	$(BIN)/python docs/tools/check_site.py build/site
 
 format: $(VENV)/dev.done
 	$(BIN)/ruff format .
@@ -63,6 +72,10 @@ $(VENV)/train.done: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 
 $(VENV)/dev.done: $(VENV)/train.done
 	$(PIP) --editable '.[dev,hf]'
+	touch $@
+
+$(VENV)/docs.done: $(VENV)/dev.done
+	$(PIP) --editable '.[dev,docs]'
 	touch $@
 
 # DeepSpeed's build needs its tools, and torch, in the environment before it
