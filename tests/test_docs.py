@@ -15,6 +15,7 @@ import difflib
 import re
 import runpy
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -158,7 +159,10 @@ def commands() -> list[Any]:
 
 @pytest.mark.parametrize("typed", commands())
 def test_the_commands_of_the_pages_parse(typed):
-    _parser().parse_args(shlex.split(typed, comments=True)[1:])
+    try:
+        _parser().parse_args(shlex.split(typed, comments=True)[1:])
+    except SystemExit as ended:
+        assert ended.code == 0, "--help alone may end here"
 
 
 def test_the_readme_links_to_files_that_exist():
@@ -168,8 +172,8 @@ def test_the_readme_links_to_files_that_exist():
     assert [link for link in linked if not (ROOT / link).exists()] == []
 
 
-@pytest.mark.parametrize("tool", ["memory_figure.py", "badges.py"])
-def test_drawings_are_what_their_scripts_draw(tool):
+@pytest.mark.parametrize("tool", ["memory_figure.py", "badges.py", "cli_page.py"])
+def test_generated_parts_are_what_their_scripts_write(tool):
     assert runpy.run_path(str(TOOLS / tool))["main"](["--check"]) == 0
 
 
@@ -243,10 +247,9 @@ def messages_of_the_source() -> list[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant | ast.JoinedStr):
                 found.append(template(node))
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                if node.func.id == "expected":
-                    what, got = (template(each) for each in node.args[:2])
-                    found.append(f"expected {what}, got {got}")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "expected":
+                what, got = (template(each) for each in node.args[:2])
+                found.append(f"expected {what}, got {got}")
     return found
 
 
@@ -265,3 +268,44 @@ def test_the_messages_of_the_page_are_those_of_the_source(message):
     if not any(re.search(".*".join(parts), each, re.S) for each in known):
         near = difflib.get_close_matches(message, known, n=2, cutoff=0.2)
         pytest.fail(f"no message reads {message!r}; near are {near}")
+
+
+# the package and the site
+
+
+def test_pins_cover_the_tools_of_the_site():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().split()}
+    wanted = {re.match(r"[\w-]+", each)[0] for each in project["optional-dependencies"]["docs"]}
+    assert wanted <= pinned
+
+
+def test_the_tree_of_the_house_names_every_room():
+    tree = (ROOT / "docs" / "design.md").read_text().partition("```text\nsrc/onefold/")[2]
+    tree = tree.partition("```")[0]
+    rooms = {path.parent.name for path in (ROOT / "src" / "onefold").glob("*/__init__.py")}
+    named = set(re.findall(r"(\w+)/(?= |$)", tree, re.M))
+    assert rooms <= named, "rooms that the tree of docs/design.md does not have"
+    assert named <= rooms, "rooms of docs/design.md that are gone"
+
+
+def test_every_public_name_is_in_the_reference():
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    assert set(re.findall(r"^::: onefold\.(\w+)$", page, re.M)) == set(onefold.__all__)
+
+
+SITE = runpy.run_path(str(TOOLS / "check_site.py"))
+
+
+def test_a_site_without_faults_passes_and_each_fault_is_found(tmp_path):
+    (tmp_path / "a.html").write_text('<a href="b.html#there">b</a><h1 id="here"></h1>')
+    (tmp_path / "b.html").write_text('<a href="a.html">a</a><h1 id="there"></h1>')
+    assert SITE["problems"](tmp_path) == []
+    (tmp_path / "b.html").write_text(
+        '<a href="c.html">c</a><a href="a.html#gone">a</a><a href="https://example.com">e</a>'
+        '<script src="https://example.com/x.js"></script>'
+    )
+    found = SITE["problems"](tmp_path)
+    assert [line.partition(": ")[2].split()[:2] for line in found] == [
+        ["no", "anchor"], ["loads", "https://example.com/x.js"], ["no", "file"], ["no", "anchor"],
+    ]  # fmt: skip

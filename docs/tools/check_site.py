@@ -54,9 +54,11 @@ def problems(site: Path) -> list[str]:
                 file /= "index.html"
             if not file.exists():
                 wrong.append(f"{where}: no file {address}")
-            elif target.fragment and file in pages:
-                if unquote(target.fragment) not in pages[file].ids:
-                    wrong.append(f"{where}: no anchor {address}")
+            known = (
+                pages[file].ids if target.fragment and file in pages else {unquote(target.fragment)}
+            )
+            if unquote(target.fragment) not in known:
+                wrong.append(f"{where}: no anchor {address}")
     return wrong
 
 

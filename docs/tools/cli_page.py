@@ -1,7 +1,7 @@
 """Write the flags of every command into docs/reference/cli.md.
 
-    python docs/tools/cli_page.py            write them
-    python docs/tools/cli_page.py --check    exit 1 if the page says something else
+python docs/tools/cli_page.py            write them
+python docs/tools/cli_page.py --check    exit 1 if the page says something else
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from pathlib import Path
 ASSETS = Path(__file__).parent.parent / "assets"
 BILLIONS, RANKS = 7, 8
 
+LABELS = ("weights", "gradients", "Adam states and fp32 masters")
 WIDTH, LEFT, RIGHT, TOP, BAR, STEP = 760, 112, 92, 72, 30, 50
 
 
@@ -61,7 +62,7 @@ def drawn(theme: Theme) -> str:
         f"<text x='0' y='20' font-size='16' font-weight='600' fill='{theme.text}'>{title}</text>",
     ]
     at = 0
-    for name, colour in zip(("weights", "gradients", "Adam states and fp32 masters"), colours):
+    for name, colour in zip(LABELS, colours, strict=True):
         lines += [
             f"<rect x='{at}' y='37' width='12' height='12' rx='2' fill='{colour}'/>",
             f"<text x='{at + 18}' y='48' font-size='13' fill='{theme.faint}'>{name}</text>",
@@ -72,7 +73,7 @@ def drawn(theme: Theme) -> str:
         middle = top + BAR / 2 + 5
         lines.append(f"<text x='0' y='{middle:g}' font-size='15' fill='{theme.text}'>{name}</text>")
         at = LEFT
-        for part, colour in zip(parts, colours):
+        for part, colour in zip(parts, colours, strict=True):
             width = part * scale
             lines.append(
                 f"<rect x='{at:.1f}' y='{top}' width='{width:.1f}' height='{BAR}' fill='{colour}'/>"
