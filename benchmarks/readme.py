@@ -118,7 +118,22 @@ def summary_table(results: dict[str, dict[str, Any]]) -> list[str]:
             medians = [spread.median for spread in found if spread is not None]
             cells.append(f"{min(medians):.2f}-{max(medians):.2f}")
         lines.append(f"| {title} | {len(medians)} | {' | '.join(cells)} |")
-    return lines
+    return [*lines, *spread_over_allocators(results)]
+
+
+def spread_over_allocators(results: dict[str, dict[str, Any]]) -> list[str]:
+    """One case under two settings of glibc's allocator, in a sentence."""
+    pair = ("small, 2 ranks, fp32", "small, 2 ranks, fp32, malloc mmap")
+    if not set(pair) <= set(results):
+        return []
+    found = [ratio(results[name]["rounds"], "onefold 3", "fsdp2 reshard", PEAK) for name in pair]
+    default, mmap = (f"{spread.median:.2f}" for spread in found if spread is not None)
+    return [
+        "",
+        "Shape and allocator decide where in a range you land: in one case stage 3's peak is "
+        f"{default} of FSDP2's,",
+        f"and {mmap} under another setting of the allocator (`MALLOC_MMAP_THRESHOLD_`).",
+    ]
 
 
 def judged(result: dict[str, Any]) -> list[str]:
