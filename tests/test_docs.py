@@ -240,6 +240,11 @@ def template(node: ast.expr) -> str:
     return "…"
 
 
+def is_text(node: ast.expr) -> bool:
+    """True for a message or a part of one; a plain word is none."""
+    return isinstance(node, ast.JoinedStr | ast.BinOp) or (" " in str(getattr(node, "value", "")))
+
+
 @cache
 def messages_of_the_source() -> list[str]:
     found = []
@@ -247,9 +252,10 @@ def messages_of_the_source() -> list[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant | ast.JoinedStr):
                 found.append(template(node))
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "expected":
-                what, got = (template(each) for each in node.args[:2])
-                found.append(f"expected {what}, got {got}")
+            elif isinstance(node, ast.Call) and node.args and is_text(node.args[0]):
+                # of `expected` and of functions that raise through it: what, then what came
+                told = [template(each) for each in node.args[:2]]
+                found.append("expected " + ", got ".join(told))
     return found
 
 
