@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -171,6 +172,15 @@ class Layout:
         after = self.slots[last + 1 :]
         stop = after[0].shard_offsets[rank] if after else self.shard_numels[rank]
         return self.slots[first].shard_offsets[rank], stop
+
+
+def split_at(spans: Sequence[Range], numel: int) -> list[int]:
+    """Lengths that split `numel` elements at ascending `spans`: gap, span, ..., gap, span, rest.
+
+    `flat.split_with_sizes(split_at(spans, len(flat)))[1::2]` are the spans of a flat tensor.
+    """
+    bounds = [0, *(bound for span in spans for bound in span), numel]
+    return [stop - start for start, stop in pairwise(bounds)]
 
 
 def round_up(numel: int, multiple: int) -> int:

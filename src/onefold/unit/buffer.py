@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import finalize
 
@@ -46,8 +46,8 @@ class Buffer:
     """
 
     __slots__ = (
-        "__weakref__", "_account", "_allocation", "_kind", "_ledger", "_nbytes", "is_held",
-        "tensor", "tier",
+        "__weakref__", "_account", "_allocation", "_kind", "_ledger", "_nbytes", "_numels",
+        "_parts", "is_held", "tensor", "tier",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +72,8 @@ class Buffer:
         self._account = Account(self, kind, self.tier, ledger, is_mapped=is_mapped)
         self._account.set(self._nbytes)
         self.is_held = True  # the buffer has its bytes
+        self._numels: list[int] = []
+        self._parts: Sequence[Tensor] = ()
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -97,8 +99,9 @@ class Buffer:
 
     @property
     def num_users(self) -> int:
-        """The number of tensors that share the bytes, this buffer's own included."""
-        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) - 1
+        """The number of tensors that share the bytes: this buffer's own one, and those of users."""
+        num_tensors = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) - 1
+        return num_tensors - len(self._parts)
 
     def view(self, start: int, shape: tuple[int, ...]) -> Tensor:
         """A view [shape] from element `start`, with a version counter of its own.
@@ -110,6 +113,17 @@ class Buffer:
         for extent in shape:
             numel *= extent
         return self.tensor[start : start + numel].view(shape).data
+
+    def parts(self, numels: list[int]) -> Sequence[Tensor]:
+        """Split the buffer into views of `numels` elements each, one behind the other.
+
+        The views are kept for the next call with the same list object.
+        """
+        if self._numels is not numels:
+            with torch.inference_mode(False):
+                self._parts = self.tensor.split_with_sizes(numels)
+            self._numels = numels
+        return self._parts
 
     def release(self) -> None:
         """Free the bytes; views of the buffer may not be read until `reallocate`."""

@@ -1,16 +1,16 @@
-"""Gathers: from the own rows of all ranks to the unsharded weights of one unit.
+"""Gather the own rows of all ranks into the unsharded weights of one unit.
 
 Behind the weights every rank sends its tag: the number of the unit that it gathers, or FAILED_TAG
-if it has no rows to send. So a mix of units and a disk that fails on one rank raise errors on every
-rank, and no rank waits for another that has given up.
+if it could not read its rows. So ranks that gather different units, and a disk that fails on one
+rank, raise errors on every rank, and no rank waits for another that has given up.
 
-    UnitGather      own rows -> full
+    UnitGather      own rows -> full buffer
     TwoHopGather    own rows -> between nodes -> second shard (at rest) -> inside the node -> full
                     or, without a second shard, own rows -> between -> full -> inside -> full
 
-The hop between nodes is made once a step. Forward, backward and every micro-batch gather from the
-second shard (hpZ: ZeRO++, arXiv 2306.10209, section 3.2). It begins with the forward, for all
-units, so slow links have all of forward to hide behind.
+Ranks run the hop between nodes once a step. Forward, backward and every micro-batch gather from the
+second shard (hpZ: ZeRO++, arXiv 2306.10209, section 3.2). The hop begins for all units when a
+forward begins, so that the whole forward hides slow links.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from onefold.errors import TierError
 from onefold.layout.axes import NodeLayout
-from onefold.layout.rows import Slot
+from onefold.layout.cut import Range
+from onefold.layout.rows import Slot, split_at
 from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
 from onefold.unit.buffer import Buffer
@@ -34,11 +35,8 @@ from onefold.wire.collectives import Group
 from onefold.wire.cut import MessageLayout
 from onefold.wire.transport import SendRows, Transport
 
-Stretch = tuple[int, int]
-"""[start, stop) in elements."""
-
 FAILED_TAG = 0
-"""Replaces a unit's tag: the rank has no rows to send."""
+"""Replaces a unit's tag: the rank could not read its rows."""
 
 
 def tags_of(world_size: int) -> Slot:
@@ -48,31 +46,36 @@ def tags_of(world_size: int) -> Slot:
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """One hop's message: how it is cut, and where own rows and the own tag lie in it."""
+    """One hop's message: how it is cut, and where own rows and tags lie in it."""
 
-    cut: MessageLayout | None  # None: a world of one
-    tags_at: int
+    layout: MessageLayout | None  # None: a world of one
+    message: list[int]  # splits the message at own rows, then at the tags (`split_at`)
+    shard: list[int]  # splits the shard at the same rows
     own_tag: int
-    copies: list[tuple[Stretch, Stretch]]  # in the message, in the shard
-    uncoded: list[tuple[Stretch, Stretch]]  # the copies of rows that no transport codes
-    coded: list[Stretch]  # the other rows, in the shard
+    coded: list[int]  # numbers of the rows that a coding transport codes
+    exact: list[int]  # numbers of the other rows
 
     @staticmethod
     def of(
-        cut: MessageLayout | None, tags_at: int, own_tag: int, starts: Sequence[int],
-        slots: Sequence[Slot], rank: int,
+        layout: MessageLayout | None, tags: Range, own_tag: int, starts: Sequence[int],
+        slots: Sequence[Slot], weights: UnitWeights,
     ) -> GatherPlan:  # fmt: skip
-        """The plan of a message in which own rows of `slots` begin at `starts`."""
-        plan = GatherPlan(cut, tags_at, own_tag, [], [], [])
-        for start, slot in zip(starts, slots, strict=True):
-            first, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
-            copy = ((start, start + numel), (first, first + numel))
-            plan.copies.append(copy)
-            if slot.replicated:
-                plan.uncoded.append(copy)
-            else:
-                plan.coded.append(copy[1])
-        return plan
+        """Plan a message that has own rows of `slots` from `starts` on, and tags at its end."""
+        rank = weights.context.rest_rank
+        numels = [slot.piece_numel(rank) for slot in slots]
+        near = [slot.shard_offsets[rank] for slot in slots]
+        at, shard = (
+            [(start, start + numel) for start, numel in zip(these, numels, strict=True)]
+            for these in (starts, near)
+        )
+        return GatherPlan(
+            layout,
+            split_at([*at, tags], tags[1]),
+            split_at(shard, len(weights.weight.tensor)),
+            own_tag,
+            [number for number, slot in enumerate(slots) if not slot.replicated],
+            [number for number, slot in enumerate(slots) if slot.replicated],
+        )
 
 
 class UnitGather:
@@ -83,11 +86,13 @@ class UnitGather:
         self._spec = weights.spec
         self._transport = transport
         self._plan: GatherPlan | None = None
+        self._own_tags: Tensor | None = None  # this rank's tag, and FAILED_TAG for the other ranks
         self._has_base = False  # the buffer holds the weights that every rank read last
         self._user_edits: list[int] = []  # of each parameter, at the last gather
         self._gathered = -1  # all edits then
         rest = weights.rest
-        self.full_numel = rest.full_numel + (rest.world_size if rest.world_size > 1 else 0)
+        self._num_tags = rest.world_size if rest.world_size > 1 else 0
+        self.full_numel = rest.full_numel + self._num_tags
         """Elements of a full buffer: the regions, and a tag for each rank if it is gathered."""
 
     @property
@@ -110,11 +115,11 @@ class UnitGather:
     def begin_early(self, *, is_summoned: bool) -> None:
         """A forward begins that may use the unit: begin the hop that every rank will need.
 
-        Nothing where modules show unsharded weights already: ranks may differ in their use.
+        Do nothing where modules show unsharded weights already: ranks may differ in their use.
         """
 
     def forget_base(self) -> None:
-        """Weights were replaced on every rank: the next message is no difference."""
+        """Weights were replaced on every rank: the next message holds no differences."""
         self._has_base = False
 
     def follow(self, full: Buffer, edits: int) -> None:
@@ -123,15 +128,14 @@ class UnitGather:
     def start(self, full: Buffer) -> Ticket:
         """Begin to fill `full`. Call `check` once the ticket was waited for.
 
-        Raises `TierError` if this rank has no rows to send and no other rank would learn of it.
+        Raises `TierError` if this rank could not read its rows and ranks do not read tags at once.
         """
-        plan = self._plan
-        if plan is None:
-            plan = self._plan = self._planned(full)
-        return self._send(full.tensor, plan, self._label("gather"))
+        if self._plan is None:
+            self._plan = self._planned(full)
+        return self._send(full, self._plan, self._label("gather"))
 
     def _label(self, verb: str) -> str:
-        """The name of a collective, for errors: one rank may have edited a parameter alone."""
+        """Name a collective for errors; include a parameter that was edited since the last one."""
         weights, since = self.weights, ""
         edits = weights.edits()
         if edits != self._gathered:
@@ -142,27 +146,27 @@ class UnitGather:
             since = f", where {edited!r} was edited," if edited else ""
         return f"{self._spec.label(verb)}{since}"
 
-    def _send(self, flat: Tensor, plan: GatherPlan, label: str) -> Ticket:
-        """Put own rows and the tag into the message `flat`, and begin to exchange it."""
-        weights, own = self.weights, self._coded_rows(plan)
+    def _send(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
+        """Put own rows and the tag into the message, and begin to exchange it."""
+        weights, own = self.weights, self._rows_to_send(plan)
+        *places, tags = message.parts(plan.message)[1::2]
 
         def bring() -> None:
-            near = weights.own_rows()
+            rows = weights.own_rows(plan.shard)
+            copied: Sequence[int] = range(len(rows))
             if own is not None:
-                self._take_rows(near, own, plan)
-            # a transport takes the rows that it codes itself; a base has other values there
-            copies = plan.copies if own is None or own.starts_base else plan.uncoded
-            if copies:
-                torch._foreach_copy_(
-                    [flat[a:b] for (a, b), _ in copies], [near[c:d] for _, (c, d) in copies]
-                )
+                self._take_rows(rows, own, plan)
+                if not own.starts_base:  # in place of coded rows, the message holds the base
+                    copied = plan.exact
+            if copied:
+                torch._foreach_copy_([places[i] for i in copied], [rows[i] for i in copied])
 
         try:
-            self.bring_and_tag(bring, flat[plan.tags_at :], plan.own_tag)
-            if plan.cut is None:
+            self.bring_and_tag(bring, tags, plan.own_tag)
+            if plan.layout is None:
                 return DONE
             self._has_base = False  # until this message has arrived
-            ticket = self._transport.gather(flat, plan.cut, label, own)
+            ticket = self._transport.gather(message.tensor, plan.layout, label, own)
         finally:
             weights.rows.give_back()
         return ticket if own is None or not own.is_base_kept else ticket.then(self._note_base)
@@ -170,26 +174,25 @@ class UnitGather:
     def _note_base(self) -> None:
         self._has_base = True
 
-    def _coded_rows(self, plan: GatherPlan) -> SendRows | None:
-        """For a coding transport: whether it sends differences. The same on every rank."""
-        if plan.cut is None or not self._transport.is_coded:
+    def _rows_to_send(self, plan: GatherPlan) -> SendRows | None:
+        """Say, for a coding transport, whether it sends differences: the same on every rank."""
+        if plan.layout is None or not self._transport.is_coded:
             return None
         keeps = self._spec.context.routes.sends_differences
-        rows: list[Tensor | None] = [None] * len(plan.cut.numels)
+        rows: list[Tensor | None] = [None] * len(plan.layout.numels)
         return SendRows(rows, has_base=keeps and self._has_base, is_base_kept=keeps)
 
-    def _take_rows(self, near: Tensor, own: SendRows, plan: GatherPlan) -> None:
-        """Let a coding transport send rows of the master, so that they are rounded once."""
+    def _take_rows(self, rows: Sequence[Tensor], own: SendRows, plan: GatherPlan) -> None:
+        """Have a coding transport code rows of the master, so that they are rounded once."""
         weights = self.weights
-        is_near = not weights.steps_in_blocks and weights.stepped.device == near.device
-        if is_near:
+        if not weights.steps_in_blocks and weights.stepped.device == rows[0].device:
             weights.refresh_master()
-        source = weights.stepped if is_near else near
-        for index, (start, stop) in enumerate(plan.coded):
-            own.rows[index] = source[start:stop]
+            rows = weights.stepped.split_with_sizes(plan.shard)[1::2]
+        for region, number in enumerate(plan.coded):
+            own.rows[region] = rows[number]
 
     def bring_and_tag(self, bring: Callable[[], None], tags: Tensor, own: int) -> None:
-        """Have `bring` put own rows into a message; then set the `own` one of its `tags`.
+        """Have `bring` put own rows into a message; then write its `tags`, number `own` is ours.
 
         `tags` [N], or none in a world of one. On a failure, send FAILED_TAG. Raise it where ranks
         do not read each other's tags at once. The tags of other ranks are FAILED_TAG until they
@@ -204,33 +207,38 @@ class UnitGather:
                 weights.failure = error
                 if not self._reads(tags):
                     raise
-            if len(tags):
+            if weights.failure is not None:
                 tags.fill_(FAILED_TAG)
-                if weights.failure is None:
-                    tags[own : own + 1] = self._spec.tag
+            elif self._num_tags:
+                if self._own_tags is None:
+                    with torch.inference_mode(False):
+                        self._own_tags = torch.full_like(tags, FAILED_TAG)
+                        self._own_tags[own] = self._spec.tag
+                tags.copy_(self._own_tags)
 
     def _planned(self, full: Buffer) -> GatherPlan:
-        """The message of all regions, made with the first gather."""
+        """Plan the message of all regions, with the first gather."""
         context, rest = self._spec.context, self._spec.rest
         group, itemsize, rank = context.transport.group, full.tensor.itemsize, context.rest_rank
-        cut, slabs = None, [slab for slot in rest.slots for slab in slot.slabs()]
+        layout, slabs = None, [slab for slot in rest.slots for slab in slot.slabs()]
         if context.rest_world > 1:
             regions = [(slab, slab.full_offset) for slab in slabs if not slab.replicated]
             tags = (tags_of(context.world_size), rest.full_numel)
-            cut = _cut([*regions, tags], group, itemsize, self._spec.name)
+            layout = _layout([*regions, tags], group, itemsize, self._spec.name)
         starts = [slab.full_offset + slab.pieces[rank][0] for slab in slabs]
-        return GatherPlan.of(cut, rest.full_numel, rank, starts, slabs, rank)
+        tags_at = rest.full_numel, self.full_numel
+        return GatherPlan.of(layout, tags_at, rank, starts, slabs, self.weights)
 
     def _reads(self, tags: Tensor) -> bool:
         """True if ranks read each other's tags at once: where the host need not wait for it."""
         return len(tags) > 1 and not self._spec.context.tags.defers(tags)
 
     def check(self, full: Buffer) -> None:
-        """Raise if some rank gathered another unit at the same time, or had no rows to send.
+        """Raise if some rank gathered another unit at the same time, or could not read its rows.
 
         Pieces of equal length would otherwise mix two units without anyone noticing.
         """
-        if self._spec.rest.world_size > 1:
+        if self._num_tags:
             self.check_tags(full.tensor[self._spec.rest.full_numel :])
 
     def check_tags(self, tags: Tensor) -> None:
@@ -271,8 +279,8 @@ class TwoHopGather(UnitGather):
         self._second: Buffer | None = None  # the node's shard of weights, and a tag for each node
         self._filled = -1  # `edits` of the unit when it was filled
         self._between = DONE  # fills it
-        self._cut_inside: MessageLayout
-        self._from_second: list[tuple[Stretch, Stretch]] = []  # in full, in the second shard
+        self._inside: MessageLayout  # of the hop inside the node
+        self._node_rows: tuple[list[int], list[int]] = [], []  # split full and second at its rows
         self._layout = NodeLayout.build(weights.rest.slots, hops.axes)  # of the second shard
         if hops.keeps_weights:
             context, numel = weights.context, self._layout.numel + hops.axes.nodes
@@ -297,9 +305,11 @@ class TwoHopGather(UnitGather):
             self._fill()
 
     def follow(self, full: Buffer, edits: int) -> None:
-        """See `UnitGather.follow`: the second shard takes the changes; nothing travels."""
+        """See `UnitGather.follow`: the second shard takes the changes; nothing is sent."""
         if self._second is not None and self._filled == edits:
-            self._copy_second(full.tensor, into_second=True)
+            near, kept = self._rows_of_node(full, self._second)
+            with torch.no_grad():
+                torch._foreach_copy_(kept, near)
             self._filled = self.weights.edits()
 
     def start(self, full: Buffer) -> Ticket:
@@ -308,25 +318,24 @@ class TwoHopGather(UnitGather):
         inside, label = self._hops.gather_inside, self._spec.label("gather")
         if self._second is None:
             between = self._cross(full)
-            return between.then(lambda: inside.gather(flat, self._cut_inside, label).wait())
-        self._fill(full)
+            return between.then(lambda: inside.gather(flat, self._inside, label).wait())
+        self._fill()
         self._await_second()
-        self._copy_second(flat, into_second=False)
+        near, kept = self._rows_of_node(full, self._second)
         tags = self._second.tensor[self._layout.numel :]
         with torch.no_grad():
+            torch._foreach_copy_(near, kept)
             flat[numel:][axes.local_rank :: axes.local_world_size] = tags
-        return inside.gather(flat, self._cut_inside, label)
+        return inside.gather(flat, self._inside, label)
 
-    def _copy_second(self, flat: Tensor, *, into_second: bool) -> None:
-        """Copy the node's shard from the second shard into the message, or back."""
-        assert self._second is not None, "the second shard is copied where there is one"
-        second = self._second.tensor
-        near = [flat[a:b] for (a, b), _ in self._from_second]
-        kept = [second[c:d] for _, (c, d) in self._from_second]
-        with torch.no_grad():
-            torch._foreach_copy_(*((kept, near) if into_second else (near, kept)))
+    def _rows_of_node(self, full: Buffer, second: Buffer) -> tuple[list[Tensor], list[Tensor]]:
+        """The node's shard, row by row: in the full buffer, and in the second shard."""
+        in_full, in_second = self._node_rows
+        return list(full.parts(in_full)[1::2]), list(
+            second.tensor.split_with_sizes(in_second)[1::2]
+        )
 
-    def _fill(self, full: Buffer | None = None) -> None:
+    def _fill(self) -> None:
         """Begin to fill the second shard, if weights have changed since it was filled."""
         edits = self.weights.edits()
         if self._filled == edits:
@@ -345,44 +354,51 @@ class TwoHopGather(UnitGather):
             raise
 
     def _cross(self, message: Buffer) -> Ticket:
-        plan = self._plan
-        if plan is None:
-            plan = self._plan = self._planned(message)
-        return self._send(message.tensor, plan, self._label("gather between nodes"))
+        if self._plan is None:
+            self._plan = self._planned(message)
+        return self._send(message, self._plan, self._label("gather between nodes"))
 
     def _planned(self, full: Buffer) -> GatherPlan:
-        """The messages of both hops. Both have the compute dtype, as has the second shard."""
+        """Plan the messages of both hops. Both have the compute dtype, as has the second shard."""
         hops, axes, rest = self._hops, self._hops.axes, self._spec.rest
         itemsize, name, layout = full.tensor.itemsize, self._spec.name, self._layout
         sharded = [(i, slot) for i, slot in enumerate(rest.slots) if not slot.replicated]
         tags = tags_of(rest.world_size)
         inside = [(part, slot.full_offset) for _, slot in sharded for part in axes.inside(slot)]
         inside += [(part, rest.full_numel) for part in axes.inside(tags)]
-        self._cut_inside = _cut(inside, hops.gather_inside.group, itemsize, name)
+        self._inside = _layout(inside, hops.gather_inside.group, itemsize, name)
         if self._second is None:
             regions = [(axes.between(slot), slot.full_offset) for _, slot in sharded]
             regions.append((axes.between(tags), rest.full_numel))
             starts = [slot.full_offset + slot.pieces[axes.rank][0] for slot in rest.slots]
-            tags_at, own_tag = rest.full_numel, axes.rank
+            tags_at, own_tag = (rest.full_numel, self.full_numel), axes.rank
         else:
             regions = [(layout.between(i), layout.region(i)[0]) for i, _ in sharded]
             regions.append((tags_of(axes.nodes), layout.numel))
             starts = [layout.own(i)[0] for i in range(len(rest.slots))]
-            tags_at, own_tag = layout.numel, axes.node
-            for slot, spans in zip(rest.slots, layout.spans, strict=True):
-                pieces = slot.pieces[:1] if slot.replicated else axes.between(slot).pieces
-                for (start, stop), span in zip(pieces, spans, strict=True):
-                    target = (slot.full_offset + start, slot.full_offset + stop)
-                    self._from_second.append((target, span))
-        cut = _cut(regions, hops.gather_between.group, itemsize, name)
-        rank = self._spec.context.rest_rank
-        return GatherPlan.of(cut, tags_at, own_tag, starts, rest.slots, rank)
+            tags_at, own_tag = (layout.numel, layout.numel + axes.nodes), axes.node
+            pieces = [
+                slot.pieces[:1] if slot.replicated else axes.between(slot).pieces
+                for slot in rest.slots
+            ]
+            in_full = [
+                (slot.full_offset + start, slot.full_offset + stop)
+                for slot, own in zip(rest.slots, pieces, strict=True)
+                for start, stop in own
+            ]
+            in_second = [span for spans in layout.spans for span in spans]
+            self._node_rows = (
+                split_at(in_full, self.full_numel),
+                split_at(in_second, self._second.tensor.numel()),
+            )
+        between = _layout(regions, hops.gather_between.group, itemsize, name)
+        return GatherPlan.of(between, tags_at, own_tag, starts, rest.slots, self.weights)
 
 
-def _cut(
+def _layout(
     regions: Sequence[tuple[Slot, int]], group: Group, itemsize: int, name: str
 ) -> MessageLayout:
-    """The cut of a message of regions, each with its offset."""
+    """The layout of a message of regions, each with its offset."""
     slots, offsets = [slot for slot, _ in regions], [offset for _, offset in regions]
     return MessageLayout(slots, offsets, group, itemsize, name)
 

@@ -9,7 +9,7 @@ Edits are counted, so that gathered weights, fetched rows and masters are known 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from weakref import WeakSet
 
 import torch
@@ -104,11 +104,11 @@ class UnitWeights:
             if buffer is not None and buffer.far is not None:
                 buffer.far.forget()
 
-    def own_rows(self) -> Tensor:
-        """The flat own rows, near, until `rows.give_back`. Raises `TierError`."""
+    def own_rows(self, numels: list[int]) -> Sequence[Tensor]:
+        """Own rows, near until `rows.give_back`, as `numels` split them. Raises `TierError`."""
         if self.weight.far is None:
-            return self.weight.tensor
-        return self.rows.take(self.edits())
+            return self.weight.parts(numels)[1::2]
+        return self.rows.take(self.edits()).split_with_sizes(numels)[1::2]
 
     # edits
 
