@@ -68,7 +68,7 @@ class ParameterOwner(Protocol):
     def detached(self) -> Tensor: ...
     def refuse_other_data(self, value: Tensor) -> None: ...
     def shown_data(self) -> Tensor: ...
-    def note_whole_edit(self) -> None: ...
+    def note_unsharded_data(self) -> None: ...
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -232,7 +232,7 @@ class UnshardedParameter(nn.Parameter):
     def _expect_edit(self) -> None:
         summoner = self._summoner()
         if summoner is not None:
-            summoner.note_whole_edit()
+            summoner.note_unsharded_data()
 
 
 class PlainSharded(UnshardedParameter):

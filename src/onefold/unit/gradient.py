@@ -1,14 +1,14 @@
-"""UnitGradient: the gradient of one unit, partial on every rank, then reduced to where it rests.
+"""UnitGradient: the gradients of one unit, partial on every rank, then reduced to the mean.
 
-While backward runs, autograd leaves this rank's gradient on the unsharded parameter (`whole.grad`),
-where micro-batches add up: the Partial placement, with no copy. A reduction sends it from there.
-The result is the `.grad` of the sharded parameter:
+While backward runs, autograd adds this rank's gradient to `.grad` of the unsharded parameter. That
+is the partial gradient, which micro-batches share. A reduction sends it from there, without a copy.
+The result is `.grad` of the sharded parameter:
 
-    world 1             the partial gradient itself
-    optimizer sharded   own rows of the mean, a slice of one flat shard buffer
-    stage 0             the mean whole, a slice of one flat buffer: rows reduced, then gathered
+    one rank            the partial gradient itself
+    optimizer sharded   own rows of the mean, a view of one flat shard buffer
+    stage 0             all rows of the mean, a view of one flat buffer: reduced, then gathered
 
-Every message tells which parameters this rank used. So a parameter that no rank used keeps
+Every message says which parameters this rank used. So a parameter that no rank used keeps
 `grad is None` on all ranks, as in plain PyTorch, and an optimizer leaves it alone.
 """
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import StateError
+from onefold.layout.rows import split_at
 from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
 from onefold.unit import refusals
@@ -45,7 +46,7 @@ class GradientHome(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Landed:
-    """The first hop of a reduction that is over."""
+    """The result of a reduction's first hop."""
 
     parameters: list[UnitParameter]
     users: list[bool]  # whether some rank used each parameter
@@ -65,23 +66,30 @@ class UnitGradient:
         self._unit = ref(unit)
         self._spec = spec
         self._parameters = parameters
-        self._resting: dict[UnitParameter, Tensor] = {}  # `.grad` of faces with a resting partial
-        self._due: set[UnitParameter] = set()  # trained by a micro-batch that rests; on every rank
         self.is_unused = False  # by every rank, in the last backward
         self.is_consumed = False  # stepped in backward, and freed: until the optimizer's step
         self.is_discarding = False  # an aborted backward: results that still arrive are dropped
-        self.partial: dict[UnitParameter, int] = {}  # bytes waiting to be reduced
+        # partial gradients: their bytes, the `.grad` that shows them between micro-batches, and
+        # the parameters that those micro-batches trained, on every rank
+        self.partial: dict[UnitParameter, int] = {}
+        self._resting: dict[UnitParameter, Tensor] = {}
+        self._due: set[UnitParameter] = set()
+        # reduced gradients, and the `.grad` that shows each
         self.reduced: Buffer | None = None
+        self.shown: dict[UnitParameter, Tensor] = {}
         self._reduced_at = -1  # steps that were done when a mean was last shown
-        self.reduction = reduction_of(spec)
-        self._landed: _Landed | None = None  # the first hop of a reduction
-        self._following = DONE  # the second hop
+        spans = [(each.span.start, each.span.stop) for each in parameters]
+        numel = spec.rest.shard_numels[spec.context.rest_rank]
+        self._numels = split_at(spans, numel)  # of a reduced buffer: gaps and own rows
         self._gap_index: Tensor | None = None
-        self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` that we gave each face
+        # the reduction under way
+        self.reduction = reduction_of(spec)
+        self._landed: _Landed | None = None
+        self._following = DONE  # its second hop
         store, ledger = spec.context.store, spec.context.ledger
         self._ledger = ledger
         self._partial_account = Account(self, Kind.PARTIAL_GRAD, store.name, ledger)
-        # world 1, where gradients stay the tensors that autograd made
+        # of one rank alone, where gradients stay the tensors that autograd made
         self._local_account = Account(self, Kind.GRAD, store.name, ledger)
 
     @property
@@ -119,7 +127,7 @@ class UnitGradient:
     def note_fired(self, parameter: UnitParameter) -> None:
         """Count a gradient that autograd has just accumulated."""
         if parameter not in self.partial:
-            self._hold(parameter, parameter.slot.numel * self._spec.compute_dtype.itemsize)
+            self._hold(parameter, parameter.full_nbytes)
 
     def _hold(self, parameter: UnitParameter, nbytes: int) -> None:
         self.partial[parameter] = nbytes
@@ -131,7 +139,7 @@ class UnitGradient:
             self._partial_account.set(self._partial_account.nbytes - nbytes)
 
     def rest_partial(self) -> None:
-        """Micro-batches go on: show resting partials on faces, so that clearing them is seen."""
+        """Micro-batches go on: show partial gradients, so that clearing them is noticed."""
         self._due.update(self.trainable())
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self.partial:
@@ -143,14 +151,14 @@ class UnitGradient:
                 self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
 
     def _take_back_partials(self) -> None:
-        """Partials are about to be reduced: faces show only reduced gradients."""
+        """Partial gradients are about to be reduced: `.grad` shows only reduced ones."""
         for parameter, shown in self._resting.items():
             if parameter.sharded.grad is shown and shown is not self.shown.get(parameter):
                 parameter.sharded.grad = None
         self._resting.clear()
 
     def drop_partial(self) -> list[UnitParameter]:
-        """Forget gradients that were not reduced; returns those of which micro-batches rested."""
+        """Forget gradients that were not reduced; return the parameters that showed one."""
         self._due.clear()
         with torch._C.DisableTorchFunctionSubclass():
             before = {p: p.sharded.grad for p in self._resting}
@@ -164,12 +172,12 @@ class UnitGradient:
         return lost
 
     def lose(self) -> None:
-        """A backward failed: forget partial gradients. Faces whose earlier sums go say so."""
+        """A backward failed: forget partial gradients. Reading earlier sums becomes an error."""
         for parameter in self.drop_partial():
             parameter.sharded.grad = parameter.no_mean(is_lost=True)
 
     def check_whole(self) -> None:
-        """Raise `StateError` if sums were lost, and nobody has cleared them since."""
+        """Raise `StateError` if earlier sums were lost and not cleared since."""
         with torch._C.DisableTorchFunctionSubclass():
             grads = [p.sharded.grad for p in self._parameters]
         for parameter, shown in zip(self._parameters, grads, strict=True):
@@ -184,7 +192,7 @@ class UnitGradient:
     # between micro-batches, for checkpoints
 
     def accumulated(self) -> tuple[dict[UnitParameter, Tensor], dict[UnitParameter, Tensor]]:
-        """Gradients since the last step: own rows of means, and whole partials."""
+        """Gradients since the last step: own rows of means, and partial gradients [all rows]."""
         with torch._C.DisableTorchFunctionSubclass():
             partials = {p: p.unsharded.grad for p in self.partial if p.unsharded.grad is not None}
             means = {
@@ -249,7 +257,7 @@ class UnitGradient:
             return ticket.then(partial(self._finish_reduce, parameters, used, partials, mean))
 
     def _keep_local(self, parameters: list[UnitParameter]) -> None:
-        """World 1: the partial gradient is the mean already."""
+        """One rank: the partial gradient is the mean already."""
         if self.is_discarding:
             return
         self._reduced_at = self._ledger.steps
@@ -285,7 +293,7 @@ class UnitGradient:
             self._landed = _Landed(parameters, self.reduction.users(used), mean)
 
     def keep_sums(self) -> None:
-        """The node's sums rest until the last micro-batch; faces show that they are there."""
+        """Keep the node's sums until the last micro-batch, and show that there are some."""
         landed, self._landed = self._landed, None
         if landed is not None:
             self._due.update(landed.parameters)
@@ -318,7 +326,7 @@ class UnitGradient:
         self.show_all(used)
 
     def _show_resting(self, resting: list[int]) -> None:
-        """Until nodes talk, faces show that there is something, so that clearing it is seen."""
+        """Show stand-ins until nodes exchange their sums, so that clearing them is noticed."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in [self._parameters[index] for index in resting]:
                 if parameter.sharded.grad is None:
@@ -333,7 +341,7 @@ class UnitGradient:
         following.wait()
 
     def show_all(self, parameters: Iterable[UnitParameter]) -> None:
-        """Show the reduced gradients of `parameters` on their faces."""
+        """Show the reduced gradients of `parameters`."""
         if self.is_discarding:
             return
         self._reduced_at = self._ledger.steps
@@ -348,14 +356,13 @@ class UnitGradient:
     def mean_rows(self, parameters: list[UnitParameter]) -> MeanRows:
         """Make room for the mean of `parameters`, at rest."""
         if self.reduced is None:
-            spec, context = self._spec, self._spec.context
-            numel = spec.rest.shard_numels[context.rest_rank]
+            context = self._spec.context
             self.reduced = Buffer(
-                numel, spec.dtype, Kind.GRAD, context.store, context.ledger,
+                sum(self._numels), self._spec.dtype, Kind.GRAD, context.store, context.ledger,
                 is_brief=not self.unit.keeps_gradients,
             )  # fmt: skip
             self.reduced.tensor.index_fill_(0, self._gaps(), 0)  # optimizers read them too
-        flat, fresh = self.reduced.tensor, list[bool]()
+        fresh = list[bool]()
         for parameter in parameters:
             grad = parameter.sharded.grad
             adds = grad is not None and parameter.sharded is not parameter.unsharded
@@ -363,7 +370,8 @@ class UnitGradient:
             if adds and grad is not None and grad is not self.shown.get(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
                 self._give(parameter, self._rest_view(parameter))
-        return MeanRows(flat, [flat[parameter.span] for parameter in parameters], fresh)
+        rows = self.reduced.parts(self._numels)[1::2]
+        return MeanRows(self.reduced.tensor, [rows[each.index] for each in parameters], fresh)
 
     def _gaps(self) -> Tensor:
         """int64: the elements of the reduced buffer that no reduction writes."""
@@ -374,7 +382,7 @@ class UnitGradient:
         return self._gap_index
 
     def drop_cleared(self) -> None:
-        """Forget gradients whose face was cleared (`zero_grad`), and free the reduced buffer.
+        """Forget gradients that users cleared (`zero_grad`), and free the reduced buffer.
 
         At stages 0 to 2 it stays for the next backward, unless the user kept a gradient.
         """
@@ -410,4 +418,5 @@ class UnitGradient:
 
     def _rest_view(self, parameter: UnitParameter) -> Tensor:
         assert self.reduced is not None, "a reduced gradient is used before it has a buffer"
-        return parameter.own_rows(self.reduced.tensor)
+        rows = self.reduced.parts(self._numels)[2 * parameter.index + 1]
+        return rows.view(parameter.local.shape)

@@ -1,8 +1,8 @@
 """UnitParameter: one parameter of a unit, its place in the module tree and its two forms.
 
-face    the sharded parameter: modules and users see it at rest (unit/dtensors.py)
-local   [own rows] of the weight at rest, a view of the unit's weight buffer; the face shows it
-whole   the unsharded parameter: [all rows] in the compute dtype, a view of the unit's full buffer
+sharded    what modules and users see at rest: a DTensor over `local`, or `local` itself
+local      [own rows] of the weight at rest, a view of the unit's weight buffer
+unsharded  what modules compute with: [all rows] in the compute dtype, a view of the full buffer
 """
 
 from __future__ import annotations
@@ -29,24 +29,9 @@ class UnitParameter:
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
     __slots__ = (
-        "__weakref__",
-        "_data",
-        "_hooked",
-        "_looked_at",
-        "_resting",
-        "_template",
-        "_unit",
-        "fqn",
-        "index",
-        "label",
-        "local",
-        "owners",
-        "sharded",
-        "slot",
-        "span",
-        "spec",
-        "unsharded",
-        "version",
+        "__weakref__", "_before_edit", "_data", "_empty", "_is_hooked", "_num_hooks", "_template",
+        "_unit", "fqn", "full_nbytes", "index", "label", "local", "owners", "places", "sharded",
+        "slot", "span", "spec", "unsharded", "version",
     )  # fmt: skip
 
     def __init__(
@@ -61,15 +46,18 @@ class UnitParameter:
         start, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
         self.span = slice(start, start + numel)  # of own rows, in the unit's flat buffers
         self.local = weight[self.span].view(slot.piece_shape(rank))
+        self.full_nbytes = slot.numel * spec.compute_dtype.itemsize  # of the unsharded parameter
         self.fqn = slot.fqn
         self.label = f"parameter {slot.fqn!r} on {spec.context.where}"
         self.owners = [(ref(module), name) for module, name in owners]
-        self._hooked = False
-        self._resting = refusals.why_resting(slot.fqn, spec.context.where)
+        self.places = [(module._parameters, name) for module, name in owners]
+        self._is_hooked = False
+        self._num_hooks = 0  # that refuse a gradient of the sharded parameter
         self._template: DTensor | None = None
-        self._data: Tensor | None = None  # `face.data`, once somebody took it
-        self._looked_at: Tensor | None = None  # own rows of the whole weight when `.data` was taken
-        self.version = 0  # of the whole weight, when it was gathered
+        self._empty = self.local.new_empty(0)
+        self._data: Tensor | None = None  # `sharded.data`, once somebody read it
+        self._before_edit: Tensor | None = None  # own rows when `unsharded.data` was read
+        self.version = 0  # of the unsharded parameter, when it was gathered
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
 
@@ -95,14 +83,14 @@ class UnitParameter:
         """This rank's rows in a flat buffer of the unit's shard, in the shape of `local`."""
         return flat[self.span].view(self.local.shape)
 
-    def own_part(self, whole: Tensor) -> Tensor:
-        """This rank's piece of a whole tensor."""
-        return self.slot.own_view(whole, self.spec.context.rest_rank)
+    def own_piece(self, full: Tensor) -> Tensor:
+        """This rank's piece of a tensor [all rows]."""
+        return self.slot.own_view(full, self.spec.context.rest_rank)
 
     # as users see it
 
     def wrap(self, local: Tensor) -> Tensor:
-        """`local` [own rows] as users see it: a DTensor like the face, or itself."""
+        """Wrap `local` [own rows] in a DTensor like the sharded parameter, if that is one."""
         if self._template is None:
             return local
         spec = self._template._spec
@@ -114,10 +102,11 @@ class UnitParameter:
         return logical.dtensor_over(logical.kind_over(spec), local, shown._spec)
 
     def wrap_grad(self, local: Tensor) -> Tensor:
-        """A reduced gradient [own rows] as users see it."""
+        """Wrap a reduced gradient [own rows] for `sharded.grad`."""
         in_background = self.spec.steps_in_blocks
         if self._template is not None:
-            shown: Any = logical.dtensor_over(logical.LogicalTensor, local, self._template._spec)
+            kind, spec = logical.LogicalTensor, self._template._spec
+            shown: Any = logical.dtensor_over(kind, local, spec, self._empty)
             shown._label = self.label
         else:
             shown = local.as_subclass(logical.RestingGrad) if in_background else local
@@ -126,27 +115,27 @@ class UnitParameter:
         return shown
 
     def wrap_partial(self, grad: Tensor) -> Tensor:
-        """A gradient [all rows] that rests on each rank as its part of the mean."""
+        """Wrap this rank's partial gradient [all rows], which waits for its reduction."""
         if self._template is None:
             return grad
         mesh = self._template.device_mesh
         return logical.as_logical(DTensor.from_local(grad, mesh, [Partial("avg")], run_check=False))
 
     def no_mean(self, *, is_lost: bool) -> Tensor:
-        """Stands in `face.grad` while sums rest inside the node, or after a backward tore them."""
+        """A stand-in for `sharded.grad` while there is no mean: see `refusals.why_no_mean`."""
         why = refusals.why_no_mean(self.fqn, self.spec.context.where, is_lost=is_lost)
         return logical.NoMean.like(self.sharded, why)
 
     def unwrap(self, shown: Tensor) -> Tensor:
-        """The rank's rows of a tensor shown like the face, or of a whole plain tensor."""
+        """The rank's rows of a tensor shown like the sharded parameter, or of a plain tensor."""
         if self._template is not None and isinstance(shown, DTensor):
             return shown._local_tensor
         if self._template is None or tuple(shown.shape) == tuple(self.local.shape):
             return shown
-        return self.own_part(shown)
+        return self.own_piece(shown)
 
     def own_grad(self) -> Tensor | None:
-        """The rows that the face shows as its gradient, as real numbers; None if there are none."""
+        """Own rows of `sharded.grad`, as real numbers; None if there are none."""
         with torch._C.DisableTorchFunctionSubclass():
             shown = self.sharded.grad
             if shown is None or not self.local.numel():
@@ -155,7 +144,7 @@ class UnitParameter:
             return torch.view_as_real(own) if own.is_complex() else own
 
     def shown_like_sharded(self, value: Tensor) -> Tensor:
-        """A whole or already sharded tensor, in the form that can be copied into the face."""
+        """A tensor, sharded or not, in the form that `sharded.copy_` takes."""
         if self._template is None:
             return value.full_tensor() if isinstance(value, DTensor) else value
         if isinstance(value, DTensor):
@@ -166,13 +155,11 @@ class UnitParameter:
 
     def show(self, parameter: nn.Parameter) -> None:
         """Put `parameter` into every owner, as assignment would, without its checks."""
-        for owner, name in self.owners:
-            module = owner()
-            if module is not None:
-                module._parameters[name] = parameter
+        for parameters, name in self.places:
+            parameters[name] = parameter
 
     def build(self, original: nn.Parameter, full: Callable[[int, tuple[int, ...]], Tensor]) -> None:
-        """Build both forms and show the face; `original` becomes the face, or is stale.
+        """Build both forms and show the sharded one; `original` becomes that, or is stale.
 
         `full` gives views of the unit's full buffer.
         """
@@ -183,7 +170,8 @@ class UnitParameter:
             view = full(self.slot.full_offset, self.slot.shape)
             self.unsharded = nn.Parameter(view, requires_grad=False)
             dtensors.introduce(self.unsharded, ref(self))
-            self.invalidate_whole()
+            why = refusals.why_stale(self.fqn, self.spec.context.where)
+            dtensors.invalidate(self.unsharded, why)
         if self.sharded.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.follow_requires_grad()
@@ -211,30 +199,39 @@ class UnitParameter:
             self.sharded = original
         if not spec.computes_on_sharded and requires_grad:
             self.sharded.register_post_accumulate_grad_hook(_DirectUse(ref(self)))
+            self._num_hooks = 1
         if spec.compute_dtype != spec.dtype:
             self.sharded.grad_dtype = None  # a partial gradient shows in the compute dtype
 
-    def show_whole(self) -> None:
+    def show_unsharded(self) -> None:
         """Show the unsharded parameter, whose values have just been gathered."""
-        if self.unsharded is not self.sharded:
-            self.unsharded.__class__ = dtensors.UnshardedParameter
-            self.follow_requires_grad()
-            self.version = self.unsharded._version
-            self.show(self.unsharded)
-        elif self.sharded.requires_grad:
+        sharded, unsharded = self.sharded, self.unsharded
+        wanted = sharded.requires_grad
+        if unsharded is not sharded:
+            unsharded.__class__ = dtensors.UnshardedParameter
+            for parameters, name in self.places:
+                parameters[name] = unsharded
+            self.version = unsharded._version
+        if wanted != unsharded.requires_grad or (wanted and not self._is_hooked):
             self.follow_requires_grad()
 
-    def invalidate_whole(self) -> None:
+    def invalidate(self) -> None:
         """Make reading the unsharded parameter an error: its bytes are about to go."""
         if self.unsharded is not self.sharded:
-            dtensors.invalidate(self.unsharded, self._resting)
+            self.unsharded.__class__ = dtensors.StaleParameter
 
-    def is_untouched(self) -> bool:
-        """True if the face shows the own memory still."""
-        if self._template is not None:
-            return self.sharded._local_tensor is self.local  # type: ignore[attr-defined]
+    def check_untouched(self) -> None:
+        """Raise `StateError` if the parameter was replaced, moved or resized since `shard`."""
         sharded, local = self.sharded, self.local
-        return sharded.data_ptr() == local.data_ptr() and sharded.shape == local.shape
+        for parameters, name in self.places:
+            if parameters.get(name) is not sharded:
+                raise self.touched("another tensor in its place")
+        if self._template is not None:
+            is_own = sharded._local_tensor is local  # type: ignore[attr-defined]
+        else:
+            is_own = sharded.data_ptr() == local.data_ptr() and sharded.shape == local.shape
+        if not is_own:
+            raise self.touched("one that was moved, cast or resized")
 
     def touched(self, got: str) -> StateError:
         """The error for a parameter that was replaced, moved or resized."""
@@ -243,36 +240,36 @@ class UnitParameter:
     # gradients
 
     def call_hooks(self) -> None:
-        """Run the user's post-accumulate hooks: faces are in no graph, so autograd cannot."""
-        hooks = (
-            self.sharded._post_accumulate_grad_hooks if self.sharded is not self.unsharded else None
-        )
-        for hook in list((hooks or {}).values()):
+        """Run the user's post-accumulate hooks: sharded parameters are in no graph of autograd."""
+        hooks = self.sharded._post_accumulate_grad_hooks
+        if hooks is None or len(hooks) == self._num_hooks or self.sharded is self.unsharded:
+            return
+        for hook in list(hooks.values()):
             if not isinstance(hook, _DirectUse):
                 hook(self.sharded)
 
     def follow_requires_grad(self) -> None:
-        """Let the unsharded parameter train when, and only when, the face says so."""
+        """Let the unsharded parameter train if, and only if, the sharded one requires it."""
         wanted = self.sharded.requires_grad
         if self.unsharded.requires_grad != wanted:
             self.unsharded.requires_grad_(wanted)
-        if wanted and not self._hooked:
-            self._hooked = True
+        if wanted and not self._is_hooked:
+            self._is_hooked = True
             self.unsharded.register_post_accumulate_grad_hook(_grad_hook(ref(self)))
 
     # edits
 
     @property
     def user_edits(self) -> int:
-        """How often users changed the weight at rest: through its face, or by way of `.data`."""
+        """How often users changed the sharded parameter, also by way of its `.data`."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.sharded._version + (0 if self._data is None else self._data._version)
 
-    def note_whole_edit(self) -> None:
-        """`.data` of the unsharded parameter was taken: compare values at the next reshard."""
+    def note_unsharded_data(self) -> None:
+        """`.data` of the unsharded parameter was read: compare values at the next reshard."""
         if self.unsharded._version == self.version and not self.spec.is_resident:
             with torch.no_grad():
-                self._looked_at = self.own_part(self.unsharded.detach()).clone()
+                self._before_edit = self.own_piece(self.unsharded.detach()).clone()
         self.version = -1
 
     def keep_edits(self) -> None:
@@ -280,15 +277,15 @@ class UnitParameter:
 
         Elements that did not change stay as they rest, maybe in a wider dtype.
         """
-        before, self._looked_at = self._looked_at, None
+        before, self._before_edit = self._before_edit, None
         with torch.no_grad():
-            now = self.own_part(self.unsharded.detach())
+            now = self.own_piece(self.unsharded.detach())
         if before is None:
             before = self.local.to(now)
         changed = (now != before).to(self.local.device)
         self.local.copy_(torch.where(changed, now.to(self.local), self.local))
 
-    # for its face (`ParameterOwner` of unit/dtensors.py)
+    # for the sharded parameter (`ParameterOwner` of unit/dtensors.py)
 
     @property
     def group(self) -> Group:
@@ -303,7 +300,7 @@ class UnitParameter:
         return shown
 
     def refuse_other_data(self, value: Tensor) -> None:
-        """`face.data = value`: accept only a value that is already in its place."""
+        """`sharded.data = value`: accept only the memory that the parameter has already."""
         local = value._local_tensor if isinstance(value, DTensor) else value
         own = self.local
         found = (local.data_ptr(), local.dtype, local.shape)
@@ -311,7 +308,7 @@ class UnitParameter:
             raise self.touched("an assignment to its .data")
 
     def shown_data(self) -> Tensor:
-        """`face.data`, always the same object: it counts edits itself, so reads count as none.
+        """`sharded.data`, always the same object: it counts edits itself, so reading is free.
 
         Where nothing counts them (plain tensors on a device, inference mode), assume an edit.
         """
@@ -328,7 +325,10 @@ class UnitParameter:
 
 
 class _DirectUse:
-    """Autograd accumulated into a face, so an operation used it where no dispatch could see it."""
+    """Refuses a gradient that autograd accumulates into a sharded parameter.
+
+    An operation has used the parameter where `__torch_function__` could not see it.
+    """
 
     def __init__(self, parameter: ReferenceType[UnitParameter]) -> None:
         self.parameter = parameter

@@ -112,6 +112,7 @@ class OneHop:
         self._spec = spec
         self._first = transport
         self._slabs = [slot.slabs() for slot in spec.wire.slots]  # of each parameter
+        self._has_slabs = any(len(slabs) > 1 for slabs in self._slabs)
         self._cuts: dict[tuple[str, Which], MessageLayout] = {}
         self._sent_flags: tuple[list[bool], Tensor] = [], torch.empty(0)
         self.feedback = Feedback(spec.context)
@@ -125,9 +126,11 @@ class OneHop:
         `mean` receives the result where `fills_rows`.
         """
         assert mean is not None, "the first hop of this reduction fills the rows of the mean"
-        flags, nums = self._flags(used), [len(self._slabs[index]) for index in which]
-        sent = [slab for each, num in zip(partials, nums, strict=True) for slab in each.chunk(num)]
-        fresh = [each for each, num in zip(mean.fresh, nums, strict=True) for _ in range(num)]
+        flags, sent, fresh = self._flags(used), partials, mean.fresh
+        if self._has_slabs:
+            nums = [len(self._slabs[index]) for index in which]
+            sent = [part for each, n in zip(partials, nums, strict=True) for part in each.chunk(n)]
+            fresh = [each for each, num in zip(fresh, nums, strict=True) for _ in range(num)]
         return self._first.reduce_scatter(
             [*sent, flags], self._cut("", which, self._first.group),
             [*self._pieces(which, mean.rows), self.counts], [*fresh, True],
@@ -185,6 +188,8 @@ class OneHop:
 
     def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
         """The part of each parameter's rows that this rank reduces: a piece of every slab."""
+        if not self._has_slabs:
+            return rows
         pairs = zip(which, rows, strict=True)
         return [piece for index, row in pairs for piece in row.chunk(len(self._slabs[index]))]
 

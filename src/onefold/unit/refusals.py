@@ -77,10 +77,10 @@ def why_replaced(fqn: str, where: str) -> str:
     )
 
 
-def why_resting(fqn: str, where: str) -> str:
+def why_stale(fqn: str, where: str) -> str:
     """For an unsharded parameter whose bytes are gone."""
     return expected(
-        f"whole weight {fqn!r} to be used while its module runs",
+        f"unsharded parameter {fqn!r} to be used while its module runs",
         "a use after it was sharded again",
         where=where,
         hint="read module parameters anew, or inside `with onefold.unsharded(module):`",

@@ -117,7 +117,7 @@ class Unit(UnitWeights):
         with torch.no_grad():
             for parameter, original in pairs:
                 if parameter not in given:
-                    parameter.local.copy_(parameter.own_part(original.detach()))
+                    parameter.local.copy_(parameter.own_piece(original.detach()))
             for parameter, original in pairs:
                 parameter.build(original, self.unsharded.view)
                 self._counted.append(parameter.sharded)
@@ -169,7 +169,7 @@ class Unit(UnitWeights):
         self.gather.check(self.unsharded)
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
-                parameter.show_whole()
+                parameter.show_unsharded()
         self.state = UnitState.WHOLE
 
     def _await_gather(self) -> None:
@@ -198,7 +198,7 @@ class Unit(UnitWeights):
             self._fresh = False
             if self.unsharded.is_held:
                 for parameter in self.parameters:
-                    parameter.invalidate_whole()
+                    parameter.invalidate()
                 if not keeps_bytes:
                     self.unsharded.release()
 
@@ -235,13 +235,7 @@ class Unit(UnitWeights):
         """Raise `StateError` if a parameter was replaced, moved or resized since `shard`."""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
-                sharded = parameter.sharded
-                for owner, name in parameter.owners:
-                    module = owner()
-                    if module is not None and module._parameters.get(name) is not sharded:
-                        raise self.touched(parameter, "another tensor in its place")
-                if not parameter.is_untouched():
-                    raise self.touched(parameter, "one that was moved, cast or resized")
+                parameter.check_untouched()
 
     def touched(self, parameter: UnitParameter, got: str) -> StateError:
         """The error for a parameter that was replaced, moved or resized."""
