@@ -75,7 +75,7 @@ class UnitGradient:
         self._resting: dict[UnitParameter, Tensor] = {}
         self._due: set[UnitParameter] = set()
         # reduced gradients, and the `.grad` that shows each
-        self.reduced: Buffer | None = None
+        self._buffer: Buffer | None = None  # without its bytes while there is no gradient
         self.shown: dict[UnitParameter, Tensor] = {}
         self._reduced_at = -1  # steps that were done when a mean was last shown
         spans = [(each.span.start, each.span.stop) for each in parameters]
@@ -99,6 +99,12 @@ class UnitGradient:
         assert unit is not None, "a gradient outlived its unit"
         return unit
 
+    @property
+    def reduced(self) -> Buffer | None:
+        """The buffer of reduced gradients; None while there are none."""
+        buffer = self._buffer
+        return buffer if buffer is not None and buffer.is_held else None
+
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
         if self.is_consumed:
@@ -113,7 +119,7 @@ class UnitGradient:
             self._count_local()
         self.shown.clear()
         self._resting.clear()
-        self.reduced = None
+        self._buffer = None
 
     # partial
 
@@ -355,13 +361,16 @@ class UnitGradient:
 
     def mean_rows(self, parameters: list[UnitParameter]) -> MeanRows:
         """Make room for the mean of `parameters`, at rest."""
-        if self.reduced is None:
-            context = self._spec.context
-            self.reduced = Buffer(
-                sum(self._numels), self._spec.dtype, Kind.GRAD, context.store, context.ledger,
-                is_brief=not self.unit.keeps_gradients,
-            )  # fmt: skip
-            self.reduced.tensor.index_fill_(0, self._gaps(), 0)  # optimizers read them too
+        buffer = self._buffer
+        if buffer is None or not buffer.is_held:
+            if buffer is None:
+                context = self._spec.context
+                buffer = self._buffer = Buffer(
+                    sum(self._numels), self._spec.dtype, Kind.GRAD, context.store, context.ledger,
+                    is_brief=not self.unit.keeps_gradients,
+                )  # fmt: skip
+            buffer.reallocate()
+            buffer.tensor.index_fill_(0, self._gaps(), 0)  # optimizers read them too
         fresh = list[bool]()
         for parameter in parameters:
             grad = parameter.sharded.grad
@@ -370,8 +379,8 @@ class UnitGradient:
             if adds and grad is not None and grad is not self.shown.get(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
                 self._give(parameter, self._rest_view(parameter))
-        rows = self.reduced.parts(self._numels)[1::2]
-        return MeanRows(self.reduced.tensor, [rows[each.index] for each in parameters], fresh)
+        rows = buffer.parts(self._numels)[1::2]
+        return MeanRows(buffer.tensor, [rows[each.index] for each in parameters], fresh)
 
     def _gaps(self) -> Tensor:
         """int64: the elements of the reduced buffer that no reduction writes."""
@@ -382,31 +391,38 @@ class UnitGradient:
         return self._gap_index
 
     def drop_cleared(self) -> None:
-        """Forget gradients that users cleared (`zero_grad`), and free the reduced buffer.
+        """Forget gradients that users cleared (`zero_grad`), and free the bytes of reduced ones.
 
-        At stages 0 to 2 it stays for the next backward, unless the user kept a gradient.
+        At stages 0 to 2 the bytes stay for the next backward, unless the user kept a gradient.
         """
-        if not (self._local_account.nbytes or self._resting or self.reduced is not None):
-            return
         with torch._C.DisableTorchFunctionSubclass():
             if self._local_account.nbytes:
                 self._count_local()
             if self._resting:
-                cleared = [p for p, shown in self._resting.items() if p.sharded.grad is not shown]
-                for parameter in cleared:
-                    parameter.unsharded.grad = None
-                    del self._resting[parameter]
-                self._count_reduced(cleared)
-                self.reduction.drop([parameter.index for parameter in cleared])
-            cleared = [p for p, shown in self.shown.items() if p.sharded.grad is not shown]
-        if self.reduced is None:
-            return
+                self._drop_cleared_partials()
+            if self.reduced is not None:
+                self._drop_cleared_means(self.reduced)
+
+    def _drop_cleared_partials(self) -> None:
+        cleared = [p for p, shown in self._resting.items() if p.sharded.grad is not shown]
+        for parameter in cleared:
+            parameter.unsharded.grad = None
+            del self._resting[parameter]
+        self._count_reduced(cleared)
+        self.reduction.drop([parameter.index for parameter in cleared])
+
+    def _drop_cleared_means(self, buffer: Buffer) -> None:
+        cleared = [p for p, shown in self.shown.items() if p.sharded.grad is not shown]
         for parameter in cleared:
             del self.shown[parameter]
         if self._reduced_at == self._ledger.steps:  # nothing was stepped by them
             self.reduction.feedback.forget(cleared)
-        if not self.shown and not (self.unit.keeps_gradients and self.reduced.num_users == 1):
-            self.reduced = None
+        if self.shown:
+            return
+        if buffer.num_users > 1:
+            self._buffer = None
+        elif not self.unit.keeps_gradients:
+            buffer.release()
 
     def _flat_partial(self, parameter: UnitParameter) -> Tensor:
         grad = parameter.unsharded.grad
@@ -417,6 +433,6 @@ class UnitGradient:
         return dense.contiguous().view(-1)
 
     def _rest_view(self, parameter: UnitParameter) -> Tensor:
-        assert self.reduced is not None, "a reduced gradient is used before it has a buffer"
-        rows = self.reduced.parts(self._numels)[2 * parameter.index + 1]
+        assert self._buffer is not None, "a reduced gradient is used before it has a buffer"
+        rows = self._buffer.parts(self._numels)[2 * parameter.index + 1]
         return rows.view(parameter.local.shape)
