@@ -67,7 +67,7 @@ def check_parameters(parameters: Sequence[Owned]) -> None:
                     hint="run the module once before onefold.shard, so that lazy layers get shapes",
                 )
             )
-        is_ours = getattr(owned.parameter, "_summoner", None) is not None
+        is_ours = getattr(owned.parameter, "_onefold_owner", None) is not None
         if isinstance(owned.parameter, DTensor) and not is_ours:
             raise ConfigError(
                 expected(

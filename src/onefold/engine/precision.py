@@ -48,9 +48,9 @@ class GradScaler(torch.amp.GradScaler):
             if grad is None:
                 continue
             if isinstance(parameter, ShardedParameter):
-                summoner = parameter.summoner()
-                if summoner is not None:
-                    groups[id(summoner.group)] = summoner.group
+                owner = parameter.owner()
+                if owner is not None:
+                    groups[id(owner.group)] = owner.group
                 grad = grad._local_tensor if isinstance(grad, DTensor) else grad.detach()
             by_kind[grad.device, grad.dtype].append(grad)
         verdicts: dict[torch.device, Tensor] = {found_inf.device: found_inf.clone()}

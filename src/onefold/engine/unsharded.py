@@ -67,7 +67,7 @@ def _show_unsharded(unit: Unit) -> Buffer:
         for parameter in unit.parameters:
             view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
             parameter.show(nn.Parameter(view, requires_grad=parameter.sharded.requires_grad))
-    unit.state = UnitState.SUMMONED
+    unit.state = UnitState.EDITABLE
     return buffer
 
 

@@ -1,4 +1,4 @@
-"""Decide in integers where parameters lie in flat buffers, who holds which piece, what is a unit.
+"""Decide, in integers, the units, the places of parameters in flat buffers, the ranks of pieces.
 
-Nothing here allocates memory or knows a process group, so tests need no ranks.
+Nothing here allocates memory or uses a process group, so tests need no ranks.
 """

@@ -1,18 +1,17 @@
 """Describe a mesh of two axes, nodes and local ranks, and the part of a node that a rank holds.
 
-    rank = node * neighbours + place          4 ranks:   node 0: 0 1   node 1: 2 3
-
-`local_world_size` is the local world size, the ranks of a node; `local_rank` is the local rank.
+    rank = node * local_world_size + local_rank     4 ranks:   node 0: 0 1   node 1: 2 3
 
 Two hops cut parameters by rows over all ranks in rank order. A node's ranks own a range of rows:
 
     a parameter     | 0 | 1 | 2 | 3 |
-    inter-node hop  ranks of one place, (0, 2) and (1, 3), send each other their pieces
-    intra-node hop  place 0 now has pieces 0 and 2, place 1 has 1 and 3: together all of them
+    inter-node hop  ranks of one local rank, (0, 2) and (1, 3), send each other their pieces
+    intra-node hop  local rank 0 now has pieces 0 and 2, local rank 1 has 1 and 3: together all
 
 Two hops gather the parameter; the same hops in reverse reduce its gradient. Nodes exchange each
-element once, however many ranks they have. The pieces of a place after the first hop are its share
-of the *node buffer*. Source: MiCS, arXiv 2205.00119, section 3.2; ZeRO++, arXiv 2306.10209, 3.2.
+element once, however many ranks they have. The pieces of a local rank after the first hop are its
+share of the *node buffer*. Sources: MiCS, arXiv 2205.00119, section 3.2; ZeRO++, arXiv 2306.10209,
+section 3.2.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class Axes:
         return self.rank % self.local_world_size
 
     def between(self, slot: Slot) -> Slot:
-        """The region of the inter-node hop: the pieces of this place in every node."""
+        """The region of the inter-node hop: the pieces of this local rank in every node."""
         return _part(slot, slot.pieces[self.local_rank :: self.local_world_size])
 
     def inside(self, slot: Slot) -> list[Slot]:
-        """The regions of the intra-node hop: each node's range of rows, cut over the places."""
+        """The regions of the intra-node hop: each node's rows, cut over its local ranks."""
         return [
             _part(slot, slot.pieces[first : first + self.local_world_size])
             for first in range(0, self.nodes * self.local_world_size, self.local_world_size)
@@ -73,7 +72,7 @@ class NodeLayout:
 
     @staticmethod
     def build(slots: Sequence[Slot], axes: Axes) -> NodeLayout:
-        """Lay out the pieces of this rank's place, parameter by parameter."""
+        """Lay out the pieces of this local rank, parameter by parameter."""
         spans: list[tuple[tuple[int, int], ...]] = []
         end = 0
         for slot in slots:

@@ -58,7 +58,7 @@ class Cut:
 
     @property
     def is_replicated(self) -> bool:
-        """True for a parameter without dimensions, which every rank holds whole."""
+        """True for a parameter without dimensions, which every rank holds."""
         return not self.shape
 
     @property
@@ -78,7 +78,7 @@ class Cut:
         return tuple((start * numel, stop * numel) for start, stop in self.ranges)
 
     def spans(self, rank: int) -> list[Range]:
-        """The rank's elements of the whole parameter: a range in each slab, in order."""
+        """The rank's elements of the parameter: a range in each slab, in order."""
         start, stop = self.slab_ranges[rank]
         firsts = range(0, self.num_slabs * self.slab_numel, self.slab_numel or 1)
         return [(first + start, first + stop) for first in firsts] or [(0, 0)]
@@ -100,15 +100,15 @@ class Cut:
         sizes = (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
         return offsets, sizes
 
-    def own_view(self, whole: Tensor, rank: int) -> Tensor:
-        """The rank's piece of `whole` [shape, or flat], as a view of its memory if it can be."""
+    def own_view(self, full: Tensor, rank: int) -> Tensor:
+        """The rank's piece of `full` [shape, or flat], as a view of its memory if it can be."""
         if self.is_replicated:
-            return whole.reshape(())
+            return full.reshape(())
         start, stop = self.ranges[rank]
-        return whole.reshape(self.shape).narrow(self.dim, start, stop - start)
+        return full.reshape(self.shape).narrow(self.dim, start, stop - start)
 
 
-@lru_cache(maxsize=4096)  # blocks are alike, and the planner asks again for every way to train
+@lru_cache(maxsize=4096)  # blocks are alike, and the planner repeats calls for every strategy
 def cut_of(
     shape: tuple[int, ...], world_size: int, shares: Shares = None, *, by_rows: bool = False
 ) -> Cut:

@@ -1,6 +1,6 @@
-"""Bytes of one unit's state on one rank: the closed forms of docs/memory.md, once for everybody.
+"""Compute the bytes of one unit's state on one rank: the closed forms of docs/memory.md.
 
-The planner, the budget of the tiers and the table of `onefold train` all ask here. Each buffer is
+The planner, the budget of the tiers and the table of `onefold train` all use them. Each buffer is
 laid out as layout/rows.py lays it out, gaps included.
 """
 

@@ -66,7 +66,7 @@ class Slot:
 
     @property
     def replicated(self) -> bool:
-        """True for a parameter without dimensions, which every rank holds whole."""
+        """True for a parameter without dimensions, which every rank holds."""
         return not self.shape
 
     @property
@@ -99,12 +99,12 @@ class Slot:
         return self._cut.box(rank)
 
     def spans(self, rank: int) -> list[Range]:
-        """The rank's elements of the whole parameter, a range for each slab."""
+        """The rank's elements of the parameter, a range for each slab."""
         return self._cut.spans(rank)
 
-    def own_view(self, whole: Tensor, rank: int) -> Tensor:
-        """The rank's piece of the `whole` parameter [shape, or flat]: a view where it can be."""
-        return self._cut.own_view(whole, rank)
+    def own_view(self, full: Tensor, rank: int) -> Tensor:
+        """The rank's piece of the `full` parameter [shape, or flat]: a view where it can be."""
+        return self._cut.own_view(full, rank)
 
     def slabs(self) -> list[Slot]:
         """Each contiguous part of the parameter, as a region of a message."""

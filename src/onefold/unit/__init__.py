@@ -1,1 +1,1 @@
-"""State of one unit: its buffers, the faces its parameters show, and how it is made whole."""
+"""The state of one unit: its buffers, its parameters' two forms, gathers and reductions."""

@@ -62,7 +62,7 @@ class Routes:
     reduce: Transport
     hops: Hops | None = None
     replicas: Transport | None = None
-    sends_differences: bool = False  # of weights, relative to those that every rank read last
+    sends_differences: bool = False  # of weights, relative to the weights that every rank read last
     feeds_back: bool = False  # residuals of coded gradients (error feedback)
 
     @property
@@ -87,7 +87,7 @@ class Routes:
 
 
 MAX_TAG = 120
-"""Tags that tell units apart in messages are 1 to 120: exact in int8 and in bfloat16."""
+"""Tags that identify units in messages are 1 to 120: exact in int8 and in bfloat16."""
 
 _TOLERANCE = 0.25  # of a tag, whose mean over the ranks may be rounded
 
@@ -162,7 +162,7 @@ class Context:
 
     def named(self, rank: int) -> str:
         """One of the ranks among which resting state is cut, as messages name it."""
-        return f"rank {self.routes.group.rank - self.rank + rank}"  # a node's are neighbours
+        return f"rank {self.routes.group.rank - self.rank + rank}"  # ranks of a node are adjacent
 
     @property
     def world_size(self) -> int:

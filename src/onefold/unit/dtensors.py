@@ -1,16 +1,15 @@
-"""The classes of a parameter object, by what may be done with it now.
+"""The classes of a parameter object. The class changes with the values that may be read.
 
-    ShardedParameter     DTensor(Shard(d)); this rank's piece of a parameter that is sharded at rest
-    ReplicatedParameter  plain Parameter; the whole fp32 weight where compute sees a narrower copy
-    UnshardedParameter   the whole weight, while modules run
+    ShardedParameter     DTensor(Shard(d)): this rank's piece of a parameter that is sharded at rest
+    ReplicatedParameter  all rows of the fp32 weight, where modules compute with a narrower copy
+    UnshardedParameter   all rows, gathered or cast, while modules run
     PlainSharded         one process: the weight at rest, which modules read, with a master
-    StaleParameter       an object that is no longer a parameter; every use is an error
+    StaleParameter       an object whose values are gone: every use is an error
 
-The first two are *faces*. A module's own forward never meets a face: its unit puts the unsharded
-parameter in place first. Any other differentiable use (a tied head by
-`F.linear(x, self.embed.weight)`, a penalty on `model.parameters()`) reaches the face, which has its
-unit gathered and hands on the unsharded parameter. So the gradient flows to the weight that
-computes.
+A module's own forward never reads one of the first two: its unit shows the unsharded parameter
+first. Any other differentiable use (a tied head by `F.linear(x, self.embed.weight)`, a penalty on
+`model.parameters()`) calls `__torch_function__` of the sharded parameter. It has the unit gathered
+and passes the unsharded parameter on. So the gradient flows to the tensor that computes.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class Tiled(Protocol):
     """A weight that is used in row blocks (unit/tiles.py)."""
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result, or None where the weight need not be whole. A collective."""
+        """The result, or None where no unsharded weight is needed. A collective."""
         ...
 
 
 class ParameterHome(Protocol):
-    """The unit of a parameter, as the parameter and its faces know it (unit/unit.py)."""
+    """The unit of a parameter, as the parameter and its two forms know it (unit/unit.py)."""
 
     @property
     def tiled(self) -> Tiled | None: ...
@@ -47,8 +46,8 @@ class ParameterHome(Protocol):
     def wait_step(self) -> None: ...
     def check_grad(self, parameter: Any) -> None: ...
     def on_grad(self, parameter: Any) -> None: ...
-    def is_wanted_whole(self, parameter: Any) -> bool: ...
-    def summon_for_use(self, parameter: Any) -> Tensor: ...
+    def is_wanted_unsharded(self, parameter: Any) -> bool: ...
+    def unshard_for_use(self, parameter: Any) -> Tensor: ...
     def note_use(self, outputs: object) -> None: ...
     def note_shown(self, weight: Tensor) -> None: ...
     def note_data_access(self) -> None: ...
@@ -56,7 +55,7 @@ class ParameterHome(Protocol):
 
 
 class ParameterOwner(Protocol):
-    """The parameter of a face, as the face knows it (unit/parameter.py)."""
+    """The parameter behind a sharded or unsharded tensor (unit/parameter.py)."""
 
     fqn: str
 
@@ -88,7 +87,7 @@ _PASSIVE = {
     torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones,
     Tensor.new_full, Tensor.new_tensor,
 }  # fmt: skip
-"""Functions that need no whole value, or write in place (initialisers act on the shard)."""
+"""Functions that need own rows at most, or write in place (initialisers act on the shard)."""
 
 _VALUES = {
     Tensor.detach, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr, Tensor.untyped_storage,
@@ -99,7 +98,7 @@ _VALUES = {
 
 
 def is_passive(func: Callable[..., Any]) -> bool:
-    """True for attribute access and bookkeeping, which a face answers itself."""
+    """True for attribute access and bookkeeping: a sharded parameter answers by itself."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _COMPUTED_GETTERS
@@ -109,12 +108,12 @@ def is_passive(func: Callable[..., Any]) -> bool:
 def _dispatch(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
-    """Run `func` on the faces, or on the whole weights where the use is differentiable."""
+    """Run `func` on sharded parameters, or on unsharded ones where the use is differentiable."""
     kwargs = kwargs or {}
     if is_passive(func):
         return _bookkeeping(func, args, kwargs)
     leaves = list(tree_iter((args, kwargs)))
-    found = {id(leaf): leaf.summoner() for leaf in leaves if isinstance(leaf, FACES)}
+    found = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
     owners = {key: (owner, owner.home) for key, owner in found.items() if owner is not None}
     for _, home in owners.values():
         used = home.tiled.use(func, args, kwargs) if home.tiled else None
@@ -124,23 +123,25 @@ def _dispatch(
         must = needs_plain(func, leaves)
         for _, home in owners.values():
             home.wait_step()
-        wanted = [home for owner, home in owners.values() if must or home.is_wanted_whole(owner)]
+        wanted = [
+            home for owner, home in owners.values() if must or home.is_wanted_unsharded(owner)
+        ]
         if not wanted:
             outputs = run_sharded(func, args, kwargs)
-            count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, FACES)])
+            count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, AT_REST)])
             return outputs
-        whole = {key: home.summon_for_use(owner) for key, (owner, home) in owners.items()}
-        new_args, new_kwargs = tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
-    outputs = _own_memory(func(*new_args, **new_kwargs), list(whole.values()))
+        full = {key: home.unshard_for_use(owner) for key, (owner, home) in owners.items()}
+        new_args, new_kwargs = tree_map(lambda leaf: full.get(id(leaf), leaf), (args, kwargs))
+    outputs = _own_memory(func(*new_args, **new_kwargs), list(full.values()))
     for home in wanted:
         home.note_use(outputs)
     return outputs
 
 
 def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run attribute access on a face itself; tell its owner about reads and writes."""
+    """Run attribute access on a sharded parameter; note reads and writes with its owner."""
     sharded = args[0] if args else None
-    owner = sharded.summoner() if isinstance(sharded, FACES) else None
+    owner = sharded.owner() if isinstance(sharded, AT_REST) else None
     if owner is not None:
         if func in _VALUES:
             owner.home.wait_step()
@@ -158,31 +159,31 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return func(*args, **kwargs)
 
 
-def _own_memory(outputs: Any, whole: list[Tensor]) -> Any:
-    """An output that outlives the moment in which the weights are whole for it."""
+def _own_memory(outputs: Any, unsharded: list[Tensor]) -> Any:
+    """An output that stays valid when the unsharded parameters are freed."""
     if isinstance(outputs, UnshardedParameter):  # a function that gave back its argument
         outputs = outputs.view_as(outputs)
     if isinstance(outputs, Tensor) and not torch.is_grad_enabled():
-        storages = {weight.untyped_storage().data_ptr() for weight in whole}
+        storages = {weight.untyped_storage().data_ptr() for weight in unsharded}
         if outputs.untyped_storage().data_ptr() in storages:
-            return outputs.clone()  # without a graph nothing else keeps the weights whole
+            return outputs.clone()  # without a graph nothing keeps them unsharded
     return outputs
 
 
-class _Face:
-    """A parameter object that shows the weight at rest, and asks its owner for the whole one."""
+class _AtRest:
+    """A parameter object over the weight at rest; its owner has the unsharded one."""
 
-    _summoner: ReferenceType[ParameterOwner]
+    _onefold_owner: ReferenceType[ParameterOwner]
 
-    def summoner(self) -> ParameterOwner | None:
-        return self._summoner()
+    def owner(self) -> ParameterOwner | None:
+        return self._onefold_owner()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs)
 
 
-class ShardedParameter(_Face, LogicalValues):
+class ShardedParameter(_AtRest, LogicalValues):
     """This rank's rows of a sharded parameter, as a `DTensor` with the parameter's logical shape.
 
     `nn.Parameter` for every `isinstance` check.
@@ -197,27 +198,29 @@ class ShardedParameter(_Face, LogicalValues):
         return super().full_tensor(**options)
 
     def _wait(self) -> None:
-        summoner = self._summoner()
-        if summoner is not None:
-            summoner.home.wait_step()
+        owner = self._onefold_owner()
+        if owner is not None:
+            owner.home.wait_step()
 
 
-class ReplicatedParameter(_Face, nn.Parameter):
-    """The whole weight at rest, where forward computes with a narrower copy of it."""
+class ReplicatedParameter(_AtRest, nn.Parameter):
+    """The weight at rest, all rows, where modules compute with a narrower copy."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"Parameter containing:\n{self.detach().as_subclass(Tensor)!r}"
 
 
-FACES = (ShardedParameter, ReplicatedParameter)
+AT_REST = (ShardedParameter, ReplicatedParameter)
 
 
 class UnshardedParameter(nn.Parameter):
-    """A whole weight while its modules run. Taking `.data` may be the start of an edit."""
+    """All rows of a weight while its modules run. Reading `.data` may begin an edit."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _summoner: Callable[[], ParameterOwner | None] = staticmethod(lambda: None)  # until introduced
+    _onefold_owner: Callable[[], ParameterOwner | None] = staticmethod(
+        lambda: None
+    )  # until introduced
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -230,18 +233,18 @@ class UnshardedParameter(nn.Parameter):
         nn.Parameter.data.__set__(self, value)  # type: ignore[attr-defined]
 
     def _expect_edit(self) -> None:
-        summoner = self._summoner()
-        if summoner is not None:
-            summoner.note_unsharded_data()
+        owner = self._onefold_owner()
+        if owner is not None:
+            owner.note_unsharded_data()
 
 
 class PlainSharded(UnshardedParameter):
     """A weight that rests where forward reads it, and has a master that copies its edits."""
 
     def _expect_edit(self) -> None:
-        summoner = self._summoner()
-        if summoner is not None:
-            summoner.home.note_data_access()
+        owner = self._onefold_owner()
+        if owner is not None:
+            owner.home.note_data_access()
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
@@ -250,17 +253,17 @@ class PlainSharded(UnshardedParameter):
 
 
 class StaleParameter(nn.Parameter):
-    """A tensor object whose bytes have moved. Any use of its value raises `StateError`."""
+    """A parameter object whose values are gone. Any use of its value raises `StateError`."""
 
     _why: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        gone = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, StaleParameter))
+        stale = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, StaleParameter))
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in ("__hash__", "__repr__", "__format__"):
                 return func(torch.empty(0), *args[1:])
-            raise StateError(gone._why)
+            raise StateError(stale._why)
 
 
 def invalidate(parameter: nn.Parameter, why: str) -> None:
@@ -269,17 +272,17 @@ def invalidate(parameter: nn.Parameter, why: str) -> None:
     setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
 
 
-def introduce(parameter: Tensor, summoner: ReferenceType[ParameterOwner]) -> None:
+def introduce(parameter: Tensor, owner: ReferenceType[ParameterOwner]) -> None:
     """Give a parameter object, or a gradient, its owner."""
-    setattr(parameter, "_summoner", summoner)  # noqa: B010 - torch declares no such attribute
+    setattr(parameter, "_onefold_owner", owner)  # noqa: B010 - torch declares no such attribute
 
 
 def sharded_parameter(
-    local: Tensor, like: DTensor, summoner: ReferenceType[ParameterOwner], label: str
+    local: Tensor, like: DTensor, owner: ReferenceType[ParameterOwner], label: str
 ) -> nn.Parameter:
-    """A face over `local` [own rows] with the placement and logical shape of `like`."""
+    """A sharded parameter over `local` [own rows] with placement and logical shape of `like`."""
     sharded: Any = dtensor_over(ShardedParameter, local, like._spec)
     sharded._is_param = True
-    sharded._summoner = summoner
+    sharded._onefold_owner = owner
     sharded._label = label
     return sharded

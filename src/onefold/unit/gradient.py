@@ -14,10 +14,9 @@ Every message says which parameters this rank used. So a parameter that no rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -33,15 +32,7 @@ from onefold.unit.logical import NoMean
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.reduction import MeanRows
-from onefold.unit.spec import UnitSpec
-
-
-class GradientHome(Protocol):
-    """The unit of a gradient, as the gradient knows it."""
-
-    keeps_gradients: bool
-
-    def join_step(self) -> None: ...
+from onefold.unit.weights import UnitWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +51,12 @@ class _Landed:
 class UnitGradient:
     """Partial and reduced gradients of a unit's parameters."""
 
-    def __init__(
-        self, unit: GradientHome, spec: UnitSpec, parameters: Sequence[UnitParameter]
-    ) -> None:
+    def __init__(self, unit: UnitWeights, *, keeps_bytes: bool) -> None:
+        """`keeps_bytes`: those of reduced gradients stay allocated from step to step."""
+        spec = self._spec = unit.spec
         self._unit = ref(unit)
-        self._spec = spec
-        self._parameters = parameters
+        self._keeps_bytes = keeps_bytes
+        parameters = self._parameters = unit.parameters
         self.is_unused = False  # by every rank, in the last backward
         self.is_consumed = False  # stepped in backward, and freed: until the optimizer's step
         self.is_discarding = False  # an aborted backward: results that still arrive are dropped
@@ -93,8 +84,8 @@ class UnitGradient:
         self._local_account = Account(self, Kind.GRAD, store.name, ledger)
 
     @property
-    def unit(self) -> Any:
-        """The `Unit`. Untyped here: units are built of gradients."""
+    def unit(self) -> UnitWeights:
+        """The unit of these gradients."""
         unit = self._unit()
         assert unit is not None, "a gradient outlived its unit"
         return unit
@@ -324,7 +315,7 @@ class UnitGradient:
         self._following = (following or DONE).then(partial(self._show_users, parameters, found))
 
     def _show_users(self, parameters: list[UnitParameter], users: list[bool] | None) -> None:
-        """Show the mean of parameters that some rank used; None: ask the counts of the last hop."""
+        """Show the mean of parameters that some rank used; None: read the last hop's counts."""
         if users is None:
             users = self.reduction.users([False])
         used = [p for p, is_used in zip(parameters, users, strict=True) if is_used]
@@ -367,7 +358,7 @@ class UnitGradient:
                 context = self._spec.context
                 buffer = self._buffer = Buffer(
                     sum(self._numels), self._spec.dtype, Kind.GRAD, context.store, context.ledger,
-                    is_brief=not self.unit.keeps_gradients,
+                    is_brief=not self._keeps_bytes,
                 )  # fmt: skip
             buffer.reallocate()
             buffer.tensor.index_fill_(0, self._gaps(), 0)  # optimizers read them too
@@ -421,14 +412,15 @@ class UnitGradient:
             return
         if buffer.num_users > 1:
             self._buffer = None
-        elif not self.unit.keeps_gradients:
+        elif not self._keeps_bytes:
             buffer.release()
 
     def _flat_partial(self, parameter: UnitParameter) -> Tensor:
         grad = parameter.unsharded.grad
         if grad is None:
-            whole = parameter.unsharded
-            return torch.zeros(whole.numel(), dtype=self._spec.compute_dtype, device=whole.device)
+            unsharded = parameter.unsharded
+            dtype = self._spec.compute_dtype
+            return torch.zeros(unsharded.numel(), dtype=dtype, device=unsharded.device)
         dense = grad if grad.layout is torch.strided else grad.to_dense()
         return dense.contiguous().view(-1)
 

@@ -28,7 +28,7 @@ class Values(Protocol):
 
 
 Initialisers = dict[int, Callable[[nn.Module], object]]
-"""By id of a module: what an enclosing model initialises it with, as Hugging Face's models do."""
+"""By id of a module: the enclosing model's `_init_weights`, as Hugging Face's models define it."""
 
 
 def initialisers_of(root: nn.Module) -> Initialisers:
@@ -47,8 +47,8 @@ def materialise(
     """Give real memory and initial values to the unit's parameters that are on `meta`.
 
     Each owning module is initialised by the model around it or by its own `reset_parameters`, in
-    module order. Only modules of this unit are touched, so no more than one unit exists whole at a
-    time. Parameters that `values` has get a stand-in without memory: whoever keeps rows reads them.
+    module order. Only modules of this unit are touched, so no more than one unit is unsharded at a
+    time. Parameters that `values` has get a stand-in without memory: `Unit.adopt` reads their rows.
     """
     owners: dict[int, nn.Module] = {}
     mine: set[int] = set()
@@ -138,7 +138,7 @@ def _unset(module: nn.Module) -> list[str]:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    """A sum tells without a temporary as large as a mask; only opposite infinities need a look."""
+    """Sum first, without a temporary as large as a mask; opposite infinities need a second test."""
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 

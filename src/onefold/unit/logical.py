@@ -1,7 +1,7 @@
-"""DTensors that read as the whole value: gradients, `.data`, and results computed from them.
+"""DTensors that read as the unsharded value: gradients, `.data`, and results computed from them.
 
 torch's DTensor gives `norm.item()` of this rank's part: a plain script would log another number on
-each rank. And DTensor loses an indexed write, as it writes to a gathered copy.
+each rank. And DTensor loses an indexed write, because it writes to a gathered copy.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ def _refuse_lost_write(target: DTensor) -> None:
 
 def _set_item(target: DTensor, index: Any, value: Any) -> None:
     """`target[index] = value`, on all ranks alike: a collective."""
-    index, value = tree_map(_whole, (index, value))
+    index, value = tree_map(_plain, (index, value))
     full = target.full_tensor()
     full[index] = value
     mesh, placements = target.device_mesh, target.placements
     if weighted.is_weighted(target):
         target.copy_(dtensor_over(DTensor, weighted.own_view(target, full), target._spec))
         return
-    whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    target.copy_(whole.redistribute(placements=placements))
+    replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    target.copy_(replicated.redistribute(placements=placements))
 
 
-def _whole(leaf: Any) -> Any:
+def _plain(leaf: Any) -> Any:
     return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
@@ -177,9 +177,9 @@ _READS = {
 
 
 class LogicalTensor(LogicalValues):
-    """A gradient, or a result of sharded parameters and gradients: a DTensor that reads as a whole.
+    """A gradient, or a result of sharded parameters and gradients.
 
-    A read of a number gathers the value first: a collective, as all of DTensor's operations.
+    Reading a number gathers the value first: a collective, as all of DTensor's operations.
     """
 
     @classmethod
@@ -191,13 +191,13 @@ class LogicalTensor(LogicalValues):
             if writes(func) and isinstance(args[0], DTensor):
                 _refuse_lost_write(args[0])
             if func in _READS or needs_plain(func, leaves):
-                plain_args, plain_kwargs = tree_map(_whole, (args, kwargs))
+                plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
                 return func(*plain_args, **plain_kwargs)
             return run_sharded(func, args, kwargs)
 
 
 def as_logical(outputs: Any) -> Any:
-    """Let DTensors among the outputs of one operation read as a whole."""
+    """Let DTensors among the outputs of one operation read as the unsharded value."""
     for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
         if type(output) is DTensor:
             output.__class__ = LogicalTensor
@@ -205,7 +205,7 @@ def as_logical(outputs: Any) -> Any:
 
 
 def kind_over(spec: Any) -> type[DTensor]:
-    """The class of a DTensor of `spec` that is nobody's parameter or gradient."""
+    """The class of a DTensor of `spec` that is neither a parameter nor a gradient."""
     return LogicalTensor if isinstance(spec.mesh, weighted.WeightedMesh) else DTensor
 
 
@@ -228,7 +228,7 @@ class ShownData(LogicalTensor):
 
 
 class RestingGrad(Tensor):
-    """A gradient that rests whole while a step in the background may read it."""
+    """A gradient [all rows] that a step in the background may still read."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         copied = memo[id(self)] = self.clone().as_subclass(Tensor)
@@ -248,8 +248,8 @@ def _await_readers(leaves: Iterable[Any]) -> None:
     """Wait for background steps that still read one of these gradients."""
     for leaf in leaves:
         if isinstance(leaf, LogicalTensor | RestingGrad):
-            summoner = getattr(leaf, "_summoner", None)
-            alive = summoner() if summoner is not None else None
+            owner = getattr(leaf, "_onefold_owner", None)
+            alive = owner() if owner is not None else None
             if alive is not None:
                 alive.home.wait_step()
 

@@ -94,11 +94,11 @@ class Replicated(OneHop):
         if not (self._replicas.is_coded and self._spec.context.routes.feeds_back):
             return []
         is_used = [count != 0 for count in self.counts[:-1].tolist()]
-        ask = self.feedback.of("means", self._regions("between", which, is_used))
+        residual_of = self.feedback.of("means", self._regions("between", which, is_used))
         found: list[tuple[Tensor, Tensor]] = []
-        for place, (index, part) in enumerate(zip(which, parts, strict=True)):
+        for region, (index, part) in enumerate(zip(which, parts, strict=True)):
             is_coded = len(self._spec.wire.slots[index].shape) > 1 and len(part)
-            residual = ask(place, len(part)) if ask and is_coded else None
+            residual = residual_of(region, len(part)) if residual_of and is_coded else None
             if residual is not None:
                 found.append((residual.copy_(part.add_(residual)), part))
         return found
@@ -181,7 +181,7 @@ class TwoHop(OneHop):
         return list(self._users)
 
     def _add_counts(self) -> None:
-        """The first hop has landed: add its counts to those of earlier micro-batches."""
+        """Add the counts of the first hop to those of earlier micro-batches."""
         for index, count in zip(self._entered, self.counts[:-1], strict=True):
             known = self._counts.get(index)
             self._counts[index] = count if known is None else known + count

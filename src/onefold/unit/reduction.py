@@ -5,12 +5,12 @@
     Replicated   nodes are replicas       partial -> own rows, of the node's mean -> of all nodes'
     TwoHop       sharded over two axes    partial -> a piece of every node's rows -> own rows
 
-`Replicated` and `TwoHop` are in node_reduction.py. The first hop begins when backward is through
-with a unit. The second begins when the first has landed, at the same place in the order on every
-rank. One number for each parameter and one for the unit travel with the gradients (`counts`): the
+`Replicated` and `TwoHop` are in node_reduction.py. The first hop begins when backward has passed
+a unit. The second begins when the first is over, at the same point of the order on every
+rank. One number for each parameter and one for the unit are sent with the gradients (`counts`): the
 share of ranks that used the parameter, and the mean of the tags.
 
-A hop knows no unit, parameter or `.grad`: it receives indices of parameters, tensors and flags.
+A hop refers to no unit, parameter or `.grad`: it takes indices of parameters, tensors and flags.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class OneHop:
 
     def rest(self, which: Which, users: list[bool]) -> list[int]:
         """Stop after the first hop; returns the parameters whose sums rest now."""
-        raise NotImplementedError("only reductions inside a node are asked to rest")
+        raise NotImplementedError("only reductions inside a node keep sums")
 
     def drop(self, which: Iterable[int]) -> None:
         """Forget the sums and residuals of gradients that were cleared."""

@@ -16,7 +16,7 @@ class UnitSpec:
     """Name, dtypes and rows of one unit, for the objects that move its weights and gradients."""
 
     name: str
-    tag: int  # tells the unit apart in messages
+    tag: int  # identifies the unit in messages
     described: str  # the unit and this rank, in labels of collectives
     context: Context
     dtype: torch.dtype  # of the parameters
@@ -24,7 +24,7 @@ class UnitSpec:
     rest: Layout  # rows of weights, masters, moments and gradients at rest
     wire: Layout  # rows of a gradient's message: cut over all ranks, at stage 0 too
     is_offloaded: bool  # masters and moments rest in tiers.state
-    is_resident: bool  # weights at rest are those that compute: both moves are free
+    is_resident: bool  # modules compute with the weights at rest: both moves are free
     steps_in_blocks: bool  # in the background, rather than by the optimizer's own step
     computes_on_sharded: bool  # one process: modules always show the same parameter
 
@@ -38,7 +38,7 @@ class UnitSpec:
         steps_in_blocks = is_offloaded or not near
         is_alone = context.mesh is None and context.world_size == 1
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
-        # two hops and tiles go by rows: a node's rows are one range, a tile's are those of a matrix
+        # by rows: with two hops a node has one range of rows, and a tile consists of rows
         by_rows = context.routes.hops is not None or plan.tile_nbytes > 0
         wire = Layout.build(shapes, context.world_size, context.shares, by_rows=by_rows)
         return UnitSpec(

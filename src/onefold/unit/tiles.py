@@ -1,10 +1,10 @@
-"""A weight that is never whole: gathered, used and reduced in row blocks.
+"""Gather, use and reduce a weight in row blocks, so that it is never unsharded as one.
 
 For a `Linear` or `Embedding` too large for the memory of one unit (memory-centric tiling of
-ZeRO-Infinity, arXiv 2104.07857, section 5.1.3; there the user replaces the module, and its
-parameters get other names). Here the parameter stays one, cut by rows over the ranks as ever. A
-*tile* is the next few own rows of every rank. `F.linear` and `F.embedding` meet the face in the
-module, which hands them to this.
+ZeRO-Infinity, arXiv 2104.07857, section 5.1.3; there the user repositions the module, and its
+parameters get other names). Here the parameter stays one, cut by rows over the ranks. A
+*tile* is the next few own rows of every rank. The module passes its sharded parameter to `F.linear`
+or `F.embedding`, and the parameter passes the call on to `TiledWeight.use`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from onefold.wire.cut import MessageLayout
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Some rows of every rank: what is whole at one moment."""
+    """Some rows of every rank: the rows that are gathered at one moment."""
 
     rows: tuple[tuple[int, int], ...]  # per rank: [start, stop) of the weight
     own: tuple[int, int]  # [start, stop) in elements of this rank's piece
@@ -61,7 +61,7 @@ class TileOwner(Protocol):
 
 
 class TiledWeight:
-    """The two uses of a tiled weight [R, C], their gradients, and its tiles."""
+    """A weight [R, C] that Linear and Embedding use tile by tile."""
 
     def __init__(
         self, parameter: UnitParameter, gather: UnitGather, gradient: UnitGradient,
@@ -81,20 +81,20 @@ class TiledWeight:
         self._rooms = [Buffer(numel, self.dtype, Kind.UNSHARDED, store, ledger) for _ in "ab"]
         for room in self._rooms:
             room.release()
-        self._open: WeakSet[_Use] = WeakSet()  # uses that backward has not come by
+        self._open: WeakSet[_Use] = WeakSet()  # uses whose backward is still to come
 
     # for sharded parameters (`Tiled` of unit/dtensors.py)
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`F.linear` or `F.embedding` by tiles; None for what needs no whole weight.
+        """Run `F.linear` or `F.embedding` by tiles; None for functions that need own rows only.
 
-        A collective. Raises `StateError` for any other use that would need the weight whole.
+        A collective. Raises `StateError` for any other use that needs the unsharded weight.
         """
         if func is F.linear:
             return self._linear(*args, **kwargs)
         if func is F.embedding:
             return self._embedding(*args, **kwargs)
-        if self._parameter.home.is_wanted_whole(self._parameter):
+        if self._parameter.home.is_wanted_unsharded(self._parameter):
             name = getattr(func, "__name__", repr(func))
             raise self._refused(f"{name}()")
         return None
@@ -105,7 +105,7 @@ class TiledWeight:
                 f"tiled weight {self._parameter.fqn!r} to be used by Linear or Embedding",
                 got,
                 where=self._context.where,
-                hint="a larger Offload.tile keeps this weight whole while it is used",
+                hint="with a larger Offload.tile this weight is gathered in one piece",
             )
         )
 
@@ -131,7 +131,7 @@ class TiledWeight:
         return torch.empty(0, requires_grad=wants)
 
     def opened(self) -> _Use:
-        """A forward has used the weight, and backward will come by."""
+        """A forward has used the weight; its backward is to come."""
         use = _Use()
         self._open.add(use)
         return use
@@ -187,11 +187,11 @@ class TiledWeight:
     # gradients
 
     def reducer(self) -> _TileReducer:
-        """Takes this rank's gradient tile by tile; a use in backward."""
+        """The reducer of one use in backward: it receives this rank's gradient tile by tile."""
         return _TileReducer(self._parameter, self.gradient)
 
     def closed(self, use: _Use) -> None:
-        """Backward is through with a use; with the last of them the gradient is complete."""
+        """Backward of a use is over; after the last use the gradient is complete."""
         self._open.discard(use)
         owner = self._owner()
         if not self._open and owner is not None:
@@ -320,8 +320,8 @@ class _Embedding(torch.autograd.Function):
                 raise IndexError("index out of range in self")
         y = torch.empty(len(flat), tiled.num_columns, dtype=tiled.dtype, device=flat.device)
         for tile, weight in tiled.whole_tiles():
-            for places, rows in _found(flat, tile):
-                y[places] = weight[rows]
+            for positions, rows in _found(flat, tile):
+                y[positions] = weight[rows]
         return y.view(*tokens.shape, tiled.num_columns)
 
     @staticmethod
@@ -334,8 +334,8 @@ class _Embedding(torch.autograd.Function):
             reducer = tiled.reducer()
             for tile in tiled.tiles:
                 partial = out.new_zeros(tile.num_rows, tiled.num_columns)
-                for places, rows in _found(flat, tile):
-                    partial.index_add_(0, rows, out[places])
+                for positions, rows in _found(flat, tile):
+                    partial.index_add_(0, rows, out[positions])
                 reducer.reduce(tile, partial)
             reducer.finish()
             tiled.closed(ctx.use)
@@ -343,10 +343,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def _found(tokens: Tensor, tile: Tile) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each rank's rows of a tile: places of the tokens [T] that mean them, and rows there."""
+    """For each rank's rows of a tile: positions of their tokens [T], and rows in the tile."""
     first = 0
     for start, stop in tile.rows:
-        places = ((tokens >= start) & (tokens < stop)).nonzero().squeeze(1)
-        if len(places):
-            yield places, tokens[places] - start + first
+        positions = ((tokens >= start) & (tokens < stop)).nonzero().squeeze(1)
+        if len(positions):
+            yield positions, tokens[positions] - start + first
         first += stop - start

@@ -1,4 +1,4 @@
-"""Unit: some parameters that travel together, and the two moves of their weights.
+"""Unit: parameters that are gathered and reduced together, and the two moves of their weights.
 
 Memory of a unit, for a parameter of n elements over N ranks:
 
@@ -43,12 +43,12 @@ class UnitState(Enum):
     """The form in which modules show a unit's parameters."""
 
     RESTING = auto()  # sharded parameters
-    WHOLE = auto()  # unsharded parameters, which may be read
-    SUMMONED = auto()  # inside onefold.unsharded: editable whole parameters
+    UNSHARDED = auto()  # unsharded parameters, to compute with
+    EDITABLE = auto()  # inside onefold.unsharded: plain parameters, all rows
 
 
 class UnitOwner(Protocol):
-    """The engine of a unit, as the unit knows it."""
+    """The engine, as its units know it."""
 
     def on_grad(self, parameter: UnitParameter) -> None:
         """Autograd has accumulated into an unsharded parameter's gradient."""
@@ -63,7 +63,7 @@ class UnitOwner(Protocol):
         ...
 
     def on_use(self, unit: Unit, outputs: object) -> None:
-        """It has used them."""
+        """The operation has used the parameters; `outputs` are its results."""
         ...
 
     def note_reduced(self, gradient: UnitGradient) -> None:
@@ -81,8 +81,7 @@ class Unit(UnitWeights):
         super().__init__(UnitSpec.of(plan, context, index, is_offloaded=is_offloaded))
         self._owner = ref(owner)
         self.state = UnitState.RESTING
-        self.is_tiled = plan.tile_nbytes > 0  # never whole while it computes
-        self.keeps_gradients = keeps_gradients and not self.steps_in_blocks  # bytes of reduced ones
+        self.is_tiled = plan.tile_nbytes > 0  # gathered in row blocks
         self._ticket: Ticket = DONE
         self._fresh = False
         self._gathered = -1  # `edits` when the full buffer was filled
@@ -99,7 +98,8 @@ class Unit(UnitWeights):
             self.unsharded = Buffer(
                 numel, self.compute_dtype, Kind.UNSHARDED, context.store, ledger
             )
-        self.gradient = UnitGradient(self, self.spec, self.parameters)
+        keeps_bytes = keeps_gradients and not self.steps_in_blocks
+        self.gradient = UnitGradient(self, keeps_bytes=keeps_bytes)
         self.tiled: TiledWeight | None = None
         if self.is_tiled:
             (parameter,) = self.parameters
@@ -124,7 +124,7 @@ class Unit(UnitWeights):
             if self.master is not None:
                 self.master.tensor.copy_(self.weight.tensor)
             for parameter in given:
-                assert values is not None, "given by nobody"
+                assert values is not None, "no source has these values"
                 box = parameter.slot.box(self.context.rest_rank)
                 values.fill(parameter.fqn, box, parameter.stepped)
             if self.master is not None:
@@ -145,7 +145,7 @@ class Unit(UnitWeights):
         edits = self.edits()
         if self._fresh and self._gathered == edits:
             return
-        self._await_gather()  # of weights that have changed since, and nobody used
+        self._await_gather()  # of weights that were not used and have changed since
         self.unsharded.reallocate()
         self._ticket = self.gather.start(self.unsharded)
         self._gathered, self._fresh = edits, True
@@ -170,7 +170,7 @@ class Unit(UnitWeights):
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
                 parameter.show_unsharded()
-        self.state = UnitState.WHOLE
+        self.state = UnitState.UNSHARDED
 
     def _await_gather(self) -> None:
         """Wait for the gather that is under way; one that fails leaves nothing to compute with."""
@@ -188,7 +188,7 @@ class Unit(UnitWeights):
 
         `keeps_bytes`: its memory stays, but may not be read until the next gather.
         """
-        if self.state is UnitState.WHOLE:
+        if self.state is UnitState.UNSHARDED:
             self._keep_edits()
             for parameter in self.parameters:
                 parameter.show(parameter.sharded)
@@ -203,7 +203,7 @@ class Unit(UnitWeights):
                     self.unsharded.release()
 
     def _keep_edits(self) -> None:
-        """Bring in-place changes that a forward made to unsharded weights back to the shards."""
+        """Copy in-place changes that a forward made to unsharded weights back to the shards."""
         edited = [
             p
             for p in self.parameters
@@ -253,13 +253,13 @@ class Unit(UnitWeights):
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
         self.gradient.check_there(parameter)
 
-    def is_wanted_whole(self, parameter: UnitParameter) -> bool:
+    def is_wanted_unsharded(self, parameter: UnitParameter) -> bool:
         """True if an operation on the sharded parameter needs the unsharded one."""
         owner = self._owner()
         with torch._C.DisableTorchFunctionSubclass():
             return owner is not None and owner.is_wanted(parameter.sharded.requires_grad)
 
-    def summon_for_use(self, parameter: UnitParameter) -> Tensor:
+    def unshard_for_use(self, parameter: UnitParameter) -> Tensor:
         """The unsharded parameter, for an operation outside the unit's own modules."""
         owner = self._owner()
         assert owner is not None, "an operation needs the unsharded parameter of a dead engine"
@@ -267,7 +267,7 @@ class Unit(UnitWeights):
         return parameter.unsharded
 
     def note_use(self, outputs: object) -> None:
-        """Tell the owner of results computed outside the unit's modules."""
+        """Note results that were computed outside the unit's modules."""
         owner = self._owner()
         if owner is not None:
             owner.on_use(self, outputs)

@@ -1,9 +1,9 @@
 """Show shards of unequal shares as DTensors.
 
 torch's placements know one rule of cutting, that of `torch.chunk`. A `WeightedMesh` carries one
-weight per rank. DTensors over it keep the placement `Shard(d)`, whose local operations do not ask
-how long the other pieces are. Whatever has to know that (`full_tensor`, redistribution, the boxes
-of checkpoints) is answered here from the bounds of layout/cut.py.
+weight per rank. DTensors over it keep the placement `Shard(d)`, whose local operations do not
+depend on the lengths of other pieces. Operations that do (`full_tensor`, redistribution, the boxes
+of checkpoints) are defined here, with the bounds of layout/cut.py.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def is_weighted(shown: object) -> bool:
 
 
 def full_tensor(shown: DTensor) -> Tensor:
-    """The whole of a weighted DTensor on every rank. A collective; differentiable."""
-    whole: Tensor = _Whole.apply(shown)  # type: ignore[no-untyped-call]
-    return whole
+    """All rows of a weighted DTensor on every rank. A collective; differentiable."""
+    full: Tensor = _FullTensor.apply(shown)  # type: ignore[no-untyped-call]
+    return full
 
 
 def replicated(shown: DTensor, placements: Any) -> DTensor:
-    """`shown.redistribute(placements=placements)`: every rank gets the whole."""
+    """`shown.redistribute(placements=placements)`: every rank gets all rows."""
     if placements is not None and tuple(placements) == tuple(shown.placements):
         return shown
     if placements is None or tuple(placements) != (Replicate(),):
@@ -70,7 +70,7 @@ def replicated(shown: DTensor, placements: Any) -> DTensor:
             expected(
                 "a shard of unequal shares to be redistributed to [Replicate()]",
                 str(placements),
-                hint="call full_tensor() first, then distribute_tensor(whole, mesh, placements)",
+                hint="call full_tensor() first, then distribute_tensor(full, mesh, placements)",
             )
         )
     return DTensor.from_local(full_tensor(shown), shown.device_mesh, [Replicate()], run_check=False)
@@ -84,11 +84,11 @@ def box_of(shown: DTensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), shown._local_tensor.shape)
 
 
-def own_view(shown: DTensor, whole: Tensor) -> Tensor:
-    """This rank's piece of `unsharded`, cut as `shown`."""
+def own_view(shown: DTensor, full: Tensor) -> Tensor:
+    """This rank's piece of `full`, cut as `shown`."""
     dim, bounds = _bounds(shown)
     rank = shown.device_mesh.get_local_rank()
-    return whole.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank])
+    return full.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank])
 
 
 def write_items(shown: DTensor, fqn: str, items: list[Any]) -> list[Any]:
@@ -123,8 +123,8 @@ LOCAL = {
     "__hash__", "__repr__", "__format__", "__deepcopy__", "__reduce_ex__", "is_same_size",
     "register_hook", "register_post_accumulate_grad_hook", "is_tensor", "backward",
 }  # fmt: skip
-"""Functions that are right on own pieces alone, or need no values: no operation on them asks how
-long the pieces of other ranks are. All others work on whole tensors."""
+"""Functions that are right on own pieces alone, or need no values: their results do not depend on
+the lengths of other ranks' pieces. All others gather the tensor first."""
 
 
 def needs_whole(func: Callable[..., Any], leaves: list[Any]) -> bool:
@@ -135,8 +135,8 @@ def needs_whole(func: Callable[..., Any], leaves: list[Any]) -> bool:
 
 def _bounds(shown: DTensor) -> tuple[int, tuple[int, ...]]:
     mesh, placement = shown._spec.mesh, shown._spec.placements[0]
-    assert isinstance(mesh, WeightedMesh), "asked of an even cut"
-    assert isinstance(placement, Shard), "asked of what is not cut"
+    assert isinstance(mesh, WeightedMesh), "only weighted cuts have shares"
+    assert isinstance(placement, Shard), "a weighted tensor is cut by one dimension"
     bounds = bounds_of(shown.shape[placement.dim], mesh.size(), mesh.shares)
     rank = mesh.get_local_rank()
     own = bounds[rank + 1] - bounds[rank]
@@ -145,14 +145,14 @@ def _bounds(shown: DTensor) -> tuple[int, tuple[int, ...]]:
             expected(
                 f"{own} indices of dimension {placement.dim} on rank {rank}",
                 f"a piece of shape {list(shown._local_tensor.shape)}",
-                hint="compute with whole tensors: full_tensor(), or `onefold.unsharded`",
+                hint="compute with unsharded tensors: full_tensor(), or `onefold.unsharded`",
             )
         )
     return placement.dim, bounds
 
 
-class _Whole(torch.autograd.Function):
-    """A weighted DTensor gathered whole; backward keeps the own piece of the gradient."""
+class _FullTensor(torch.autograd.Function):
+    """All rows of a weighted DTensor; backward keeps the own piece of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, shown: DTensor) -> Tensor:

@@ -113,7 +113,7 @@ class UnitWeights:
     # edits
 
     def edits(self) -> int:
-        """A number that grows with every change of the weights at rest, by anybody."""
+        """A number that grows with every change of the weights at rest."""
         with torch._C.DisableTorchFunctionSubclass():
             counted = sum([tensor._version for tensor in self._counted])
             if self._counted_data:
@@ -121,7 +121,7 @@ class UnitWeights:
             return counted + self.weight.tensor._version + self._num_steps + self._uncounted
 
     def edits_at_rest(self) -> int:
-        """`edits`, without edits by way of `.data` and without those that a forward made itself."""
+        """`edits`, less edits by way of `.data` and less in-place changes that a forward made."""
         with torch._C.DisableTorchFunctionSubclass():
             counted = sum([tensor._version for tensor in self._counted])
             return counted + self.weight.tensor._version + self._num_steps - self._kept_edits

@@ -1,4 +1,4 @@
 """How bytes travel between ranks, below any choice: the group, its collectives, the transports.
 
-What users may ask for is `onefold.wire_config`; `onefold.build.routes` makes the one of the other.
+`onefold.wire_config` has the users' choices; `onefold.build.routes` builds transports from them.
 """

@@ -136,7 +136,7 @@ class Codec:
     def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Scales, bf16 [groups], and payload, uint8.
 
-        Only the last group may be a short one, so the message's length tells how many there are.
+        Only the last group may be a short one, so the message's length gives their number.
         """
         groups = -(-len(message) // self.nbytes(self.group))
         return message[: 2 * groups].view(torch.bfloat16), message[2 * groups :]

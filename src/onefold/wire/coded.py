@@ -1,7 +1,7 @@
 """A transport that codes its messages: fewer bytes on the link, rounded values.
 
     gather           own rows -> message -> every rank reads all messages into the full buffer
-    reduce_scatter   a message for every rank -> each sums what it was sent, in fp32
+    reduce_scatter   a message for every rank -> each sums the messages that it received, in fp32
 
 A message is coded once and read once, so rounding does not add up as along a ring. Only matrices
 are coded; vectors (norms, biases), scalars and flags are few bytes and travel exactly, in the same
@@ -159,7 +159,7 @@ class Coded:
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
-        owed: ErrorFeedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> Ticket:
         """See `Transport.reduce_scatter`. NaN and Inf decode to NaN."""
         flags, exchange, rank = partials[-1], self._exchange, self.group.rank
@@ -169,7 +169,7 @@ class Coded:
         messages = self._reduced[key]
         mine = messages.chunks[rank]
         sent = exchange.reducing.take(messages.nbytes, torch.uint8, flags.device)
-        self._pack(partials, cut, sent, owed)
+        self._pack(partials, cut, sent, feedback)
         work, received, found = exchange.all_to_all(sent, messages.numels, mine.nbytes)
         exchange.count("reduce_scatter", sent.nbytes)
 
@@ -191,7 +191,7 @@ class Coded:
         partials: Sequence[Tensor],
         cut: MessageLayout,
         sent: Tensor,
-        owed: ErrorFeedback | None,
+        feedback: ErrorFeedback | None,
     ) -> None:
         """Write each other rank's message."""
         rank, dtype = self.group.rank, partials[-1].dtype
@@ -204,7 +204,7 @@ class Coded:
                 place = message[part.place]
                 if part.is_coded:
                     numels = cut.numels[part.region]
-                    rest = owed and owed(part.region, sum(numels) - numels[rank])
+                    rest = feedback and feedback(part.region, sum(numels) - numels[rank])
                     if rest is None:
                         self.codec.encode(values, place)
                     else:  # it has no rows for this rank, which sends itself nothing

@@ -19,8 +19,8 @@ from onefold.wire.collectives import Group
 from onefold.wire.exchange import PACK_NBYTES
 
 SHARE_NBYTES = 2 << 20
-"""Regions that are smaller as a whole share a message, too, but for NCCL's: gloo wakes a thread for
-each. On 2 cores a step of 3 M parameters takes 3-7 % less of 2 ranks, 8-14 % less of 4."""
+"""Regions with fewer bytes in all share a message, too, except on NCCL: gloo wakes a thread for
+each message. On 2 cores a step of 3 M parameters takes 3-7 % less of 2 ranks, 8-14 % less of 4."""
 
 
 class Size(Enum):
@@ -34,7 +34,7 @@ class Size(Enum):
 def size_of(
     numels: Sequence[int], itemsize: int, *, is_replicated: bool, is_nccl: bool, num_slabs: int = 1
 ) -> Size:
-    """Of a region whose pieces have `numels` elements, by rank. Plans ask, too.
+    """Classify a region whose pieces have `numels` elements, by rank. The planner calls it, too.
 
     A region that is one of `num_slabs` is small if all of them are: an index costs 8 bytes for
     each element.
@@ -53,9 +53,9 @@ class MessageLayout:
     each rank its pieces of the `medium` ones, copied piece by piece, then those of the `small`
     ones: `packed_index` lists their elements (rank by rank, region by region) as positions counted
     from each region's offset: in one flat buffer (`offsets`), or, for separate tensors, in the
-    small ones laid end to end. A replicated region goes whole to every rank, which only reductions
-    do. Regions without a name carry no state: tags and flags, counted as `control`. `name` is that
-    of the unit or parameter, for whoever watches.
+    small ones laid end to end. Only reductions have replicated regions, sent to every rank. Regions
+    without a name carry no state: tags and flags, counted as `control`. `name` is that of the unit
+    or parameter, for observers.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class RankChunk:
 
 
 def unpack(full: Tensor, cut: MessageLayout, packed: Tensor, own: int) -> None:
-    """Copy the chunks of all ranks to their places in the flat `full`."""
+    """Copy the chunks of all ranks to their regions of the flat `full`."""
     if not cut.medium:
         full.index_copy_(0, cut.packed_index(full.device), packed)
         return

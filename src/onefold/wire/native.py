@@ -62,7 +62,7 @@ class CodecKernel:
     def decode(self, parts: Parts, out: Tensor, *, adds: bool) -> None:
         """Overwrite `out` [n], contiguous, or add to it if it is fp32."""
         self._call(self._decode, parts, out, adds=adds)
-        if not out.is_inference():  # those have no version to count
+        if not out.is_inference():  # inference tensors count no versions
             increment_version(out)
 
     def _call(self, call: Any, parts: Parts, values: Tensor, *, adds: bool) -> None:

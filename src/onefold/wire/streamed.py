@@ -43,7 +43,7 @@ class _Queued:
     def __init__(self, event: torch.cuda.Event, device: torch.device, kept: object) -> None:
         self._event = event
         self._device = device
-        self._kept = kept  # tensors of compute's stream, which it would give to others meanwhile
+        self._kept = kept  # tensors of compute's stream, whose memory it would reuse meanwhile
 
     def wait(self) -> None:
         """See `onefold.ticket.Work`."""

@@ -49,7 +49,7 @@ class SendRows:
 
 
 ErrorFeedback = Callable[[int, int], Tensor | None]
-"""Return the residual of a region (error feedback, see `onefold.unit.feedback`), or None.
+"""Return the residual of a region (error feedback, see `onefold.unit.reduction.Feedback`), or None.
 
 Arguments: the region's index, and how many of its elements go to other ranks. The residual is fp32
 [these elements, in rank order]; the coded transport reads it and writes the new one."""
@@ -72,7 +72,7 @@ class Transport(Protocol):
         """Fill every region of the flat `full` from its owners; own pieces are in place already.
 
         `full` may not be read or freed before the ticket is waited for. `own` is for transports
-        that code their messages; the others send what is in place.
+        that code their messages; the others send the pieces in `full`.
         """
         ...
 
@@ -83,12 +83,12 @@ class Transport(Protocol):
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
-        owed: ErrorFeedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> Ticket:
         """Put the mean over ranks of this rank's piece of every flat partial into `out`.
 
         Where `fresh` is False the mean is added to `out`. The ticket owns the partials until it is
-        waited for; the sum happens inside that wait. `owed` is for transports that code.
+        waited for; the sum happens inside that wait. `feedback` is for transports that code.
         """
         ...
 
@@ -122,12 +122,12 @@ class Wrapped(ABC):
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
-        owed: ErrorFeedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> Ticket:
         """See `Transport.reduce_scatter`."""
 
         def start() -> Ticket:
-            return self.inner.reduce_scatter(partials, cut, out, fresh, label, owed)
+            return self.inner.reduce_scatter(partials, cut, out, fresh, label, feedback)
 
         return self.wrap("reduce_scatter", cut.name, start)
 
@@ -157,7 +157,7 @@ class LocalTransport:
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
-        owed: ErrorFeedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> Ticket:
         """The mean over one rank is its own gradient."""
         for partial, target, is_fresh in zip(partials, out, fresh, strict=True):
@@ -169,7 +169,7 @@ class LocalTransport:
 
 
 class Composed:
-    """Gathers into place, and sums what all-to-all brings; nothing is rounded on the way."""
+    """Gathers in place; reduces by all-to-all and a sum in rank order. Messages are exact."""
 
     is_coded = False
 
@@ -193,7 +193,7 @@ class Composed:
             numel = cut.packed_spans[-1][1]
             if cut.medium:
                 staged = exchange.gathering.take(numel, full.dtype, full.device)
-            else:  # what small regions alone take is too little to keep and count
+            else:  # small regions alone are too few bytes to keep and count
                 staged = full.new_empty(numel)
             RankChunk(cut, self.group.rank, staged).fill(
                 [full[slice(*cut.spans[index][self.group.rank])] for index in cut.medium], full
@@ -220,12 +220,12 @@ class Composed:
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         label: str,
-        owed: ErrorFeedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> Ticket:
         """See `Transport.reduce_scatter`."""
         works: list[Waitable] = []
         received: list[Tensor] = []
-        parts = [  # by large region: what each rank had of our piece
+        parts = [  # by large region: every rank's partial of our piece
             self._exchange(partials[index], cut.numels[index], works, received)
             for index in cut.large
         ]
@@ -233,7 +233,7 @@ class Composed:
         small = self._exchange(packed, cut.packed_numels, works, received) if len(packed) else []
         self._count(cut, packed.element_size())
         if cut.medium:
-            received.append(packed)  # kept for the next reduction, as those are
+            received.append(packed)  # kept for the next reduction, too
 
         def average() -> None:
             for index, found in zip(cut.large, parts, strict=True):
@@ -295,7 +295,7 @@ class Composed:
     def _spread_packed(
         self, found: list[Tensor], cut: MessageLayout, out: Sequence[Tensor], fresh: Sequence[bool]
     ) -> None:
-        """Average the packed message and put each region's piece where it goes."""
+        """Average the packed message and copy each region's piece to its target."""
         small = found
         if cut.medium:
             numels = cut.chunk_numels[self.group.rank]
