@@ -55,7 +55,7 @@ class Engine:
         self.gradients = {unit: unit.gradient for unit in units}
         self.hands = Hands(self.schedule, units, context.routes.rest)
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
-        self._index = {unit: index for index, unit in enumerate(units)}
+        self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
         self._is_torn = False  # a backward failed after it had stepped units
         self._is_checked = False
 
