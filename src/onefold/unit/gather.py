@@ -209,7 +209,7 @@ class UnitGather:
                     raise
             if weights.failure is not None:
                 tags.fill_(FAILED_TAG)
-            elif self._num_tags:
+            elif tags.numel():
                 if self._own_tags is None:
                     with torch.inference_mode(False):
                         self._own_tags = torch.full_like(tags, FAILED_TAG)

@@ -23,15 +23,14 @@ import torch
 from torch import Tensor
 
 from onefold.errors import StateError
-from onefold.layout.rows import split_at
 from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
 from onefold.unit import refusals
 from onefold.unit.buffer import Account, Buffer
 from onefold.unit.logical import NoMean
+from onefold.unit.means import MeanBuffer, MeanRows
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.reduction import MeanRows
 from onefold.unit.weights import UnitWeights
 
 
@@ -55,7 +54,6 @@ class UnitGradient:
         """`keeps_bytes`: those of reduced gradients stay allocated from step to step."""
         spec = self._spec = unit.spec
         self._unit = ref(unit)
-        self._keeps_bytes = keeps_bytes
         parameters = self._parameters = unit.parameters
         self.is_unused = False  # by every rank, in the last backward
         self.is_consumed = False  # stepped in backward, and freed: until the optimizer's step
@@ -66,13 +64,10 @@ class UnitGradient:
         self._resting: dict[UnitParameter, Tensor] = {}
         self._due: set[UnitParameter] = set()
         # reduced gradients, and the `.grad` that shows each
-        self._buffer: Buffer | None = None  # without its bytes while there is no gradient
+        spans = [(each.span.start, each.span.stop) for each in parameters]
+        self._means = MeanBuffer(spec, spans, keeps_bytes=keeps_bytes)
         self.shown: dict[UnitParameter, Tensor] = {}
         self._reduced_at = -1  # steps that were done when a mean was last shown
-        spans = [(each.span.start, each.span.stop) for each in parameters]
-        numel = spec.rest.shard_numels[spec.context.rest_rank]
-        self._numels = split_at(spans, numel)  # of a reduced buffer: gaps and own rows
-        self._gap_index: Tensor | None = None
         # the reduction under way
         self.reduction = reduction_of(spec)
         self._landed: _Landed | None = None
@@ -93,8 +88,7 @@ class UnitGradient:
     @property
     def reduced(self) -> Buffer | None:
         """The buffer of reduced gradients; None while there are none."""
-        buffer = self._buffer
-        return buffer if buffer is not None and buffer.is_held else None
+        return self._means.held
 
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
@@ -110,7 +104,7 @@ class UnitGradient:
             self._count_local()
         self.shown.clear()
         self._resting.clear()
-        self._buffer = None
+        self._means.hand_over()
 
     # partial
 
@@ -352,16 +346,7 @@ class UnitGradient:
 
     def mean_rows(self, parameters: list[UnitParameter]) -> MeanRows:
         """Make room for the mean of `parameters`, at rest."""
-        buffer = self._buffer
-        if buffer is None or not buffer.is_held:
-            if buffer is None:
-                context = self._spec.context
-                buffer = self._buffer = Buffer(
-                    sum(self._numels), self._spec.dtype, Kind.GRAD, context.store, context.ledger,
-                    is_brief=not self._keeps_bytes,
-                )  # fmt: skip
-            buffer.reallocate()
-            buffer.tensor.index_fill_(0, self._gaps(), 0)  # optimizers read them too
+        flat, rows = self._means.allocate()
         fresh = list[bool]()
         for parameter in parameters:
             grad = parameter.sharded.grad
@@ -370,16 +355,7 @@ class UnitGradient:
             if adds and grad is not None and grad is not self.shown.get(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
                 self._give(parameter, self._rest_view(parameter))
-        rows = buffer.parts(self._numels)[1::2]
-        return MeanRows(buffer.tensor, [rows[each.index] for each in parameters], fresh)
-
-    def _gaps(self) -> Tensor:
-        """int64: the elements of the reduced buffer that no reduction writes."""
-        if self._gap_index is None:
-            context = self._spec.context
-            gaps = self._spec.rest.gaps(context.rest_rank)
-            self._gap_index = torch.tensor(gaps, dtype=torch.int64, device=context.store.device)
-        return self._gap_index
+        return MeanRows(flat, [rows[each.index] for each in parameters], fresh)
 
     def drop_cleared(self) -> None:
         """Forget gradients that users cleared (`zero_grad`), and free the bytes of reduced ones.
@@ -392,7 +368,7 @@ class UnitGradient:
             if self._resting:
                 self._drop_cleared_partials()
             if self.reduced is not None:
-                self._drop_cleared_means(self.reduced)
+                self._drop_cleared_means()
 
     def _drop_cleared_partials(self) -> None:
         cleared = [p for p, shown in self._resting.items() if p.sharded.grad is not shown]
@@ -402,18 +378,14 @@ class UnitGradient:
         self._count_reduced(cleared)
         self.reduction.drop([parameter.index for parameter in cleared])
 
-    def _drop_cleared_means(self, buffer: Buffer) -> None:
+    def _drop_cleared_means(self) -> None:
         cleared = [p for p, shown in self.shown.items() if p.sharded.grad is not shown]
         for parameter in cleared:
             del self.shown[parameter]
         if self._reduced_at == self._ledger.steps:  # nothing was stepped by them
             self.reduction.feedback.forget(cleared)
-        if self.shown:
-            return
-        if buffer.num_users > 1:
-            self._buffer = None
-        elif not self._keeps_bytes:
-            buffer.release()
+        if not self.shown:
+            self._means.free()
 
     def _flat_partial(self, parameter: UnitParameter) -> Tensor:
         grad = parameter.unsharded.grad
@@ -425,6 +397,4 @@ class UnitGradient:
         return dense.contiguous().view(-1)
 
     def _rest_view(self, parameter: UnitParameter) -> Tensor:
-        assert self._buffer is not None, "a reduced gradient is used before it has a buffer"
-        rows = self._buffer.parts(self._numels)[2 * parameter.index + 1]
-        return rows.view(parameter.local.shape)
+        return self._means.row(parameter.index).view(parameter.local.shape)

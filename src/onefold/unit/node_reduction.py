@@ -22,7 +22,8 @@ from onefold.ledger import Kind
 from onefold.ticket import Ticket
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
-from onefold.unit.reduction import MeanRows, OneHop, Spread, Which
+from onefold.unit.means import MeanRows
+from onefold.unit.reduction import OneHop, Spread, Which
 from onefold.unit.spec import UnitSpec
 from onefold.wire.transport import Transport
 

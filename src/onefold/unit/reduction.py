@@ -16,7 +16,6 @@ A hop refers to no unit, parameter or `.grad`: it takes indices of parameters, t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -27,6 +26,7 @@ from onefold.ledger import Kind
 from onefold.ticket import Ticket
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context
+from onefold.unit.means import MeanRows
 from onefold.unit.spec import UnitSpec
 from onefold.wire.collectives import Group
 from onefold.wire.cut import MessageLayout
@@ -37,15 +37,6 @@ Which = tuple[int, ...]
 
 Region = tuple[str, int] | None
 """The fqn of a parameter and one of its regions; None for a region without feedback."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeanRows:
-    """The memory at rest of some parameters' means."""
-
-    flat: Tensor  # the unit's buffer of reduced gradients
-    rows: list[Tensor]  # of each parameter, flat
-    fresh: list[bool]  # True: the mean replaces the rows; False: it is added to them
 
 
 class Named(Protocol):
