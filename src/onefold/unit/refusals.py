@@ -1,4 +1,4 @@
-"""Messages of errors about one parameter, given its fqn and this rank as messages name it."""
+"""Errors about one parameter: functions of its fqn and of `where`, this rank in messages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def lost_write(label: str) -> StateError:
     return StateError(
         expected(
             f"no write to a part of {label}",
-            "one in place to a view of gathered rows, which would be lost",
+            "an in-place write to a view of gathered rows, which would be lost",
             hint="assign under torch.no_grad(), as in `p[0] = p[0] + 1`, or edit inside "
             "`with onefold.unsharded(module, writeback=True):`",
         )
@@ -69,8 +69,8 @@ def lost_write(label: str) -> StateError:
 def why_replaced(fqn: str, where: str) -> str:
     """For the parameter object that a sharded parameter replaced."""
     return expected(
-        f"the parameter that {fqn!r} is now",
-        "the object it was before onefold.shard replaced it",
+        f"the current object of parameter {fqn!r}",
+        "the object that onefold.shard replaced",
         where=where,
         hint="pass the optimizer to onefold.shard, or build optimizers and lists of parameters "
         "from module.parameters() after it",
@@ -91,7 +91,7 @@ def why_consumed(fqn: str, where: str) -> str:
     """For a gradient that a step in backward has used up."""
     return expected(
         f"no use for the gradient of {fqn!r} between backward and step",
-        "one, after it was stepped by and freed",
+        "a use after the step in backward has freed it",
         where=where,
         hint="turn Offload.step_in_backward off to clip, scale or read gradients; of "
         "several backwards, put all but the last inside onefold.accumulate(module)",
@@ -99,14 +99,14 @@ def why_consumed(fqn: str, where: str) -> str:
 
 
 def why_no_mean(fqn: str, where: str, *, is_lost: bool) -> str:
-    """For a gradient whose sums rest inside the node, or were torn by a failed backward."""
+    """For a gradient whose sums rest inside the node, or are incomplete (`is_lost`)."""
     got, hint = (
-        "sums of its node, before the last micro-batch",
+        "sums inside its node, before the last micro-batch",
         "clip, scale and read gradients after a backward outside of onefold.accumulate; to "
         "clear them between micro-batches, zero_grad(set_to_none=True)",
     )
     if is_lost:
-        got = "sums of micro-batches that a failed backward has torn"
-        hint = "optimizer.zero_grad(), and all micro-batches of the step anew"
+        got = "sums of micro-batches that a failed backward left incomplete"
+        hint = "call optimizer.zero_grad() and run all micro-batches of the step again"
     mean = f"the gradient of {fqn!r} to be the mean of all ranks"
     return expected(mean, got, where=where, hint=hint)
