@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import onefold
 from onefold.errors import StateError, WireError
+from onefold.ledger import Kind
 from tests.ranks import run_ranks, seeded
 
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -269,3 +270,39 @@ def test_units_that_mix_on_a_device_are_an_error_at_the_step(world_size, phase):
     for rank, message in enumerate(run_ranks(world_size, body)):
         assert f"rank {rank}" in message
         assert f"hint: all ranks must {verb} units in the same order" in message
+
+
+KEPT: dict[str, Any] = {
+    "the gradient": lambda g: g,
+    "its shard": lambda g: g.to_local(),
+    "a view": lambda g: g.to_local().view(-1)[:1],
+    "a storage": lambda g: g.to_local().untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@SHARDED
+def test_a_gradient_that_a_user_keeps_is_not_overwritten(stage, kept):
+    """Its bytes would be those of the next backward. Otherwise they are used again, or freed."""
+
+    def body(rank: int) -> None:
+        module, _ = sharded(stage)
+        ledger = module.__dict__["_onefold_engine"].ledger
+        module(torch.ones(2, 3)).sum().backward()
+        assert module.many.grad is not None
+        mine = KEPT[kept](module.many.grad)
+        before = [list(mine)] if isinstance(mine, torch.UntypedStorage) else mine.clone()
+        module.zero_grad()
+        module(torch.full((2, 3), 5.0)).sum().backward()
+        if isinstance(mine, torch.UntypedStorage):
+            assert [list(mine)] == before
+        else:
+            local = [t.to_local() if isinstance(t, DTensor) else t for t in (mine, before)]
+            assert torch.equal(*local)
+        del mine
+        module.zero_grad()
+        module(torch.ones(2, 3))
+        held = sum(usage.now for (kind, _), usage in ledger.usage.items() if kind is Kind.GRAD)
+        assert (held == 0) == (stage == 3)
+
+    run_ranks(2, body)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from weakref import finalize
 
 import torch
@@ -36,6 +38,14 @@ class Account:
         """Count `nbytes` from now on."""
         before, self.nbytes = self.nbytes, nbytes
         self._ledger.add(self._kind, self._tier, nbytes - before, is_mapped=self._is_mapped)
+
+
+@cache
+def _own_references() -> int:
+    """References to a storage object that no user keeps, counted as `Buffer.num_users` does."""
+    tensor = torch.empty(0)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
 
 
 class Buffer:
@@ -99,9 +109,13 @@ class Buffer:
 
     @property
     def num_users(self) -> int:
-        """The number of tensors that share the bytes: this buffer's own one, and those of users."""
-        num_tensors = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) - 1
-        return num_tensors - len(self._parts)
+        """The number of tensors that share the bytes: this buffer's own one, and those of users.
+
+        A storage object that a user keeps counts, too. Python has one object for each storage.
+        """
+        storage = self.tensor.untyped_storage()
+        num_tensors = torch._C._storage_Use_Count(storage._cdata) - 1 - len(self._parts)
+        return num_tensors + sys.getrefcount(storage) - _own_references()
 
     def view(self, start: int, shape: tuple[int, ...]) -> Tensor:
         """A view [shape] from element `start`, with a version counter of its own.
