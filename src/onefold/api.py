@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +15,8 @@ from onefold.engine import unsharded as whole_parameters
 from onefold.engine.registry import engine_of
 from onefold.layout.units import UnitChoice
 from onefold.mesh import ranks as meshes
+from onefold.mesh.meeting import as_timeout, meet
+from onefold.mesh.ranks import TIMEOUT
 from onefold.recording.report import Report, copied, snapshot, unit_lines
 
 
@@ -27,6 +30,7 @@ def shard(  # noqa: PLR0913 - the contract
     precision: object = None,
     offload: object = None,
     wire: object = None,
+    timeout: float | timedelta | None = None,
 ) -> nn.Module:
     """Shard a module and its optimizer over the ranks, in place.
 
@@ -52,6 +56,9 @@ def shard(  # noqa: PLR0913 - the contract
             an `Offload`. At stages 1 to 3.
         wire: None (exact), "zero++" or another preset, or a `Wire`: codecs of messages. With no
             mesh given, other wires than None take the hosts that torchrun started for the nodes.
+        timeout: seconds, or a timedelta, that ranks wait for one another before they raise a
+            `WireError` that says where each rank is. Default: that of the process group, 5 minutes
+            for one that this call starts.
 
     Returns:
         The same module.
@@ -66,14 +73,17 @@ def shard(  # noqa: PLR0913 - the contract
 
     Source: ZeRO, arXiv 1910.02054, sections 5 and 7.
     """
-    return _shard(module, optimizer, mesh, Choices(stage, units, precision, offload, wire))
+    choices = Choices(stage, units, precision, offload, wire)
+    return _shard(module, optimizer, mesh, choices, timeout)
 
 
 def _shard(
-    module: nn.Module, optimizer: object, mesh: meshes.MeshChoice, choices: Choices
-) -> nn.Module:
+    module: nn.Module, optimizer: object, mesh: meshes.MeshChoice, choices: Choices,
+    timeout: float | timedelta | None = None,
+) -> nn.Module:  # fmt: skip
     """See `shard`."""
-    ranks = meshes.resolve(mesh)
+    limit = as_timeout(timeout)
+    ranks = meet(meshes.resolve(mesh, limit or TIMEOUT), limit)
     asked = examine_together(ranks, lambda: examine(module, optimizer, choices))
     build(asked.parts, resolve(asked, ranks))
     return module

@@ -93,6 +93,7 @@ def _context(resolved: Resolved, store: DeviceStore, ledger: Ledger, tiers: Tier
         master=precision.master,
         tiers=tiers,
         shares=recipe.shares,
+        phase=ranks.phase,
     )
 
 

@@ -23,6 +23,7 @@ from onefold.config import STAGES, Stage, check_offload, offload_of, precision_o
 from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Shares
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
+from onefold.mesh.meeting import meet
 from onefold.mesh.ranks import Ranks, device_of, local_place, two_axes_of_launcher
 from onefold.planner.auto import least_fraction, lowest_stage
 from onefold.recipe import Member, Recipe, UnitRecipe
@@ -153,7 +154,7 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
     group, parts, recipe = ranks.everyone, asked.parts, asked.recipe
     device = device_of(parts.parameters, group)
     offload, why_stepper = stepper_of(recipe.offload, device, group)
-    found = ranks if recipe.wire.is_plain else two_axes_of_launcher(ranks, device)
+    found = ranks if recipe.wire.is_plain else meet(two_axes_of_launcher(ranks, device))
     recipe = replace(
         _on_ranks(recipe, found), offload=offload, device_type=device.type,
         num_moments=_num_moments(parts),

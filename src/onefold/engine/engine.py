@@ -30,6 +30,7 @@ from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
+from onefold.wire.lanes import CALL
 
 
 class Engine:
@@ -104,6 +105,7 @@ class Engine:
                 gradient.drop_cleared()
                 unit.forget()
             self.marks.begin("forward")
+            self.context.phase.name = phase
         self.hands.do(schedule.begin_forward(phase))
 
     def end_forward(self) -> None:
@@ -112,6 +114,7 @@ class Engine:
         self.hands.do(self.schedule.end_forward(phase))
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.marks.end()
+            self.context.phase.name = CALL
 
     def enter(self, index: int) -> Call:
         """A module that uses unit `index` starts: its weights are unsharded on return."""
@@ -155,6 +158,7 @@ class Engine:
             gradient.begin()
         self.schedule.begin_backward(self._trained(), is_last=is_last)
         self.marks.begin("backward")
+        self.context.phase.name = Phase.BACKWARD
         engine = ref(self)
 
         def end() -> None:
@@ -216,6 +220,7 @@ class Engine:
             gradients = enumerate(self.gradients.values())
             reductions.note_unused({index for index, each in gradients if each.is_unused})
         self.marks.end()
+        self.context.phase.name = CALL
 
     def abort_backward(self) -> None:
         """An exception ended backward: drop its gradients, reshard every unit."""
@@ -229,6 +234,7 @@ class Engine:
             gradient.is_discarding = False
             gradient.lose()
         self.rest()
+        self.context.phase.name = CALL
 
     # step
 

@@ -6,7 +6,8 @@ import atexit
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from onefold.layout.axes import Axes
 from onefold.layout.units import Owned
 from onefold.mesh.interfaces import use_link_to_hosts
 from onefold.wire.collectives import Group
+from onefold.wire.lanes import PhaseNow
+
+TIMEOUT = timedelta(minutes=5)
+"""How long ranks wait for one another in a process group that Onefold starts."""
 
 MeshChoice = DeviceMesh | dist.ProcessGroup | None
 
@@ -35,6 +40,7 @@ class Ranks:
     inside: Group | None = None
     between: Group | None = None
     is_flat: bool = False
+    phase: PhaseNow = field(default_factory=PhaseNow)
 
     @property
     def axes(self) -> Axes | None:
@@ -55,11 +61,11 @@ class Ranks:
         return [f"mesh of {axes.nodes} nodes x {axes.local_world_size} ranks"]
 
 
-def resolve(mesh: MeshChoice) -> Ranks:
-    """Return the ranks to shard over."""
+def resolve(mesh: MeshChoice, timeout: timedelta = TIMEOUT) -> Ranks:
+    """Return the ranks to shard over; `timeout` is for a process group that has to be started."""
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         return _two_axes(mesh)
-    handle, device_mesh = _group_of(mesh)
+    handle, device_mesh = _group_of(mesh, timeout)
     return Ranks(Group.of(handle), device_mesh)
 
 
@@ -106,10 +112,13 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
         raise ConfigError(expected(wanted, f"{everyone} by rank", hint=hint))
     if local == world_size:
         return ranks
-    return resolve(init_device_mesh(device.type, (world_size // local, local)))
+    found = resolve(init_device_mesh(device.type, (world_size // local, local)))
+    return replace(found, everyone=ranks.everyone, phase=ranks.phase)
 
 
-def _group_of(mesh: MeshChoice) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
+def _group_of(
+    mesh: MeshChoice, timeout: timedelta
+) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             wanted = "a mesh of one axis, or of two: (nodes, ranks of a node)"
@@ -133,7 +142,7 @@ def _group_of(mesh: MeshChoice) -> tuple[dist.ProcessGroup | None, DeviceMesh | 
     if not dist.is_available():
         return None, None
     if not dist.is_initialized():
-        join_launcher()
+        join_launcher(timeout)
     return (dist.group.WORLD, None) if dist.is_initialized() else (None, None)
 
 
@@ -145,7 +154,7 @@ def _not_in(kind: str) -> ConfigError:
     )
 
 
-def join_launcher() -> None:
+def join_launcher(timeout: timedelta = TIMEOUT) -> None:
     """Initialise the default process group if torchrun started several processes.
 
     A plain script under `torchrun` then needs one line only.
@@ -156,7 +165,8 @@ def join_launcher() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     else:
         use_link_to_hosts()
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timeout)
     atexit.register(_leave)
 
 

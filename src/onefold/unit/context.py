@@ -18,6 +18,7 @@ from onefold.tier.step_device import StepDevice
 from onefold.tier.store import Store
 from onefold.tier.workers import Workers
 from onefold.wire.collectives import Group
+from onefold.wire.lanes import PhaseNow
 from onefold.wire.transport import Transport
 
 
@@ -145,6 +146,7 @@ class Context:
     tiers: Tiers
     shares: Shares = None  # of resting state, by rank; None cuts evenly
     tags: TagBoard = field(default_factory=TagBoard)
+    phase: PhaseNow = field(default_factory=PhaseNow)  # of this rank, for the lanes
 
     @property
     def transport(self) -> Transport:

@@ -122,7 +122,7 @@ class Coded:
                         self.codec.decode(part, target)
             exchange.gathering.give([staged])
 
-        return Ticket(works, read, label)
+        return Ticket(self.group.track(works, label), read, label)
 
     def _write(
         self, full: Tensor, message: Tensor, chunk: CodedChunk, own: SendRows | None
@@ -180,7 +180,7 @@ class Coded:
                 self._average(part, found, own, out[part.region], fresh[part.region])
             exchange.reducing.give([sent, received])
 
-        return Ticket([work], average, label)
+        return Ticket(self.group.track([work], label), average, label)
 
     def rest(self) -> None:
         """See `Transport.rest`."""

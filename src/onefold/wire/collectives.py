@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from onefold.errors import WireError
-from onefold.ticket import Waitable
+from onefold.ticket import Ticket, Waitable
+from onefold.wire.lanes import Lanes
+from onefold.wire.peers import Peers
 
 _ALL_GATHER, _ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
 _ALL_GATHER.asyncOp = _ALL_TO_ALL.asyncOp = True
@@ -27,6 +31,7 @@ class Group:
     rank: int
     world_size: int
     handle: dist.ProcessGroup | None
+    peers: Peers | None = None  # for tensors on the CPU, in place of `handle`
 
     @staticmethod
     def of(handle: dist.ProcessGroup | None) -> Group:
@@ -41,6 +46,8 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Waitable:
         """Start sending `tensor` of rank `source` into `tensor` of all others, in place."""
+        if self.peers is not None and tensor.device.type == "cpu":
+            return self._begin(lambda lanes: lanes.broadcast(_real(tensor), source))
         return self._issue(
             lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True)
         )
@@ -48,6 +55,8 @@ class Group:
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Waitable:
         """Start gathering equal shards in rank order into `out`."""
         out, shard = _real(out), _real(shard)
+        if self.peers is not None and out.device.type == "cpu":
+            return self._begin(lambda lanes: lanes.all_gather(out, shard))
         return self._issue(lambda group: group.all_gather_single(out, shard, _ALL_GATHER))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Waitable:
@@ -61,9 +70,24 @@ class Group:
     ) -> Waitable:
         """Start sending consecutive pieces of `sent` to ranks 0, 1, ...; `out` likewise."""
         out, sent = _real(out), _real(sent)
+        if self.peers is not None and out.device.type == "cpu":
+            return self._begin(lambda lanes: lanes.all_to_all(out, sent, numels_out, numels_sent))
         return self._issue(
             lambda group: group.all_to_all_single(out, sent, numels_out, numels_sent, _ALL_TO_ALL)
         )
+
+    def track(self, works: list[Waitable], label: str) -> Sequence[Waitable]:
+        """The works of one message; with peers as one, which says where ranks are if it waits."""
+        if self.peers is None or not all(isinstance(work, dist.Work) for work in works):
+            return works
+        return self.peers.track(cast("list[dist.Work]", works), label)
+
+    def _begin(self, start: Callable[[Lanes], dist.Work]) -> dist.Work:
+        assert self.peers is not None, "checked by the caller"
+        try:
+            return start(self.peers.lanes)
+        except RuntimeError as error:
+            raise WireError(_not_begun(error)) from error
 
     def _issue(self, start: Callable[[dist.ProcessGroup], Waitable | None]) -> Waitable:
         work = None
@@ -71,10 +95,7 @@ class Group:
             try:
                 work = start(self.handle)
             except RuntimeError as error:
-                raise WireError(
-                    f"expected a collective to start, got: {str(error).splitlines()[0]}\n"
-                    "hint: the process group is destroyed, or an earlier collective of it failed"
-                ) from error
+                raise WireError(_not_begun(error)) from error
         if work is None:
             raise WireError(
                 "expected this rank to be in the process group, got no work\n"
@@ -84,14 +105,41 @@ class Group:
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its maximum over the ranks; blocks."""
-        if self.handle is not None:
+        if self.peers is not None and tensor.device.type == "cpu":
+            work = self._begin(lambda lanes: lanes.all_reduce_max(tensor))
+            Ticket(self.track([work], "a vote of all ranks")).wait()
+        elif self.handle is not None:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
 
     def all_gather_object(self, value: object) -> list[object]:
         """Every rank's `value`, in rank order; blocks. For set-up only: it pickles."""
+        if self.peers is not None:
+            return self._exchange(value)
         values: list[object] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.handle)
         return values
+
+    def _exchange(self, value: object) -> list[object]:
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        self._gather_now(sizes, torch.tensor([mine.numel()]))
+        numel = int(sizes.max())
+        sent, received = mine.new_zeros(numel), mine.new_empty(self.world_size * numel)
+        sent[: mine.numel()] = mine
+        self._gather_now(received, sent)
+        pairs = zip(received.split(numel), sizes.tolist(), strict=True)
+        return [pickle.loads(each[:size].numpy().tobytes()) for each, size in pairs]
+
+    def _gather_now(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        work = self.all_gather(out, shard)
+        Ticket(self.track([work], "a message to all ranks")).wait()
+
+
+def _not_begun(error: RuntimeError) -> str:
+    return (
+        f"expected a collective to start, got: {str(error).splitlines()[0]}\n"
+        "hint: the process group is destroyed, or an earlier collective of it failed"
+    )
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

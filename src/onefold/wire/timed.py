@@ -11,6 +11,7 @@ import torch.distributed as dist
 from onefold.ledger import Ledger
 from onefold.observer import Observer, Span, Stream, watched
 from onefold.ticket import Ticket
+from onefold.wire.peers import works_of
 from onefold.wire.transport import Transport, Wrapped
 
 _SHOWN = {"gather": (Stream.GATHER, "unpack"), "reduce_scatter": (Stream.REDUCE, "average")}
@@ -42,7 +43,7 @@ class Timed(Wrapped):
         transfer = _Transfer(span, self._sent() - sent)
         if self._is_queued:
             return ticket.then(transfer.end)
-        transfer.follow([work for work in ticket.works if isinstance(work, dist.Work)])
+        transfer.follow([work for each in ticket.works for work in works_of(each)])
         return Ticket([_Awaited(ticket, transfer, observer, unit, verb)])
 
     def _sent(self) -> int:

@@ -209,7 +209,7 @@ class Composed:
         exchange.count("gather", cut.own_numel * full.element_size() * others)
         control = cut.control_numel * full.element_size() * others
         exchange.ledger.sent("control", control, 0)
-        return Ticket(works, finish, label)
+        return Ticket(self.group.track(works, label), finish, label)
 
     # reduce
 
@@ -245,7 +245,7 @@ class Composed:
             small.clear()
             self.exchange.reducing.give(received)
 
-        return Ticket(works, average, label)
+        return Ticket(self.group.track(works, label), average, label)
 
     def rest(self) -> None:
         """See `Transport.rest`."""

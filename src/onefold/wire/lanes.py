@@ -1,0 +1,136 @@
+"""Lanes: one gloo connection for each phase of a step, so that messages of two phases never meet.
+
+gloo pairs the n-th message of one rank with the n-th of another, whatever they hold, and ends the
+process where their sizes differ. If rank 0 saves while rank 1 runs forward, each therefore waits in
+a lane of its own; the roll call (wire/roll_call.py) then names both. The group that the user
+gave keeps the user's own collectives and those of `DTensor`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+)
+
+from onefold.errors import WireError, expected
+
+CALL = "call"
+"""The phase outside of forward and backward: save, load, unsharded, an optimizer's step."""
+
+_LATER = timedelta(minutes=1)
+
+_CONNECTIONS = {
+    CALL: "call",
+    "forward": "forward",
+    # a rank in one of these never meets a rank in the other: a training forward is between them
+    "backward": "backward",
+    "evaluation": "backward",
+}
+
+
+@dataclass(slots=True)
+class PhaseNow:
+    """The phase of one sharded module on this rank; the engine sets it."""
+
+    name: str = CALL
+
+
+@dataclass(slots=True)
+class Lane:
+    """One connection and the number of collectives that this rank has begun on it."""
+
+    name: str
+    backend: Any  # a ProcessGroupGloo, whose stubs lack some calls
+    issued: int = 0
+
+
+class Lanes:
+    """The lanes between the ranks of one group. `connect` is a collective."""
+
+    def __init__(self, now: PhaseNow, lanes: dict[str, Lane], size: int) -> None:
+        self.all = lanes
+        self._now = now
+        self._roots = [_broadcast_options(root) for root in range(size)]
+        self._gather, self._all_to_all = AllgatherOptions(), AllToAllOptions()
+        self._gather.asyncOp = self._all_to_all.asyncOp = True
+
+    @staticmethod
+    def connect(
+        store: Store, name: str, members: tuple[int, int], now: PhaseNow, timeout: timedelta
+    ) -> Lanes:
+        """Connect this rank with the others; `members` is (rank, world size).
+
+        Raises `WireError` if a rank does not come within `timeout`.
+        """
+        rank, size = members
+        lanes = {}
+        for connection in dict.fromkeys(_CONNECTIONS.values()):
+            prefix = f"{name}/{connection}"
+            try:
+                backend = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
+            except RuntimeError as error:
+                raise WireError(
+                    expected(
+                        f"all {size} ranks in onefold.shard within {timeout.total_seconds():g} s",
+                        str(error).splitlines()[0],
+                        where=f"rank {rank}",
+                        hint="every rank calls onefold.shard, the same number of times",
+                    )
+                ) from error
+            # a wait that ends first can say where every rank is (wire/peers.py)
+            backend._set_default_timeout(timeout + _LATER)
+            lanes[connection] = Lane(prefix, backend)
+        return Lanes(now, lanes, size)
+
+    @property
+    def phase(self) -> str:
+        """The phase that collectives begun now belong to."""
+        return self._now.name
+
+    @property
+    def now(self) -> Lane:
+        """The lane of collectives begun now."""
+        return self.all[_CONNECTIONS[self._now.name]]
+
+    def _begin(self) -> Any:
+        lane = self.all[_CONNECTIONS[self._now.name]]
+        lane.issued += 1
+        return lane.backend
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        """See `Group.broadcast`."""
+        return self._begin().broadcast([tensor], self._roots[source])
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+        """See `Group.all_gather`."""
+        return self._begin()._allgather_base(out, shard, self._gather)
+
+    def all_to_all(
+        self, out: torch.Tensor, sent: torch.Tensor, numels_out: list[int], numels_sent: list[int]
+    ) -> dist.Work:
+        """See `Group.all_to_all`."""
+        return self._begin().alltoall_base(out, sent, numels_out, numels_sent, self._all_to_all)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> dist.Work:
+        """See `Group.all_reduce_max`."""
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        return self._begin().allreduce([tensor], options)
+
+
+def _broadcast_options(root: int) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
+    return options

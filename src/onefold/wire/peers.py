@@ -1,0 +1,131 @@
+"""Waiting for other ranks with patience: a wait that takes long says where every rank is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from onefold.errors import WireError, expected
+from onefold.ticket import Waitable
+from onefold.wire.lanes import Lanes
+from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting, no_rank_can_go_on
+
+_PATIENCE = timedelta(seconds=PATIENCE_S)
+_LOOK = timedelta(seconds=0.25)
+
+
+class Peers:
+    """The other ranks of a group: lanes to them, and how long to wait for them.
+
+    `timeout` was asked for, or None; `time_limit` returns the seconds after which a rank gives up.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        roll_call: RollCall,
+        timeout: timedelta | None,
+        time_limit: Callable[[], float],
+    ) -> None:
+        self.lanes = lanes
+        self.roll_call = roll_call
+        self.timeout = timeout
+        self._time_limit = time_limit
+        self._failure: WireError | None = None  # ranks are apart since: no later wait can help
+
+    def track(self, works: Sequence[dist.Work], label: str) -> list[Waitable]:
+        """The works of one message, as one that waits with patience."""
+        return [Message(self, works, label)]
+
+    def wait(self, work: dist.Work, message: Message) -> None:
+        """Wait for one work. Raises `WireError` if ranks wait for one another, or time is up."""
+        if _is_over(work, _PATIENCE if self._failure is None else _LOOK):
+            return
+        if self._failure is not None:
+            raise self._failure
+        start, roll_call = time.monotonic() - PATIENCE_S, self.roll_call
+        roll_call.waiting = message.waiting()
+        try:
+            while not _is_over(work, _LOOK):
+                if roll_call.verdict is not None:
+                    self._failure = WireError(no_rank_can_go_on(roll_call.verdict))
+                elif time.monotonic() - start > self._time_limit():
+                    self._failure = WireError(self._time_is_up(message.label))
+                if self._failure is not None:
+                    raise self._failure
+        except RuntimeError as error:
+            if isinstance(error, WireError) or not (words := roll_call.last_words()):
+                raise
+            raise WireError(_left(message.label, error, words)) from error
+        finally:
+            roll_call.waiting = None
+
+    def _time_is_up(self, label: str) -> str:
+        return expected(
+            f"{label} to complete within {self._time_limit():g} s",
+            f"no answer of every rank:\n{self.roll_call.table()}",
+            hint="a rank left the loop, runs other code, or is slow: onefold.shard(timeout=) "
+            "says how many seconds the others wait",
+        )
+
+
+def _left(label: str, error: RuntimeError, words: str) -> str:
+    return expected(
+        f"{label} to complete",
+        f"{str(error).splitlines()[0]}; before that, ranks were here:\n{words}",
+        hint="a peer died, left the training loop early, or called other collectives",
+    )
+
+
+def _is_over(work: dist.Work, limit: timedelta) -> bool:
+    """Wait at most `limit`; False if the work is not complete then. Raises the work's own error."""
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        if work.is_completed():  # an error of its own, not of this limit
+            raise
+        return False
+    return True
+
+
+def works_of(work: Waitable) -> Sequence[dist.Work]:
+    """The works of torch in one that a ticket waits for."""
+    if isinstance(work, Message):
+        return work.works
+    return [work] if isinstance(work, dist.Work) else []
+
+
+class Message:
+    """The works of one message, begun on one lane."""
+
+    __slots__ = ("_failure", "_number", "_peers", "_phase", "label", "lane", "works")
+
+    def __init__(self, peers: Peers, works: Sequence[dist.Work], label: str) -> None:
+        lane = peers.lanes.now
+        self._peers, self.works, self.label = peers, works, label
+        self._failure: RuntimeError | None = None
+        self.lane, self._number, self._phase = lane, lane.issued, peers.lanes.phase
+
+    def wait(self) -> None:
+        """See `Waitable.wait`. A wait that failed fails again at once."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            for work in self.works:
+                self._peers.wait(work, self)
+        except RuntimeError as error:
+            self._failure = error
+            raise
+
+    def is_completed(self) -> bool:
+        """See `Waitable.is_completed`."""
+        return all(work.is_completed() for work in self.works)
+
+    def waiting(self) -> Waiting:
+        """Where this rank is, for the other ranks."""
+        lane = self.lane.name
+        return Waiting(self.label, self._phase, lane, self._number, threading.get_ident())

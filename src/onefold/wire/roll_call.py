@@ -1,0 +1,268 @@
+"""Roll call: ask every rank where it is, once a rank has waited long.
+
+A thread on every rank looks at the group's store twice a second. A rank that has waited for some
+seconds asks; every rank answers with the line of the user's code that it is in and, if it waits for
+a collective, with the name of that. If no rank can go on, all of them raise the list at once. If
+one is busy elsewhere, those that wait raise the list at the timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from weakref import finalize
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from onefold.errors import expected
+from onefold.wire.lanes import CALL, Lane
+
+POLL_S = 0.5
+"""How often a rank looks whether another one asks."""
+
+PATIENCE_S = 2.0
+"""A rank that has waited this long asks the others; and takes as long for their answers."""
+
+_OWN = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_WAIT_FOR_RANKS = (
+    "_functional_collectives.py", "distributed_c10d.py", "_collective_utils.py", "_redistribute.py",
+)  # fmt: skip
+_MODULE_CALL = os.path.join("torch", "nn", "modules", "module.py")
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A collective that this rank's own thread waits for."""
+
+    label: str
+    phase: str
+    lane: str
+    number: int  # of the collective on its lane
+    thread: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Where one rank is."""
+
+    text: str
+    is_stuck: bool = False  # in a collective, of ours or of torch
+    lane: str | None = None
+    number: int = 0
+    issued: Mapping[str, int] = field(default_factory=dict)  # by lane
+
+
+def find_deadlock(answers: list[Answer | None]) -> bool:
+    """True if every rank waits, and each for a collective that some waiting rank has not begun.
+
+    A rank in a collective of torch's own waits too; at least one rank must wait for one of ours.
+    """
+    found = [answer for answer in answers if answer is not None and answer.is_stuck]
+    if len(found) < len(answers) or all(answer.lane is None for answer in found):
+        return False
+    return all(
+        answer.lane is None
+        or any(each.issued.get(answer.lane, answer.number) < answer.number for each in found)
+        for answer in found
+    )
+
+
+class RollCall:
+    """This rank's part in the roll calls of one group of ranks."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.lanes: list[Lane] = []  # to the ranks of every group that takes part
+        self._desk = _Desk(store, rank, world_size, self.lanes)
+        thread = threading.Thread(target=self._desk.run, daemon=True, name="onefold-roll-call")
+        thread.start()
+        # a thread inside the store must not meet an interpreter that shuts down
+        finalize(self, self._desk.stop, thread)
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """The collective that this rank waits for."""
+        return self._desk.waiting
+
+    @waiting.setter
+    def waiting(self, waiting: Waiting | None) -> None:
+        self._desk.waiting = waiting
+
+    @property
+    def verdict(self) -> str | None:
+        """The list of where all ranks are, once it is certain that none of them can go on."""
+        return self._desk.verdict
+
+    def table(self) -> str:
+        """The list of where all ranks were when they were last asked; "" if they were not."""
+        return self._desk.table
+
+    def last_words(self) -> str:
+        """The list that another rank may have left before it ended."""
+        return self._desk.read_verdict() or self._desk.table
+
+
+class _Desk:
+    """What the thread works on; it does not keep the `RollCall` alive."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, lanes: list[Lane]) -> None:
+        self.waiting: Waiting | None = None
+        self.verdict: str | None = None
+        self.table = ""
+        self._store, self._rank, self._world_size, self._lanes = store, rank, world_size, lanes
+        self._asked = self._turns = 0
+        self._heard = [0] * world_size  # the turn of each rank's last answer
+        self._before: tuple[int, int] | None = None
+        self._last: list[Answer | None] = []
+        self._quit = threading.Event()
+
+    def stop(self, thread: threading.Thread) -> None:
+        """End the thread."""
+        self._quit.set()
+        if thread is not threading.current_thread():
+            thread.join(2 * POLL_S)
+
+    def run(self) -> None:
+        while not self._quit.wait(POLL_S):
+            try:
+                self._turn()
+            except RuntimeError:  # the store's host has ended
+                return
+
+    def _turn(self) -> None:
+        self._turns += 1
+        is_stuck = self._is_stuck()
+        asked = self._store.add("asked", int(is_stuck))
+        if asked != self._asked:
+            self._asked = asked
+            said = asdict(self._answer(is_stuck))
+            self._store.set(f"at/{self._rank}", json.dumps([self._turns, said]))
+        if is_stuck and self.verdict is None:
+            self.verdict = self.read_verdict() or self._listen()
+            if self.verdict is not None and self.waiting is None:  # this rank is inside torch
+                os.write(2, f"onefold: {no_rank_can_go_on(self.verdict)}\n".encode())
+
+    def _listen(self) -> str | None:
+        """Read all answers. Twice the same without hope is a verdict, for every rank."""
+        keys = [f"at/{rank}" for rank in range(self._world_size)]
+        there = [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        found = [None if each is None else json.loads(each) for each in there]
+        turns = [each[0] if each else 0 for each in found]
+        answers = [Answer(**each[1]) if each else None for each in found]
+        self.table = "\n".join(f"  rank {r}: {_text(each)}" for r, each in enumerate(answers))
+        are_new = all(now > before for now, before in zip(turns, self._heard, strict=True))
+        if are_new:
+            self._heard = turns
+            if answers == self._last and find_deadlock(answers):
+                self._store.set("verdict", self.table)
+                return self.table
+            self._last = answers
+        return None
+
+    def read_verdict(self) -> str | None:
+        """The verdict of any rank; None if there is none, or no store any more."""
+        try:
+            return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
+        except RuntimeError:
+            return None
+
+    def _is_stuck(self) -> bool:
+        """True if this rank has waited for some time in a collective, of ours or of torch."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        now: tuple[int, int] | None = None
+        if frame is not None and _is_in_torch_collective(frame):
+            now = (id(frame), frame.f_lasti)
+        before, self._before = self._before, now
+        return self.waiting is not None or (now is not None and now == before)
+
+    def _answer(self, stuck: bool) -> Answer:
+        waiting, issued = self.waiting, {lane.name: lane.issued for lane in self._lanes}
+        if waiting is not None:
+            frame = sys._current_frames().get(waiting.thread)
+            label = waiting.label.removesuffix(f" on rank {self._rank}")
+            what = describe(waiting.phase, label, frame)
+            return Answer(f"{what}{_at(frame)}", stuck, waiting.lane, waiting.number, issued)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        is_theirs = _is_in_torch_collective(frame)
+        what = "a collective of torch" if is_theirs else "no collective"
+        return Answer(f"{what}{_at(frame)}", stuck and is_theirs, None, 0, issued)
+
+
+def no_rank_can_go_on(table: str) -> str:
+    """The message for ranks that wait for one another."""
+    return expected(
+        "all ranks in the same collective",
+        f"ranks that wait for one another:\n{table}",
+        hint="every rank makes the same calls in the same order: take collectives out of "
+        "`if rank == 0:`, and run the same number of steps on every rank",
+    )
+
+
+def describe(phase: str, label: str, frame: FrameType | None) -> str:
+    """Name a collective by the call that it belongs to."""
+    if phase != CALL:
+        return f"{'evaluation forward' if phase == 'evaluation' else phase}, {label}"
+    called = None
+    while frame is not None:  # the outermost function of ours that the user's frame leads to
+        if frame.f_code.co_filename.startswith(_OWN):
+            called = frame.f_code.co_name.strip("_")
+        elif called is not None and not _is_plumbing(frame):
+            break
+        frame = frame.f_back
+    return f"onefold.{called}, {label}" if called else label
+
+
+def _is_plumbing(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((_TORCH, _STANDARD))
+
+
+def _at(frame: FrameType | None) -> str:
+    """The line of the user's code that led here: of the loop rather than of a module's forward."""
+    own: FrameType | None = None
+    installed: FrameType | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith(_MODULE_CALL):
+            own = installed = None
+        elif file.startswith(_INSTALLED):
+            installed = installed or frame
+        elif not file.startswith((_OWN, _TORCH, _STANDARD, "<")):
+            own = own or frame
+        frame = frame.f_back
+    found = own or installed
+    if found is None:
+        return ""
+    file, line = found.f_code.co_filename, found.f_lineno
+    source = linecache.getline(file, line).strip()
+    return f", {Path(file).name}:{line}" + (f" `{source}`" if source else "")
+
+
+def _is_in_torch_collective(frame: FrameType | None) -> bool:
+    """True if torch's innermost call is one that waits for other ranks."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename.endswith(_WAIT_FOR_RANKS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _text(answer: Answer | None) -> str:
+    if answer is None:
+        return "no answer: its process has ended, is stopped, or is not in Python"
+    return answer.text
+
+
+def connect_store(store: Store, name: str) -> PrefixStore:
+    """The part of a group's store that belongs to the roll calls called `name`."""
+    return PrefixStore(f"{name}/roll call", store.clone())  # type: ignore[attr-defined]
