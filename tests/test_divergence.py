@@ -55,6 +55,12 @@ def look_at_weights_alone(rank, module, optimizer, folder):
     _step(module, optimizer)
 
 
+def gather_a_state_dict_alone(rank, module, optimizer, folder):
+    if rank == 0:
+        onefold.full_state_dict(module)
+    _step(module, optimizer)
+
+
 def one_forward_more(rank, module, optimizer, folder):
     if rank == 0:
         next_token_loss(module, token_batches()[0])
@@ -123,6 +129,7 @@ CALLS = {
     load_alone: r"rank 0: onefold\.load, .*test_divergence\.py:\d+ `onefold\.load\(.*",
     evaluate_alone: r"rank 0: evaluation forward, gather .*:\d+ `module\(token_batches.*",
     look_at_weights_alone: r"rank 0: onefold\.unsharded, .*:\d+ `with onefold\.unsharded.*",
+    gather_a_state_dict_alone: r"rank 0: onefold\.full_state_dict, .*:\d+ `onefold\.full_state.*",
     one_forward_more: r"rank 0: forward, gather of .*",
 }
 

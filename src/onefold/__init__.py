@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onefold.api import accumulate, report, shard, unsharded
+    from onefold.checkpoint.full import full_state_dict
     from onefold.checkpoint.load import load
     from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
     from onefold.checkpoint.save import save
@@ -39,6 +40,7 @@ _HOMES = {
     "report": "onefold.api",
     "shard": "onefold.api",
     "unsharded": "onefold.api",
+    "full_state_dict": "onefold.checkpoint.full",
     "load": "onefold.checkpoint.load",
     "load_pretrained": "onefold.checkpoint.pretrained",
     "save_pretrained": "onefold.checkpoint.pretrained",
@@ -75,6 +77,7 @@ __all__ = [
     "Wire",
     "WireError",
     "accumulate",
+    "full_state_dict",
     "load",
     "load_pretrained",
     "plan",
