@@ -17,13 +17,16 @@ from tests.ranks import seeded
 pytestmark = pytest.mark.gpu
 
 
-def losses(device: str, stage: int, precision: str | None, offload: object = None) -> torch.Tensor:
-    module = seeded(Model).to(device)
+def losses(stage: int | None, precision: str | None, offload: object = None) -> torch.Tensor:
+    """Of a module that `shard` moves to the device; stage None: of plain PyTorch on the CPU."""
+    module = seeded(Model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    onefold.shard(module, optimizer, stage=stage, precision=precision, offload=offload)
+    if stage is not None:
+        onefold.shard(module, optimizer, stage=stage, precision=precision, offload=offload)
+        assert {p.device.type for p in module.parameters()} == {"cuda"} or offload is not None
     found = []
     for batch in token_batches():
-        loss = next_token_loss(module, batch.to(device))
+        loss = next_token_loss(module, batch if stage is None else batch.to("cuda"))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
@@ -35,16 +38,16 @@ def losses(device: str, stage: int, precision: str | None, offload: object = Non
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("precision", "relative"), [(None, 1e-4), ("bf16", 2e-2)])
 def test_a_gpu_computes_the_losses_of_the_cpu(stage, precision, relative):
-    wanted = losses("cpu", stage, None)
-    torch.testing.assert_close(losses("cuda", stage, precision), wanted, rtol=relative, atol=0)
+    wanted = losses(None, None)
+    torch.testing.assert_close(losses(stage, precision), wanted, rtol=relative, atol=0)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_states_streamed_to_a_gpu_have_the_bits_of_states_that_rest_there(precision, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_NUMEL", GRAIN_NUMEL)  # several blocks for each unit
-    wanted = losses("cuda", 2, precision)
+    wanted = losses(2, precision)
     streamed = onefold.Offload(optimizer="cpu", step="device")
-    assert torch.equal(losses("cuda", 2, precision, streamed), wanted)
+    assert torch.equal(losses(2, precision, streamed), wanted)
 
 
 def test_a_gpu_chooses_who_steps_states_in_cpu_memory_and_says_why():
@@ -74,8 +77,8 @@ def test_messages_of_a_gpu_have_the_bits_of_the_cpu(word):
 
 
 def test_a_deleted_model_leaves_no_memory_on_the_device():
-    losses("cuda", 3, "bf16")
+    losses(3, "bf16")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    losses("cuda", 3, "bf16")
+    losses(3, "bf16")
     assert torch.cuda.memory_allocated() == before

@@ -113,6 +113,8 @@ def _units(parts: ModuleParts, context: Context, source: Source, engine: Engine)
 def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
     """Give a unit's parameters their values, keep this rank's shard, and free the rest."""
     materialise(plan, context.store.device, *source)
+    for owned in plan.members:  # unit by unit: the device never holds more than one
+        owned.parameter.data = owned.parameter.data.to(context.store.device)
     originals = [owned.parameter for owned in plan.members]
     values = source[1]
     given = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}
@@ -126,6 +128,10 @@ def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
 def _cast_buffers(module: nn.Module, resolved: Resolved, group: Group, source: Source) -> None:
     """Give buffers the values of rank 0, in the dtype of `Precision.buffers`."""
     materialise_buffers(module, resolved.device, *source)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(resolved.device)
     agree_on_values(module.buffers(), group)
     dtype: torch.dtype | None = resolved.recipe.precision.buffers
     if dtype is not None:

@@ -23,8 +23,9 @@ from onefold.config import STAGES, Stage, check_offload, offload_of, precision_o
 from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Shares
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
+from onefold.mesh.devices import check_devices, device_of
 from onefold.mesh.meeting import meet
-from onefold.mesh.ranks import Ranks, device_of, local_place, two_axes_of_launcher
+from onefold.mesh.ranks import Ranks, local_place, two_axes_of_launcher
 from onefold.planner.auto import least_fraction, lowest_stage
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire_config import Wire, resolve_wire, wire_of
@@ -152,7 +153,8 @@ def examine_together(ranks: Ranks, examine_mine: Callable[[], Asked]) -> Asked:
 def resolve(asked: Asked, ranks: Ranks) -> Resolved:
     """Settle every open choice, the same on all ranks. A collective where one is open."""
     group, parts, recipe = ranks.everyone, asked.parts, asked.recipe
-    device = device_of(parts.parameters, group)
+    device = device_of(parts.parameters, group, ranks.mesh)
+    check_devices(device, group)
     offload, why_stepper = stepper_of(recipe.offload, device, group)
     found = ranks if recipe.wire.is_plain else meet(two_axes_of_launcher(ranks, device))
     recipe = replace(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onefold.errors import ConfigError, expected
 from onefold.layout.axes import Axes
-from onefold.layout.units import Owned
+from onefold.mesh.devices import own_device_index
 from onefold.mesh.interfaces import use_link_to_hosts
 from onefold.wire.collectives import Group
 from onefold.wire.lanes import PhaseNow
@@ -161,11 +160,12 @@ def join_launcher(timeout: timedelta = TIMEOUT) -> None:
     """
     if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    else:
+    backend, kind = "gloo", torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
         use_link_to_hosts()
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    else:
+        torch.accelerator.set_device_index(own_device_index())
+        backend = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind)}"
     dist.init_process_group(backend, timeout=timeout)
     atexit.register(_leave)
 
@@ -186,20 +186,3 @@ def _leave() -> None:
     time.sleep(0.05)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def device_of(parameters: Sequence[Owned], group: Group) -> torch.device:
-    """Return the device of all parameters; for `meta` the group's accelerator, or the CPU."""
-    found: dict[torch.device, str] = {}
-    for owned in parameters:
-        if not owned.parameter.is_meta:
-            found.setdefault(owned.parameter.device, owned.fqn)
-    if len(found) > 1:
-        got = ", ".join(f"{fqn!r} on {device}" for device, fqn in found.items())
-        hint = "move the module to one device before onefold.shard"
-        raise ConfigError(expected("all parameters on one device", got, hint=hint))
-    if found:
-        return next(iter(found))
-    if torch.cuda.is_available() and (group.handle is None or group.is_nccl):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
