@@ -17,6 +17,7 @@ from onefold.build.routes import Links, routes_of
 from onefold.build.tiers import budget_of, build_tiers, describe
 from onefold.engine import guards
 from onefold.engine.engine import Engine
+from onefold.engine.first_batch import compare_first_batches
 from onefold.engine.hooks import install
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
@@ -71,6 +72,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     parts.module.__dict__[ENGINE] = engine
     install(engine, parts.module, {at: plan.modules for at, plan in enumerate(parts.plans)})
     guards.install(parts.module, engine)
+    compare_first_batches(parts.module, group)
     _join_optimizers(parts, engine, originals)
     ledger.forget_traffic()
 

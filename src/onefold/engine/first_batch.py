@@ -1,0 +1,94 @@
+"""Compare the first batches of all ranks: equal ones mean that ranks train on the same rows.
+
+Without a `DistributedSampler`, or rows picked by rank, N ranks do the work of one and nothing else
+shows it. The same holds for dropout: ranks with equal generators drop the same elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.hooks import RemovableHandle
+
+from onefold.engine.watch import tensors_in
+from onefold.wire.collectives import Group
+
+_SAMPLE_NBYTES = 1 << 20  # of each tensor: batches that differ differ early
+
+
+def compare_first_batches(module: nn.Module, group: Group) -> None:
+    """Compare in the first forward that trains, once. Rank 0 warns."""
+    if group.world_size == 1:
+        return
+    handle: RemovableHandle
+
+    def hook(root: nn.Module, args: object, kwargs: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        _compare(group, digest_of((args, kwargs)), _generator_of(root))
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _compare(group: Group, batch: str, generator: str) -> None:
+    everyone = cast("list[tuple[str, str]]", group.all_gather_object((batch, generator)))
+    if group.rank != 0:
+        return
+    twins = _first_equal([batch for batch, _ in everyone])
+    if twins:
+        warnings.warn(
+            f"ranks {twins[0]} and {twins[1]} got the same first batch: give each rank its own "
+            "rows, as torch.utils.data.DistributedSampler does",
+            stacklevel=2,
+        )
+    twins = _first_equal([generator for _, generator in everyone])
+    if twins:
+        warnings.warn(
+            f"ranks {twins[0]} and {twins[1]} drop the same elements, as their generators are "
+            "equal: call torch.manual_seed(seed + rank) after onefold.shard",
+            stacklevel=2,
+        )
+
+
+def _first_equal(values: list[str]) -> tuple[int, int] | None:
+    """The first two ranks with the same value; "" is equal to none."""
+    seen: dict[str, int] = {}
+    for rank, value in enumerate(values):
+        if value and seen.setdefault(value, rank) != rank:
+            return seen[value], rank
+    return None
+
+
+def digest_of(arguments: object) -> str:
+    """A digest of the tensors in a forward's arguments; "" if there are none."""
+    found = hashlib.blake2b(digest_size=8)
+    is_empty = True
+    for tensor in tensors_in(arguments):
+        if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided:
+            found.update(_bytes_of(tensor))
+            is_empty = False
+    return "" if is_empty else found.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    first = real.detach().reshape(-1)[: _SAMPLE_NBYTES // real.element_size()]
+    return first.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _generator_of(root: nn.Module) -> str:
+    """A digest of the generator's state, where dropout will draw from it; "" elsewhere."""
+    drops = any(isinstance(m, _DropoutNd) and m.p > 0 and m.training for m in root.modules())
+    if not drops:
+        return ""
+    state = torch.get_rng_state()
+    device = next((p.device for p in root.parameters() if p.device.type == "cuda"), None)
+    if device is not None:
+        state = torch.cat([state, torch.cuda.get_rng_state(device)])
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
