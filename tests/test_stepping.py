@@ -131,7 +131,9 @@ def test_rates_are_measured_in_a_moment(monkeypatch):
 
 
 def test_a_device_without_room_for_slots_says_what_was_wanted_and_what_helps():
-    with pytest.raises(TierError, match=r"bytes on cpu for states .*\n.*step=\"cpu\"") as caught:
+    with pytest.raises(
+        TierError, match=r"bytes on cpu for blocks of states .*\n.*step=\"cpu\""
+    ) as caught:
         DeviceStep(CPU, Ledger()).reserve(1 << 60)
     assert f"{1 << 60:,}" in str(caught.value)
 

@@ -149,9 +149,12 @@ class _Desk:
             said = asdict(self._answer(is_stuck))
             self._store.set(f"at/{self._rank}", json.dumps([self._turns, said]))
         if is_stuck and self.verdict is None:
-            self.verdict = self.read_verdict() or self._listen()
-            if self.verdict is not None and self.waiting is None:  # this rank is inside torch
-                os.write(2, f"onefold: {no_rank_can_go_on(self.verdict)}\n".encode())
+            verdict = self.read_verdict() or self._listen()
+            if verdict is not None:
+                if self.waiting is None:  # this rank is inside torch, where nothing can be raised
+                    os.write(2, f"onefold: {no_rank_can_go_on(verdict)}\n".encode())
+                self._wait_until_all_know()
+                self.verdict = verdict
 
     def _listen(self) -> str | None:
         """Read all answers. Twice the same without hope is a verdict, for every rank."""
@@ -169,6 +172,13 @@ class _Desk:
                 return self.table
             self._last = answers
         return None
+
+    def _wait_until_all_know(self) -> None:
+        """A rank that ends now would end the waits of others before they know why."""
+        self._store.add("know", 1)
+        for _ in range(20):
+            if self._store.add("know", 0) >= self._world_size or self._quit.wait(PATIENCE_S / 10):
+                return
 
     def read_verdict(self) -> str | None:
         """The verdict of any rank; None if there is none, or no store any more."""
