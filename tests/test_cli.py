@@ -85,7 +85,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
+def step_device(tmp_path: Path) -> Path:
     """A working directory with modules of the user's own."""
     (tmp_path / "mine.py").write_text(MODULES)
     return tmp_path
@@ -152,11 +152,11 @@ def test_without_a_command_it_shows_its_commands(capsys):
 
 @pytest.mark.process
 @pytest.mark.parametrize("arguments", [[], ["plan", "--help"], ["doctor"], ["check", "--json"]])
-def test_a_reader_that_has_left_ends_the_command_without_a_word(arguments, workplace):
+def test_a_reader_that_has_left_ends_the_command_without_a_word(arguments, step_device):
     """As `onefold doctor | head -1` does: the exit code is that of SIGPIPE."""
     unread, theirs = os.pipe()
     os.close(unread)
-    done = subprocess.run([*ONEFOLD, *arguments], cwd=workplace, stdout=theirs,
+    done = subprocess.run([*ONEFOLD, *arguments], cwd=step_device, stdout=theirs,
                           stderr=subprocess.PIPE, text=True, timeout=HANG_S,
                           env={**os.environ, "PYTHONUNBUFFERED": ""})  # fmt: skip
     os.close(theirs)
@@ -227,17 +227,17 @@ def test_numbers_that_are_none_are_refused(text):
 
 
 @pytest.mark.process
-def test_bad_input_that_only_a_rank_can_see_is_one_line_too(workplace):
-    done = onefold("train", "--model", "mine:narrow", *TINY_RUN, cwd=workplace)
+def test_bad_input_that_only_a_rank_can_see_is_one_line_too(step_device):
+    done = onefold("train", "--model", "mine:narrow", *TINY_RUN, cwd=step_device)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "got [2, 16, 100]" in done.stderr
 
 
 @pytest.mark.process
-def test_a_rank_without_its_launcher_is_told_so(workplace, monkeypatch):
+def test_a_rank_without_its_launcher_is_told_so(step_device, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    done = onefold("train", *TINY_RUN, cwd=workplace)
+    done = onefold("train", *TINY_RUN, cwd=step_device)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "got no WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in done.stderr
@@ -247,9 +247,9 @@ def test_a_rank_without_its_launcher_is_told_so(workplace, monkeypatch):
 
 
 @pytest.mark.process
-def test_train_tells_the_same_in_json_alone_and_under_torchrun(workplace):
+def test_train_tells_the_same_in_json_alone_and_under_torchrun(step_device):
     arguments = ["train", *TINY_RUN, "--json"]
-    done = onefold(*arguments, cwd=workplace)
+    done = onefold(*arguments, cwd=step_device)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     result = json.loads(done.stdout)
@@ -262,14 +262,14 @@ def test_train_tells_the_same_in_json_alone_and_under_torchrun(workplace):
         assert {kind: memory["now"].get(kind, 0) for kind in memory["expected"]} == (
             memory["expected"]
         )
-    again = torchrun("-m", "onefold", *arguments, "--ranks", "2", cwd=workplace)
+    again = torchrun("-m", "onefold", *arguments, "--ranks", "2", cwd=step_device)
     assert again.returncode == 0, again.stderr
     assert without_times(json.loads(again.stdout)) == without_times(result)
 
 
 @pytest.mark.process
-def test_without_a_terminal_progress_is_lines_and_the_table_equals_the_closed_form(workplace):
-    done = onefold("train", "--model", "mine:net", "--stage", "2", *TINY_RUN, cwd=workplace)
+def test_without_a_terminal_progress_is_lines_and_the_table_equals_the_closed_form(step_device):
+    done = onefold("train", "--model", "mine:net", "--stage", "2", *TINY_RUN, cwd=step_device)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "\x1b" not in done.stdout
@@ -283,12 +283,12 @@ def test_without_a_terminal_progress_is_lines_and_the_table_equals_the_closed_fo
 
 
 @pytest.mark.process
-def test_on_a_terminal_progress_is_a_bar(workplace):
+def test_on_a_terminal_progress_is_a_bar(step_device):
     """Here launcher and ranks are processes of their own from the start, as a user's are."""
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
         [*ONEFOLD, "train", "--model", "mine:net", *TINY_RUN],
-        cwd=workplace, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"},
+        cwd=step_device, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"},
     )  # fmt: skip
     os.close(theirs)
     shown = b""
@@ -308,13 +308,13 @@ def test_on_a_terminal_progress_is_a_bar(workplace):
 
 @pytest.mark.process
 @pytest.mark.parametrize("delay_s", [0.0, 0.5, None])
-def test_an_interrupt_ends_all_ranks_within_seconds_with_one_line(workplace, delay_s):
+def test_an_interrupt_ends_all_ranks_within_seconds_with_one_line(step_device, delay_s):
     """While it starts, from when it loads torch; and (None) a second after it began to train.
 
     An interrupt in the first tenths of a second ends Python's own start, as it ends any script's.
     """
     running = subprocess.Popen(
-        [*ONEFOLD, "train", "--steps", "100000"], cwd=workplace, text=True,
+        [*ONEFOLD, "train", "--steps", "100000"], cwd=step_device, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     if delay_s is None:
@@ -328,14 +328,14 @@ def test_an_interrupt_ends_all_ranks_within_seconds_with_one_line(workplace, del
     assert running.returncode == 130
     assert errors == "onefold train: interrupted\n"
     deadline = time.monotonic() + HANG_S
-    while processes_below(workplace) and time.monotonic() < deadline:
+    while processes_below(step_device) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert processes_below(workplace) == []
+    assert processes_below(step_device) == []
 
 
 @pytest.mark.process
-def test_a_rank_that_is_killed_ends_the_run_with_a_line_that_names_it(workplace):
-    done = onefold("train", "--model", "mine:dies", *TINY_RUN, cwd=workplace)
+def test_a_rank_that_is_killed_ends_the_run_with_a_line_that_names_it(step_device):
+    done = onefold("train", "--model", "mine:dies", *TINY_RUN, cwd=step_device)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "rank 1 ended by SIGKILL" in done.stderr
@@ -345,8 +345,8 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_line_that_names_it(workplace)
 
 
 @pytest.mark.process
-def test_check_passes_on_the_default_module_and_says_so_in_json(workplace):
-    done = onefold("check", "--json", cwd=workplace)
+def test_check_passes_on_the_default_module_and_says_so_in_json(step_device):
+    done = onefold("check", "--json", cwd=step_device)
     assert done.returncode == 0, done.stdout + done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["passes"]
@@ -355,16 +355,16 @@ def test_check_passes_on_the_default_module_and_says_so_in_json(workplace):
 
 
 @pytest.mark.process
-def test_check_takes_a_batch_and_a_loss_from_the_user(workplace):
-    done = onefold("check", "mine:regression", "--steps", "2", cwd=workplace)
+def test_check_takes_a_batch_and_a_loss_from_the_user(step_device):
+    done = onefold("check", "mine:regression", "--steps", "2", cwd=step_device)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "35 parameters, 2 steps, 2 ranks" in done.stdout
     assert done.stdout.endswith("all stages agree\n")
 
 
 @pytest.mark.process
-def test_check_names_the_parameter_that_differs_where_ranks_compute_differently(workplace):
-    done = onefold("check", "mine:rank_dependent", cwd=workplace)
+def test_check_names_the_parameter_that_differs_where_ranks_compute_differently(step_device):
+    done = onefold("check", "mine:rank_dependent", cwd=step_device)
     assert done.returncode == 1
     assert done.stderr == ""
     assert "FAILS" in done.stdout
@@ -376,8 +376,8 @@ def test_check_names_the_parameter_that_differs_where_ranks_compute_differently(
 
 
 @pytest.mark.process
-def test_doctor_tells_what_the_machine_has(workplace):
-    done = onefold("doctor", "--json", cwd=workplace)
+def test_doctor_tells_what_the_machine_has(step_device):
+    done = onefold("doctor", "--json", cwd=step_device)
     assert done.returncode == 0, done.stderr
     machine = json.loads(done.stdout)
     assert machine["cores"] >= 1

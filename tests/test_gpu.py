@@ -54,7 +54,7 @@ def test_a_gpu_chooses_who_steps_states_in_cpu_memory_and_says_why():
     module = seeded(Model).to("cuda")
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     onefold.shard(module, optimizer, stage=2, offload="optimizer")
-    streams = isinstance(engine_of(module).context.tiers.workplace, DeviceStep)
+    streams = isinstance(engine_of(module).context.tiers.step_device, DeviceStep)
     told = "streamed to the device" if streams else "stepped by the CPU"
     assert told in str(onefold.report(module))
 

@@ -162,5 +162,5 @@ def test_only_states_in_cpu_memory_are_streamed(tmp_path):
 
 def test_what_was_chosen_is_in_the_setting_of_every_unit():
     module, _ = build(STREAMED)
-    places = {type(unit.context.tiers.workplace).__name__ for unit in engine_of(module).units}
+    places = {type(unit.context.tiers.step_device).__name__ for unit in engine_of(module).units}
     assert places == {"DeviceStep"}

@@ -1,4 +1,4 @@
-"""Python's garbage collector, told when there is nothing to find."""
+"""Pause Python's garbage collector where there is nothing to find."""
 
 from __future__ import annotations
 

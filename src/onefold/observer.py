@@ -2,7 +2,7 @@
 
 An observer hangs on a module's `Ledger`, which everything that holds, moves or computes bytes knows
 already. Without one each place that could tell something tests for None, and that is all it costs.
-Observers are told from several threads: the one that trains, autograd's and workers'.
+Several threads call observers: the one that trains, autograd's and workers'.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Span(Protocol):
 
 
 class Observer(Protocol):
-    """Who is told what happens while it happens; must be quick, and may not raise."""
+    """Hears of events as they happen. A call must be quick and may not raise."""
 
     def held(self, kind: str, tier: str, nbytes: int) -> None:
         """So many bytes of a kind are held in a tier from now on."""

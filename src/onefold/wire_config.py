@@ -152,7 +152,7 @@ PRESETS = {
     "zero++": Wire(weights="int8", gradients=("int8+h", "int4+h")),
     "zero++diff": Wire(weights="int4-diff", gradients=("int8+h", "int4+h")),
 }
-"""Named wires, from exact to lossy; docs/wire.md has the bytes and the loss of each.
+"""Named wires, from exact to lossy; docs/measurements/wire.md has the bytes and the loss of each.
 
 "hybrid" is HFSDP and "replicas" HSDP, exact. "recommended" sends a third of their bytes between
 nodes: int8 differences of weights, int8 gradients. "zero++" is ZeRO++ as published, and nodes also
@@ -214,7 +214,7 @@ def check_wire(wire: Wire, stage: Stage, offload: Offload, *, has_axes: bool) ->
                 "exact gradients where units step inside backward: a step by others may have to "
                 "be skipped, once all are known",
                 f"Wire.gradients={wire.gradients!r} with Offload.step_in_backward",
-                hint="one of the two",
+                hint='gradients="exact", or step_in_backward=False',
             )
         )
     if wire.secondary == "optimizer" and offload.tile is not None:

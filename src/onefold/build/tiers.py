@@ -218,16 +218,16 @@ def _build(
     num_near = max(1, len(cores) - 1)  # and whoever waits
     num_steppers = max(num_near, NUM_DISK_STEPPERS) if is_far else num_near
     slots = SlotPool.on_host(ledger)
-    workplace: StepDevice = HostStep(slots)
+    step_device: StepDevice = HostStep(slots)
     if offload.step == "device":
-        workplace, num_steppers = DeviceStep(store.device, ledger), NUM_STREAMS - 1
+        step_device, num_steppers = DeviceStep(store.device, ledger), NUM_STREAMS - 1
     return Tiers(
         weight=stores[offload.parameters],
         state=stores[offload.optimizer],
         slots=slots,
         fetchers=Workers(NUM_FETCHERS, "onefold-fetch"),
         steppers=Workers(num_steppers, "onefold-step", cores),
-        workplace=workplace,
+        step_device=step_device,
         scratch=_scratch(offload, store.device, slots, ledger, group, cores),
     )
 

@@ -39,7 +39,7 @@ def full_state_dict(
         ...     torch.save(values, "model.pt")
     """
     engine = engine_of(module)
-    if engine.is_summoned:
+    if engine.is_unsharded:
         raise StateError(
             expected(
                 "full_state_dict outside of onefold.unsharded",

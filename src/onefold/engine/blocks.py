@@ -125,7 +125,7 @@ class _StepBlock:
         self._unit = unit
         self._start, self._stop = start, stop
         self._segments = segments
-        self._device = unit.context.tiers.workplace
+        self._device = unit.context.tiers.step_device
 
     def run(self) -> None:
         step, device, numel = self._step, self._device, self._stop - self._start
@@ -224,7 +224,7 @@ class _StepBlock:
 
 def reserve_slots(unit: Unit) -> None:
     """Allocate the slots that blocks of the unit will need, once its moments exist."""
-    device, numel = unit.context.tiers.workplace, min(BLOCK_NUMEL, len(unit.weight.tensor))
+    device, numel = unit.context.tiers.step_device, min(BLOCK_NUMEL, len(unit.weight.tensor))
     buffers = [unit.weight, *unit.moments.values(), *([unit.master] if unit.master else [])]
     device.reserve(sum(_staged_nbytes(buffer, numel, device) for buffer in buffers))
 

@@ -84,7 +84,7 @@ class Engine:
         self.hands.do(self.schedule.note_reduced(self._index[gradient.unit]))
 
     @property
-    def is_summoned(self) -> bool:
+    def is_unsharded(self) -> bool:
         """True inside `onefold.unsharded`: modules show editable unsharded parameters."""
         return self.schedule.is_suspended
 
@@ -122,7 +122,7 @@ class Engine:
         call, actions = self.schedule.enter(index, phase)
         call.edits = self.units[index].edits_at_rest()
         self.hands.do(actions)
-        if not self.is_summoned:
+        if not self.is_unsharded:
             verb = "recompute" if phase is Phase.BACKWARD else "forward"
             self.marks.enter(call, verb, self.units[index].name)
         return call
@@ -177,7 +177,7 @@ class Engine:
 
     def enter_backward(self, call: Call) -> None:
         """Autograd reaches the outputs of `call`: its unit's weights are unsharded on return."""
-        if call.is_begun or self.is_summoned:
+        if call.is_begun or self.is_unsharded:
             return
         self.begin_backward()
         unit = self.units[call.unit]
@@ -309,7 +309,7 @@ class Engine:
     def _check_structure(self) -> None:
         """Raise `StateError` if the module has gained or lost parameters since `shard`."""
         module = self.module()
-        if module is None or self.is_summoned:
+        if module is None or self.is_unsharded:
             return
         self._is_checked = True
         unseen = dict(self.by_sharded)

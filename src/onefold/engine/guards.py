@@ -61,7 +61,7 @@ def _cut_entries(
 ) -> None:  # fmt: skip
     """Replace a submodule's entries of a state dict by tensors like its sharded parameters."""
     engine = alive()
-    if engine is None or engine.is_summoned:
+    if engine is None or engine.is_unsharded:
         return
     engine.rest()
     if metadata.get("assign_to_params_buffers"):

@@ -65,7 +65,7 @@ class Hands:
         return stepped
 
     def _fill(self, index: int) -> None:
-        self.units[index].gather.begin_early(is_summoned=self.schedule.is_suspended)
+        self.units[index].gather.begin_early(is_unsharded=self.schedule.is_suspended)
 
     def _reduce(self, index: int) -> None:
         self._tickets[index] = self.units[index].gradient.start_reduce()

@@ -31,7 +31,7 @@ class ModuleEvents(BackwardEvents, Protocol):
     ledger: Any
 
     @property
-    def is_summoned(self) -> bool: ...
+    def is_unsharded(self) -> bool: ...
 
     def begin_forward(self) -> None: ...
     def enter(self, index: int) -> Any: ...
@@ -65,7 +65,7 @@ class ModuleHooks:
                 engine.saved.begin()
             engine.begin_forward()
         self._calls.append(([engine.enter(unit) for unit in self.units], now()))
-        if self.compute is None or engine.is_summoned:
+        if self.compute is None or engine.is_unsharded:
             return None
         return cast_floating(args, self.compute), cast_floating(kwargs, self.compute)
 

@@ -33,7 +33,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
                 hint="modules that run already see unsharded parameters",
             )
         )
-    if engine.is_summoned:
+    if engine.is_unsharded:
         yield
         return
     for unit in engine.units:

@@ -1,4 +1,4 @@
-"""Compute the bytes of one unit's state on one rank: the closed forms of docs/memory.md.
+"""Compute the bytes of one unit's state on one rank: the closed forms of docs/concepts/memory.md.
 
 The planner, the budget of the tiers and the table of `onefold train` all use them. Each buffer is
 laid out as layout/rows.py lays it out, gaps included.

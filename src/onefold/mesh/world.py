@@ -120,7 +120,7 @@ def _not_met(got: str, variable: str) -> str:
     return expected(
         f"rank {rank} to meet the other ranks, {world_size} in all, within {TIMEOUT_S} s",
         f"{got} ({variable} is {interface})",
-        hint=hint + "(docs/cluster.md)",
+        hint=hint + "(docs/guides/clusters.md)",
     )
 
 

@@ -28,8 +28,8 @@ def names(library: ctypes.CDLL, kernel: str) -> list[str]:
         return []
     name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
     found: list[str] = []
-    while told := name(len(found)):
-        found.append(told.decode())
+    while word := name(len(found)):
+        found.append(word.decode())
     return found
 
 

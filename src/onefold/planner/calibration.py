@@ -1,7 +1,8 @@
 """Turn measurements of this machine, at one model size, into a `Machine` for the simulator.
 
-Every constant divides work by the seconds it took, both measured in the same run. docs/time.md says
-how each was measured, and which assumptions the quotients make. No torch here.
+Every constant divides work by the seconds it took, both measured in the same run.
+docs/measurements/time.md says how each was measured, and which assumptions the quotients make. No
+torch here.
 """
 
 from __future__ import annotations

@@ -72,5 +72,5 @@ class Conditions:
 
     @property
     def disk_nbytes(self) -> int:
-        """Bytes per element that a step from disk moves (docs/memory.md)."""
+        """Bytes per element that a step from disk moves (docs/concepts/memory.md)."""
         return 12 + 12 + (self.weight_itemsize if self.weight_itemsize < 4 else 0)

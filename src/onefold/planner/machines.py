@@ -1,6 +1,7 @@
 """Machines as data: peak speeds from data sheets, links from measurements, three fitted constants.
 
-docs/time.md says where every figure comes from, and how far off the published runs it is.
+docs/measurements/time.md says where every figure comes from, and how far the published runs are
+from it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Machine:
         return self.flops[dtype]
 
 
-NVLINK_HOP, NETWORK_HOP = 4e-6, 20e-6  # seconds, derived in docs/time.md
+NVLINK_HOP, NETWORK_HOP = 4e-6, 20e-6  # seconds, derived in docs/measurements/time.md
 NETWORK_SHARE = 0.74  # of a card's rate that collectives reach: 8x B200, 400 Gb/s cards
 
 
@@ -105,7 +106,7 @@ FITS: Mapping[str, Efficiency] = MappingProxyType(
         "ZeRO-3 2021, A100": Efficiency(0.59, 0.33, 0.15, 0.50, link=0.11),
     }
 )
-"""Fits to published runs by benchmarks/published.py; docs/time.md shows them."""
+"""Fits to published runs by benchmarks/published.py; docs/measurements/time.md shows them."""
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {

@@ -168,7 +168,7 @@ class _Tracer:
 
     def __init__(self, module: nn.Module, plans: list[UnitPlan], precision: Precision) -> None:
         self.context = SimpleNamespace(compute=precision.compute)
-        self.saved, self.ledger, self.is_summoned = None, None, False
+        self.saved, self.ledger, self.is_unsharded = None, None, False
         self.events: list[Event] = []
         self.storages: Storages
         self._num_calls = self._depth = 0

@@ -41,8 +41,8 @@ class Report:
         predicted: predicted peak by kind over CPU and device memory, and for "all" together; empty
             before the first step.
         traffic: calls and bytes sent from this rank, by collective. `gather` and `reduce_scatter`
-            are those of docs/memory.md, `control` is flags and 0-dim parameters, `whole_matrix` is
-            the matrices that matrix optimizers exchange.
+            are those of docs/concepts/memory.md, `control` is flags and 0-dim parameters,
+            `whole_matrix` is the matrices that matrix optimizers exchange.
         last_step: the same for the last step.
     """
 

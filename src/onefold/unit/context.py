@@ -31,7 +31,7 @@ class Tiers:
     slots: SlotPool
     fetchers: Workers  # bring own rows of weights
     steppers: Workers  # step units in blocks
-    workplace: StepDevice  # where those steps run
+    step_device: StepDevice  # where those steps run
     scratch: Scratch | None = None  # where activations go
 
 

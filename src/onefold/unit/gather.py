@@ -112,7 +112,7 @@ class UnitGather:
         if weights.weight.far is not None:
             weights.rows.start(weights.edits(), weights.pending)
 
-    def begin_early(self, *, is_summoned: bool) -> None:
+    def begin_early(self, *, is_unsharded: bool) -> None:
         """A forward begins that may use the unit: begin the hop that every rank will need.
 
         Do nothing where modules show unsharded weights already: ranks may differ in their use.
@@ -298,9 +298,9 @@ class TwoHopGather(UnitGather):
         if self._second is None or self._filled != self.weights.edits():
             super().prefetch()
 
-    def begin_early(self, *, is_summoned: bool) -> None:
+    def begin_early(self, *, is_unsharded: bool) -> None:
         """Begin the hop between nodes; not where that would wait for a step, or for a disk."""
-        weights, is_late = self.weights, is_summoned or self._second is None
+        weights, is_late = self.weights, is_unsharded or self._second is None
         if not is_late and not weights.steps_in_blocks and weights.weight.far is None:
             self._fill()
 
