@@ -14,11 +14,12 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from onefold.cli.arguments import wrapped
+from onefold.recording.closed_form import KINDS
 from onefold.train.checkpoints import Resumed
 from onefold.train.corpus import Corpus
 from onefold.train.course import Progress, TrainObserver, TrainResult
 from onefold.train.job import Job
-from onefold.train.memory_table import KINDS, RankMemory
+from onefold.train.memory_table import RankMemory
 
 NUM_LINES = 10
 """Lines of progress where there is no terminal."""

@@ -12,23 +12,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.config import STAGES, Offload, check_offload, offload_of, precision_of, stage_of
+from onefold.config import Offload, check_offload, offload_of, precision_of, stage_of
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, expected
 from onefold.mesh.world import World
 from onefold.models.loader import build_model, default_lr, logits_of, recompute, refuse
+from onefold.recording.closed_form import stage0_nbytes
 from onefold.recording.files import prepare
 from onefold.train.checkpoints import Checkpoints
 from onefold.train.checkpoints import preflight as preflight_checkpoints
 from onefold.train.corpus import Corpus, Windows, open_corpus, own_rows
 from onefold.train.course import Progress, TrainObserver, TrainResult
 from onefold.train.job import Job
-from onefold.train.memory_table import RankMemory, expected_nbytes, measure
+from onefold.train.memory_table import RankMemory, measure
 from onefold.train.prediction import predict, trace_of
 from onefold.train.run_record import RunRecorder, write_report
 from onefold.train.sample import generate
 from onefold.train.signals import StopRequests
-from onefold.wire_config import Wire, wire_of
+from onefold.wire_config import wire_of
 
 WARMUP_STEPS = 20
 FINAL_LR = 0.05
@@ -106,9 +107,7 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
         num_parameters=trainer.num_parameters,
         offload=report.offload,
         memory=world.gather(trainer.memory or measure(trainer.recipe, report)),
-        stage0=expected_nbytes(
-            replace(trainer.recipe, stage=STAGES[0], offload=Offload(), wire=Wire())
-        ),
+        stage0=stage0_nbytes(trainer.recipe),
         predicted=predict(job, trainer.recipe, trainer.trace, report),
         report="",
     )

@@ -15,12 +15,9 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
-from onefold.layout.flat import unit_bytes
 from onefold.recipe import Recipe
+from onefold.recording.closed_form import expected_nbytes
 from onefold.recording.report import Report
-
-KINDS: tuple[str, ...] = ("weight", "master", "grad", "optimizer")
-"""Kinds of state that stay between backward and step, which the closed form covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +36,6 @@ class RankMemory:
     def is_equal(self) -> bool:
         """True if every kind of resting state equals the closed form, to the byte."""
         return all(self.now.get(kind, 0) == nbytes for kind, nbytes in self.expected.items())
-
-
-def expected_nbytes(recipe: Recipe, shard: int = 0) -> dict[str, int]:
-    """Compute the bytes by kind on a rank once every parameter has a gradient.
-
-    Units that are stepped in backward keep no gradient.
-    """
-    totals = dict.fromkeys(KINDS, 0)
-    for unit in recipe.units:
-        nbytes = unit_bytes(unit.members, recipe, shard, is_tiled=unit.tile_nbytes > 0)
-        is_early = recipe.offload.step_in_backward and unit.is_offloaded
-        totals["weight"] += nbytes.weight
-        totals["master"] += nbytes.master if nbytes.has_master or unit.is_offloaded else 0
-        totals["grad"] += 0 if is_early else nbytes.grad
-        totals["optimizer"] += nbytes.moments
-    return totals
 
 
 def measure(recipe: Recipe, report: Report) -> RankMemory:
