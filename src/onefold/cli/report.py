@@ -64,17 +64,15 @@ def print_summary(report: RunReport, page: str) -> None:
     from onefold.recording.words import KINDS, format_bytes, format_seconds, format_share
 
     console = Console(highlight=False, markup=False)
-    about, step, shown = report.about, report.step, report.ranks[:MAX_COLUMNS]
-    ranks = "1 rank" if step.world_size == 1 else f"{step.world_size:,d} ranks"
-    stage = f", stage {about['stage']}" if "stage" in about else ""
-    console.print(f"{about.get('model', 'a module')}{stage}, {ranks}", soft_wrap=True)
+    shown = report.ranks[:MAX_COLUMNS]
+    console.print(report.title, soft_wrap=True)
+    console.print(report.diagnosis, soft_wrap=True)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("step" if report.recorded is None else f"step {report.recorded:,d}")
     for line in shown:
         table.add_column(f"rank {line.rank}", justify="right", no_wrap=True)
     table.add_row("time", *(format_seconds(line.seconds) for line in shown))
-    waits = [line.wait_s / max(line.seconds, 1e-9) for line in shown]
-    table.add_row("waiting", *map(format_share, waits))
+    table.add_row("waiting", *(format_share(line.wait_share) for line in shown))
     table.add_row("sent", *(format_bytes(line.sent_nbytes) for line in shown))
     for tier in dict.fromkeys(tier for line in shown for tier in line.peak_by_tier):
         peaks = [line.peak_by_tier.get(tier, 0) for line in shown]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
 
@@ -28,6 +29,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import StateError, expected
 from onefold.ledger import Ledger, Traffic
 from onefold.observer import Stream
+from onefold.recording.closed_form import stage0_nbytes
 from onefold.recording.heap import allocator_probe
 from onefold.recording.report import copied, unit_lines
 from onefold.recording.run_report import RunReport
@@ -71,7 +73,7 @@ class Recording:
         about = {"stage": engine.recipe.stage.number, "ranks": engine.group.world_size}
         about |= {"offload": engine.description} if engine.description else {}
         report = RunReport.of([self.step], about=about, units=unit_lines(engine.units))
-        write(directory, report, [self.step])
+        write(directory, replace(report, stage0=stage0_nbytes(engine.recipe)), [self.step])
 
     def finish(self, recorder: Recorder) -> None:
         """End the block: keep the recorder's result."""

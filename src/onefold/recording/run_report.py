@@ -11,7 +11,9 @@
                   "sent":    {collective: {"calls", "nbytes"}}},
      "ranks":    [{"rank", "seconds", "compute_s", "wait_s", "sent_nbytes",
                    "peak_by_tier": {tier: bytes at once}, "peak_by_kind": {kind: bytes},
+                   "at_peak": {kind: bytes},       on the device, at its peak
                    "resident_peak_nbytes"}]        of the recorded step; the last of the process
+     "stage0":   {kind: bytes}                     the states that a rank would hold at stage 0
      "training": {"first_step", "losses": [nats], "seconds": [per step], "tokens_per_step",
                   "held_out"} or null
      "units":    [{"name", "num_parameters", "numel", "nbytes"}],
@@ -36,8 +38,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from onefold.recording.report import UnitLine
 from onefold.recording.step_record import StepRecord
+from onefold.recording.words import format_share
 
 FORMAT = 1
+
+SMALL_WAIT = 0.05
+"""Below this share of a step, waits are not worth a diagnosis."""
 
 Fact = str | int | float
 """A value that a page shows beside its name."""
@@ -55,6 +61,12 @@ class RankLine:
     peak_by_tier: dict[str, int]  # in the step: the peak of all kinds together
     peak_by_kind: dict[str, int]
     resident_peak_nbytes: int = 0  # of the process since it began; 0 if unknown
+    at_peak: dict[str, int] = field(default_factory=dict[str, int])  # on the device, at its peak
+
+    @property
+    def wait_share(self) -> float:
+        """The share of the step in which the training thread waited."""
+        return self.wait_s / max(self.seconds, 1e-9)
 
     @property
     def peak_nbytes(self) -> int:
@@ -64,15 +76,20 @@ class RankLine:
     @staticmethod
     def of(record: StepRecord, resident_peak_nbytes: int = 0) -> RankLine:
         """Sum up a record."""
-        peaks: dict[str, int] = {}
-        for series, nbytes in zip(record.series, record.memory.nbytes, strict=True):
+        peaks, memory = dict[str, int](), record.memory
+        for series, nbytes in zip(record.series, memory.nbytes, strict=True):
             peaks[series.kind] = peaks.get(series.kind, 0) + max(nbytes, default=0)
+        device = record.indices("device")
+        totals = memory.totals_of(device)
+        highest = totals.index(max(totals)) if totals else 0
+        at_peak = {record.series[i].kind: memory.nbytes[i][highest] for i in device
+                   if totals and memory.nbytes[i][highest]}  # fmt: skip
         wait = record.total("compute", "wait") + record.total("compute", "wait_step")
         busy = record.total("compute") + record.total("phase", "step")  # no unit computes in a step
         sent = sum(each.nbytes for each in record.sent.values())
         return RankLine(
             record.rank, record.seconds, busy - wait, wait, sent, record.peaks, peaks,
-            resident_peak_nbytes,
+            resident_peak_nbytes, at_peak,
         )  # fmt: skip
 
 
@@ -132,6 +149,7 @@ class RunReport:
     versions: dict[str, Fact] = field(default_factory=dict[str, Fact])
     plan: PlanLines | None = None
     written_at: str = ""
+    stage0: dict[str, int] = field(default_factory=dict[str, int])
 
     @staticmethod
     def of(
@@ -148,6 +166,29 @@ class RunReport:
         return RunReport(
             dict(about), records[0], lines, recorded, units=tuple(units), written_at=now
         )
+
+    @property
+    def title(self) -> str:
+        """The model, its stage and the number of ranks."""
+        ranks = self.step.world_size
+        model, stage = self.about.get("model", "one training step"), self.about.get("stage")
+        over = "1 rank" if ranks == 1 else f"{ranks:,d} ranks"
+        return f"{model}, {over}" if stage is None else f"{model}: stage {stage} over {over}"
+
+    @property
+    def diagnosis(self) -> str:
+        """Say in a sentence how long the step waits, and for whom."""
+        most = max(self.ranks, key=lambda line: line.wait_share)
+        least = min(self.ranks, key=lambda line: line.wait_share)
+        share = format_share(most.wait_share)
+        if most.wait_share < SMALL_WAIT:
+            return f"The step computes: only {share} of it waits."
+        if self.step.total("compute", "wait_step") > most.wait_s / 2:
+            return f"{share} of the step waits for optimizer steps on another tier."
+        if most.wait_s - least.wait_s > most.wait_s / 2:
+            return f"{share} of the step waits: rank {most.rank} for rank {least.rank}."
+        who = "every rank" if len(self.ranks) > 1 else f"rank {most.rank}"
+        return f"{share} of the step waits: {who} for messages of the others."
 
     def as_json(self) -> dict[str, Any]:
         """Convert to plain values in the form above."""

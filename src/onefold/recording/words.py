@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isfinite
 
 from onefold.recording.step_record import TORCH
 
@@ -41,12 +40,12 @@ VERBS = {
 }
 
 STREAMS = {
-    "phase": "phases",
+    "phase": "phase",
     "compute": "compute",
-    "gather": "gather",
-    "reduce": "reduce",
-    "tier": "offload",
-    "background": "steps",
+    "gather": "gather weights",
+    "reduce": "reduce gradients",
+    "tier": "fetch and flush (offload)",
+    "background": "optimizer steps in the background",
 }
 
 COLLECTIVES = {
@@ -62,11 +61,6 @@ def known_first(words: Iterable[str], known: Iterable[str]) -> list[str]:
     found = dict.fromkeys(words)
     first = [word for word in known if word in found]
     return first + [word for word in found if word not in first]
-
-
-def colour_class(word: str) -> str:
-    """Return the page's CSS class for the colour of a kind or verb; unknown words share one."""
-    return word if word in KINDS or word in VERBS else "other"
 
 
 def format_bytes(nbytes: float) -> str:
@@ -89,19 +83,6 @@ def format_seconds(seconds: float) -> str:
 def format_share(share: float) -> str:
     """Format a share of one as a percentage."""
     return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
-
-
-def format_count(count: float) -> str:
-    """Format a whole number in groups of three digits, from 100,000 on with k, M or B."""
-    for factor, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= max(factor, 1e5):
-            return f"{_three_digits(count / factor)} {letter}"
-    return f"{count:,.0f}"
-
-
-def format_loss(loss: float | None) -> str:
-    """Format a loss; a dash where there is none."""
-    return "\N{EN DASH}" if loss is None or not isfinite(loss) else f"{loss:.3f}"
 
 
 def _three_digits(amount: float) -> str:

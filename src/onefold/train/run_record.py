@@ -53,7 +53,7 @@ def write_report(
         return world.gather("")[0]
     own = onefold.report(recorder.module)
     sizes = {"parameters": result.num_parameters, "ranks": world.world_size}
-    about = {"model": job.model, **sizes, **_about(job)}
+    about = {"model": job.model, **sizes, **_about(job), "stage": own.stage}
     if job.offload:
         about["planned"] = own.offload
     report = RunReport.of(
@@ -74,6 +74,7 @@ def write_report(
         },
         versions=dict(versions()),
         plan=None if result.predicted is None else result.predicted.as_plan(own.stage),
+        stage0=result.stage0,
     )  # fmt: skip
     return world.gather(str(write(job.report, report, records)))[0]
 
