@@ -18,7 +18,7 @@ train: $(VENV)/train.done
 # the folder of the files, which need 12 GB and leave nothing behind
 big: $(VENV)/train.done
 	$(BIN)/onefold train --model large --offload disk:$(DISK) --clip 0 --recompute \
-		--steps 5 --batch 8 --seq 64 --sample 0 --lr 3e-6
+		--steps 5 --batch 4 --seq 64 --sample 0 --lr 3e-6
 
 # two hosts of two ranks each, as network namespaces of this machine: needs root and iproute2
 cluster: $(VENV)/train.done

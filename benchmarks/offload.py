@@ -230,7 +230,7 @@ def big(options: argparse.Namespace, console: Console) -> Found:
                 "--steps",
                 "5",
             ]
-            command += ["--batch", "2", "--seq", "64", "--sample", "0", "--json"]
+            command += ["--batch", "1", "--seq", "64", "--sample", "0", "--json"]
             done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RunError(f"onefold train failed: {error_line(done.stderr)}")

@@ -306,7 +306,7 @@ def test_bad_input_is_one_line_with_a_hint_and_exit_code_two(tmp_path, capsys, m
         (["disk", "--path", str(tmp_path), "--mib", "99999999"], "of free space at"),
         (["cpu", "--mib", "99999999"], "of free memory"),
         (["link", "--mib", "99999999"], "of free memory"),
-        (["fly"], "invalid choice: 'fly'"),
+        (["fly"], "expected target: disk, cpu, link, got 'fly'"),
         ([], "the following arguments are required: target"),
         (["cpu", "--path", str(tmp_path)], "expected --path only with disk, got it with cpu"),
         (["disk", "--mib", "0"], "expected --mib to be a whole number of at least 1, got '0'"),

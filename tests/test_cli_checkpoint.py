@@ -18,7 +18,7 @@ from onefold.cli.main import main
 from tests import crash_loop
 from tests.commands import begin, onefold
 
-SMALL = ["--batch", "4", "--seq", "16", "--ranks", "2", "--sample", "0"]
+SMALL = ["--batch", "2", "--seq", "16", "--ranks", "2", "--sample", "0"]
 EIGHT_STEPS = ["--steps", "8", "--every", "2", "--keep", "2", "--json"]
 
 
@@ -131,13 +131,15 @@ def test_inspect_shows_what_a_checkpoint_holds(saved, capsys):
     assert "step 8, saved at stage 3 by 2 ranks" in told
     assert "verified: no" in told
     line = next(line for line in told.splitlines() if line.startswith("blocks.0.up.weight"))
-    kept = ["weight,", "exp_avg,", "exp_avg_sq,", "step"]
-    assert line.split()[1:] == ["512x128", "float32", *kept, "786,436"]
+    assert line.split()[1:] == ["512x128", "float32", "786,436"]
+    assert "saved of each parameter: weight, exp_avg, exp_avg_sq, step\n" in told
+    assert "extra: step=8, windows={generator=uint8 [5056]}, scaler={}\n" in told
     assert main(["inspect", str(saved.folder), "--json", "--verify"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["world_size"], told["verified"]) == (8, 2, True)
     assert {row["kind"] for row in told["tensors"]} == {"weight", "exp_avg", "exp_avg_sq", "step"}
     assert told["optimizers"] == ["torch.optim.adamw.AdamW"]
+    assert told["extra"]["step"] == 8
 
 
 def test_inspect_names_the_file_that_is_damaged(saved, capfd):
@@ -163,8 +165,8 @@ def test_export_writes_safetensors(saved, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "told"),
-    [(["--dtype", "int3"], "--dtype fp32"), (["--max-shard-size", "9XB"], "to be a size"),
-     (["--max-shard-size", "0MB"], "to be a size")],
+    [(["--dtype", "int3"], "--dtype fp32"), (["--max-shard-size", "9XB"], "with a unit"),
+     (["--max-shard-size", "0MB"], "with a unit")],
 )  # fmt: skip
 def test_export_refuses_flags_it_does_not_know(saved, tmp_path, capsys, flags, told):
     assert main(["export", str(saved.folder), str(tmp_path / "out"), *flags]) == 2

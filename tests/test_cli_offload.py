@@ -11,7 +11,7 @@ import pytest
 from onefold.train.job import Job
 from tests.commands import onefold
 
-SMALL = ("--steps", "3", "--batch", "4", "--seq", "16", "--sample", "0")
+SMALL = ("--steps", "3", "--batch", "2", "--seq", "16", "--sample", "0")
 
 
 @pytest.mark.process

@@ -15,15 +15,15 @@ def test_a_plan_is_a_table_a_verdict_a_command_and_a_line():
     done = onefold("plan", *GIVEN, "--mem", "2GiB", "--cluster", "h100-80")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "tiny: 862,464 parameters, 4 ranks, 1 rows of 64 tokens a rank"
+    assert lines[0] == "tiny: 862,464 parameters, 4 ranks, 1 row of 64 tokens a rank"
     heads = lines[2].split()
-    assert heads[:4] == ["stage", "offload", "rows", "params"]
+    assert heads == ["stage", "offload", "memory", "fits", "step", "why"]
     assert [line.split()[:2] for line in lines[3:12]] == [
         ["0", "none"], ["*1", "none"], ["2", "none"], ["3", "none"], ["1", "optimizer"],
         ["2", "optimizer"], ["3", "optimizer"], ["3", "cpu"], ["3", "disk"],
     ]  # fmt: skip
     assert "stage 0 fits with" in done.stdout
-    assert "  onefold train --model tiny --stage 1 --batch 4 --seq 64 --ranks 4" in lines
+    assert "  onefold train --model tiny --stage 1 --batch 1 --seq 64 --ranks 4" in lines
     assert "  onefold.shard(model, optimizer, stage=1)" in lines
     assert "tokens/s per device" in done.stdout  # the scaling curve
 

@@ -20,7 +20,7 @@ from tests.commands import onefold
 from tests.forking import HANG_S
 
 CLUSTER = Path(cluster.__file__)
-JOB = ("--model", "tiny", "--steps", "3", "--batch", "4", "--seq", "16", "--sample", "0", "--json")
+JOB = ("--model", "tiny", "--steps", "3", "--batch", "1", "--seq", "16", "--sample", "0", "--json")
 UNTOLD = cluster.UNTOLD
 
 

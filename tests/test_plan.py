@@ -521,7 +521,7 @@ def test_a_prediction_is_drawn_over_units_and_the_step_alone():
     from onefold.train.prediction import predict, trace_of
     from onefold.wire.collectives import Group
 
-    job = Job(stage=3, batch=4, seq=SEQ, report="page")
+    job = Job(stage=3, rows=4, seq=SEQ, report="page")
     seen = trace_of(job, narrow_gpt(), World(Group.of(None), torch.device("cpu")))
     module = seeded(BUILDS["gpt"])
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
@@ -679,8 +679,8 @@ def test_the_command_of_a_plan_is_one_that_train_takes():
 
     made = plan("tiny", cluster=gpus(GIB), seq=SEQ, batch=2, accumulate=3, precision="bf16")
     words = made.command.split()[1:]
-    job = job_of(_parser().parse_args(words))
-    assert (job.stage, job.seq, job.batch, job.accumulate) == (made.stage, SEQ, 2 * 8 * 3, 3)
+    job = job_of(_parser().parse_args(words), world_size=8)
+    assert (job.stage, job.seq, job.rows, job.accumulate) == (made.stage, SEQ, 2 * 8 * 3, 3)
     assert job.precision == "bf16"
 
 

@@ -248,7 +248,7 @@ def test_the_command_and_the_line_of_a_plan_carry_its_wire(name):
 
     made = plan("tiny", cluster=two_nodes(), seq=32, wire=name, stage=3, offload=None)
     words = made.command.split()
-    job = job_of(_parser().parse_args(words[words.index("onefold") + 1 :]))
+    job = job_of(_parser().parse_args(words[words.index("onefold") + 1 :]), world_size=4)
     assert job.wire == (None if name == "exact" else name)
     assert (f'wire="{name}"' in made.line) == (name != "exact")
     assert any("rounds" in line for line in made.explain()) == made.rows[0].wire.is_lossy

@@ -21,7 +21,7 @@ from onefold.mesh.world import World
 from onefold.models.gpt import GPT, PRESETS, GPTConfig
 from onefold.models.loader import build_model, described, logits_of, refuse
 from onefold.recipe import Member, Recipe, UnitRecipe
-from onefold.tools.machine import describe
+from onefold.tools.machine import checks, describe
 from onefold.tools.parity import difference
 from onefold.train.corpus import Corpus, Split, Windows, open_corpus, own_rows
 from onefold.train.course import Progress, TrainObserver
@@ -357,7 +357,7 @@ def test_the_closed_form_for_even_shapes_is_that_of_the_paper():
 def test_a_run_holds_the_closed_form_and_gives_every_rank_the_same_result(
     folder, world_size, stage
 ):
-    job = Job(model="tests.test_training:unseeded_gpt", data=str(folder), steps=3, batch=6,
+    job = Job(model="tests.test_training:unseeded_gpt", data=str(folder), steps=3, rows=6,
               seq=16, stage=stage)  # fmt: skip
 
     def body(rank: int) -> tuple[Notes, object]:
@@ -380,7 +380,7 @@ def test_a_run_holds_the_closed_form_and_gives_every_rank_the_same_result(
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_are_those_of_one_process_however_rows_are_cut(folder, accumulate, world_size):
-    options = {"data": str(folder), "steps": 3, "batch": 7, "seq": 16, "lr": 1e-3}
+    options = {"data": str(folder), "steps": 3, "rows": 7, "seq": 16, "lr": 1e-3}
     alone = train(Job(model="tests.test_training:unseeded_gpt", **options), world_of_one(), Notes())
     job = Job(model="tests.test_training:unseeded_gpt", accumulate=accumulate, **options)
 
@@ -394,7 +394,7 @@ def test_losses_are_those_of_one_process_however_rows_are_cut(folder, accumulate
 
 
 def test_fp16_trains_with_a_loss_scale(folder):
-    job = Job(model="tests.test_training:unseeded_gpt", data=str(folder), steps=4, batch=4, seq=16,
+    job = Job(model="tests.test_training:unseeded_gpt", data=str(folder), steps=4, rows=4, seq=16,
               precision="fp16", lr=1e-3)  # fmt: skip
     result = train(job, world_of_one(), Notes())
     assert all(0 < loss < 7 for loss in result.losses)
@@ -403,8 +403,8 @@ def test_fp16_trains_with_a_loss_scale(folder):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"stage": 4}, "stage to be 0, 1, 2 or 3, got 4"),
     ({"precision": "int8"}, "got 'int8'"),
-    ({"batch": 3}, "at least 4 rows in a batch"),
-    ({"batch": 7, "accumulate": 2}, "at least 8 rows"),
+    ({"rows": 3}, "at least 4 rows in a step"),
+    ({"rows": 7, "accumulate": 2}, "at least 8 rows"),
     ({"model": "nosuch:build"}, "to import"),
     ({"data": "/nonexistent"}, "no folder"),
 ])  # fmt: skip
@@ -456,7 +456,7 @@ def test_the_doctor_measures_something_everywhere(tmp_path):
     assert machine.copy_per_s > 0
     assert machine.disk_write_per_s > 0
     assert machine.backends["gloo"]
-    assert {limit.name for limit in machine.limits} >= {
+    assert {check.name for check in checks(machine, None)} >= {
         "open files (ulimit -n)",
         "memory",
         "C kernel of AdamW",

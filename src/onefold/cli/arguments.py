@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from math import inf, isfinite
-from textwrap import wrap
 from typing import Any, NoReturn
 
 from onefold.errors import ConfigError, expected
@@ -14,12 +16,23 @@ SubParsers = Any
 """The result of `add_subparsers`, whose class is private to argparse."""
 
 
+MAX_HELP_WIDTH = 100
+
+
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of each flag that has one."""
+    """Shows the default of each flag that has one, at most 100 columns wide."""
+
+    def __init__(self, prog: str) -> None:
+        columns = shutil.get_terminal_size().columns
+        super().__init__(prog, width=min(columns, MAX_HELP_WIDTH) - 2)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_none = action.default is None or action.default is False
         return action.help if has_none else super()._get_help_string(action)
+
+
+class RawHelpFormatter(_HelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,17 +51,43 @@ class Parser(argparse.ArgumentParser):
         hint = "see the flags there"
         raise ConfigError(expected(f"arguments as in `{self.prog} --help`", message, hint=hint))
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore
+        """Refuse an unknown flag before argparse misses a value because of it."""
+        self._refuse_unknown_flags(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def _refuse_unknown_flags(self, words: Sequence[str]) -> None:
+        for word in words:
+            is_flag = (
+                word[:1] == "-" and not word[1:2].isdigit() and word != "-" and " " not in word
+            )
+            if word == "--" or (self._subparsers is not None and not is_flag):
+                return  # words of a command are its own parser's
+            name = word.partition("=")[0]
+            if is_flag and name not in self._option_string_actions:
+                hint = _did_you_mean(name, self._option_string_actions)
+                hint = hint or f"`{self.prog} --help` lists the flags"
+                raise ConfigError(expected(f"a flag of `{self.prog}`", name, hint=hint))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        words = [str(choice) for choice in action.choices]
+        what = "a command" if action.dest == "command" else action.metavar or action.dest
+        hint = _did_you_mean(value, words) or f"`{self.prog} --help` describes them"
+        raise ConfigError(expected(f"{what}: {', '.join(words)}", repr(value), hint=hint))
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = get_close_matches(word, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
 
 def one_line(error: BaseException) -> str:
     """Return a message with its hint in brackets, on one line."""
     text, _, hint = str(error).partition("\nhint: ")
     line = " ".join(text.split())
     return f"{line} (hint: {' '.join(hint.split())})" if hint else line
-
-
-def wrapped(text: str) -> list[str]:
-    """Break a text into lines of at most 100 columns."""
-    return wrap(text, 100, subsequent_indent="  ")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onefold.cli.arguments import SubParsers, add_json, real, whole
+from onefold.cli.arguments import RawHelpFormatter, SubParsers, add_json, real, whole
 from onefold.cli.failures import is_rank
 from onefold.cli.launch import measure_as_rank, measure_in_ranks
 from onefold.errors import ConfigError, expected
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from onefold.tools.bandwidth import Ask, Measured
 
 DESCRIPTION = """\
-Measure how fast this machine moves bytes, and how much of that the engine reaches.
+Measure how fast this machine moves bytes, and the engine's share of that.
 
-  disk  reads, writes and half of each past the page cache, and AdamW with all state on disk
-  cpu   a copy in memory, torch's fused AdamW, and the engine's step of states in CPU memory
-  link  an exchange, gathers and reductions between two local ranks, as bytes that one rank
-        receives; and copies to a GPU and back"""
+  disk  reads, writes and half of each past the page cache, and AdamW with all
+        state on disk
+  cpu   a copy in memory, torch's fused AdamW, and the engine's step of states
+        in CPU memory
+  link  an exchange, gathers and reductions between two local ranks, as bytes
+        that one rank receives; and copies to a GPU and back"""
 
 LINK_RANKS = 2
 MIB = 2**20
@@ -33,7 +35,7 @@ def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "measure disk, memory or link, and the engine's share"
     parser = commands.add_parser("bench", help=summary, description=DESCRIPTION,
-                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+                                 formatter_class=RawHelpFormatter)  # fmt: skip
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("target", choices=("disk", "cpu", "link"), help="the measured traffic")
@@ -41,7 +43,7 @@ def add_to(commands: SubParsers) -> None:
         "again, several together (default: TMPDIR)")  # fmt: skip
     add("--mib", help="state on the disk, one tensor, or one gathered buffer, in MiB; more than "
         "the CPU's caches hold (default: 96, 64 or 32)")  # fmt: skip
-    add("--seconds", default="5", help="time to measure for, about (default: 5)")
+    add("--seconds", default="5", help="time to measure for, about")
     add("--threads", help="threads of all but the engine's step, which has its own "
         "(default: as many as the engine)")  # fmt: skip
     add_json(parser)
@@ -101,6 +103,7 @@ def measure_link_as_rank(ask: Ask) -> tuple[Measured | None, int]:
 def as_text(found: Measured) -> Iterator[str]:
     """Yield the lines of a table for people."""
     from onefold.host import in_bytes
+    from onefold.text import wrapped
 
     if found["target"] == "link":
         who, where = f"{found['ranks']} ranks over {found['backend']}", "gathered"
@@ -124,7 +127,7 @@ def as_text(found: Measured) -> Iterator[str]:
     if "wear" in found:
         written = found["wear"]["written_per_day"] / 1e12
         yield f"\nwear: steps without a pause write {written:.1f} TB a day"
-    yield from (f"note: {note}" for note in found["notes"])
+    yield from (line for note in found["notes"] for line in wrapped(f"note: {note}"))
 
 
 def _short(number: float) -> str:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TextIO
 
-from onefold.cli.arguments import SubParsers, add_json, whole, wrapped
+from onefold.cli.arguments import SubParsers, add_json, whole
 from onefold.cli.failures import is_rank
 from onefold.cli.launch import end_with_launcher, launch, world_size_of
+from onefold.text import finite, wrapped
 
 if TYPE_CHECKING:
     from onefold.tools.parity import StageVerdict, Verdict
@@ -57,8 +58,6 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     with joined() as world:
         verdict = check(model, steps=steps, seed=seed, world=world)
     if world.rank == 0 and arguments.json:
-        from onefold.cli.console import finite
-
         print(json.dumps(finite({"passes": verdict.passes, **asdict(verdict)})))
     elif world.rank == 0:
         print_verdict(verdict, sys.stdout)

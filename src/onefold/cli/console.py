@@ -6,15 +6,15 @@ All text is ASCII, except for the bar, which rich draws as the terminal can.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, log
-from typing import Any, TextIO
+from math import log
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from onefold.cli.arguments import wrapped
 from onefold.recording.closed_form import KINDS
+from onefold.text import WIDTH, columns, common_unit, counted, in_unit, wrapped
 from onefold.train.checkpoints import Resumed
 from onefold.train.corpus import Corpus
 from onefold.train.course import Progress, TrainObserver, TrainResult
@@ -96,17 +96,19 @@ def display(stream: TextIO) -> TrainObserver:
 
 def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> str:
     """Describe the run that is about to start."""
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    precision = f", {job.precision} compute" if job.precision else ""
-    precision += f", offload {job.offload}" if job.offload else ""
-    precision += f", wire {job.wire}" if job.wire else ""
+    choices = f", {job.precision} compute" if job.precision else ""
+    choices += f", offload {job.offload}" if job.offload else ""
+    choices += f", wire {job.wire}" if job.wire else ""
     cut = f" in {job.accumulate} micro-batches" if job.accumulate > 1 else ""
-    return (
-        f"{job.model}: {num_parameters:,d} parameters, stage {job.stage} over {ranks}{precision}\n"
+    parts = (
+        f"{job.model}: {num_parameters:,d} parameters, stage {job.stage} over "
+        f"{counted(world_size, 'rank')}{choices}",
         f"{corpus.name}: {_megabytes(corpus.train.nbytes)} to train on, "
-        f"{_megabytes(corpus.held_out.nbytes)} held out\n"
-        f"{job.steps:,d} steps of {job.batch} rows of {job.seq} bytes{cut}"
+        f"{_megabytes(corpus.held_out.nbytes)} held out",
+        f"{counted(job.steps, 'step')} of {counted(job.rows, 'row')} of {job.seq} bytes{cut}, "
+        "all ranks together",
     )
+    return "\n".join(line for part in parts for line in wrapped(part))
 
 
 def print_result(result: TrainResult, stream: TextIO) -> None:
@@ -114,7 +116,7 @@ def print_result(result: TrainResult, stream: TextIO) -> None:
     bits = result.held_out / log(2)
     print(
         f"\nheld-out loss {result.held_out:.3f} nats per byte ({bits:.2f} bits)   "
-        f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds:.1f} s of training\n",
+        f"{result.tokens_per_s:,.0f} bytes/s for {result.seconds:.1f} s\n",
         *memory_table(result),
         *_text_lines(result.text),
         *([f"\nreport: {result.report}"] if result.report else []),
@@ -125,36 +127,40 @@ def print_result(result: TrainResult, stream: TextIO) -> None:
 
 
 def memory_table(result: TrainResult) -> list[str]:
-    """List bytes by kind on each rank, beside the closed form and the bytes of stage 0."""
-    shown = result.memory[:MAX_COLUMNS]
-    names = [f"rank {memory.rank}" for memory in shown]
-    lines = [_row("bytes after a step", names, "closed form", "at stage 0")]
-    sums = [0] * len(shown)
+    """List bytes by kind on each rank, beside the expected ones and those of stage 0."""
+    shown, predicted = result.memory[:MAX_COLUMNS], result.predicted
+    peaks = [memory.total_peak for memory in shown]
+    name, unit = common_unit(max(*peaks, sum(result.stage0.values())))
+    rows = [[f"memory in {name}", *(f"rank {m.rank}" for m in shown), "expected", "stage 0"]]
+
+    def add(row: str, nbytes: Sequence[int], expected: str = "", stage0: int | None = None) -> None:
+        last = "" if stage0 is None else in_unit(stage0, unit)
+        rows.append([row, *(in_unit(each, unit) for each in nbytes), expected, last])
+
     for kind in KINDS:
         nbytes = [memory.now.get(kind, 0) for memory in result.memory]
         wanted = [memory.expected[kind] for memory in result.memory]
-        if not any(nbytes) and not any(wanted):
-            continue
-        own = nbytes[: len(shown)]
-        sums = [total + each for total, each in zip(sums, own, strict=True)]
-        verdict = "equal" if wanted == nbytes else f"{wanted[0]:,d}"
-        lines.append(_row(_named(kind, shown[0]), own, verdict, result.stage0[kind]))
-    lines.append(_row("together", sums, "", sum(result.stage0.values())))
-    lines.append(_row("highest at any moment", [memory.total_peak for memory in shown], "", ""))
-    texts = result.predicted.verdict.split("; ", 1) if result.predicted else []
-    texts += [f"planned for rank 0: {result.offload}"] if result.offload else []
-    lines += [line for text in texts for line in wrapped(text)]
+        if any(nbytes) or any(wanted):
+            verdict = "equal" if wanted == nbytes else in_unit(wanted[0], unit)
+            add(_named(kind, shown[0]), nbytes[: len(shown)], verdict, result.stage0[kind])
+    sums = [sum(memory.now.get(kind, 0) for kind in KINDS) for memory in shown]
+    add("together, after a step", sums, "", sum(result.stage0.values()))
+    add("peak, no activations", peaks, in_unit(predicted.ledger_nbytes, unit) if predicted else "")
     if any(tier != "device" for tiers in shown[0].tiers.values() for tier in tiers):
-        lines.append(_row("resident, highest", [memory.resident_peak for memory in shown], "", ""))
+        add("peak of the process", [memory.resident_peak for memory in shown])
+    notes = ["expected: the closed form"]
+    if predicted:
+        notes = [f"{notes[0]}; for the peak, the prediction for rank 0", predicted.verdict]
+    notes += [f"planned for rank 0: {result.offload}"] if result.offload else []
     if len(result.memory) > len(shown):
-        lines.append(f"(the first {len(shown)} of {len(result.memory)} ranks; --json has all)")
-    return lines
+        notes.append(f"(the first {len(shown)} of {len(result.memory)} ranks; --json has all)")
+    return [*columns(rows, "<>"), *(line for note in notes for line in wrapped(note))]
 
 
 def _text_lines(text: str) -> list[str]:
     """Break generated text anywhere: escapes of bytes have no spaces between them."""
     line = f'\ntext: "{text}"' if text else ""
-    return [line[start : start + 100] for start in range(0, len(line), 100)]
+    return [line[start : start + WIDTH] for start in range(0, len(line), WIDTH)]
 
 
 def _named(kind: str, memory: RankMemory) -> str:
@@ -163,28 +169,12 @@ def _named(kind: str, memory: RankMemory) -> str:
     return kind if tiers in ([], ["device"]) else f"{kind} on {' and '.join(tiers)}"
 
 
-def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot spell by None."""
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return value
-
-
-def _row(name: str, nbytes: Sequence[object], *others: object) -> str:
-    cells = [f"{cell:,d}" if isinstance(cell, int) else str(cell) for cell in (*nbytes, *others)]
-    return f"{name:22s}" + "".join(f"{cell:>14s}" for cell in cells).rstrip()
-
-
 def _resumed_line(resumed: Resumed) -> str:
-    return f"goes on after step {resumed.step:,d}: {resumed.description}"
+    return "\n".join(wrapped(f"goes on after step {resumed.step:,d}: {resumed.description}"))
 
 
 def _speed(progress: Progress) -> str:
-    return f"loss {progress.loss:.3f}   {progress.tokens_per_s:,.0f} tokens/s"
+    return f"loss {progress.loss:.3f}   {progress.tokens_per_s:,.0f} bytes/s"
 
 
 def _megabytes(nbytes: int) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from onefold.cli.arguments import SubParsers, add_json
 from onefold.errors import ConfigError, expected
+from onefold.planner.sizes import parse_nbytes
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 DESCRIPTION = """\
 Write the weights of a checkpoint as safetensors, which `AutoModel.from_pretrained` opens. One
@@ -25,13 +25,15 @@ def add_to(commands: SubParsers) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of them")
     parser.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: that of each weight)")
-    parser.add_argument("--max-shard-size", default="5GB", help="bytes of the largest file")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="the largest file, as in 500MB"
+    )
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Export, and print the written files."""
-    nbytes = _nbytes(arguments.max_shard_size)
+    nbytes = parse_nbytes("--max-shard-size", arguments.max_shard_size)
     if arguments.dtype not in (None, *DTYPES):
         wanted, hint = f"--dtype {', '.join(DTYPES)}", "leave it out to keep the weights' own"
         raise ConfigError(expected(wanted, repr(arguments.dtype), hint=hint))
@@ -50,12 +52,3 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         for name, size in files.items():
             print(f"{arguments.out}/{name}  {size:,d} bytes")
     return 0
-
-
-def _nbytes(text: str) -> int:
-    number = text.upper().removesuffix("B").rstrip("KMG")
-    unit = text.upper()[len(number) :] or "B"
-    if not number.isdecimal() or int(number) == 0 or unit not in UNITS:
-        hint = "pass a number and B, KB, MB or GB, as in 500MB"
-        raise ConfigError(expected("--max-shard-size to be a size", repr(text), hint=hint))
-    return int(number) * UNITS[unit]

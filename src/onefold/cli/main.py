@@ -90,19 +90,19 @@ def _run(argv: list[str]) -> int:
 
 
 def _prog(argv: list[str]) -> str:
-    return " ".join(["onefold", *argv[:1]])
+    return " ".join(["onefold", *(word for word in argv[:1] if word[:1] != "-")])
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     from onefold.errors import ConfigError, expected
 
-    arguments, unknown = _parser().parse_known_args(argv)
-    if unknown:
+    arguments, surplus = _parser().parse_known_args(argv)
+    if surplus:
         prog = _prog(argv)
-        hint = f"`{prog} --help` lists the flags"
-        if "model" in vars(arguments) and not unknown[0].startswith("-"):
-            hint = f"a model goes behind its flag: `{prog} --model {unknown[0]}`"
-        raise ConfigError(expected("flags that it has", " ".join(unknown), hint=hint))
+        hint = f"`{prog} --help` lists the arguments"
+        if "model" in vars(arguments):
+            hint = f"a model goes behind its flag: `{prog} --model {surplus[0]}`"
+        raise ConfigError(expected("flags with a value each", " ".join(surplus), hint=hint))
     return arguments
 
 

@@ -47,10 +47,11 @@ def add_to(commands: SubParsers) -> None:
     add("--ranks", metavar="N", help="plan for N processes of a node on the CPU instead")
     add("--nodes", default="1", metavar="M", help="machines")
     add("--mem", metavar="SIZE", help="memory of a GPU, or of all ranks of a node, as in 80GiB")
-    add("--host-mem", metavar="SIZE", help="CPU memory of a node")
-    add("--disk", metavar="SIZE", help="free disk of a node")
+    add("--host-mem", metavar="SIZE", help="CPU memory of a node (default: what is free here, for "
+        "the GPUs of this machine; else it is not checked)")
+    add("--disk", metavar="SIZE", help="free disk of a node (default: it is not checked)")
     add("--seq", default="1024", help="tokens of a row")
-    add("--batch", default="1", help="rows of one micro-batch on one rank; auto: as many as fit")
+    add("--batch", default="1", help="rows of one rank in a micro-batch; auto: as many as fit")
     add("--accumulate", default="1", help="micro-batches of a step")
     add("--precision", help="fp32, bf16 or fp16 (default: the parameters' own)")
     add("--stage", default="auto", help="0 to 3, or all of them")
@@ -63,6 +64,7 @@ def add_to(commands: SubParsers) -> None:
         "scale: a100-40, a100-80, h100-80, h200, b200 ...")
     add("--calibrate", nargs="?", const=True, default=False, metavar="MODEL", help="measure CPU "
         "ranks here and predict their step times; with the name of a smaller model, measure that")
+    add("--wide", action="store_true", help="print memory by kind, bytes sent and tokens/s as well")
     # fmt: on
     add_json(parser)
 
@@ -93,7 +95,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps({**made.as_dict(), "scaling": curve}))
     else:
-        print(made)
+        print(made.wide() if arguments.wide else made)
         _print_curve(curve)
     if not made.fits and not arguments.json:
         print("onefold plan: nothing fits", file=sys.stderr)
@@ -133,7 +135,9 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         count = whole(*given[0], least=1)
     else:
         count = default_ranks() if machine is None else machine.ranks_per_node
-    memory = _size("--mem", arguments.mem)
+    memory, host_memory = _size("--mem", arguments.mem), _size("--host-mem", arguments.host_mem)
+    if host_memory is None and on_gpus and not has_machine:
+        host_memory = free_host_nbytes()
     if not on_gpus:
         memory = (memory or free_host_nbytes()) // count
     elif memory is None and machine is not None:
@@ -148,7 +152,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         nodes=whole("--nodes", arguments.nodes, least=1),
         device_type="cuda" if on_gpus else "cpu",
         memory=memory,
-        host_memory=_size("--host-mem", arguments.host_mem),
+        host_memory=host_memory,
         disk=_size("--disk", arguments.disk),
         machine=machine,
     )
@@ -186,13 +190,15 @@ def _curve(made: Plan) -> list[dict[str, float]]:
 def _print_curve(curve: list[dict[str, float]]) -> None:
     if not curve:
         return
-    heads = ("devices", "    step", "tokens/s per device", "efficiency", "useful with failures",
-             "steps between saves")  # fmt: skip
-    print("\n" + "   ".join(heads))
-    for point in curve:
-        cells = (
-            f"{point['devices']:,.0f}", f"{point['seconds']:.2f} s",
-            f"{point['tokens_per_s_per_device']:,.0f}", f"{point['efficiency']:.1%}",
-            f"{point['useful_share']:.1%}", f"{point['steps_between_checkpoints']:,.0f}",
-        )  # fmt: skip
-        print("   ".join(c.rjust(len(h)) for c, h in zip(cells, heads, strict=True)))
+    from onefold.planner.show import seconds
+    from onefold.text import columns
+
+    heads = ("devices", "step", "tokens/s per device", "efficiency", "useful", "save every")
+    lines = [
+        (f"{point['devices']:,.0f}", seconds(point["seconds"]),
+         f"{point['tokens_per_s_per_device']:,.0f}", f"{point['efficiency']:.1%}",
+         f"{point['useful_share']:.1%}", f"{point['steps_between_checkpoints']:,.0f} steps")
+        for point in curve
+    ]  # fmt: skip
+    print("", "the same rows a rank on more devices:", *columns([heads, *lines], ">"), sep="\n")
+    print("useful: share of the time that failures and saves leave, at the best interval")

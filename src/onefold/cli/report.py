@@ -58,30 +58,30 @@ def as_json(report: RunReport, page: str) -> dict[str, Any]:
 
 def print_summary(report: RunReport, page: str) -> None:
     """Print a heading, a table of the recorded step by rank, and the page's path."""
-    from rich.console import Console
-    from rich.table import Table
-
     from onefold.recording.words import KINDS, format_bytes, format_seconds, format_share
+    from onefold.text import columns, common_unit, in_unit, wrapped
 
-    console = Console(highlight=False, markup=False)
     shown = report.ranks[:MAX_COLUMNS]
-    console.print(report.title, soft_wrap=True)
-    console.print(report.diagnosis, soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("step" if report.recorded is None else f"step {report.recorded:,d}")
-    for line in shown:
-        table.add_column(f"rank {line.rank}", justify="right", no_wrap=True)
-    table.add_row("time", *(format_seconds(line.seconds) for line in shown))
-    table.add_row("waiting", *(format_share(line.wait_share) for line in shown))
-    table.add_row("sent", *(format_bytes(line.sent_nbytes) for line in shown))
-    for tier in dict.fromkeys(tier for line in shown for tier in line.peak_by_tier):
-        peaks = [line.peak_by_tier.get(tier, 0) for line in shown]
-        table.add_row(f"peak bytes, {tier}", *map(format_bytes, peaks))
-    for kind, name in KINDS.items():
-        peaks = [line.peak_by_kind.get(kind, 0) for line in shown]
-        if any(peaks):
-            table.add_row(f"  {name}", *(format_bytes(each) if each else "" for each in peaks))
-    console.print(table)
+    print(*wrapped(report.title), *wrapped(report.diagnosis), sep="\n")
+    head = "step" if report.recorded is None else f"step {report.recorded:,d}"
+    rows = [
+        [head, *(f"rank {line.rank}" for line in shown)],
+        ["time", *(format_seconds(line.seconds) for line in shown)],
+        ["waiting", *(format_share(line.wait_share) for line in shown)],
+        ["sent", *(format_bytes(line.sent_nbytes) for line in shown)],
+    ]
+    peaks = {
+        f"peak on {tier}": [line.peak_by_tier.get(tier, 0) for line in shown]
+        for tier in dict.fromkeys(tier for line in shown for tier in line.peak_by_tier)
+    }
+    kinds = {f"  {word}": [line.peak_by_kind.get(kind, 0) for line in shown]
+             for kind, word in KINDS.items()}  # fmt: skip
+    name, unit = common_unit(max((nbytes for each in peaks.values() for nbytes in each), default=0))
+    rows.append([f"memory in {name}", *[""] * len(shown)])
+    for row, nbytes in (peaks | kinds).items():
+        if any(nbytes):
+            rows.append([row, *(in_unit(each, unit) for each in nbytes)])
+    print(*columns(rows, "<>"), sep="\n")
     if len(report.ranks) > len(shown):
-        console.print(f"(the first {len(shown)} of {len(report.ranks)} ranks; --json has all)")
-    console.print(f"page: {page}", soft_wrap=True)
+        print(f"(the first {len(shown)} of {len(report.ranks)} ranks; --json has all)")
+    print(f"page: {page}")

@@ -12,6 +12,7 @@ from typing import Any
 from onefold.cli.arguments import SubParsers, add_json, real, share, whole, word_or_number
 from onefold.cli.failures import is_rank
 from onefold.cli.launch import default_ranks, end_with_launcher, launch, world_size_of
+from onefold.text import finite
 from onefold.train.job import Job
 
 DEFAULTS = Job()
@@ -43,7 +44,7 @@ def add_to(commands: SubParsers) -> None:
         "or a function that returns a module from byte tokens to logits")
     add("--data", metavar="DIR", help="folder of text files (default: the standard library)")
     add("--steps", default=str(DEFAULTS.steps), help="optimizer steps")
-    add("--batch", default=str(DEFAULTS.batch), help="rows in a step, over all ranks")
+    add("--batch", default="8", help="rows of one rank in a micro-batch")
     add("--seq", default=str(DEFAULTS.seq), help="bytes in a row")
     add("--accumulate", default=str(DEFAULTS.accumulate), help="micro-batches in a step")
     add("--precision", help="fp32, bf16 or fp16 compute; masters and sums stay fp32 "
@@ -68,23 +69,24 @@ def add_to(commands: SubParsers) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Launch the ranks, or be one."""
-    job = job_of(arguments)
     given = arguments.ranks
     ranks = None if given is None else whole("--ranks", given, least=1)
     if is_rank():
-        world_size_of(ranks)
-        return _run_rank(job, is_json=arguments.json)
+        return _run_rank(job_of(arguments, world_size_of(ranks)), is_json=arguments.json)
+    job_of(arguments, 1)  # bad flags end here, before torch is imported
     from onefold.train.loop import preflight
 
     ranks = default_ranks() if ranks is None else ranks
+    job = job_of(arguments, ranks)
     preflight(job, ranks)
     return launch(argv, ranks, passes_stops_on=job.checkpoint is not None)
 
 
-def job_of(arguments: argparse.Namespace) -> Job:
-    """Return the run that the flags describe."""
+def job_of(arguments: argparse.Namespace, world_size: int) -> Job:
+    """Return the run that the flags describe, on so many ranks."""
     given = vars(arguments)
-    least = {"steps": 1, "batch": 1, "seq": 1, "accumulate": 1, "seed": 0, "sample": 0, "keep": 1}
+    rows = whole("--batch", given["batch"], least=1)
+    least = {"steps": 1, "seq": 1, "accumulate": 1, "seed": 0, "sample": 0, "keep": 1}
     checked: dict[str, Any] = {
         name: whole(f"--{name}", given[name], least=number) for name, number in least.items()
     }
@@ -96,6 +98,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     return Job(
         **{name: given[name] for name in texts},
         **checked,
+        rows=rows * world_size * checked["accumulate"],
         stage=word_or_number(given["stage"]),
         fraction=fraction,
         lr=None if given["lr"] is None else real("--lr", given["lr"], above=0),
@@ -106,7 +109,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
 
 def _run_rank(job: Job, *, is_json: bool) -> int:
     end_with_launcher()
-    from onefold.cli.console import display, finite, print_result
+    from onefold.cli.console import display, print_result
     from onefold.host import versions
     from onefold.mesh.world import joined
     from onefold.train.checkpoints import Interrupted

@@ -6,13 +6,16 @@ that carry it out.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from onefold.planner.calibration import Calibration
 from onefold.planner.search import Row, Search
-from onefold.planner.show import table, wire_lines
+from onefold.planner.show import memory_table, short_table, traffic_table, wire_lines
 from onefold.planner.sizes import format_bytes
+from onefold.text import counted, shell_lines, wrapped
 
 FOLDER = "PATH"
 """Stands in commands for the folder of the disk tier."""
@@ -22,6 +25,8 @@ TIERS = {
     "cpu": " with states and parameters in CPU memory",
     "disk": " with states and parameters on disk",
 }
+SIZE_FLAGS = {"host": "--host-mem", "disk": "--disk"}
+"""Flags for the bytes of a place, which is not checked without them."""
 PLACES = {"device": "", "host": " of host memory", "disk": " of disk"}
 
 
@@ -93,27 +98,34 @@ class Plan:
             lines = ["; ".join(_verdict(row) for row in self.rows[max(0, first - 1) : first + 1])]
         if self.best is not None:
             lines.append(f"take {_named(self.best)}: {_reason(self.best)}")
-            lines += _wire_notes(self.best)
+            lines += _unchecked_notes(self.best) + _wire_notes(self.best)
         return lines + [f"estimated, not exact: {part}" for part in self.estimates]
 
     @property
     def command(self) -> str:
         """The command that carries the plan out, on every node."""
+        return " ".join(self.command_words)
+
+    @property
+    def command_words(self) -> list[str]:
+        """The parts between which `command` may be broken: flags with their values."""
         row, accumulate, recipe = self.taken, self.search.accumulate, self.search.recipe
-        batch, ranks = row.rows * self.world_size * accumulate, recipe.local_world_size
+        ranks = recipe.local_world_size
         words = ["onefold train"]
         if recipe.nodes > 1:
-            words = [f"torchrun --nnodes {recipe.nodes} --nproc-per-node {ranks} "
-                     "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m onefold train"]  # fmt: skip
-        words += [f"--model {self.model}", f"--stage {row.stage}", f"--batch {batch}"]
-        words += [f"--seq {self.search.tokens}"]
+            words = [
+                *("torchrun", f"--nnodes {recipe.nodes}", "--node-rank 0", "--master-addr HOST"),
+                *("--master-port 29500", f"--nproc-per-node {ranks}", "-m onefold train"),
+            ]
+        words += [f"--model {shlex.quote(self.model)}", f"--stage {row.stage}"]
+        words += [f"--batch {row.rows}", f"--seq {self.search.tokens}"]
         words += [f"--precision {self.precision}"] * bool(self.precision)
         words += [f"--offload {self.offload}"] * bool(self.offload)
         words += [f"--wire {row.wire.name}"] * (row.wire.is_preset and not row.wire.wire.is_plain)
         words += [f"--accumulate {accumulate}"] * (accumulate > 1)
         words += ["--recompute"] * self.recompute
         words += [f"--ranks {ranks}"] * (recipe.nodes == 1)
-        return " ".join(words)
+        return words
 
     @property
     def line(self) -> str:
@@ -145,20 +157,63 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        accumulate, nodes = self.search.accumulate, self.search.recipe.nodes
-        numbers = {row.rows for row in self.rows}
-        head = (
-            f"{self.model}: {self.numel:,d} parameters, "
-            f"{self.world_size} rank{'s' if self.world_size > 1 else ''}, "
-            f"{numbers.pop() if len(numbers) == 1 else 'as many as fit'} "
-            f"rows of {self.search.tokens} tokens a rank"
-        )
-        head += f" x {accumulate} micro-batches" if accumulate > 1 else ""
-        head += f", {nodes} nodes" if nodes > 1 else ""
+        return "\n".join(self._lines(is_wide=False))
+
+    def wide(self) -> str:
+        """Return the text of the plan with memory by kind, bytes sent and tokens/s."""
+        return "\n".join(self._lines(is_wide=True))
+
+    def _lines(self, *, is_wide: bool) -> Iterator[str]:
+        yield from wrapped(self._heading())
+        yield ""
+        yield from short_table(self.rows, self.best)
+        yield ""
+        for note in self._notes():
+            yield from wrapped(note)
+        if is_wide:
+            yield from memory_table(self.rows)
+            yield from traffic_table(self.rows)
+        else:
+            yield "--wide: memory by kind, bytes sent, tokens/s"
+        yield ""
         measured = self.calibration.lines() if self.calibration else []
-        wires = wire_lines(self.wires, self.taken, self.numel)
-        lines = [head, "", *table(self.rows, self.best), "", *self.explain(), *measured, *wires, ""]
-        return "\n".join([*lines, f"  {self.command}", f"  {self.line}"])
+        for line in [*self.explain(), *measured]:
+            yield from wrapped(line)
+        yield from wire_lines(self.wires, self.taken, self.numel)
+        yield ""
+        if self.search.recipe.nodes > 1:
+            yield "on each node, with its own --node-rank; HOST is the address of node 0:"
+        yield from shell_lines(self.command_words)
+        yield "or in a script:"
+        yield f"  {self.line}"
+
+    def _heading(self) -> str:
+        search, nodes = self.search, self.search.recipe.nodes
+        numbers = {row.rows for row in self.rows}
+        rows = counted(numbers.pop(), "row") if len(numbers) == 1 else "as many rows as fit"
+        where = f" on {nodes} nodes" if nodes > 1 else ""
+        cut = f" in each of {search.accumulate} micro-batches" if search.accumulate > 1 else ""
+        return (
+            f"{self.model}: {self.numel:,d} parameters, {counted(self.world_size, 'rank')}{where}, "
+            f"{rows} of {search.tokens} tokens a rank{cut}"
+        )
+
+    def _notes(self) -> Iterator[str]:
+        """Explain the columns of the table, and what would fill them."""
+        has = format_bytes(self.search.room["device"])
+        yield f"memory: of one device at the peak, with activations; it has {has}"
+        if self.taken.step:
+            source = "measured here" if self.calibration else f"on {self.machine}, from data sheets"
+            yield f"step: seconds of one optimizer step, {source}"
+        elif self.search.recipe.device_type == "cpu":
+            yield "step times: --calibrate measures this machine"
+        else:
+            yield "step times: name a machine with --cluster, as in --cluster h100-80"
+        places = {place for row in self.rows for place in row.unchecked}
+        if places:
+            given = {place: flag for place, flag in SIZE_FLAGS.items() if place in places}
+            flags = " and ".join(f"{flag} SIZE" for flag in given.values())
+            yield f"?: {' and '.join(given)} of a node not checked: pass {flags}"
 
 
 def _named(row: Row) -> str:
@@ -177,6 +232,14 @@ def _reason(row: Row) -> str:
     if row.step is None:
         return "the simplest that fits"
     return f"the fastest that fits ({row.tokens_per_s:,.0f} tokens/s, bound by {row.step.bound})"
+
+
+def _unchecked_notes(row: Row) -> list[str]:
+    return [
+        f"needs {format_bytes(nbytes)}{PLACES[place]} on each node: not checked without "
+        f"{SIZE_FLAGS[place]}"
+        for place, nbytes in row.unchecked.items()
+    ]
 
 
 def _wire_notes(row: Row) -> list[str]:

@@ -69,6 +69,11 @@ class Row:
         return all(nbytes <= 0 for nbytes in self.missing.values())
 
     @property
+    def unchecked(self) -> dict[str, int]:
+        """Needed bytes of places whose bytes are not known."""
+        return {place: n for place, n in self.needs.items() if n and place not in self.room}
+
+    @property
     def groups(self) -> dict[str, int]:
         """Bytes on the device at the peak, by purpose."""
         tiers = ("device", "cpu") if self.forecast.recipe.device_type == "cpu" else ("device",)

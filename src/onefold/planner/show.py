@@ -1,11 +1,12 @@
-"""The tables of a plan: every way to train, and on several nodes every wire."""
+"""The tables of a plan: a short one of 80 columns, two wide ones, and every wire."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from onefold.planner.search import GROUPS, Row
 from onefold.planner.sizes import format_bytes
+from onefold.text import columns, common_unit, in_unit, wrapped
 
 HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
@@ -13,29 +14,72 @@ HEADS = {
 }  # fmt: skip
 
 
-def table(rows: Sequence[Row], best: Row | None) -> list[str]:
-    """Return one line a row; wires if there are several nodes, times if there is a machine."""
-    nodes = rows[0].forecast.recipe.nodes
-    has_wires = nodes > 1 or any(not row.wire.wire.is_plain for row in rows)
-    groups = [group for group in GROUPS if group != "second shard" or has_wires]
-    heads = ["stage", "offload", *["wire"] * has_wires, "rows", *(HEADS[each] for each in groups)]
-    heads += ["device", "host", "disk", "fits", "sent/step", *["to nodes"] * has_wires]
-    heads += ["step", "tokens/s", "bound"] if rows[0].step else []
-    lines = [heads]
+def short_table(rows: Sequence[Row], best: Row | None) -> list[str]:
+    """Return a line for each way: memory of a device, whether it fits, its step, and why."""
+    has_offload = any(row.offload != "none" for row in rows)
+    has_rows = len({row.rows for row in rows}) > 1
+    has_times = rows[0].step is not None
+    heads = ["stage", *["offload"] * has_offload, *["rows"] * has_rows, "memory", "fits"]
+    lines = [[*heads, *["step"] * has_times, "why"]]
+    name, unit = common_unit(max(row.needs["device"] for row in rows))
     for row in rows:
-        mark = "*" if row is best else ""
-        name = row.wire.name if row.wire.is_preset else "Wire"
-        cells = [f"{mark}{row.stage}", row.offload, *[name] * has_wires, str(row.rows)]
-        cells += [_short(row.groups[group]) for group in groups]
-        cells += [_short(row.needs[place]) for place in ("device", "host", "disk")]
-        cells += [_fits(row), _short(row.sent_nbytes)]
-        cells += [_short(row.between_nbytes)] * has_wires + _times(row)
-        lines.append([*cells, row.step.bound] if row.step else cells)
-    return _aligned(lines)
+        cells = [f"{'*' if row is best else ''}{row.stage}", *[row.offload] * has_offload]
+        cells += [str(row.rows)] * has_rows
+        cells += [f"{in_unit(row.needs['device'], unit)} {name}", _fits(row)]
+        cells += [seconds(row.step.seconds)] if row.step else []
+        lines.append([*cells, _why(row, best)])
+    numbers = ">" * (has_rows + 2 + has_times)
+    return columns(lines, f">{'<' * has_offload}{numbers}<")
+
+
+def _fits(row: Row) -> str:
+    return "no" if not row.fits else "?" if row.unchecked else "yes"
+
+
+def _why(row: Row, best: Row | None) -> str:
+    if not row.fits:
+        place, nbytes = max(row.missing.items(), key=lambda each: each[1])
+        return f"{format_bytes(nbytes)} short" + (f" of {place}" if place != "device" else "")
+    if row is best:
+        return "the fastest that fits" if row.step else "the simplest that fits"
+    if row.unchecked:
+        needs = [f"{format_bytes(nbytes)} {place}" for place, nbytes in row.unchecked.items()]
+        return f"needs {', '.join(needs)}"
+    if row.step and best is not None:
+        return f"{row.tokens_per_s / best.tokens_per_s:.2f} x as fast, bound by {row.step.bound}"
+    return f"{format_bytes(-row.missing['device'])} free"
+
+
+def memory_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield bytes by kind on the device, and those of a node's host and disk, in one unit."""
+    name, unit = common_unit(max(nbytes for row in rows for nbytes in row.needs.values()))
+    groups = [group for group in GROUPS if any(row.groups[group] for row in rows)]
+    lines = [["stage", "offload", *(HEADS[group] for group in groups), "memory", "host", "disk"]]
+    for row in rows:
+        each = [*(row.groups[group] for group in groups), *row.needs.values()]
+        lines.append([str(row.stage), row.offload, *(in_unit(nbytes, unit) for nbytes in each)])
+    yield from ("", f"in {name}, of one device at its peak; host and disk of a node:")
+    yield from columns(lines, "><>")
+
+
+def traffic_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the bytes that a rank sends in a step, and the speed."""
+    name, unit = common_unit(max(row.sent_nbytes for row in rows))
+    has_wires = any(row.wire.name != "exact" or row.between_nbytes for row in rows)
+    heads = ["stage", "offload", *["wire", "to nodes"] * has_wires, "sent"]
+    lines = [[*heads, *(["tokens/s", "bound"] if rows[0].step else [])]]
+    for row in rows:
+        wire = row.wire.name if row.wire.is_preset else "Wire"
+        cells = [str(row.stage), row.offload]
+        cells += [wire, in_unit(row.between_nbytes, unit)] if has_wires else []
+        cells += [in_unit(row.sent_nbytes, unit)]
+        lines.append([*cells, *([f"{row.tokens_per_s:,.0f}", row.step.bound] if row.step else [])])
+    yield from ("", f"in {name}, sent by one rank in a step:")
+    yield from columns(lines, "><<>" if has_wires else "><>")
 
 
 def wire_lines(wires: Sequence[Row], taken: Row, numel: int) -> list[str]:
-    """Return the way to take on every wire: bytes a parameter, of all ranks together, and seconds.
+    """Return the way to take on every wire: bytes a parameter, memory and seconds.
 
     Args:
         wires: the same way on each wire; none: no lines.
@@ -44,45 +88,23 @@ def wire_lines(wires: Sequence[Row], taken: Row, numel: int) -> list[str]:
     """
     if not wires:
         return []
-    heads = ["wire", "between nodes, B/param", "inside, B/param", "device", "fits"]
-    lines = [heads + (["step", "tokens/s"] if taken.step else [])]
+    heads = ["wire", "between nodes", "inside", "memory", "fits"]
+    lines = [[*heads, *["step"] * (taken.step is not None), ""]]
     for row in wires:
         world, sent = row.forecast.recipe.world_size, row.forecast.sent_by_link
-        each = [f"{sent[link, what] * world / numel:.3f}"
+        each = [f"{sent[link, what] * world / numel:.2f}"
                 for link in ("between", "inside") for what in ("weights", "gradients")]  # fmt: skip
         mark = "*" if row.wire == taken.wire else ""
         cells = [mark + row.wire.name, f"{each[0]} + {each[1]}", f"{each[2]} + {each[3]}"]
-        lines.append([*cells, _short(row.needs["device"]), _fits(row), *_times(row)])
-    ends = ["", *(f"  {_remark(row, taken)}" for row in wires)]
+        cells += [format_bytes(row.needs["device"]), _fits(row)]
+        cells += [seconds(row.step.seconds)] if row.step else []
+        lines.append([*cells, "lossy" if row.wire.is_lossy else ""])
     tier = f", offload {taken.offload}," if taken.offload != "none" else ""
-    title = f"stage {taken.stage}{tier} on each wire (weights + gradients; of all ranks together):"
-    return ["", title, *((a + b).rstrip() for a, b in zip(_aligned(lines), ends, strict=True))]
+    what = "bytes per parameter of all ranks, weights + gradients"
+    title = f"stage {taken.stage}{tier} on each wire: {what}"
+    return ["", *wrapped(title), *columns(lines, ">")]
 
 
-def _remark(row: Row, taken: Row) -> str:
-    words = ["lossy"] if row.wire.is_lossy else []
-    if row.step is not None and taken.step is not None and row.wire != taken.wire:
-        words.append(f"{taken.step.seconds / row.step.seconds:.2f} x as fast")
-    return ", ".join(words)
-
-
-def _times(row: Row) -> list[str]:
-    if row.step is None:
-        return []
-    seconds = row.step.seconds
-    step = f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
-    return [step, f"{row.step.tokens_per_s:,.0f}"]
-
-
-def _fits(row: Row) -> str:
-    worst = max(row.missing.values())
-    return f"+{format_bytes(-row.missing['device'])}" if row.fits else f"no, -{format_bytes(worst)}"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
-
-
-def _short(nbytes: int) -> str:
-    return format_bytes(nbytes) if nbytes else "-"
+def seconds(number: float) -> str:
+    """Write seconds with three digits."""
+    return f"{number * 1e3:.3g} ms" if number < 1 else f"{number:,.2f} s"

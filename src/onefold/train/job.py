@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Job:
     """One run of the training loop.
 
-    `batch` is rows of the global batch, over all ranks and micro-batches; `seq` is tokens of a row.
+    `rows` is rows of one step, over all ranks and micro-batches; `seq` is bytes of a row.
     """
 
     model: str = "tiny"  # a preset, a Hugging Face config.json, or module:function
@@ -21,7 +21,7 @@ class Job:
     precision: str | None = None  # None computes in the parameters' own dtype
     wire: str | None = None  # a named wire; None sends exact messages on one axis
     steps: int = 160
-    batch: int = 16
+    rows: int = 16
     seq: int = 64
     accumulate: int = 1  # micro-batches of a step
     lr: float | None = None  # peak learning rate; None: the default of the preset
@@ -45,4 +45,4 @@ class Job:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, over all ranks."""
-        return self.batch * self.seq
+        return self.rows * self.seq

@@ -48,11 +48,11 @@ def preflight(job: Job, world_size: int) -> Corpus:
     offload_for(job)
     wire_of(job.wire)
     smallest = world_size * job.accumulate
-    if job.batch < smallest:
+    if job.rows < smallest:
         parts = f" times {job.accumulate} micro-batches" if job.accumulate > 1 else ""
-        wanted = f"at least {smallest} rows in a batch, one for each of {world_size} ranks{parts}"
-        hint = "raise --batch, or lower --ranks or --accumulate"
-        raise ConfigError(expected(wanted, job.batch, hint=hint))
+        wanted = f"at least {smallest} rows in a step, one for each of {world_size} ranks{parts}"
+        hint = "take more rows, fewer ranks or fewer micro-batches"
+        raise ConfigError(expected(wanted, job.rows, hint=hint))
     refuse(job.model, job.seq)
     preflight_checkpoints(job)
     if job.report is not None:
@@ -138,8 +138,8 @@ class Trainer:
         )  # fmt: skip
         self.recipe = engine_of(self.module).recipe
         self.scaler = onefold.GradScaler(world.device.type, enabled=job.precision == "fp16")
-        own = own_rows(job.batch, world.rank, world.world_size)
-        self.windows = Windows(corpus.train, rows=job.batch, seq=job.seq, seed=job.seed, own=own)
+        own = own_rows(job.rows, world.rank, world.world_size)
+        self.windows = Windows(corpus.train, rows=job.rows, seq=job.seq, seed=job.seed, own=own)
         stateful = {"windows": self.windows, "scaler": self.scaler}
         self.checkpoints = Checkpoints(job, world, self.module, self.optimizer, stateful)
         self.memory: RankMemory | None = None  # at the end of the last step
@@ -226,8 +226,8 @@ def summed_loss(module: nn.Module, rows: Tensor) -> Tensor:
 def held_out_loss(job: Job, world: World, module: nn.Module, corpus: Corpus) -> float:
     """Return nats per byte over fixed windows of the held-out files; a collective."""
     batches = min(max(1, job.steps // HELD_OUT_SHARE), MAX_HELD_OUT_BATCHES)
-    own = own_rows(job.batch, world.rank, world.world_size)
-    windows = Windows(corpus.held_out, rows=job.batch, seq=job.seq, seed=0, own=own)
+    own = own_rows(job.rows, world.rank, world.world_size)
+    windows = Windows(corpus.held_out, rows=job.rows, seq=job.seq, seed=0, own=own)
     total = 0.0
     for _ in range(batches):
         total += summed_loss(module, next(windows).to(world.device)).item()

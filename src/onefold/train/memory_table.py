@@ -27,7 +27,7 @@ class RankMemory:
     rank: int
     now: dict[str, int]  # by kind
     peak: dict[str, int]
-    total_peak: int
+    total_peak: int  # in memory
     resident_peak: int  # of the whole process, by the system's count
     expected: dict[str, int]  # by kind, from the closed form
     tiers: dict[str, list[str]]  # tiers by kind
@@ -40,6 +40,7 @@ class RankMemory:
 
 def measure(recipe: Recipe, report: Report) -> RankMemory:
     """Return the bytes of a rank's report beside the closed form."""
+    on_disk = sum(tiers["disk"].now for tiers in report.memory.values() if "disk" in tiers)
     return RankMemory(
         rank=report.rank,
         now={kind: report.nbytes(kind) for kind in report.memory},
@@ -47,7 +48,7 @@ def measure(recipe: Recipe, report: Report) -> RankMemory:
             kind: sum(usage.peak for usage in tiers.values())
             for kind, tiers in report.memory.items()
         },
-        total_peak=report.total.peak,
+        total_peak=report.total.peak - on_disk,  # files rest: they were as large at the peak
         resident_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         expected=expected_nbytes(recipe, report.shard),
         tiers={

@@ -31,6 +31,7 @@ class Prediction:
     """The predicted peak of rank 0; `by_kind` has the peak of each kind."""
 
     peak_nbytes: int  # on the device, activations included
+    ledger_nbytes: int  # the peak without torch's own tensors
     phase: str
     unit: str
     by_kind: dict[str, int]
@@ -53,7 +54,7 @@ def loss_of_rows(outputs: Any) -> Tensor:
 
 def trace_of(job: Job, module: nn.Module, world: World) -> Trace | None:
     """Trace one micro-batch of this rank, before `shard`; None if the module cannot be traced."""
-    rows = own_rows(job.batch, world.rank, world.world_size)
+    rows = own_rows(job.rows, world.rank, world.world_size)
     part = own_rows(rows.stop - rows.start, 0, job.accumulate)
     try:
         return trace(
@@ -74,8 +75,9 @@ def predict(job: Job, recipe: Recipe, seen: Trace | None, report: Report) -> Pre
     for moment in moments:
         for kind, nbytes in moment.nbytes_by_kind.items():
             by_kind[kind] = max(nbytes, by_kind.get(kind, 0))
+    ledger = max(sum(m.nbytes_by_kind.values()) - m.nbytes_by_kind.get(TORCH, 0) for m in moments)
     return Prediction(
-        found.memory_nbytes, found.peak.phase, found.peak.unit, by_kind,
+        found.memory_nbytes, ledger, found.peak.phase, found.peak.unit, by_kind,
         _verdict(found, by_kind, report), _timeline(moments) if job.report else (),
     )  # fmt: skip
 
@@ -92,8 +94,7 @@ def _by_kind(moment: Moment) -> dict[str, int]:
 
 def _verdict(found: Forecast, by_kind: dict[str, int], report: Report) -> str:
     where = f"in {found.peak.phase}" + (f" of {found.peak.unit}" if found.peak.unit else "")
-    line = f"predicted {format_bytes(found.memory_nbytes)} at the peak, {where}; "
-    line += f"up to {format_bytes(by_kind.get(TORCH, 0))} of activations"
+    line = f"predicted with activations: {format_bytes(found.memory_nbytes)}, {where}; "
     compared = replace(report, predicted={**by_kind, "all": found.memory_nbytes}).differing()
     off = [
         f"{kind} {format_bytes(wanted)} but {format_bytes(got)}"
@@ -101,8 +102,8 @@ def _verdict(found: Forecast, by_kind: dict[str, int], report: Report) -> str:
         if kind != "all"
     ]
     if off:
-        return f"{line}; more than 5 % off: {', '.join(off)}"
-    return f"{line}; each kind within 5 % of the measured bytes"
+        return f"{line}peaks more than 5 % off: {', '.join(off)}"
+    return f"{line}the peak of each kind is within 5 %"
 
 
 def _timeline(moments: Sequence[PlannedMoment]) -> tuple[PlannedMoment, ...]:

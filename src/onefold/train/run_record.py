@@ -87,7 +87,7 @@ def _about(job: Job) -> dict[str, Fact]:
         **({"offload": job.offload} if job.offload else {}),
         "data": job.data or "Python's standard library",
         "steps": job.steps,
-        "batch": f"{job.batch} rows of {job.seq} bytes",
+        "batch": f"{job.rows} rows of {job.seq} bytes",
         **({"micro-batches": job.accumulate} if job.accumulate > 1 else {}),
         **({"recompute": "every block"} if job.recompute else {}),
         "clip": job.clip or "off",
