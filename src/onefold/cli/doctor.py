@@ -1,4 +1,4 @@
-"""`onefold doctor`: list this machine's hardware and speeds, and limits that would hurt a run."""
+"""`onefold doctor`: check this machine's hardware, speeds and limits before a run."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onefold.cli.arguments import SubParsers, add_json
 from onefold.cli.failures import is_rank
 from onefold.cli.launch import measure_as_rank, measure_in_ranks
+from onefold.text import counted, wrapped
 
 if TYPE_CHECKING:
-    from onefold.tools.machine import HostReport
+    from onefold.tools.machine import Check
 
 DESCRIPTION = """\
-Measure memory, disk and the link between two local ranks, and list versions, backends and limits
-that would hurt a run. Takes a few seconds. Under torchrun it measures the link between the
-ranks that are there."""
+Measure memory, disk and the link between two local ranks, and check versions, backends and limits.
+A line begins with ok, warn (a run may be slow or end early) or fail (it cannot start: exit code 1);
+the remedy is below. Takes a few seconds. Under torchrun it measures the link between the ranks that
+are there."""
 
 LINK_RANKS = 2
 
 
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
-    summary = "list hardware, speeds, and limits that would hurt a run"
+    summary = "check hardware, speeds and limits before a run"
     parser = commands.add_parser("doctor", help=summary, description=DESCRIPTION)
     parser.set_defaults(run=run)
     add_json(parser)
@@ -33,7 +35,7 @@ def add_to(commands: SubParsers) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure this host here, and the link in ranks of its own."""
-    from onefold.tools.machine import describe, link_facts
+    from onefold.tools.machine import FAIL, checks, describe, link_facts
 
     code = 0
     if is_rank():
@@ -44,36 +46,21 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         machine = describe()
         code, link = measure_in_ranks(argv, LINK_RANKS)
+    found = checks(machine, link)
     if arguments.json:
-        print(json.dumps({**asdict(machine), "link": link}))
+        facts = {**asdict(machine), "link": link, "checks": [asdict(each) for each in found]}
+        del facts["limits"]  # checks too
+        print(json.dumps(facts))
     else:
-        print("\n".join(_lines(machine, link)))
-    return code
+        print("\n".join(_lines(found)))
+    return code or int(any(each.level == FAIL for each in found))
 
 
-def _lines(machine: HostReport, link: dict[str, Any] | None) -> Iterator[str]:
-    """Yield a line for each fact, and the hint of each limit that hurts below."""
-    from onefold.host import in_bytes
-
-    speed = "not measured: the ranks failed"
-    if link is not None:
-        speed = f"{link['backend']} between {link['world_size']} ranks, "
-        speed += f"gathers {in_bytes(link['received_per_s'])}/s"
-    memory = f"{in_bytes(machine.memory_total)}, {in_bytes(machine.memory_free)} free"
-    facts = {
-        "versions": ", ".join(f"{name} {number}" for name, number in machine.versions.items()),
-        "system": f"{machine.system}, {machine.cores} cores, {machine.threads} torch threads",
-        "memory": f"{memory}, copies {in_bytes(machine.copy_per_s)}/s",
-        "disk": f"{in_bytes(machine.disk_free)} free, writes "
-        f"{in_bytes(machine.disk_write_per_s)}/s: {machine.disk_folder}",
-        "link": speed,
-        "backends": ", ".join(f"{name} {'yes' if has else 'no'}"
-                              for name, has in machine.backends.items()),
-        "GPUs": ", ".join(machine.gpus) or "none",
-    }  # fmt: skip
-    yield from (f"{name:26s}{value}" for name, value in facts.items())
-    yield ""
-    for limit in machine.limits:
-        yield f"{limit.name:26s}{limit.value}"
-        if limit.hint:
-            yield f"  hint: {limit.hint}"
+def _lines(found: Sequence[Check]) -> Iterator[str]:
+    """Yield each check, with its remedy below, and the number of warnings and failures."""
+    for each in found:
+        yield from wrapped(f"{each.level:6}{each.name:26}{each.value}", " " * 32)
+        if each.remedy:
+            yield from wrapped(f"      remedy: {each.remedy}", " " * 14)
+    warnings, failures = (sum(each.level == level for each in found) for level in ("warn", "fail"))
+    yield f"\n{counted(warnings, 'warning')}, {counted(failures, 'failure')}"

@@ -8,6 +8,8 @@ import resource
 import shutil
 import tempfile
 import timeit
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -28,20 +30,26 @@ from onefold.host import (
     versions,
 )
 from onefold.mesh.world import World
+from onefold.text import counted
 from onefold.tools.bandwidth import Ask, measure_link
 
 COPY_NBYTES = 128 * MIB
+TRIED_TORCH = "2.13"
 
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
+OK, WARN, FAIL = "ok", "warn", "fail"
+
+
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """A setting of the system, and the remedy if it is too low."""
+class Check:
+    """A fact about this machine, and the remedy if it hurts a run."""
 
     name: str
     value: str
-    hint: str  # empty: it is high enough
+    level: str  # OK; WARN: a run may be slow or end early; FAIL: a run cannot start
+    remedy: str  # empty at OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class HostReport:
     disk_write_per_s: float  # to the disk itself, fsync included
     backends: dict[str, bool]
     gpus: list[str]
-    limits: list[Limit]
+    limits: list[Check]
 
 
 def describe(folder: str | None = None) -> HostReport:
@@ -84,7 +92,7 @@ def describe(folder: str | None = None) -> HostReport:
             "nccl": dist.is_available() and dist.is_nccl_available(),
         },
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
-        limits=_limits(total, disk_free),
+        limits=_limits(),
     )
 
 
@@ -114,8 +122,52 @@ def link_facts(world: World) -> dict[str, Any]:
     return {**facts, "nbytes": found["nbytes"], "received_per_s": speed}
 
 
-def _limits(memory_total: int, disk_free: int) -> list[Limit]:
-    """List the limits that are known to hurt, with a hint where they do."""
+def checks(machine: HostReport, link: dict[str, Any] | None) -> list[Check]:
+    """Judge the facts and the link (None: its ranks failed), and add the limits."""
+    names = Counter(machine.gpus)
+    has_driver = shutil.which("nvidia-smi") is not None
+    lacks_nccl = bool(machine.gpus) and not machine.backends["nccl"]
+    wire = "not measured: the ranks failed"
+    if link is not None:
+        wire = f"{link['backend']} between {counted(link['world_size'], 'rank')}, "
+        wire += f"gathers {in_bytes(link['received_per_s'])}/s"
+    facts = [
+        ("versions", ", ".join(f"{name} {number}" for name, number in machine.versions.items()),
+         WARN, not machine.versions["torch"].startswith(TRIED_TORCH),
+         f"only torch {TRIED_TORCH} was tried: pip install torch=={TRIED_TORCH}.*"),
+        ("system", f"{machine.system}, {machine.cores} cores, {machine.threads} torch threads",
+         OK, False, ""),
+        ("memory", f"{in_bytes(machine.memory_total)}, {in_bytes(machine.memory_free)} free, "
+         f"copies {in_bytes(machine.copy_per_s)}/s", WARN, machine.memory_total < 4 * GIB,
+         "training needs 16 bytes per parameter: take a smaller model, or --offload disk:PATH"),
+        ("disk", f"{in_bytes(machine.disk_free)} free, writes "
+         f"{in_bytes(machine.disk_write_per_s)}/s: {machine.disk_folder}", WARN,
+         machine.disk_free < 10 * GIB,
+         "checkpoints need 12 bytes per parameter: free some space, or save to another disk"),
+        ("link", wire, FAIL, link is None,
+         "the error of the ranks is above; local ranks meet at 127.0.0.1, which must be reachable"),
+        ("backends", ", ".join(f"{name} {'yes' if has else 'no'}"
+                               for name, has in machine.backends.items()),
+         FAIL, not machine.backends["gloo"] or lacks_nccl,
+         "install a build of torch with gloo, and with NCCL for GPUs"),
+        ("GPUs", ", ".join(f"{n} x {name}" for name, n in names.items()) or "none",
+         WARN, not machine.gpus and has_driver,
+         "nvidia-smi is there but torch sees no GPU: install a CUDA build of torch"),
+    ]  # fmt: skip
+    return [*_judged(facts), *machine.limits]
+
+
+def _judged(table: Sequence[tuple[str, str, str, bool, str]]) -> list[Check]:
+    """Read lines of: name, value (empty: there is none), level if it hurts, does it, remedy."""
+    return [
+        Check(name, value, level if hurts else OK, remedy if hurts else "")
+        for name, value, level, hurts, remedy in table
+        if value
+    ]
+
+
+def _limits() -> list[Check]:
+    """Judge the limits of the system that are known to hurt."""
     cores, adam = usable_cores(), kernel()
     locked, files = _soft_limit(resource.RLIMIT_MEMLOCK), _soft_limit(resource.RLIMIT_NOFILE)
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -125,29 +177,22 @@ def _limits(memory_total: int, disk_free: int) -> list[Limit]:
         threads_hint = f"more threads than the {cores} cores of this process: unset it"
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else inf
     quota = _cpu_quota()
-    # name, value (empty: this system has no such limit), does it hurt, hint
-    table = [
+    return _judged([
         ("locked memory (ulimit -l)", "unlimited" if locked == inf else in_bytes(locked),
-         torch.cuda.is_available() and locked < 64 * MIB,
+         WARN, torch.cuda.is_available() and locked < 64 * MIB,
          "GPU ranks pin memory: raise it with `ulimit -l unlimited`"),
-        ("open files (ulimit -n)", "unlimited" if files == inf else f"{files:.0f}", files < 1024,
+        ("open files (ulimit -n)", "unlimited" if files == inf else f"{files:.0f}",
+         WARN, files < 1024,
          "each rank opens a socket to every other: raise it with `ulimit -n 65536`"),
-        ("/dev/shm", "" if shared == inf else in_bytes(shared), shared < GIB,
+        ("/dev/shm", "" if shared == inf else in_bytes(shared), WARN, shared < GIB,
          "NCCL and data loaders use it: start the container with --shm-size=8g"),
-        ("OMP_NUM_THREADS", threads or "not set", too_many or (threads == "1" and cores > 4),
-         threads_hint),
-        ("CPU quota", "" if quota == inf else f"{quota:.1f} cores", quota < cores,
+        ("OMP_NUM_THREADS", threads or "not set", WARN,
+         too_many or (threads == "1" and cores > 4), threads_hint),
+        ("CPU quota", "" if quota == inf else f"{quota:.1f} cores", WARN, quota < cores,
          f"fewer than the {cores} cores that are seen: set OMP_NUM_THREADS"),
-        ("C kernel of AdamW", adam.name if adam else "none", adam is None,
+        ("C kernel of AdamW", adam.name if adam else "none", WARN, adam is None,
          "bf16 steps on the CPU take longer: install where there is a C compiler (cc)"),
-        ("disk free", in_bytes(disk_free), disk_free < 10 * GIB,
-         "checkpoints need 12 bytes per parameter"),
-        ("memory", in_bytes(memory_total), memory_total < 4 * GIB,
-         "training needs 16 bytes per parameter"),
-    ]  # fmt: skip
-    return [
-        Limit(name, value, hint if hurts else "") for name, value, hurts, hint in table if value
-    ]
+    ])  # fmt: skip
 
 
 def _soft_limit(number: int) -> float:
