@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from onefold.checkpoint.checked_files import BlockReader
-from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, path_of
+from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK, path_of
 from onefold.checkpoint.directory import METADATA, Found, find
-from onefold.checkpoint.storage import read_metadata
+from onefold.checkpoint.storage import read_metadata, read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Inspection:
     found: Found
     rows: list[InspectedRow]
     other_names: list[str]  # of objects that are no tensors
+    extra: Any  # that rank 0 passed to `onefold.save`
     files: dict[str, int]  # bytes
     is_verified: bool
 
@@ -61,7 +63,20 @@ def inspect(directory: Path, *, verify: bool) -> Inspection:
             others.append(name)
     files = {p.name: p.stat().st_size for p in sorted(found.path.iterdir()) if p.is_file()}
     is_verified = verify and found.manifest is not None and METADATA in found.manifest.files
-    return Inspection(found, tensors, others, files, is_verified)
+    return Inspection(found, tensors, others, _extra(found, metadata), files, is_verified)
+
+
+def _extra(found: Found, metadata: Metadata) -> Any:
+    """Return the `extra` of rank 0; None of another library's checkpoint."""
+    name = f"{RANK}.0"
+    if found.manifest is None or name not in metadata.state_dict_metadata:
+        return None
+    info = metadata.storage_data[MetadataIndex(name)]
+    path, span = found.path / info.relative_path, (info.offset, info.offset + info.length)
+    with BlockReader(path, found.manifest.files[info.relative_path], [span]) as reader:
+        data = reader.read(info.offset, info.length)
+    (of_rank,) = read_object(io.BytesIO(data), name)
+    return of_rank["extra"]
 
 
 def _row(name: str, saved: TensorStorageMetadata, note: Sequence[Any]) -> InspectedRow:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from onefold.cli.arguments import SubParsers, add_json
+from onefold.text import WIDTH, columns, counted, finite, wrapped
 
 if TYPE_CHECKING:
-    from onefold.checkpoint.inspect import Inspection
+    from onefold.checkpoint.inspect import InspectedRow, Inspection
+
+MAX_DEPTH = 2
+"""Levels of dicts in `extra` that are shown."""
 
 DESCRIPTION = """\
 List the contents of a checkpoint: every parameter with its shape and its saved state, the step,
-and the ranks that saved it. Of a directory of checkpoints it shows the newest complete one."""
+the ranks that saved it, and the `extra` of rank 0. Of a directory of checkpoints it shows the
+newest complete one."""
 
 
 def add_to(commands: SubParsers) -> None:
@@ -50,6 +56,7 @@ def as_json(found: Inspection) -> dict[str, Any]:
         "verified": found.is_verified,
         "passed_over": found.found.passed_over,
         "files": found.files,
+        "extra": _plain(found.extra),
         "others": found.other_names,
         "tensors": [
             {
@@ -68,7 +75,7 @@ def as_text(found: Inspection) -> str:
     if manifest is None:
         lines.append("written by torch.distributed.checkpoint: no step, no checksums")
     else:
-        ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
+        ranks = counted(manifest.world_size, "rank")
         versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
         lines.append(
             f"step {manifest.step:,d}, saved at stage {manifest.stage} by {ranks}, "
@@ -80,28 +87,80 @@ def as_text(found: Inspection) -> str:
         lines.append(f"verified: {how}")
         if manifest.optimizers:
             lines.append("optimizers: " + ", ".join(each.kind for each in manifest.optimizers))
+        lines.append(f"extra: {_shown(found.extra)}")
     lines += [f"passed over {each}" for each in found.found.passed_over]
-    return "\n".join([*lines, "", *_table(found)])
+    return "\n".join([*(part for line in lines for part in wrapped(line)), "", *_table(found)])
+
+
+def _shown(value: Any, depth: int = 0) -> str:
+    """Write plain values as they are, the keys of dicts, and the shapes of tensors."""
+    if isinstance(value, dict) and depth < MAX_DEPTH:
+        inside = (f"{key}={_shown(each, depth + 1)}" for key, each in value.items())
+        return ", ".join(inside) if depth == 0 else f"{{{', '.join(inside)}}}"
+    plain = _plain(value)
+    if isinstance(value, dict | list | tuple):
+        return f"{type(value).__name__} of {len(value)}"
+    return repr(plain) if plain is value else plain
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON: tensors as text, by dtype and shape."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return finite(value)
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"
 
 
 def _table(found: Inspection) -> list[str]:
-    by_name: dict[str, list[Any]] = {}
+    by_name: dict[str, list[InspectedRow]] = {}
     for row in found.rows:
         by_name.setdefault(row.name, []).append(row)
-    cells = [("name", "shape", "dtype", "kept", "bytes")]
+    kinds = {name: _kinds(rows) for name, rows in by_name.items()}
+    usual = Counter(kinds.values()).most_common(1)
+    cells, notes = [("name", "shape", "dtype", "bytes")], list[str]()
     for name, rows in by_name.items():
-        first = next((row for row in rows if row.kind == "weight"), rows[0])
+        first = _first(rows)
         shape = "x".join(map(str, first.shape)) or "scalar"
-        others = [f" {row.dtype}" if row.dtype != first.dtype else "" for row in rows]
-        kinds = ", ".join(row.kind + other for row, other in zip(rows, others, strict=True))
         nbytes = sum(row.nbytes for row in rows)
-        cells.append((name, shape, first.dtype, kinds, f"{nbytes:,d}"))
+        if kinds[name] != usual[0][0]:
+            notes.append(f"{name} has {kinds[name]}")
+        cells.append((name, shape, first.dtype, f"{nbytes:,d}"))
     weights = sum(row.nbytes for row in found.rows if row.kind == "weight")
-    cells.append(("all weights", "", "", "", f"{weights:,d}"))
-    cells.append((f"{len(found.files)} files", "", "", "", f"{sum(found.files.values()):,d}"))
-    widths = [max(len(row[column]) for row in cells) for column in range(5)]
-    sides = "<><<>"
-    return [
-        "  ".join(f"{c:{s}{w}s}" for c, s, w in zip(row, sides, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    cells.append(("all weights", "", "", f"{weights:,d}"))
+    cells.append((counted(len(found.files), "file"), "", "", f"{sum(found.files.values()):,d}"))
+    head = [f"saved of each parameter: {kinds}" for kinds, _ in usual]
+    head += [f"but {notes[0]}"] if len(notes) == 1 else [f"but: {'; '.join(notes)}"] * bool(notes)
+    return [*(part for line in head for part in wrapped(line)), "", *_fitted(cells)]
+
+
+def _kinds(rows: list[InspectedRow]) -> str:
+    first = _first(rows)
+    others = (f" {row.dtype}" if row.dtype != first.dtype else "" for row in rows)
+    return ", ".join(row.kind + other for row, other in zip(rows, others, strict=True))
+
+
+def _first(rows: list[InspectedRow]) -> InspectedRow:
+    return next((row for row in rows if row.kind == "weight"), rows[0])
+
+
+def _fitted(cells: list[tuple[str, str, str, str]]) -> list[str]:
+    """Align rows; a name that is too long for 80 columns has a line of its own."""
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    room = WIDTH - sum(widths[1:]) - 6
+    rows: list[tuple[str, str, str, str]] = []
+    too_long: dict[int, str] = {}
+    for row in cells:
+        if len(row[0]) > room:
+            too_long[len(rows)] = row[0]
+        rows.append(("" if len(row[0]) > room else row[0], *row[1:]))
+    lines: list[str] = []
+    for index, line in enumerate(columns(rows, "<><>")):
+        lines += [too_long[index]] if index in too_long else []
+        lines.append(line)
+    return lines
