@@ -80,7 +80,7 @@ def test_an_unknown_stage_is_refused(world_size, stage):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("precision", ["bf17", "float32", 16, torch.bfloat16, {"compute": "bf16"}])
+@pytest.mark.parametrize("precision", ["bf17", "float32", 16, torch.int8, {"compute": "bf16"}])
 def test_an_unknown_precision_is_refused(world_size, precision):
     def body(rank: int) -> None:
         with refused(onefold.ConfigError, "precision", repr(precision)):

@@ -168,8 +168,8 @@ def test_a_reader_that_has_left_ends_the_command_without_a_word(arguments, step_
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["train", "--stage", "7"], "expected stage to be 0, 1, 2 or 3, got 7"),
-    (["train", "--stage", "all"], "expected stage to be 0, 1, 2 or 3, got 'all'"),
+    (["train", "--stage", "7"], 'expected stage to be 0, 1, 2, 3 or "auto", got 7'),
+    (["train", "--stage", "all"], "expected stage to be 0, 1, 2, 3 or \"auto\", got 'all'"),
     (["train", "--precision", "bf61"], "did you mean 'bf16'?"),
     (["train", "--ranks", "0"], "expected --ranks to be a whole number of at least 1, got '0'"),
     (["train", "--steps", "many"], "expected --steps to be a whole number of at least 1"),

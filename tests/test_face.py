@@ -943,6 +943,7 @@ def test_a_copied_state_dict_is_a_snapshot(stage):
 
 
 @every_stage
+@pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
 def test_a_state_dict_survives_torch_save(stage):
     def body(rank: int) -> None:
         module, optimizer = ready(Tower, stage)

@@ -542,13 +542,21 @@ def test_a_prediction_is_drawn_over_units_and_the_step_alone():
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("80GiB", 80 * GIB), ("0.5 tb", 5 * 10**11), ("1.5KiB", 1536), ("7B", 7)]
+    ("text", "nbytes"),
+    [
+        ("80GiB", 80 * GIB),
+        ("0.5 tb", 5 * 10**11),
+        ("1.5KiB", 1536),
+        ("7B", 7),
+        ("80G", 80 * GIB),
+        ("80GB", 80 * 10**9),
+    ],
 )
 def test_sizes_have_units(text, nbytes):
     assert parse_nbytes("--mem", text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["80", "80G", "GiB", "-1GiB", "0GiB", "8 GiB GiB", "inf GB", ""])
+@pytest.mark.parametrize("text", ["80", "80Gi", "GiB", "-1GiB", "0GiB", "8 GiB GiB", "inf GB", ""])
 def test_sizes_without_units_are_refused_by_name(text):
     with pytest.raises(ConfigError, match="--mem") as error:
         parse_nbytes("--mem", text)

@@ -401,7 +401,7 @@ def test_fp16_trains_with_a_loss_scale(folder):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"stage": 4}, "stage to be 0, 1, 2 or 3, got 4"),
+    ({"stage": 4}, 'stage to be 0, 1, 2, 3 or "auto", got 4'),
     ({"precision": "int8"}, "got 'int8'"),
     ({"rows": 3}, "at least 4 rows in a step"),
     ({"rows": 7, "accumulate": 2}, "at least 8 rows"),

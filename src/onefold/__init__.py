@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
     from onefold.checkpoint.save import save
     from onefold.config import Offload, Precision
+    from onefold.engine.ema import MovingAverage, ema
     from onefold.engine.precision import GradScaler
     from onefold.errors import (
         CheckpointError,
@@ -47,6 +48,8 @@ _HOMES = {
     "save": "onefold.checkpoint.save",
     "Offload": "onefold.config",
     "Precision": "onefold.config",
+    "MovingAverage": "onefold.engine.ema",
+    "ema": "onefold.engine.ema",
     "CheckpointError": "onefold.errors",
     "ConfigError": "onefold.errors",
     "OnefoldError": "onefold.errors",
@@ -67,6 +70,7 @@ __all__ = [
     "Cluster",
     "ConfigError",
     "GradScaler",
+    "MovingAverage",
     "Offload",
     "OnefoldError",
     "Plan",
@@ -77,6 +81,7 @@ __all__ = [
     "Wire",
     "WireError",
     "accumulate",
+    "ema",
     "full_state_dict",
     "load",
     "load_pretrained",

@@ -11,25 +11,29 @@ from torch.optim import Optimizer
 
 from onefold.build.build import build
 from onefold.build.resolve import Choices, examine, examine_together, resolve
+from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine import unsharded as whole_parameters
+from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.layout.units import UnitChoice
+from onefold.ledger import Kind
 from onefold.mesh import ranks as meshes
 from onefold.mesh.meeting import as_timeout, meet
 from onefold.mesh.ranks import TIMEOUT
 from onefold.recording.report import Report, copied, snapshot, unit_lines
+from onefold.wire_config import WireChoice
 
 
 def shard(  # noqa: PLR0913 - the contract
     module: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
-    stage: int | str = 3,
+    stage: StageChoice = 3,
     mesh: meshes.MeshChoice = None,
     units: UnitChoice = None,
-    precision: object = None,
-    offload: object = None,
-    wire: object = None,
+    precision: PrecisionChoice = None,
+    offload: OffloadChoice = None,
+    wire: WireChoice = None,
     timeout: float | timedelta | None = None,
 ) -> nn.Module:
     """Shard a module and its optimizer over the ranks, in place.
@@ -51,7 +55,7 @@ def shard(  # noqa: PLR0913 - the contract
             initialised.
         units: modules that travel together; default: repeated blocks and balanced rests. A list of
             submodules, or a predicate over them.
-        precision: None (own dtypes), "fp32", "bf16", "fp16" or a `Precision`.
+        precision: None (own dtypes), "fp32", "bf16", "fp16", such a torch.dtype or a `Precision`.
         offload: None, "optimizer" (states off the device), "cpu" (parameters too), "disk:PATH", or
             an `Offload`. At stages 1 to 3.
         wire: None (exact), "zero++" or another preset, or a `Wire`: codecs of messages. With no
@@ -149,10 +153,36 @@ def report(module: nn.Module) -> Report:
         steps=engine.ledger.steps,
         skipped=engine.ledger.skipped,
         offload=engine.description,
+        notes=_notes(engine),
         memory=snapshot(engine.ledger),
         total=type(engine.ledger.total)(engine.ledger.total.now, engine.ledger.total.peak),
-        predicted=engine.expected_peaks(accumulates=engine.has_accumulated),
+        predicted=_predicted_peaks(engine),
         traffic=copied(engine.ledger.traffic),
         last_step=copied(engine.ledger.last_step),
         units=unit_lines(engine.units),
+    )
+
+
+def _predicted_peaks(engine: Engine) -> dict[str, int]:
+    """Predicted peaks by kind; averages of `onefold.ema`, which no plan knows, as they are."""
+    found = engine.expected_peaks(accumulates=engine.has_accumulated)
+    averages = sum(
+        usage.now
+        for (kind, tier), usage in engine.ledger.usage.items()
+        if kind is Kind.AVERAGE and tier != "disk"
+    )
+    if averages and found:
+        found = {**found, Kind.AVERAGE: averages, "all": found["all"] + averages}
+    return found
+
+
+def _notes(engine: Engine) -> tuple[str, ...]:
+    """Name messages that the run could save."""
+    policy, most = engine.policy, engine.most_backwards
+    could_wait = policy.defers_reduction or policy.sums_rest
+    if most < 2 or not could_wait or engine.group.world_size == 1:
+        return ()
+    return (
+        f"{most} backwards ran before a step without onefold.accumulate, and each one sent its "
+        "gradients: put all but the last inside `with onefold.accumulate(module):`",
     )

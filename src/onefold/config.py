@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -48,16 +49,20 @@ STAGES = {
 }
 
 
+StageNumber = Literal[0, 1, 2, 3]
+StageChoice = StageNumber | Literal["auto"]
+
+
 def stage_of(number: object) -> Stage:
     """Return the row of the stage table, or raise `ConfigError`."""
     if isinstance(number, int) and not isinstance(number, bool) and number in STAGES:
         return STAGES[number]
     raise ConfigError(
         expected(
-            "stage to be 0, 1, 2 or 3",
+            'stage to be 0, 1, 2, 3 or "auto"',
             repr(number),
             hint="0 replicates everything, 1 shards the optimizer, 2 also gradients, "
-            "3 also parameters",
+            '3 also parameters; "auto" is the lowest that fits',
         )
     )
 
@@ -101,10 +106,18 @@ PRECISIONS = {
 }
 
 
+PrecisionWord = Literal["fp32", "bf16", "fp16"]
+PrecisionChoice = PrecisionWord | torch.dtype | Precision | None
+
+
 def precision_of(choice: object) -> Precision:
-    """Return the `Precision` that None, a name or a `Precision` stands for."""
+    """Return the `Precision` that None, a name, torch's dtype or a `Precision` stands for."""
     if choice is None:
         return Precision()
+    if isinstance(choice, torch.dtype):
+        choice = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(
+            choice, choice
+        )
     if isinstance(choice, Precision):
         return choice
     if isinstance(choice, str) and choice in PRECISIONS:
@@ -118,8 +131,10 @@ def precision_of(choice: object) -> Precision:
     )
 
 
-TIERS = ("device", "cpu", "disk")
-STEPPERS = ("auto", "cpu", "device")
+Tier = Literal["device", "cpu", "disk"]
+TIERS: tuple[Tier, ...] = ("device", "cpu", "disk")
+Stepper = Literal["auto", "cpu", "device"]
+STEPPERS: tuple[Stepper, ...] = ("auto", "cpu", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +157,13 @@ class Offload:
             in row blocks of about that size, so that it is never whole (stage 3).
     """
 
-    optimizer: str = "device"
-    parameters: str = "device"
-    activations: str = "device"
-    fraction: float | str = 1.0
+    optimizer: Tier = "device"
+    parameters: Tier = "device"
+    activations: Tier = "device"
+    fraction: float | Literal["auto"] = 1.0
     disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     step_in_backward: bool = False
-    step: str = "auto"
+    step: Stepper = "auto"
     tile: int | None = None
 
     def __post_init__(self) -> None:
@@ -222,6 +237,10 @@ class Offload:
             return []
         several = [given] if isinstance(given, str | os.PathLike) else list(given)
         return [Path(os.path.abspath(each)) for each in several]
+
+
+OffloadChoice = Literal["optimizer", "cpu", "disk:PATH"] | str | Offload | None
+"""A word, "disk:" with a folder, or an `Offload`."""
 
 
 def offload_of(choice: object) -> Offload:

@@ -6,24 +6,27 @@ build/routes.py makes transports (wire/) from a `Wire`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
 
 from onefold.config import Offload, Placement, Stage, nearest_word
 from onefold.errors import ConfigError, expected
 
-EXACT = "exact"
-CODECS = (EXACT, "int8", "int4", "int8+h", "int4+h")
-"""Codecs of a message (wire/codec.py)."""
+EXACT: Final = "exact"
+Codec = Literal["exact", "int8", "int4", "int8+h", "int4+h"]
+"""The codec of a message (wire/codec.py)."""
+CODECS: tuple[Codec, ...] = get_args(Codec)
 
 DIFFERENCE = "-diff"
 """Suffix of a codec of weights: a message holds the change since the last gather."""
 
-WEIGHT_CODECS = (*CODECS, *(word + DIFFERENCE for word in ("int8", "int4")))
+WeightCodec = Codec | Literal["int8-diff", "int4-diff"]
+WEIGHT_CODECS: tuple[WeightCodec, ...] = (*CODECS, "int8-diff", "int4-diff")
 
-SECONDARY = ("weights", "gradients", "optimizer")
+_WITHOUT_BASE: dict[WeightCodec, Codec] = {"int8-diff": "int8", "int4-diff": "int4"}
+
+Secondary = Literal["weights", "gradients", "optimizer"]
 """The state that rests inside the node, on a mesh of two axes; each word includes the former."""
-
-Words = str | tuple[str, str]
-"""One codec for all links, or two: (inside the node, between nodes)."""
+SECONDARY: tuple[Secondary, ...] = get_args(Secondary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,9 @@ class Wire:
     differences); MiCS, arXiv 2205.00119, section 3; EF-SGD, arXiv 1901.09847 (feedback).
     """
 
-    weights: Words = EXACT
-    gradients: Words = EXACT
-    secondary: str | bool | None = None
+    weights: WeightCodec | tuple[WeightCodec, WeightCodec] = EXACT
+    gradients: Codec | tuple[Codec, Codec] = EXACT
+    secondary: Secondary | bool | None = None
     feedback: bool = False
 
     def __post_init__(self) -> None:
@@ -104,22 +107,22 @@ class Wire:
             )
 
     @property
-    def weights_inside(self) -> str:
+    def weights_inside(self) -> WeightCodec:
         """The codec of weights inside the node."""
         return self.weights[0] if isinstance(self.weights, tuple) else EXACT
 
     @property
-    def weights_between(self) -> str:
+    def weights_between(self) -> WeightCodec:
         """The codec of weights between nodes, or between all ranks where there is one axis."""
         return self.weights[-1] if isinstance(self.weights, tuple) else self.weights
 
     @property
-    def gradients_inside(self) -> str:
+    def gradients_inside(self) -> Codec:
         """The codec of gradients inside the node."""
         return self.gradients[0] if isinstance(self.gradients, tuple) else EXACT
 
     @property
-    def gradients_between(self) -> str:
+    def gradients_between(self) -> Codec:
         """The codec of gradients between nodes, or between all ranks where there is one axis."""
         return self.gradients[-1] if isinstance(self.gradients, tuple) else self.gradients
 
@@ -144,7 +147,10 @@ class Wire:
         return self in (Wire(), Wire(secondary=False))
 
 
-PRESETS = {
+Preset = Literal["exact", "hybrid", "replicas", "recommended", "zero++", "zero++diff"]
+WireChoice = Preset | Wire | None
+
+PRESETS: dict[str, Wire] = {
     "exact": Wire(),
     "hybrid": Wire(secondary="gradients"),
     "replicas": Wire(secondary="optimizer"),
@@ -189,7 +195,7 @@ def fitted(wire: Wire, stage: Stage, *, has_axes: bool) -> Wire:
         return replace(wire, secondary=None) if is_moot else wire
     weights = wire.weights_between
     if not is_whole:
-        weights = weights.removesuffix(DIFFERENCE)
+        weights = _WITHOUT_BASE.get(weights, weights)
     return replace(wire, weights=weights, secondary=None)
 
 

@@ -15,6 +15,16 @@ from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Shares
 from onefold.layout.units import Owned
 
+_WRAPPERS = (
+    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule",
+    "DeepSpeedEngine",
+)  # fmt: skip
+
+
+def _is_wrapper(kind: type) -> bool:
+    """True for another library's data parallelism, known by name: nothing is imported for this."""
+    return kind.__name__ in _WRAPPERS and kind.__module__.startswith(("torch.", "deepspeed."))
+
 
 def as_list(optimizer: object) -> list[Optimizer]:
     """Return the optimizers of `shard(optimizer=)`; raise `ConfigError` for other objects."""
@@ -45,6 +55,16 @@ def check_module(module: object) -> None:
                 hint="onefold.shard(module, optimizer)",
             )
         )
+    for part in module.modules():
+        wrappers = [kind.__name__ for kind in type(part).__mro__ if _is_wrapper(kind)]
+        if wrappers:
+            raise ConfigError(
+                expected(
+                    "a module that no other library makes data-parallel",
+                    f"one of {wrappers[0]}",
+                    hint="pass the plain module: onefold.shard averages gradients over the ranks",
+                )
+            )
     if any(ENGINE in part.__dict__ for part in module.modules()):
         raise ConfigError(
             expected(

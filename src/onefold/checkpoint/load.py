@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
 
 from onefold.checkpoint.agreement import Damaged, check_same, gather_together, together
 from onefold.checkpoint.contents import RANK, ShardedModel, restore_random_states
@@ -27,7 +29,11 @@ from onefold.engine.registry import engine_of
 from onefold.wire.collectives import Group
 
 
-def load(directory: str | os.PathLike[str], module: nn.Module, optimizer: object = None) -> Any:
+def load(
+    directory: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+) -> Any:
     """Load a checkpoint into a sharded module, and its optimizer, in place. A collective.
 
     World size, stage, precision and units may differ from those of the save: every rank reads its

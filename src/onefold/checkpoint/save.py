@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from uuid import uuid4
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
 
 from onefold.checkpoint import agreement, contents
 from onefold.checkpoint import manifest as manifests
@@ -45,9 +46,9 @@ PENDING = "_onefold_pending_save"
 def save(
     directory: str | os.PathLike[str],
     module: nn.Module,
-    optimizer: object = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
-    extra: object = None,
+    extra: Any = None,
     wait: bool = True,
     keep: int | None = None,
 ) -> Ticket:

@@ -127,7 +127,7 @@ def share(flag: str, text: str) -> float:
     return number
 
 
-def word_or_number(text: str) -> int | str:
+def word_or_number(text: str) -> Any:
     """Return the number that `text` spells, or the text."""
     return int(text) if text.isdecimal() else text
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onefold.cli.arguments import SubParsers, add_json, whole, word_or_number
 from onefold.cli.launch import default_ranks
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     with no_garbage():  # importing torch makes half a million objects
         from onefold.planner.planning import plan
 
-    batch: int | str = arguments.batch
+    batch: Any = arguments.batch
     if batch != "auto":
         batch = whole("--batch", arguments.batch, least=1)
     made = plan(

@@ -59,6 +59,8 @@ class Engine:
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
         self._is_torn = False  # a backward failed after it had stepped units
         self._is_checked = False
+        self._num_backwards = 0  # since the last step, outside of `accumulate`
+        self.most_backwards = 0  # of them before one step
 
     # for units (`UnitOwner`); see also `on_grad`
 
@@ -154,6 +156,8 @@ class Engine:
         if self.schedule.is_backward:
             return
         is_last = not self.is_accumulating
+        if not any(gradient.shown for gradient in self.gradients.values()):
+            self._num_backwards = 0  # gradients were cleared, with or without a step
         for gradient in self.gradients.values():
             gradient.begin()
         self.schedule.begin_backward(self._trained(), is_last=is_last)
@@ -209,6 +213,7 @@ class Engine:
         """Autograd is done: reshard every unit, finish every reduction."""
         reductions, defers = self.schedule.reductions, self.schedule.reductions.defers
         self.has_accumulated |= self.is_accumulating
+        self._num_backwards += not self.is_accumulating
         actions = self.schedule.end_backward()
         for call in self.schedule.ended:
             self.marks.leave(call)
@@ -277,6 +282,8 @@ class Engine:
         The weights of `rounded` units follow their masters already.
         """
         self._is_checked = False
+        self.most_backwards = max(self.most_backwards, self._num_backwards)
+        self._num_backwards = 0
         for unit in self.units:
             unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
         self.schedule.stepped()
@@ -396,5 +403,6 @@ def facts_of(unit: Unit) -> UnitFacts:
 _NO_COPY = expected(
     "a module that is not sharded to copy or pickle",
     "a sharded one",
-    hint="copy it before onefold.shard, or save it with state_dict() or onefold.save",
+    hint="onefold.save saves it, onefold.full_state_dict(module) returns plain tensors, and "
+    "onefold.ema(module) keeps an average; copy a module before onefold.shard",
 )

@@ -1,4 +1,4 @@
-"""Guard methods of `nn.Module` that would replace shards by other tensors.
+"""Guard methods of `nn.Module` that would replace shards by other tensors; refuse wrappers.
 
 `load_state_dict` takes unsharded or sharded tensors, of the module or a part of it. `to`, `float`,
 `cuda` and their like pass where they change nothing, and are refused where they would.
@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -29,6 +29,21 @@ def install(module: nn.Module, engine: Engine) -> None:
         if part._parameters:
             part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
     module.__dict__["load_state_dict"] = partial(_load_state_dict, ref(module))
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoWrapper()
+
+
+class _NoWrapper:
+    """Refuses `DistributedDataParallel(module)`, which reads here what it shall leave alone."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise StateError(
+            expected(
+                "a sharded module to be trained as it is",
+                "DistributedDataParallel around it",
+                hint="leave DistributedDataParallel out: onefold.shard averages gradients over "
+                "the ranks",
+            )
+        )
 
 
 def _apply(

@@ -56,6 +56,9 @@ class ModuleHooks:
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, always_call=True)
 
+    # torch.compile ends its graph at both hooks. The public decorator imports dynamo at once.
+
+    @torch._disable_dynamo
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -69,6 +72,7 @@ class ModuleHooks:
             return None
         return cast_floating(args, self.compute), cast_floating(kwargs, self.compute)
 
+    @torch._disable_dynamo
     def post_forward(self, module: nn.Module, args: object, outputs: object) -> None:
         if self.is_root and self.engine.saved is not None:
             self.engine.saved.end()

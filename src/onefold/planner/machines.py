@@ -129,9 +129,15 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
 )  # fmt: skip
 
 
+_SHORT = {"a100": "a100-80", "h100": "h100-80"}
+"""The usual variant of a machine that has several."""
+
+
 def machine_of(name: str) -> Machine:
-    """Return the machine called `name`; `ConfigError` lists the known ones."""
-    if name not in MACHINES:
+    """Return the machine called `name`, in any case; `ConfigError` lists the known ones."""
+    known = name.strip().lower()
+    known = _SHORT.get(known, known)
+    if known not in MACHINES:
         hint = "describe any other machine with onefold.planner.machines.Machine(...)"
         raise ConfigError(expected(f"one of {', '.join(MACHINES)}", repr(name), hint=hint))
-    return MACHINES[name]
+    return MACHINES[known]

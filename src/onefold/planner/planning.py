@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
 
-from onefold.config import PRECISIONS, precision_of
+from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
 from onefold.errors import ConfigError, expected
 from onefold.host import free_host_nbytes, usable_cores
 from onefold.layout.units import plan_units
@@ -23,9 +24,11 @@ from onefold.planner.estimate import estimated
 from onefold.planner.machines import Machine, machine_of
 from onefold.planner.result import Plan
 from onefold.planner.search import Row, Search, best_of, nearest
+from onefold.planner.sizes import parse_nbytes
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.recipe import Recipe
+from onefold.wire_config import WireChoice
 
 Tracing = Callable[[int], Trace]
 """Traces a micro-batch of so many rows."""
@@ -35,16 +38,17 @@ Tracing = Callable[[int], Trace]
 class Cluster:
     """The devices to plan for: `ranks` on each of `nodes`, which compute on "cuda" or "cpu".
 
-    `memory`: bytes of each device, or CPU rank; `host_memory` and `disk`: of each node, for all its
-    ranks. `machine`: the machine of step times, by name (`planner/machines.py`) or described.
+    `memory`: of each device, or CPU rank; `host_memory` and `disk`: of each node, for all its
+    ranks: bytes, or a text such as "80GB" or "80GiB". `machine`: the machine of step times, by name
+    such as "h100" (`planner/machines.py`) or described.
     """
 
     ranks: int = 1
     nodes: int = 1
     device_type: str = "cuda"
-    memory: int | None = None
-    host_memory: int | None = None
-    disk: int | None = None
+    memory: int | str | None = None
+    host_memory: int | str | None = None
+    disk: int | str | None = None
     machine: str | Machine | None = None
 
 
@@ -54,12 +58,12 @@ def plan(  # noqa: PLR0913 - the contract
     world_size: int = 1,
     cluster: Cluster | None = None,
     seq: int = 1024,
-    batch: int | str = 1,
+    batch: int | Literal["auto"] = 1,
     accumulate: int = 1,
-    precision: object = None,
-    stage: int | str = "auto",
-    offload: str | None = "auto",
-    wire: object = "auto",
+    precision: PrecisionChoice = None,
+    stage: StageChoice = "auto",
+    offload: Literal["auto", "none", "optimizer", "cpu", "disk"] | str | None = "auto",
+    wire: Literal["auto"] | WireChoice = "auto",
     recompute: bool = False,
     calibrate: bool | nn.Module | str = False,
 ) -> Plan:
@@ -238,7 +242,12 @@ def _room(where: Cluster) -> dict[str, int]:
     if memory is None:
         memory = free_host_nbytes() // where.ranks
     room = {"device": memory, "host": where.host_memory, "disk": where.disk}
-    return {place: nbytes for place, nbytes in room.items() if nbytes is not None}
+    names = {"device": "memory", "host": "host_memory", "disk": "disk"}
+    return {
+        place: parse_nbytes(f"Cluster.{names[place]}", size) if isinstance(size, str) else size
+        for place, size in room.items()
+        if size is not None
+    }
 
 
 def _calibration(where: Cluster, sample: Sample) -> Calibration:

@@ -11,13 +11,15 @@ UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGTP", 1)
     for middle, base in (("", 1000), ("i", 1024))
 }
+_SHORT = {prefix.lower(): 1024**power for power, prefix in enumerate("KMGTP", 1)}
+"""A bare "G" is a GiB, as for SLURM, Docker and `dd`."""
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
 def parse_nbytes(flag: str, text: str) -> int:
     """Return the bytes of a text with a unit; `ConfigError` names the flag."""
     found = _PATTERN.fullmatch(text)
-    units = {unit.lower(): factor for unit, factor in UNITS.items()}
+    units = {unit.lower(): factor for unit, factor in UNITS.items()} | _SHORT
     factor = units.get(found[2].lower()) if found else None
     nbytes = int(float(found[1]) * factor) if found and factor else 0
     if nbytes < 1:

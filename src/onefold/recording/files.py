@@ -17,7 +17,7 @@ from onefold.recording.step_record import StepRecord
 DATA, TRACE, PAGE = "report.json", "trace.json", "index.html"
 
 
-def prepare(directory: str | Path) -> Path:
+def prepare(directory: str | os.PathLike[str]) -> Path:
     """Make the directory. Raises `ConfigError` if it cannot be written to."""
     path = Path(directory)
     try:
@@ -31,7 +31,9 @@ def prepare(directory: str | Path) -> Path:
     return path
 
 
-def write(directory: str | Path, report: RunReport, records: Sequence[StepRecord]) -> Path:
+def write(
+    directory: str | os.PathLike[str], report: RunReport, records: Sequence[StepRecord]
+) -> Path:
     """Write all three files; return the page's path. The trace has the `records` of all ranks."""
     path = prepare(directory)
     data = report.as_json()
@@ -47,7 +49,7 @@ def draw(directory: Path, report: RunReport) -> Path:
     return target
 
 
-def read(directory: str | Path) -> RunReport:
+def read(directory: str | os.PathLike[str]) -> RunReport:
     """Read the report of a directory. Raises `ConfigError` if it is absent or damaged."""
     path = Path(directory) / DATA
     try:

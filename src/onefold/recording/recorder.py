@@ -14,11 +14,11 @@ collectives, and the host times changes of bytes.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from threading import get_ident
 
 import torch
@@ -62,7 +62,7 @@ class Recording:
             raise StateError(expected("a recorded step", got, where=where, hint=hint))
         return self._step
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | os.PathLike[str]) -> None:
         """Write this rank's step as index.html, report.json and trace.json.
 
         Not a collective. Ranks that share a directory overwrite each other's files.

@@ -37,6 +37,7 @@ class Report:
             at stage 0 there is one in all.
         skipped: steps that were not taken, because coded gradients were not finite.
         offload: the plan for the tiers with its reason; empty if all is on the device.
+        notes: messages that the run could save, and how.
         memory: `memory[kind][tier]` is bytes now and at the peak, by `onefold.ledger.Kind`.
         predicted: predicted peak by kind over CPU and device memory, and for "all" together; empty
             before the first step.
@@ -54,6 +55,7 @@ class Report:
     steps: int
     skipped: int
     offload: str
+    notes: tuple[str, ...]
     memory: dict[str, dict[str, Usage]]
     total: Usage
     predicted: dict[str, int]
@@ -105,6 +107,7 @@ class Report:
         lines = [f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.steps} steps"]
         lines += [f"{self.skipped} steps skipped: gradients not finite"] * bool(self.skipped)
         lines += [f"planned: {self.offload}"] * bool(self.offload)
+        lines += [f"note: {note}" for note in self.notes]
         lines += ["kind           tier          now bytes         peak bytes"]
         for kind, tiers in self.memory.items():
             lines += [

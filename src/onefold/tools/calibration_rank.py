@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onefold
-from onefold.config import precision_of
+from onefold.config import PrecisionChoice, StageNumber, precision_of
 from onefold.errors import OnefoldError, expected
 from onefold.host import usable_cores
 from onefold.mesh.local_ranks import ANSWER, ASKED, FAILED, end_with_starter
@@ -54,7 +54,8 @@ LARGE_ROWS, LARGE_UNITS = 2048, 3  # 8 MiB of fp32 a unit: about a block of a sm
 SMALL_ROWS, SMALL_UNITS = 16, 12  # 64 KiB: a message whose latency counts
 DRAWN = 1 << 20
 WHOLE_SECONDS = 4.0
-FEW, MANY = (2, 1), (3, 4)
+FEW: tuple[StageNumber, int] = (2, 1)
+MANY: tuple[StageNumber, int] = (3, 4)
 """Stage and micro-batches of full steps: with the fewest collectives, and with many."""
 STD = 0.02
 DEVIATION = 1.4826  # standard deviations of a normal value in its median absolute deviation
@@ -291,14 +292,16 @@ def _backward(module: nn.Module, x: Tensor) -> Callable[[], object]:
     return module(x).float().sum().backward
 
 
-def _collective(ranks: _MeasuredRanks, stage: int, ready: Ready, dtype: torch.dtype) -> Collective:
+def _collective(
+    ranks: _MeasuredRanks, stage: StageNumber, ready: Ready, dtype: torch.dtype
+) -> Collective:
     """Measure the collective of small and of large units, through the engine."""
     small = _transfer(ranks, stage, ready, _stack(SMALL_ROWS, SMALL_UNITS, dtype))
     return Collective(small, _transfer(ranks, stage, ready, _stack(LARGE_ROWS, LARGE_UNITS, dtype)))
 
 
 def _transfer(
-    ranks: _MeasuredRanks, stage: int, ready: Ready, plain: nn.Sequential
+    ranks: _MeasuredRanks, stage: StageNumber, ready: Ready, plain: nn.Sequential
 ) -> TransferRate:
     """Return the seconds per unit that a sharded copy of a stack takes beyond the plain one."""
     units, weight = len(plain), plain[0].weight
@@ -328,7 +331,7 @@ def _transfer(
 # the optimizer, random numbers, full steps
 
 
-def _step(ranks: _MeasuredRanks, precision: str | None) -> tuple[float, float]:
+def _step(ranks: _MeasuredRanks, precision: PrecisionChoice) -> tuple[float, float]:
     """Return the bytes that AdamW moves and the seconds of a step, states on the device."""
     rows = LARGE_ROWS * ranks.world.world_size
     module = _stack(rows, LARGE_UNITS, torch.float32)
@@ -364,7 +367,7 @@ def _full_step(
     ranks: _MeasuredRanks,
     asked: dict[str, Any],
     tokens: Tensor,
-    way: tuple[int, int],
+    way: tuple[StageNumber, int],
     micro_seconds: float,
 ) -> Whole:
     """Measure the median step of the sharded model, in turn with plain micro-batches.

@@ -19,13 +19,14 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 import onefold
+from onefold.config import StageNumber
 from onefold.errors import ConfigError, expected
 from onefold.mesh.world import World
 from onefold.models.gpt import GPT, PRESETS, VOCAB
 from onefold.models.loader import call_function, load_function, logits_of
 from onefold.train.corpus import own_rows
 
-STAGES = (0, 1, 2, 3)
+STAGES: tuple[StageNumber, ...] = (0, 1, 2, 3)
 
 RELATIVE = 1e-6
 """Largest relative difference of a step's loss from one process, where sums have another order."""
@@ -168,7 +169,7 @@ def check(model: str | None, *, steps: int, seed: int, world: World) -> Verdict:
     return shared
 
 
-def _train(case: _Case, stage: int | None) -> _Trained:
+def _train(case: _Case, stage: StageNumber | None) -> _Trained:
     """Train at a stage, or without Onefold if `stage` is None."""
     module, batch, loss_fn = case.build()
     # a gradient that is zero except for rounding, as that of a bias of attention keys, would become

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onefold.config import PrecisionWord, StageChoice
+    from onefold.wire_config import Preset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,12 +19,12 @@ class Job:
 
     model: str = "tiny"  # a preset, a Hugging Face config.json, or module:function
     data: str | None = None  # a folder of text; None: the source of Python's standard library
-    stage: int | str = 3  # or "auto": the lowest that fits
+    stage: StageChoice = 3  # or "auto": the lowest that fits
     offload: str | None = None  # "optimizer", "cpu" or "disk:PATH"; None: all on the device
     fraction: float | str = 1.0  # of the optimizer state that leaves the device, or "auto"
     recompute: bool = False  # run blocks again in backward instead of keeping activations
-    precision: str | None = None  # None computes in the parameters' own dtype
-    wire: str | None = None  # a named wire; None sends exact messages on one axis
+    precision: PrecisionWord | None = None  # None computes in the parameters' own dtype
+    wire: Preset | None = None  # a named wire; None sends exact messages on one axis
     steps: int = 160
     rows: int = 16
     seq: int = 64

@@ -6,7 +6,9 @@ each rank. And DTensor loses an indexed write, because it writes to a gathered c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -225,6 +227,50 @@ class ShownData(LogicalTensor):
         outputs = super().__torch_function__(func, types, args, kwargs)
         count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, ShownData)])
         return outputs
+
+
+@cache
+def warn_of_shards() -> None:
+    """Warn, once per process, that a file gets shards in place of whole parameters."""
+    warnings.warn(
+        "torch.save of a sharded module's state_dict() writes this rank's rows alone. For one "
+        "plain file, call onefold.full_state_dict(module) on every rank and save its result on "
+        "rank 0. To resume, use onefold.save.",
+        stacklevel=5,  # of the line that calls torch.save
+    )
+
+
+class _Shard:
+    """A detached shard, as in a state dict. It copies like a tensor, and warns when pickled."""
+
+    _local_tensor: Tensor
+    _spec: Any
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        copied: Tensor = dtensor_over(kind_over(self._spec), self._local_tensor.clone(), self._spec)
+        warn_when_pickled(copied)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._spec.mesh.size() > 1:
+            warn_of_shards()
+        plain = dtensor_over(kind_over(self._spec), self._local_tensor, self._spec)
+        return plain.__reduce_ex__(protocol)
+
+
+class DetachedShard(_Shard, DTensor):
+    """A shard in the state dict of a module whose ranks hold equal parts."""
+
+
+class WeightedShard(_Shard, LogicalTensor):
+    """A shard in the state dict of a module whose ranks hold unequal parts."""
+
+
+def warn_when_pickled(shown: Tensor) -> None:
+    """Let a shard that is given to a user warn when it is pickled."""
+    kind: Any = WeightedShard if isinstance(shown, LogicalTensor) else DetachedShard
+    shown.__class__ = kind
 
 
 class RestingGrad(Tensor):

@@ -296,6 +296,8 @@ class UnitParameter:
 
     def detached(self) -> Tensor:
         shown = self.wrap(self.local.detach())
+        if isinstance(shown, DTensor):
+            logical.warn_when_pickled(shown)
         self.home.note_shown(shown)
         return shown
 
