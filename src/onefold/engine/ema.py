@@ -124,7 +124,7 @@ class MovingAverage:
         """Return the average by parameter name, as shards (`DTensor`), and the number of updates.
 
         The values share memory with the average. `torch.distributed.checkpoint` saves them, and
-        loads them at any number of ranks.
+        loads them at any number of ranks. In `onefold.save(extra=)` they load at the same number.
         """
         averages = {p.fqn: p.wrap(own) for p, own in self._rows()}
         return {"averages": averages, "num_updates": self.num_updates}
@@ -134,7 +134,7 @@ class MovingAverage:
         """Take over a `state_dict()` of the same module, of unsharded or sharded tensors.
 
         Raises:
-            StateError: names or shapes differ. Nothing is changed then.
+            StateError: names, shapes or the number of ranks differ. Nothing is changed then.
         """
         averages: dict[str, Tensor] = state_dict["averages"]
         rows = self._rows()
@@ -142,13 +142,18 @@ class MovingAverage:
         wanted = {parameter.fqn: parameter.slot.shape for parameter, _ in rows}
         for name in sorted(given.keys() | wanted.keys()):
             if given.get(name) != wanted.get(name):
-                raise StateError(
-                    expected(
-                        f"the average of parameter {name!r} of shape {wanted.get(name)}",
-                        f"shape {given.get(name)}",
-                        where=f"rank {self._engine.group.rank}",
-                        hint="the state is of another configuration of this module",
-                    )
+                raise self._error(
+                    f"the average of parameter {name!r} of shape {wanted.get(name)}",
+                    f"shape {given.get(name)}",
+                    "the state is of another configuration of this module",
+                )
+        for parameter, own in rows:
+            given_rows = parameter.unwrap(averages[parameter.fqn])
+            if given_rows.shape != own.shape:
+                raise self._error(
+                    f"the average of parameter {parameter.fqn!r} sharded over as many ranks",
+                    f"rows {list(given_rows.shape)} in place of {list(own.shape)}",
+                    "torch.distributed.checkpoint loads it at any number of ranks",
                 )
         for parameter, own in rows:
             own.copy_(parameter.unwrap(averages[parameter.fqn]))
@@ -168,13 +173,10 @@ class MovingAverage:
         engine = self._engine
         is_running = engine.schedule.forward_depth > 0 or in_backward()
         if self._is_applied or engine.is_summoned or is_running:
-            raise StateError(
-                expected(
-                    f"{call} after optimizer.step()",
-                    "a call inside `applied()`, `onefold.unsharded`, forward or backward",
-                    where=f"rank {engine.group.rank}",
-                    hint="call update() once a step, on every rank, outside these blocks",
-                )
+            raise self._error(
+                f"{call} after optimizer.step()",
+                "a call inside `applied()`, `onefold.unsharded`, forward or backward",
+                "call update() once a step, on every rank, outside these blocks",
             )
         engine.rest()
         for unit in engine.units:
@@ -182,6 +184,10 @@ class MovingAverage:
             unit.check_untouched()
             unit.refresh_master()
         return [(unit, buffer.tensor) for unit, buffer in self._buffers.items()]
+
+    def _error(self, what: str, got: str, hint: str) -> StateError:
+        where = f"rank {self._engine.group.rank}"
+        return StateError(expected(what, got, where=where, hint=hint))
 
     def _forget(self) -> None:
         """Free memory in which tensors of a far tier were read."""
