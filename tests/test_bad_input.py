@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import onefold
+from onefold.config import precision_of
 from tests.ranks import run_ranks, seeded
 from tests.zoo import (
     WIDTH,
@@ -87,6 +88,15 @@ def test_an_unknown_precision_is_refused(world_size, precision):
             onefold.shard(Tower(), precision=precision)
 
     on_every_rank(world_size, body)
+
+
+@pytest.mark.parametrize(
+    ("word", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_a_dtype_of_torch_means_what_its_word_means(word, dtype):
+    assert precision_of(dtype) == precision_of(word)
+    trains(onefold.shard(seeded(Tower), precision=dtype))
 
 
 def test_a_misspelt_precision_is_answered_with_the_right_one():

@@ -556,6 +556,14 @@ def test_sizes_have_units(text, nbytes):
     assert parse_nbytes("--mem", text) == nbytes
 
 
+def test_a_cluster_takes_sizes_and_machines_as_people_write_them():
+    named = plan("tiny", cluster=gpus("80GB", machine="H100", host_memory="1TiB"), seq=SEQ)
+    exact = plan("tiny", cluster=gpus(80 * 10**9, machine="h100-80", host_memory=1 << 40), seq=SEQ)
+    assert named.as_dict() == exact.as_dict()
+    with pytest.raises(ConfigError, match=r"Cluster\.memory"):
+        plan("tiny", cluster=gpus("80 apples"), seq=SEQ)
+
+
 @pytest.mark.parametrize("text", ["80", "80Gi", "GiB", "-1GiB", "0GiB", "8 GiB GiB", "inf GB", ""])
 def test_sizes_without_units_are_refused_by_name(text):
     with pytest.raises(ConfigError, match="--mem") as error:
