@@ -172,7 +172,7 @@ class MovingAverage:
         """Let weights and masters rest and agree; return each unit with its average."""
         engine = self._engine
         is_running = engine.schedule.forward_depth > 0 or in_backward()
-        if self._is_applied or engine.is_summoned or is_running:
+        if self._is_applied or engine.is_unsharded or is_running:
             raise self._error(
                 f"{call} after optimizer.step()",
                 "a call inside `applied()`, `onefold.unsharded`, forward or backward",
