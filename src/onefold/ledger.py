@@ -29,7 +29,7 @@ class Kind(StrEnum):
     PARTIAL_GRAD = "partial_grad"  # this rank's gradient, not yet reduced
     FEEDBACK = "feedback"  # what coded gradients have rounded off, for the next message
     OPTIMIZER = "optimizer"  # exp_avg, exp_avg_sq and their like
-    AVERAGE = "average"  # of weights over the steps, by `onefold.ema`
+    AVERAGE = "ema"  # of weights over the steps, by `onefold.ema`
     ACTIVATION = "activation"  # what backward needs of forward, where it was moved off the device
     STAGING = "staging"  # slots through which bytes pass to and from far tiers
     WIRE = "wire"  # receive and staging buffers of collectives

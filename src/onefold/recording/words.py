@@ -10,7 +10,7 @@ KINDS = {
     "weight": "weights at rest",
     "master": "fp32 master weights",
     "optimizer": "optimizer states",
-    "average": "moving averages of weights",
+    "ema": "moving averages of weights",
     "grad": "gradients, reduced",
     "partial_grad": "gradients, not yet reduced",
     "feedback": "error feedback of coded gradients",
