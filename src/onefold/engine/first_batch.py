@@ -27,6 +27,7 @@ def compare_first_batches(module: nn.Module, group: Group) -> None:
         return
     handle: RemovableHandle
 
+    @torch._disable_dynamo  # as the hooks of hooks.py
     def hook(root: nn.Module, args: object, kwargs: object) -> None:
         if not torch.is_grad_enabled():
             return
