@@ -71,7 +71,7 @@ $(VENV)/train.done: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	touch $@
 
 $(VENV)/dev.done: $(VENV)/train.done
-	$(PIP) --editable '.[dev,hf]'
+	$(PIP) --editable '.[dev,integrations]'
 	touch $@
 
 $(VENV)/docs.done: $(VENV)/dev.done
