@@ -173,7 +173,8 @@ def test_the_readme_links_to_files_that_exist():
 
 
 @pytest.mark.parametrize("tool", ["memory_figure.py", "badges.py", "cli_page.py"])
-def test_generated_parts_are_what_their_scripts_write(tool):
+def test_generated_parts_are_what_their_scripts_write(tool, monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
     assert runpy.run_path(str(TOOLS / tool))["main"](["--check"]) == 0
 
 

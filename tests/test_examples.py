@@ -60,7 +60,7 @@ def test_the_sharded_script_reaches_the_loss_of_the_plain_one_alone_and_under_to
 
 @pytest.mark.process
 def test_two_models_with_one_loss_train():
-    assert numbers(under_torchrun("gan.py")) == pytest.approx(numbers(alone("gan.py")), abs=0.01)
+    assert numbers(under_torchrun("gan.py")) == pytest.approx(numbers(alone("gan.py")), abs=0.002)
 
 
 @pytest.mark.process

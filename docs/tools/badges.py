@@ -10,6 +10,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from made_files import write_or_check
+
 ROOT = Path(__file__).parent.parent.parent
 ASSETS = ROOT / "docs" / "assets"
 CHAR, PADDING = 6.6, 8
@@ -45,11 +47,7 @@ def badges() -> dict[str, str]:
 def main(arguments: list[str]) -> int:
     """Write or check the badges."""
     wanted = {ASSETS / f"{name}.svg": text for name, text in badges().items()}
-    if "--check" in arguments:
-        return int(any(not p.exists() or p.read_text() != text for p, text in wanted.items()))
-    for path, text in wanted.items():
-        path.write_text(text)
-    return 0
+    return write_or_check(wanted, arguments)
 
 
 if __name__ == "__main__":

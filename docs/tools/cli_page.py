@@ -10,6 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from made_files import write_or_check
+
 from onefold.cli.main import _parser
 
 PAGE = Path(__file__).parent.parent / "reference" / "cli.md"
@@ -56,11 +58,7 @@ def filled(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write or check the page."""
-    text = PAGE.read_text()
-    if "--check" in arguments:
-        return int(text != filled(text))
-    PAGE.write_text(filled(text))
-    return 0
+    return write_or_check({PAGE: filled(PAGE.read_text())}, arguments)
 
 
 if __name__ == "__main__":

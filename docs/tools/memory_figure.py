@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from made_files import write_or_check
+
 ASSETS = Path(__file__).parent.parent / "assets"
 BILLIONS, RANKS = 7, 8
 
@@ -90,11 +92,7 @@ def drawn(theme: Theme) -> str:
 def main(arguments: list[str]) -> int:
     """Write or check both drawings."""
     wanted = {ASSETS / f"memory-{name}.svg": drawn(theme) for name, theme in THEMES.items()}
-    if "--check" in arguments:
-        return int(any(not p.exists() or p.read_text() != text for p, text in wanted.items()))
-    for path, text in wanted.items():
-        path.write_text(text)
-    return 0
+    return write_or_check(wanted, arguments)
 
 
 if __name__ == "__main__":

@@ -32,14 +32,14 @@ class Links:
         """Make a transport between the ranks of a group, exact or coded."""
         if group.world_size == 1:
             return LocalTransport(group)
-        is_cuda = self.device.type == "cuda"
-        native = is_cuda and group.is_nccl
+        is_device = self.device.type != "cpu"
+        native = is_device and group.is_nccl
         exchange = Exchange(group, self.ledger, native=native, where=where)
         composed = Composed(exchange, reduce=self.reduce)
         word = codec.removesuffix(DIFFERENCE)
         inner = composed if word == EXACT else Coded(composed, codec_of(word))
-        timed = Timed(inner, self.ledger, is_queued=is_cuda)
-        return Streamed(timed, self.device) if is_cuda else timed
+        timed = Timed(inner, self.ledger, is_queued=is_device)
+        return Streamed(timed, self.device) if is_device else timed
 
 
 def routes_of(recipe: Recipe, ranks: Ranks, links: Links) -> Routes:

@@ -115,17 +115,17 @@ def _cpu_rate(cores: tuple[int, ...]) -> float:
 
 def _link_rate(device: torch.device) -> float:
     """Measure both directions at once, from and to page-locked memory."""
-    is_cuda = device.type == "cuda"
+    is_device = device.type != "cpu"
     near = [torch.zeros(PIECE_NUMEL, device=device) for _ in range(2)]
-    far = [torch.zeros(PIECE_NUMEL, pin_memory=is_cuda) for _ in range(2)]
-    if not is_cuda:
+    far = [torch.zeros(PIECE_NUMEL, pin_memory=is_device) for _ in range(2)]
+    if not is_device:
         return near[0].nbytes / _fastest(lambda: (near[0].copy_(far[0]), far[1].copy_(near[1])))
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    streams = [torch.Stream(device) for _ in range(2)]
 
     def both() -> None:
-        with torch.cuda.stream(streams[0]):
+        with streams[0]:
             near[0].copy_(far[0], non_blocking=True)
-        with torch.cuda.stream(streams[1]):
+        with streams[1]:
             far[1].copy_(near[1], non_blocking=True)
         for stream in streams:
             stream.synchronize()

@@ -261,8 +261,8 @@ def random_states(engine: Engine) -> dict[str, Any]:
     """Return the states of the generators that dropout, shuffling and augmentation draw from."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     device = engine.context.store.device
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        found[device.type] = torch.get_device_module(device).get_rng_state(device)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
@@ -276,8 +276,8 @@ def restore_random_states(engine: Engine, states: dict[str, Any]) -> None:
     version, inner, gauss = states["python"]
     random.setstate((version, tuple(inner), gauss))
     device = engine.context.store.device
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         numpy.random.set_state(tuple(states["numpy"]))

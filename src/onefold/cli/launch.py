@@ -44,7 +44,7 @@ def default_ranks() -> int:
     """Return one rank for each GPU, or two without a GPU."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+    return torch.accelerator.device_count() or 2
 
 
 def launch(argv: Sequence[str], ranks: int, *, passes_stops_on: bool = False) -> int:

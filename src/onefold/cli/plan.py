@@ -128,7 +128,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         hint = "--ranks plans for processes on the CPU"
         raise ConfigError(expected("--gpus or --ranks", "both", hint=hint))
     machine = None if arguments.cluster is None else machine_of(arguments.cluster)
-    has_gpus = torch.cuda.is_available()
+    has_gpus = torch.accelerator.is_available()
     has_machine = arguments.gpus is not None or machine is not None
     on_gpus = arguments.ranks is None and (has_machine or has_gpus)
     if given:
@@ -143,7 +143,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     elif memory is None and machine is not None:
         memory = int(machine.memory_nbytes)
     elif memory is None and has_gpus:
-        memory = torch.cuda.get_device_properties(0).total_memory
+        memory = torch.accelerator.get_memory_info()[1]
     elif memory is None:
         hint = "--mem 80GiB, or --cluster h100-80"
         raise ConfigError(expected("--mem beside --gpus", "none", hint=hint))

@@ -68,9 +68,10 @@ class UnitStep:
         if unit.master is not None:
             self.buffers.append(unit.weight)
         self._unit, self._where = unit.name, unit.context.where
-        self._ready: torch.cuda.Event | None = None  # gradients exist, weights may be changed
-        if unit.context.store.device.type == "cuda":
-            self._ready = torch.cuda.Event()
+        self._ready: torch.Event | None = None  # gradients exist, weights may be changed
+        device = unit.context.store.device
+        if device.type != "cpu":
+            self._ready = torch.Event(device)
             self._ready.record()
         ordered = sorted(segments, key=lambda segment: segment.start)
         for segment in ordered:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -18,6 +19,14 @@ from torch.utils.hooks import RemovableHandle
 from onefold.engine.watch import tensors_in
 from onefold.wire.collectives import Group
 
+_SAME_BATCH = (
+    "got the same first batch: give each rank its own rows, as "
+    "torch.utils.data.DistributedSampler does"
+)
+_SAME_SEED = (
+    "drop the same elements, as their generators are equal: call torch.manual_seed(seed + rank) "
+    "after onefold.shard"
+)
 _SAMPLE_NBYTES = 1 << 20  # of each tensor: batches that differ differ early
 
 
@@ -41,23 +50,13 @@ def _compare(group: Group, batch: str, generator: str) -> None:
     everyone = cast("list[tuple[str, str]]", group.all_gather_object((batch, generator)))
     if group.rank != 0:
         return
-    twins = _first_equal([batch for batch, _ in everyone])
-    if twins:
-        warnings.warn(
-            f"ranks {twins[0]} and {twins[1]} got the same first batch: give each rank its own "
-            "rows, as torch.utils.data.DistributedSampler does",
-            stacklevel=2,
-        )
-    twins = _first_equal([generator for _, generator in everyone])
-    if twins:
-        warnings.warn(
-            f"ranks {twins[0]} and {twins[1]} drop the same elements, as their generators are "
-            "equal: call torch.manual_seed(seed + rank) after onefold.shard",
-            stacklevel=2,
-        )
+    for values, advice in zip(zip(*everyone, strict=True), (_SAME_BATCH, _SAME_SEED), strict=True):
+        twins = _first_equal(values)
+        if twins:
+            warnings.warn(f"ranks {twins[0]} and {twins[1]} {advice}", stacklevel=2)
 
 
-def _first_equal(values: list[str]) -> tuple[int, int] | None:
+def _first_equal(values: Iterable[str]) -> tuple[int, int] | None:
     """The first two ranks with the same value; "" is equal to none."""
     seen: dict[str, int] = {}
     for rank, value in enumerate(values):
@@ -89,7 +88,7 @@ def _generator_of(root: nn.Module) -> str:
     if not drops:
         return ""
     state = torch.get_rng_state()
-    device = next((p.device for p in root.parameters() if p.device.type == "cuda"), None)
+    device = next((p.device for p in root.parameters() if p.device.type != "cpu"), None)
     if device is not None:
-        state = torch.cat([state, torch.cuda.get_rng_state(device)])
+        state = torch.cat([state, torch.get_device_module(device).get_rng_state(device)])
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()

@@ -31,11 +31,13 @@ class GradScaler(torch.amp.GradScaler):
     """torch's dynamic loss scale, for sharded gradients.
 
     Each rank sees only its shard of the gradients. An overflow on any rank skips the step, and
-    lowers the scale, on every rank. `device` defaults to CUDA where there is one, else CPU.
+    lowers the scale, on every rank. `device` defaults to the accelerator, or to the CPU where
+    there is none.
     """
 
     def __init__(self, device: str | None = None, **options: Any) -> None:
-        super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        super().__init__(device or (kind.type if kind else "cpu"), **options)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor,

@@ -56,6 +56,23 @@ def _backends(handle: dist.ProcessGroup) -> str:
     return str(dist.get_backend_config(handle))
 
 
+def take_own_device() -> torch.device:
+    """Make this rank's accelerator the current one, and return it; the CPU where there is none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return torch.device("cpu")
+    index = own_device_index()
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
+
+
+def backends_for(device: torch.device) -> str:
+    """The backends of a group that sends tensors of the device and of the CPU."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
 def own_device_index() -> int:
     """The number of this rank's accelerator on its host, by the launcher's LOCAL_RANK."""
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
@@ -64,7 +81,7 @@ def own_device_index() -> int:
             expected(
                 f"at most {count} ranks on this host, one for each device",
                 f"LOCAL_RANK={index}",
-                hint=f"torchrun --nproc-per-node {count}",
+                hint=f"start {count} ranks, or hide the devices to use the CPU (CUDA_VISIBLE_DEVICES=)",
             )
         )
     return index

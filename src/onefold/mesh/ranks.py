@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onefold.errors import ConfigError, expected
 from onefold.layout.axes import Axes
-from onefold.mesh.devices import own_device_index
+from onefold.mesh.devices import backends_for, take_own_device
 from onefold.mesh.interfaces import use_link_to_hosts
 from onefold.wire.collectives import Group
 from onefold.wire.lanes import PhaseNow
@@ -160,13 +160,10 @@ def join_launcher(timeout: timedelta = TIMEOUT) -> None:
     """
     if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return
-    backend, kind = "gloo", torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
+    device = take_own_device()
+    if device.type == "cpu":
         use_link_to_hosts()
-    else:
-        torch.accelerator.set_device_index(own_device_index())
-        backend = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind)}"
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backends_for(device), timeout=timeout)
     atexit.register(_leave)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.errors import ConfigError, WireError, expected
+from onefold.mesh.devices import backends_for, take_own_device
 from onefold.mesh.interfaces import GLOO, use_link_to_hosts
 from onefold.wire.collectives import Group
 
@@ -55,27 +56,19 @@ class World:
 
 @contextmanager
 def joined(*, use_gpus: bool = True) -> Iterator[World]:
-    """Initialise the process group as the launcher describes it: NCCL on GPUs, otherwise gloo.
+    """Initialise the process group as the launcher describes it, for this rank's device.
 
     Raises `ConfigError` without a launcher's environment, and `WireError` if the ranks do not find
     each other.
     """
     _check_launcher()
-    device = torch.device("cpu")
-    is_cuda = use_gpus and torch.cuda.is_available()
-    if is_cuda:
-        device = torch.device("cuda", _own_gpu())
-        torch.cuda.set_device(device)
-    else:
+    device = take_own_device() if use_gpus else torch.device("cpu")
+    if device.type == "cpu":
         use_link_to_hosts()
-    variable = "NCCL_SOCKET_IFNAME" if is_cuda else GLOO
+    variable = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else GLOO
     try:
         with ending_process(TIMEOUT_S + SPARE_S, lambda: _not_met("no answer", variable)):
-            dist.init_process_group(
-                "nccl" if is_cuda else "gloo",
-                timeout=timedelta(seconds=TIMEOUT_S),
-                device_id=device if is_cuda else None,
-            )
+            dist.init_process_group(backends_for(device), timeout=timedelta(seconds=TIMEOUT_S))
     except RuntimeError as error:  # of the store, of gloo, of NCCL
         raise WireError(_not_met(str(error).splitlines()[0], variable)) from error
     try:
@@ -122,12 +115,3 @@ def _not_met(got: str, variable: str) -> str:
         f"{got} ({variable} is {interface})",
         hint=hint + "(docs/guides/clusters.md)",
     )
-
-
-def _own_gpu() -> int:
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if index >= count:
-        wanted = f"at most {count} ranks on this machine, one for each GPU"
-        hint = "lower --ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use the CPU"
-        raise ConfigError(expected(wanted, f"a rank number {index + 1}", hint=hint))
-    return index

@@ -28,8 +28,8 @@ ACTIVATIONS_SHARE = 0.25
 
 def free_nbytes(device: torch.device, local_world_size: int) -> int:
     """Return the bytes that this rank may still take of the memory that computes."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return torch.accelerator.get_memory_info(device)[0]
     return free_host_nbytes() // local_world_size
 
 

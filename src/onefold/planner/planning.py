@@ -227,8 +227,8 @@ def _check(where: Cluster, **counts: int | str) -> None:
 
 
 def _this_machine(world_size: int) -> Cluster:
-    if torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory
+    if torch.accelerator.is_available():
+        memory = torch.accelerator.get_memory_info()[1]
         return Cluster(ranks=world_size, memory=memory, host_memory=free_host_nbytes())
     share = free_host_nbytes() // max(1, world_size)
     return Cluster(ranks=world_size, device_type="cpu", memory=share)

@@ -27,9 +27,9 @@ class _Mallinfo2(ctypes.Structure):
 
 def allocator_probe(device: torch.device) -> Callable[[], int] | None:
     """Return a function for the bytes handed out now, or None where the system has none."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.memory_allocated(device)
-    if device.type != "cpu" or sys.platform != "linux":
+    if device.type != "cpu":
+        return lambda: torch.accelerator.memory_allocated(device)
+    if sys.platform != "linux":
         return None
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2

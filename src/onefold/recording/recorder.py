@@ -35,7 +35,7 @@ from onefold.recording.report import copied, unit_lines
 from onefold.recording.run_report import RunReport
 from onefold.recording.step_record import TORCH, Change, Sent, Series, SpanLine, StepRecord
 
-Moment = float | torch.cuda.Event
+Moment = float | torch.Event
 """Seconds on the recorder's clock, or an event on a stream of the device."""
 
 PROBE_INTERVAL_S = 0.001
@@ -133,10 +133,10 @@ class Recorder:
         self._probed_at = 0.0
         self._stopped_at: float | None = None  # not None while the clock stands still
         self._training_thread = get_ident()
-        self._base: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            self._base = _event()
+        self._base: torch.Event | None = None
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+            self._base = _event(device)
         self._floor = 0 if self._base is not None else self._torch_nbytes()
         self._began_at, self._began = time.time(), time.perf_counter()
         self._record_torch()
@@ -166,7 +166,8 @@ class Recorder:
 
     def now(self, stream: Stream) -> Moment:
         """Return this moment, on the device for streams that run there."""
-        return _event() if self._base is not None and stream in _ON_DEVICE else self._clock()
+        on_device = self._base is not None and stream in _ON_DEVICE
+        return _event(self._device) if on_device else self._clock()
 
     def _clock(self) -> float:
         """Seconds since the step began, the same for all threads; they never decrease."""
@@ -201,7 +202,7 @@ class Recorder:
         """Return the step, with spans and changes in the order of time."""
         seconds = self._clock()
         if self._base is not None:
-            torch.cuda.synchronize(self._device)
+            torch.accelerator.synchronize(self._device)
         spans: list[SpanLine] = []
         for stream, verb, unit, bounds, nbytes in self._spans:
             start, stop = map(self._seconds, bounds)
@@ -222,7 +223,7 @@ class Recorder:
         )  # fmt: skip
 
     def _seconds(self, moment: Moment) -> float:
-        if isinstance(moment, torch.cuda.Event):
+        if isinstance(moment, torch.Event):
             assert self._base is not None, "events are only made on a device"
             return self._base.elapsed_time(moment) / 1e3
         return moment
@@ -238,7 +239,7 @@ class Recorder:
         return sent
 
 
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+def _event(device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=True)
     event.record()
     return event

@@ -54,7 +54,7 @@ class DiskScratch:
         self._workers = workers
         self._slots = slots
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._area = Area(self.name, ledger)
         self._moved_nbytes = 0  # since the heap was trimmed
         self._counting = Lock()
@@ -123,20 +123,20 @@ class DiskScratch:
         start = -room.data_ptr() % PAGE_NBYTES
         return room[start : start + nbytes]
 
-    def _mark(self) -> torch.cuda.Event | None:
+    def _mark(self) -> torch.Event | None:
         """Record when the computing stream has filled memory, or freed it to be filled."""
         if self._stream is None:
             return None
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._device))
+        ready = torch.Event(self._device)
+        ready.record(torch.accelerator.current_stream(self._device))
         return ready
 
-    def _copy(self, into: Tensor, source: Tensor, ready: torch.cuda.Event | None) -> None:
+    def _copy(self, into: Tensor, source: Tensor, ready: torch.Event | None) -> None:
         """Copy on a worker, and return when the copy has ended."""
         if self._stream is None or ready is None:
             into.copy_(source)
             return
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             self._stream.wait_event(ready)
             into.copy_(source)  # to or from pageable memory: waits for the stream
 
@@ -221,7 +221,7 @@ class HostScratch:
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.Stream(device)
         self._arenas: list[Tensor] = []
         self._area = Area(self.name, ledger)
 
@@ -251,17 +251,17 @@ class StreamCopy:
     """A copy on a side stream, which keeps `on_device` from being reused before its end."""
 
     def __init__(
-        self, stream: torch.cuda.Stream, into: Tensor, source: Tensor, on_device: Tensor,
+        self, stream: torch.Stream, into: Tensor, source: Tensor, on_device: Tensor,
         then: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self._then = then
         self._on_device: Tensor | None = on_device
         # the allocator reuses memory on the stream that frees it, so that stream has to wait
-        self._owner = torch.cuda.current_stream(on_device.device)
+        self._owner = torch.accelerator.current_stream(on_device.device)
         stream.wait_stream(self._owner)
-        with torch.cuda.stream(stream):
+        with stream:
             into.copy_(source, non_blocking=True)
-        self._done = torch.cuda.Event()
+        self._done = torch.Event(stream.device)
         self._done.record(stream)
 
     def is_completed(self) -> bool:
@@ -269,9 +269,9 @@ class StreamCopy:
         return self._done.query()
 
     def wait(self) -> None:
-        """Have the current CUDA stream wait for the copy; the host does not wait."""
+        """Have the current stream wait for the copy; the host does not wait."""
         then, self._then = self._then, None
-        torch.cuda.current_stream(self._owner.device).wait_event(self._done)
+        torch.accelerator.current_stream(self._owner.device).wait_event(self._done)
         self.abandon()
         if then is not None:
             then()

@@ -60,7 +60,7 @@ class DeviceStep:
         self._device = device
         self._slots = SlotPool(lambda nbytes: device_room(nbytes, device, ledger))
         self._streams = local()
-        self.is_queued = device.type == "cuda"
+        self.is_queued = device.type != "cpu"
 
     def is_at(self, tensor: Tensor, tier: str) -> bool:
         """See `HostStep.is_at`."""
@@ -70,7 +70,7 @@ class DeviceStep:
         """Allocate the blocks of `nbytes` now, so that no step fails for lack of memory."""
         self._slots.reserve(NUM_STREAMS, nbytes)
         if self.is_queued:  # kernels that used this memory before must have ended
-            torch.cuda.synchronize(self._device)
+            torch.accelerator.synchronize(self._device)
 
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[Room]:
@@ -85,17 +85,17 @@ class DeviceStep:
     def working(self) -> Iterator[None]:
         """Run on this thread's stream; at the end the host waits for that stream alone."""
         stream = self._stream()
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with stream if stream is not None else nullcontext():
             try:
                 yield
             finally:
                 self._finish()
 
-    def _stream(self) -> torch.cuda.Stream | None:
-        """Return this thread's stream, None without CUDA."""
-        stream: torch.cuda.Stream | None = getattr(self._streams, "stream", None)
+    def _stream(self) -> torch.Stream | None:
+        """Return this thread's stream, None on the CPU."""
+        stream: torch.Stream | None = getattr(self._streams, "stream", None)
         if stream is None and self.is_queued:
-            stream = self._streams.stream = torch.cuda.Stream(self._device)
+            stream = self._streams.stream = torch.Stream(self._device)
         return stream
 
     def _finish(self) -> None:

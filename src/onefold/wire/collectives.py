@@ -1,4 +1,4 @@
-"""The only file that calls `torch.distributed` collectives, and the ranks that take part."""
+"""The ranks that take part, and their collectives: of `torch.distributed`, or by lanes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from onefold.errors import WireError
 from onefold.ticket import Ticket, Waitable
-from onefold.wire.lanes import Lanes
+from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, Lanes
 from onefold.wire.peers import Peers
-
-_ALL_GATHER, _ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
-_ALL_GATHER.asyncOp = _ALL_TO_ALL.asyncOp = True
-"""For calls of the group itself: `torch.distributed`'s functions check as much time again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +52,7 @@ class Group:
         out, shard = _real(out), _real(shard)
         if self.peers is not None and out.device.type == "cpu":
             return self._begin(lambda lanes: lanes.all_gather(out, shard))
-        return self._issue(lambda group: group.all_gather_single(out, shard, _ALL_GATHER))
+        return self._issue(lambda group: group.all_gather_single(out, shard, ALL_GATHER))
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Waitable:
         """Start summing `full` over the ranks; rank r gets the r-th of equal pieces in `out`."""
@@ -73,7 +68,7 @@ class Group:
         if self.peers is not None and out.device.type == "cpu":
             return self._begin(lambda lanes: lanes.all_to_all(out, sent, numels_out, numels_sent))
         return self._issue(
-            lambda group: group.all_to_all_single(out, sent, numels_out, numels_sent, _ALL_TO_ALL)
+            lambda group: group.all_to_all_single(out, sent, numels_out, numels_sent, ALL_TO_ALL)
         )
 
     def track(self, works: list[Waitable], label: str) -> Sequence[Waitable]:

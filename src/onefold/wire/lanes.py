@@ -31,6 +31,10 @@ CALL = "call"
 
 _LATER = timedelta(minutes=1)
 
+ALL_GATHER, ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
+ALL_GATHER.asyncOp = ALL_TO_ALL.asyncOp = True
+"""For calls of a backend itself: `torch.distributed`'s functions check as much time again."""
+
 _CONNECTIONS = {
     CALL: "call",
     "forward": "forward",
@@ -63,8 +67,6 @@ class Lanes:
         self.all = lanes
         self._now = now
         self._roots = [_broadcast_options(root) for root in range(size)]
-        self._gather, self._all_to_all = AllgatherOptions(), AllToAllOptions()
-        self._gather.asyncOp = self._all_to_all.asyncOp = True
 
     @staticmethod
     def connect(
@@ -115,13 +117,13 @@ class Lanes:
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """See `Group.all_gather`."""
-        return self._begin()._allgather_base(out, shard, self._gather)
+        return self._begin()._allgather_base(out, shard, ALL_GATHER)
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, numels_out: list[int], numels_sent: list[int]
     ) -> dist.Work:
         """See `Group.all_to_all`."""
-        return self._begin().alltoall_base(out, sent, numels_out, numels_sent, self._all_to_all)
+        return self._begin().alltoall_base(out, sent, numels_out, numels_sent, ALL_TO_ALL)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> dist.Work:
         """See `Group.all_reduce_max`."""

@@ -30,7 +30,7 @@ POLL_S = 0.5
 """How often a rank looks whether another one asks."""
 
 PATIENCE_S = 2.0
-"""A rank that has waited this long asks the others; and takes as long for their answers."""
+"""A rank that has waited this long asks the others where they are."""
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep

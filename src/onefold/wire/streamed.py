@@ -1,4 +1,4 @@
-"""Collectives on CUDA streams of their own, so that they run beside compute."""
+"""Collectives on device streams of their own, so that they run beside compute."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Streamed(Wrapped):
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         super().__init__(inner)
-        self._streams = {name: torch.cuda.Stream(device) for name in ("gather", "reduce_scatter")}
+        self._streams = {name: torch.Stream(device) for name in ("gather", "reduce_scatter")}
 
     def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
         """See `Wrapped.wrap`."""
         return _beside(self._streams[collective], start)
 
 
-def _beside(stream: torch.cuda.Stream, start: Callable[[], Ticket]) -> Ticket:
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
+def _beside(stream: torch.Stream, start: Callable[[], Ticket]) -> Ticket:
+    stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    with stream:
         start().wait()  # on a GPU this queues the rest on `stream` and returns
-        finished = torch.cuda.Event()
+        finished = torch.Event(stream.device)
         finished.record(stream)
     return Ticket([_Queued(finished, stream.device, start)])
 
@@ -40,14 +40,14 @@ def _beside(stream: torch.cuda.Stream, start: Callable[[], Ticket]) -> Ticket:
 class _Queued:
     """Work on a side stream: waiting for it makes compute's stream wait, never the host."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device, kept: object) -> None:
+    def __init__(self, event: torch.Event, device: torch.device, kept: object) -> None:
         self._event = event
         self._device = device
         self._kept = kept  # tensors of compute's stream, whose memory it would reuse meanwhile
 
     def wait(self) -> None:
         """See `onefold.ticket.Work`."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
         self._kept = None
 
     def is_completed(self) -> bool:
