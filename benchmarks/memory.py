@@ -107,7 +107,7 @@ def measure(case: Case, folder: str, steps: int = 3) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
     onefold.shard(module, optimizer, stage=case.stage, precision=case.precision, offload=offload)
     ledger = engine_of(module).ledger
-    inside = BY_TORCH + (("grad",) if case.ranks == 1 or case.stage == 3 else ())
+    inside = BY_TORCH + (("grad",) if case.ranks == 1 else ())  # autograd makes a lone rank's
     kinds = tuple(k for k in ("weight", "master", "optimizer", "unsharded", "grad", "staging",
                               *BY_TORCH) if k not in inside)  # fmt: skip
     live = None
