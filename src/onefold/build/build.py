@@ -6,6 +6,7 @@ Every object gets its collaborators in its constructor.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,13 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from onefold.build.resolve import ModuleParts, Resolved
 from onefold.build.routes import Links, routes_of
 from onefold.build.tiers import budget_of, build_tiers, describe
+from onefold.config import STAGES, Offload
 from onefold.engine import guards
+from onefold.engine.adapters import show_whole
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
-from onefold.engine.hooks import install
+from onefold.engine.hooks import hook, install
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
-from onefold.layout.units import UnitPlan
+from onefold.layout.units import UnitPlan, plan_units
 from onefold.ledger import Ledger
 from onefold.planner.auto import Expectation
 from onefold.tier.device import DeviceStore
@@ -39,8 +42,13 @@ from onefold.unit.init import (
 from onefold.unit.unit import Unit
 from onefold.unit.weighted import WeightedMesh
 from onefold.wire.collectives import Group
+from onefold.wire_config import Wire
 
 LOG = logging.getLogger(__name__)
+
+SHARDS = "fsdp"
+"""The name of the axis over which parameters are cut, whatever the user's mesh calls it. PEFT takes
+an axis of another name for tensor parallelism, and sizes adapters by the rows of one rank."""
 
 Source = tuple[Initialisers, Values | None]
 """Initial values of a module on `meta`: the initialisers of its parts, and promised values."""
@@ -67,11 +75,13 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
         recipe=recipe,
         description="; ".join(filter(None, notes)),
         expected_peaks=expectation.peaks,
+        build_adapters=partial(_adapters, resolved),
     )
     _cast_buffers(parts.module, resolved, group, source)
     parts.module.__dict__[ENGINE] = engine
     install(engine, parts.module, {at: plan.modules for at, plan in enumerate(parts.plans)})
     guards.install(parts.module, engine)
+    show_whole(parts.module, engine)
     compare_first_batches(parts.module, group)
     _join_optimizers(parts, engine, originals)
     ledger.forget_traffic()
@@ -80,9 +90,9 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
 def _context(resolved: Resolved, store: DeviceStore, ledger: Ledger, tiers: Tiers) -> Context:
     recipe, ranks = resolved.recipe, resolved.ranks
     shards, precision = ranks.shards(are_replicas=recipe.are_replicas), recipe.precision
-    mesh = ranks.mesh if shards is ranks.everyone else None
-    if mesh is None and shards.handle is not None and recipe.is_sharded:
-        mesh = DeviceMesh.from_group(shards.handle, recipe.device_type)
+    mesh = None
+    if shards.handle is not None and recipe.is_sharded:
+        mesh = DeviceMesh.from_group(shards.handle, recipe.device_type, mesh_dim_names=(SHARDS,))
     if mesh is not None and recipe.shares is not None:
         mesh = WeightedMesh.over(mesh, recipe.shares)
     return Context(
@@ -109,6 +119,33 @@ def _units(parts: ModuleParts, context: Context, source: Source, engine: Engine)
         )  # fmt: skip
         _fill(unit, plan, context, source)
         units.append(unit)
+    return units
+
+
+def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
+    """Build units of parameters that joined the module after `shard`. A collective.
+
+    Every rank holds all of them, as at stage 0, so they stay the objects that optimizers know.
+    """
+    module, store = engine.module(), engine.context.store
+    assert module is not None, "its forward runs"
+    recipe = replace(
+        resolved.recipe, stage=STAGES[0], offload=Offload(), wire=Wire(), shares=None
+    )
+    tiers = replace(engine.context.tiers, weight=store, state=store, scratch=None)
+    context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers)
+    source: Source = (initialisers_of(module), None)
+    units: list[Unit] = []
+    for plan in plan_units(module):
+        plan.members = [o for o in plan.members if id(o.parameter) not in engine.by_sharded]
+        if plan.members:
+            plan.name += " (adapters)"
+            index = len(engine.units) + len(units)
+            keeps = engine.policy.keeps_gradients
+            units.append(Unit(plan, context, index, engine, keeps_gradients=keeps))
+            _fill(units[-1], plan, context, source)
+            hook(engine, {index: plan.modules})
+    guards.guard_parts(module, engine)
     return units
 
 

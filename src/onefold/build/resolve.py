@@ -216,6 +216,7 @@ def _stages(recipe: Recipe, *, adapts: bool) -> Iterator[Recipe]:
 
 
 def _num_moments(parts: ModuleParts) -> int:
-    """Optimizer states per element of the largest unit."""
-    largest = sorted(parts.plans, key=lambda plan: plan.numel)[-1:]  # none without parameters
+    """Optimizer states per element of the largest unit that trains."""
+    trained = [plan for plan in parts.plans if plan.is_trained]
+    largest = sorted(trained, key=lambda plan: plan.numel)[-1:]
     return sum(len(moments_of(plan, plan.dtype, parts.optimizers)) for plan in largest)

@@ -72,7 +72,7 @@ def budget_of(
         held = unit_bytes(unit.members, recipe, rank, is_tiled=unit.tile_nbytes > 0)
         numel = max(1, held.rest_numel)
         itemsize, _ = stepped_itemsize(unit.members[0], recipe)
-        has_master = held.has_master or (unit.is_offloaded and copies)
+        has_master = held.has_master or (unit.is_offloaded and copies and plan.is_trained)
         states = [itemsize] if has_master else []
         stepped = recipe.precision.master if held.has_master else plan.dtype
         states += [each.itemsize for each in moments_of(plan, stepped, optimizers).values()]
@@ -87,7 +87,7 @@ def moments_of(
     plan: UnitPlan, stepped: torch.dtype, optimizers: Sequence[Optimizer]
 ) -> dict[str, torch.dtype]:
     """Return the states that the optimizers will keep for each element of a unit, by name."""
-    members = {id(owned.parameter) for owned in plan.members}
+    members = {id(owned.parameter) for owned in plan.members if owned.parameter.requires_grad}
     found: dict[str, torch.dtype] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -76,7 +76,7 @@ class ShardedModel:
         return self.engine.group.rank
 
     def parameters(self) -> list[UnitParameter]:
-        return [p for unit in self.engine.units for p in unit.parameters]
+        return [p for unit in self.engine.units for p in unit.parameters if p.places]
 
     def parameter(self, tensor: Tensor) -> UnitParameter:
         """Return the parameter of a sharded tensor."""

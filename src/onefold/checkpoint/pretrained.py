@@ -105,10 +105,11 @@ def _entries(model: ShardedModel) -> list[safetensors.TensorEntry]:
 
 def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Output]) -> None:
     """Write this rank's rows; ranks that hold the same rows take parameters in turn."""
-    group, context = model.engine.group, model.engine.context
-    nodes, node = group.world_size // context.world_size, group.rank // context.world_size
+    group = model.engine.group
     with safetensors.OffsetWriter(folder, outputs) as writer:
         for index, parameter in enumerate(model.parameters()):
+            context = parameter.unit.context
+            nodes, node = group.world_size // context.world_size, group.rank // context.world_size
             is_replicated = context.rest_world == 1 or parameter.slot.replicated
             copies, own = (group.world_size, group.rank) if is_replicated else (nodes, node)
             if index % copies != own:
@@ -155,7 +156,7 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
 @torch.no_grad()
 def _fill(model: ShardedModel, values: Pretrained) -> None:
     for parameter in model.parameters():
-        rank = model.engine.context.rest_rank
+        rank = parameter.unit.context.rest_rank
         values.fill(parameter.fqn, parameter.slot.box(rank), parameter.stepped)
     for unit in model.engine.units:
         unit.replaced()

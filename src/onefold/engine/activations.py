@@ -266,6 +266,10 @@ class SavedActivations:
         self._leaving_nbytes = 0
         self._begun: list[saved_tensors_hooks | None] = []
 
+    def keep(self, weights: Iterable[Tensor]) -> None:
+        """Keep more weights where they are."""
+        self._weights |= {_address(tensor) for tensor in weights}
+
     def begin(self) -> None:
         """Begin a forward of the root: pack tensors from now on, if autograd builds a graph.
 

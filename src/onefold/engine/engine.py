@@ -22,6 +22,7 @@ from onefold.engine.hands import Hands
 from onefold.engine.marks import Marks
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Call, Schedule
+from onefold.engine.structure import follow
 from onefold.engine.successors import Phase
 from onefold.engine.watch import in_backward, watch_outputs
 from onefold.errors import StateError, expected
@@ -40,8 +41,11 @@ class Engine:
         self, module: nn.Module, build: Callable[[Engine], list[Unit]], context: Context, *,
         recipe: Recipe, description: str = "",
         expected_peaks: Callable[..., dict[str, int]] = lambda **_: {},
+        build_adapters: Callable[[Engine], list[Unit]] = lambda _: [],
     ) -> None:  # fmt: skip
+        """`build` makes the units, `build_adapters` those of parameters that join later."""
         self.module = ref(module)
+        self.build_adapters = build_adapters
         self.context = context
         self.recipe = recipe
         self.description = description  # of the offload plan, and why
@@ -101,14 +105,18 @@ class Engine:
             self._check_not_torn()
             for stepper in list(self.hands.steppers):
                 stepper.recover()
-            if not self._is_checked:
-                self._check_structure()
+            self._follow()
             for unit, gradient in self.gradients.items():
                 gradient.drop_cleared()
                 unit.forget()
             self.marks.begin("forward")
             self.context.phase.name = phase
         self.hands.do(schedule.begin_forward(phase))
+
+    def _follow(self) -> None:
+        if not self._is_checked and not self.is_unsharded:
+            follow(self)
+            self._is_checked = True
 
     def end_forward(self) -> None:
         """The root's forward is over, by return or exception."""
@@ -121,6 +129,8 @@ class Engine:
     def enter(self, index: int) -> Call:
         """A module that uses unit `index` starts: its weights are unsharded on return."""
         phase = current_phase()
+        if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
+            self._follow()  # a part of the module is called, not the root
         call, actions = self.schedule.enter(index, phase)
         call.edits = self.units[index].edits_at_rest()
         self.hands.do(actions)
@@ -311,35 +321,24 @@ class Engine:
             gradient.reduction.feedback.forget(gradient.unit.parameters)
         return is_finite
 
+    def lead(self, module: nn.Module) -> None:
+        """Take another root, which holds all parameters."""
+        self.module = ref(module)
+        self._is_checked = False
+
+    def add(self, units: list[Unit]) -> None:
+        """Run more units, of parameters that joined the module; nothing is unsharded now."""
+        facts = [facts_of(unit) for unit in units]
+        self.schedule.add(facts)
+        for unit in units:
+            self._index[unit] = len(self.units)
+            self.units.append(unit)  # the list of `hands`, too
+            self.gradients[unit] = unit.gradient
+            self.by_sharded |= {id(p.sharded): p for p in unit.parameters}
+        if self.saved is not None:
+            self.saved.keep([unit.weight.tensor for unit in units])
+
     # checks
-
-    def _check_structure(self) -> None:
-        """Raise `StateError` if the module has gained or lost parameters since `shard`."""
-        module = self.module()
-        if module is None or self.is_unsharded:
-            return
-        self._is_checked = True
-        unseen = dict(self.by_sharded)
-        for prefix, part in module.named_modules():
-            for name, tensor in part._parameters.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in self.by_sharded:
-                    fqn = f"{prefix}.{name}".lstrip(".")
-                    raise self._changed(fqn, "a parameter that it did not shard")
-                unseen.pop(id(tensor), None)
-        for parameter in unseen.values():
-            raise self._changed(parameter.fqn, "a module from which it was removed or replaced")
-
-    def _changed(self, fqn: str, got: str) -> StateError:
-        return StateError(
-            expected(
-                f"parameter {fqn!r} to be as onefold.shard left it",
-                got,
-                where=f"rank {self.group.rank}",
-                hint="add, replace and resize parameters and modules before onefold.shard",
-            )
-        )
 
     def _check_not_torn(self) -> None:
         """Raise if a backward failed after it had stepped some of the units.

@@ -24,12 +24,22 @@ def install(module: nn.Module, engine: Engine) -> None:
     Shapes are checked where each submodule loads. Names are checked for the module as a whole,
     before torch's own method runs: its hooks do not know whether the caller asked for strictness.
     """
-    for part in module.modules():
-        part.__dict__["_apply"] = partial(_apply, ref(part), ref(engine))
-        if part._parameters:
-            part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
+    guard_parts(module, engine)
+    guard_root(module)
+
+
+def guard_root(module: nn.Module) -> None:
+    """Guard the methods of the module as a whole."""
     module.__dict__["load_state_dict"] = partial(_load_state_dict, ref(module))
     module.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoWrapper()
+
+
+def guard_parts(module: nn.Module, engine: Engine) -> None:
+    """Guard the parts of the module that are not guarded yet."""
+    for part in module.modules():
+        if "_apply" not in part.__dict__:
+            part.__dict__["_apply"] = partial(_apply, ref(part), ref(engine))
+            part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
 
 
 class _NoWrapper:

@@ -106,9 +106,16 @@ class ModuleHooks:
 
 def install(engine: ModuleEvents, module: nn.Module, users: Mapping[int, list[nn.Module]]) -> None:
     """Hook every module that uses a unit, and the root."""
-    by_module: dict[nn.Module, dict[int, int]] = {module: {}}
+    hook(engine, users, root=module)
+
+
+def hook(
+    engine: ModuleEvents, users: Mapping[int, list[nn.Module]], root: nn.Module | None = None
+) -> None:
+    """Hook every module that uses a unit; with `root` also the root."""
+    by_module: dict[nn.Module, dict[int, int]] = {} if root is None else {root: {}}
     for unit, modules in users.items():
         for user in modules:
             by_module.setdefault(user, {})[unit] = len(modules)
     for user, units in by_module.items():
-        ModuleHooks(engine, user, units, is_root=user is module)
+        ModuleHooks(engine, user, units, is_root=user is root)

@@ -29,6 +29,13 @@ class Reductions:
         self.averaged: list[int] = []  # units with averaged gradients, for the schedule to take
         self.is_last = True  # of the micro-batches
 
+    def add(self, policy: Policy, units: Sequence[UnitFacts]) -> None:
+        """More units came, at the end of `units`; they are reduced first."""
+        self._policy = policy
+        new = range(len(self._fired), len(units))
+        self._order = [*reversed(new), *self._order]
+        self._fired += [set() for _ in new]
+
     @property
     def defers(self) -> bool:
         """True for a micro-batch that is not the last, where gradients rest on their rank."""

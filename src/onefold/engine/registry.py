@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from onefold.engine import guards
 from onefold.engine.engine import Engine
+from onefold.engine.hooks import hook
+from onefold.engine.structure import follow
 from onefold.errors import StateError, expected
 
 ENGINE = "_onefold_engine"
@@ -12,8 +15,13 @@ ENGINE = "_onefold_engine"
 
 
 def engine_of(module: nn.Module) -> Engine:
-    """Return the engine of a sharded module. Raises `StateError` for any other."""
-    engine = module.__dict__.get(ENGINE) if isinstance(module, nn.Module) else None
+    """Return the engine of a sharded module, or of the only one that a wrapper holds.
+
+    Raises `StateError` for any other.
+    """
+    engine = None
+    if isinstance(module, nn.Module):
+        engine = module.__dict__.get(ENGINE) or _held_by(module) or _unwrapped(module)
     if not isinstance(engine, Engine):
         raise StateError(
             expected(
@@ -22,4 +30,32 @@ def engine_of(module: nn.Module) -> Engine:
                 hint="pass the module that was given to onefold.shard, not a part of it",
             )
         )
+    return engine
+
+
+def _held_by(wrapper: nn.Module) -> Engine | None:
+    """Return the engine of the only sharded module inside."""
+    found = {part.__dict__[ENGINE] for part in wrapper.modules() if ENGINE in part.__dict__}
+    return found.pop() if len(found) == 1 else None
+
+
+def _unwrapped(module: nn.Module) -> Engine | None:
+    """Make a module the root that has all parameters of a sharded one, as its wrapper was removed.
+
+    So `merge_and_unload` of adapters returns a part of the module that was sharded.
+    """
+    parameters = list(module.parameters())
+    owner = getattr(parameters[0], "_onefold_owner", None) if parameters else None
+    parameter = owner() if owner is not None else None
+    engine = parameter.home.owner if parameter is not None else None
+    if not isinstance(engine, Engine):
+        return None
+    root, mine = engine.module(), set(map(id, parameters))
+    if root is not None and not all(id(parameter) in mine for parameter in root.parameters()):
+        return None
+    module.__dict__[ENGINE] = engine
+    engine.lead(module)
+    guards.guard_root(module)
+    hook(engine, {}, root=module)
+    follow(engine)
     return engine

@@ -24,6 +24,7 @@ events, or other policies.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from weakref import WeakSet
 
 from onefold.engine.actions import NO_UNIT, Action, Verb
@@ -77,6 +78,15 @@ class Schedule:
         self._to_step: list[int] = []  # reduced; stepped once backward is through with them
         self._stepped: list[int] = []  # stepped in backward, since the last step
         self.is_suspended = False  # inside onefold.unsharded: nothing is decided
+
+    def add(self, units: Sequence[UnitFacts]) -> None:
+        """More units come, whose state every rank holds: a second hop spreads their gradients."""
+        self.policy = replace(self.policy, has_second_hop=True)
+        self.units = [*self.units, *units]
+        self.reductions.add(self.policy, self.units)
+        self._users += [0 for _ in units]
+        self._seen += [set() for _ in units]
+        self._open += [WeakSet() for _ in units]
 
     # forward
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from onefold.engine.engine import Engine
+from onefold.engine.structure import is_frozen
 from onefold.engine.watch import in_backward
 from onefold.errors import StateError, expected
 from onefold.ledger import Kind
@@ -38,24 +39,38 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
         return
     for unit in engine.units:
         unit.reshard(release=False)
-    buffers = [_show_unsharded(unit) for unit in engine.units]
+    shown: dict[UnitParameter, nn.Parameter] = {}
+    buffers = [_show_unsharded(unit, shown) for unit in engine.units]
     engine.context.routes.rest()
     engine.schedule.is_suspended = True
     try:
         yield
     finally:
         engine.schedule.is_suspended = False
-        edited = [(p, _now_in_module(p)) for unit in engine.units for p in unit.parameters]
+        _forget_removed(engine, shown)
+        edited = [(p, _now_in_module(p)) for p in shown if p.places]
+        for parameter, current in edited:
+            if current is shown[parameter]:  # frozen, or unfrozen, inside
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.sharded.requires_grad_(current.requires_grad)
         for unit in engine.units:
             for parameter in unit.parameters:
                 parameter.show(parameter.sharded)
             unit.state = UnitState.RESTING
         if writeback:
             _write_back(edited)
+        shown.clear()
         buffers.clear()
 
 
-def _show_unsharded(unit: Unit) -> Buffer:
+def _forget_removed(engine: Engine, shown: Iterable[UnitParameter]) -> None:
+    """Take places off parameters that were removed, as adapters are; see engine/structure.py."""
+    is_partly_frozen = any(is_frozen(parameter) for parameter in engine.by_sharded.values())
+    for parameter in shown if is_partly_frozen else ():
+        parameter.drop_empty_places()
+
+
+def _show_unsharded(unit: Unit, shown: dict[UnitParameter, nn.Parameter]) -> Buffer:
     """Gather a unit into a buffer of its own and show plain parameters over it."""
     unit.check_untouched()
     context = unit.context
@@ -66,16 +81,16 @@ def _show_unsharded(unit: Unit) -> Buffer:
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in unit.parameters:
             view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
-            parameter.show(nn.Parameter(view, requires_grad=parameter.sharded.requires_grad))
+            wanted = parameter.sharded.requires_grad
+            parameter.show(shown.setdefault(parameter, nn.Parameter(view, requires_grad=wanted)))
     unit.state = UnitState.EDITABLE
     return buffer
 
 
 def _now_in_module(parameter: UnitParameter) -> Tensor | None:
     """Return the tensor in the parameter's place: edited or not, or one that the user put there."""
-    owner, name = parameter.owners[0]
-    module = owner()
-    return None if module is None else module._parameters.get(name)
+    parameters, name = parameter.places[0]
+    return parameters.get(name)
 
 
 def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:

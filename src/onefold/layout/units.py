@@ -59,6 +59,11 @@ class UnitPlan:
     def dtype(self) -> torch.dtype:
         return self.members[0].parameter.dtype
 
+    @property
+    def is_trained(self) -> bool:
+        """True if a parameter requires a gradient now."""
+        return any(member.parameter.requires_grad for member in self.members)
+
 
 def owned_parameters(root: nn.Module) -> list[Owned]:
     """Every parameter of the tree once, in registration order, with all its owners."""
@@ -102,7 +107,7 @@ def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0)
             plan = rest
         plan.members.append(owned)
         _add_callers(plan, owned, block, block_of)
-    return [part for plan in plans for part in _split_by_dtype(plan)]
+    return [part for plan in plans for part in split(plan)]
 
 
 def _can_be_tiled(owned: Owned) -> bool:
@@ -210,13 +215,17 @@ def _rest_limit(parameters: Sequence[Owned], blocks: Sequence[nn.Module]) -> flo
     return largest or float(sum(owned.nbytes for owned in parameters))
 
 
-def _split_by_dtype(plan: UnitPlan) -> list[UnitPlan]:
-    """One unit for each dtype: a flat buffer has one."""
-    by_dtype: dict[torch.dtype, UnitPlan] = {}
+def split(plan: UnitPlan) -> list[UnitPlan]:
+    """Make a unit for each dtype, as a flat buffer has one, and for frozen parameters.
+
+    Frozen parameters need no gradient, master or moments: a unit of their own allocates none.
+    """
+    parts: dict[tuple[torch.dtype, bool], UnitPlan] = {}
     for owned in plan.members:
-        dtype = owned.parameter.dtype
-        if dtype not in by_dtype:
-            name = plan.name if not by_dtype else f"{plan.name} ({str(dtype).split('.')[-1]})"
-            by_dtype[dtype] = UnitPlan(name, plan.modules, tile_nbytes=plan.tile_nbytes)
-        by_dtype[dtype].members.append(owned)
-    return list(by_dtype.values())
+        dtype, is_trained = key = owned.parameter.dtype, owned.parameter.requires_grad
+        if key not in parts:
+            kind = str(dtype).split(".")[-1] + (", frozen" if not is_trained else "")
+            name = plan.name if not parts else f"{plan.name} ({kind})"
+            parts[key] = UnitPlan(name, plan.modules, tile_nbytes=plan.tile_nbytes)
+        parts[key].members.append(owned)
+    return list(parts.values())

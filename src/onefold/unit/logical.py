@@ -75,6 +75,8 @@ def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """Run `func` on DTensors, right where DTensor is not: empty shards, indexed writes."""
     if func is Tensor.__setitem__ and isinstance(args[0], DTensor):
         return _set_item(*args)
+    if func is Tensor.__getitem__ and isinstance(args[0], DTensor) and _is_list(args[1]):
+        return args[0].full_tensor()[tree_map(_plain, args[1])]
     if _has_no_identity(func, args, kwargs):
         args, kwargs = tree_map(_with_rows, (args, kwargs))
     return as_logical(func(*args, **kwargs))
@@ -101,6 +103,12 @@ def _set_item(target: DTensor, index: Any, value: Any) -> None:
         return
     replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     target.copy_(replicated.redistribute(placements=placements))
+
+
+def _is_list(index: Any) -> bool:
+    """True for an index by numbers or flags, which DTensor does not define beside plain tensors."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, list | Tensor) for part in parts)
 
 
 def _plain(leaf: Any) -> Any:

@@ -30,7 +30,7 @@ class UnitParameter:
 
     __slots__ = (
         "__weakref__", "_before_edit", "_data", "_empty", "_is_hooked", "_num_hooks", "_template",
-        "_unit", "fqn", "full_nbytes", "index", "label", "local", "owners", "places", "sharded",
+        "_unit", "fqn", "full_nbytes", "index", "label", "local", "places", "sharded",
         "slot", "span", "spec", "unsharded", "version",
     )  # fmt: skip
 
@@ -47,10 +47,7 @@ class UnitParameter:
         self.span = slice(start, start + numel)  # of own rows, in the unit's flat buffers
         self.local = weight[self.span].view(slot.piece_shape(rank))
         self.full_nbytes = slot.numel * spec.compute_dtype.itemsize  # of the unsharded parameter
-        self.fqn = slot.fqn
-        self.label = f"parameter {slot.fqn!r} on {spec.context.where}"
-        self.owners = [(ref(module), name) for module, name in owners]
-        self.places = [(module._parameters, name) for module, name in owners]
+        self.move(slot.fqn, owners)
         self._is_hooked = False
         self._num_hooks = 0  # that refuse a gradient of the sharded parameter
         self._template: DTensor | None = None
@@ -152,6 +149,16 @@ class UnitParameter:
         return self.wrap(self.unwrap(value).to(self.local))
 
     # its two forms
+
+    def move(self, fqn: str, owners: Iterable[tuple[nn.Module, str]]) -> None:
+        """Note its name, and all its places in the module tree; none: it was removed."""
+        self.fqn = fqn
+        self.label = f"parameter {fqn!r} on {self.spec.context.where}"
+        self.places = [(module._parameters, name) for module, name in owners]
+
+    def drop_empty_places(self) -> None:
+        """Forget places from which it was removed."""
+        self.places = [place for place in self.places if place[0].get(place[1]) is not None]
 
     def show(self, parameter: nn.Parameter) -> None:
         """Put `parameter` into every owner, as assignment would, without its checks."""

@@ -27,6 +27,7 @@ class UnitSpec:
     is_resident: bool  # modules compute with the weights at rest: both moves are free
     steps_in_blocks: bool  # in the background, rather than by the optimizer's own step
     computes_on_sharded: bool  # one process: modules always show the same parameter
+    is_trained: bool  # a parameter required a gradient at first; else a master is made when one does
 
     @staticmethod
     def of(plan: UnitPlan, context: Context, index: int, *, is_offloaded: bool) -> UnitSpec:
@@ -54,6 +55,7 @@ class UnitSpec:
             is_resident=is_resident,
             steps_in_blocks=steps_in_blocks,
             computes_on_sharded=is_resident and is_alone and not steps_in_blocks,
+            is_trained=plan.is_trained,
         )
 
     def label(self, collective: str) -> str:

@@ -241,6 +241,11 @@ class Unit(UnitWeights):
         """The error for a parameter that was replaced, moved or resized."""
         return parameter.touched(got)
 
+    @property
+    def owner(self) -> UnitOwner | None:
+        """The engine, while it is alive."""
+        return self._owner()
+
     # for parameters: gradients, and uses outside the unit's own modules
 
     def on_grad(self, parameter: UnitParameter) -> None:

@@ -47,17 +47,13 @@ class UnitWeights:
         self.rows = OwnRows(self.weight, context, self.name)
         self.master: Buffer | None = None
         self.moments: dict[str, Buffer] = {}
-        is_narrow = self.dtype.is_floating_point and context.master.itemsize > self.dtype.itemsize
-        is_elsewhere = spec.is_offloaded and tiers.weight.device != tiers.state.device
-        if is_narrow or is_elsewhere:
-            dtype = context.master if is_narrow else self.dtype
-            self.master = Buffer(numel, dtype, Kind.MASTER, self.state_store, ledger)
-            self.master.tensor.zero_()
         self._shown = WeakSet[Tensor]()  # detached shards, whose edits are not counted
         self._counted: list[Tensor] = []  # sharded parameters: their version counters
         self._counted_data: list[Tensor] = []  # and those of their `.data`, once taken
         self._num_steps = self._uncounted = self._kept_edits = 0
         self._published = -1  # `edits` when the weight and its master agreed
+        if spec.is_trained:
+            self._make_master()
 
     @property
     def state_store(self) -> Store:
@@ -68,6 +64,16 @@ class UnitWeights:
     def stepped(self) -> Tensor:
         """The flat tensor that the optimizer steps: the master, or the weight itself."""
         return self.weight.tensor if self.master is None else self.master.tensor
+
+    def _make_master(self) -> None:
+        """Allocate a master [own rows], where the unit needs one; its values follow."""
+        context, dtype = self.context, self.dtype
+        is_narrow = dtype.is_floating_point and context.master.itemsize > dtype.itemsize
+        is_elsewhere = self.is_offloaded and context.tiers.weight.device != self.state_store.device
+        if is_narrow or is_elsewhere:
+            numel, wide = len(self.weight.tensor), context.master if is_narrow else dtype
+            self.master = Buffer(numel, wide, Kind.MASTER, self.state_store, context.ledger)
+            self.master.tensor.zero_()
 
     def make_moments(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Allocate zeros [own rows] for optimizer states, by name."""
@@ -110,6 +116,11 @@ class UnitWeights:
             return self.weight.parts(numels)[1::2]
         return self.rows.take(self.edits()).split_with_sizes(numels)[1::2]
 
+    def requires_grad(self) -> bool:
+        """True if a parameter requires a gradient now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(parameter.sharded.requires_grad for parameter in self.parameters)
+
     # edits
 
     def edits(self) -> int:
@@ -143,7 +154,9 @@ class UnitWeights:
             self._published = -1
 
     def refresh_master(self) -> None:
-        """Copy edited weights (a loaded state dict) into the master."""
+        """Copy edited weights (a loaded state dict) into the master; make it for unfrozen ones."""
+        if self.master is None and not self.spec.is_trained and self.requires_grad():
+            self._make_master()
         if self.master is None:
             return
         # a device's list kernels change plain parameters without counting it

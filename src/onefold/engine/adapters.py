@@ -1,0 +1,80 @@
+"""Show adapters whole in the state dict of a module that has them, as files of adapters want them.
+
+PEFT saves the entries of `state_dict()` that belong to an adapter. One message gathers those, and
+never the base. `peft_config`, a dict with the names of the adapters, is PEFT's mark on a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from onefold.engine.engine import Engine
+from onefold.unit.parameter import UnitParameter
+
+
+def show_whole(module: nn.Module, engine: Engine) -> None:
+    """Let `module.state_dict()` gather adapters: a collective, if there are any."""
+    alive = ref(engine)
+
+    def gather(root: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        engine = alive()
+        if engine is None or not getattr(root, "peft_config", None):
+            return
+        wanted: dict[str, UnitParameter] = {}
+        for name, sharded in root.named_parameters(remove_duplicate=False):
+            parameter, shown = engine.by_sharded.get(id(sharded)), state.get(prefix + name)
+            is_detached = isinstance(shown, DTensor) and shown is not sharded
+            if parameter and is_detached and _is_of_adapter(name, root, sharded):
+                wanted[prefix + name] = parameter
+        whole = gathered(wanted.values())
+        state.update({name: whole[parameter] for name, parameter in wanted.items()})
+
+    module.register_state_dict_post_hook(gather)
+
+
+def _is_of_adapter(name: str, root: nn.Module, sharded: nn.Parameter) -> bool:
+    """True for parameters of an adapter, active or not, and for others that train beside it."""
+    names: Iterable[str] = getattr(root, "peft_config", {})
+    return sharded.requires_grad or any(part in names for part in name.split("."))
+
+
+@torch.no_grad()
+def gathered(parameters: Iterable[UnitParameter]) -> dict[UnitParameter, Tensor]:
+    """Return plain tensors [all rows] on every rank: one message for each dtype. A collective."""
+    found: dict[UnitParameter, Tensor] = {}
+    by_dtype: dict[torch.dtype, list[UnitParameter]] = {}
+    for parameter in dict.fromkeys(parameters):
+        parameter.home.wait_step()
+        by_dtype.setdefault(parameter.local.dtype, []).append(parameter)
+    for members in by_dtype.values():
+        found |= _gathered_alike(members)
+    return found
+
+
+def _gathered_alike(members: list[UnitParameter]) -> dict[UnitParameter, Tensor]:
+    context = members[0].spec.context
+    ranks, device = range(context.rest_world), context.store.device
+    numels = [[p.slot.piece_numel(rank) for p in members] for rank in ranks]
+    own = members[0].local.new_zeros(max(map(sum, numels)), device=device)
+    mine = torch.cat([p.local.reshape(-1).to(device) for p in members])
+    own[: len(mine)] = mine
+    rows = own
+    if context.rest_world > 1:
+        rows = own.new_empty(context.rest_world * len(own))
+        context.transport.group.all_gather(rows, own).wait()
+        context.ledger.sent("state_dict", (context.rest_world - 1) * own.nbytes)
+    whole = {p: own.new_empty(p.slot.shape) for p in members}
+    for rank, part in zip(ranks, rows.chunk(context.rest_world), strict=True):
+        pieces = part[: sum(numels[rank])].split(numels[rank])
+        for parameter, piece in zip(members, pieces, strict=True):
+            done, flat = 0, whole[parameter].view(-1)
+            for start, stop in parameter.slot.spans(rank):
+                flat[start:stop] = piece[done : done + stop - start]
+                done += stop - start
+    return whole

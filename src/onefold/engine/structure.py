@@ -1,0 +1,116 @@
+"""Follow parameters that come and go after `shard`: adapters beside frozen weights.
+
+Libraries of adapters wrap modules that hold sharded weights, add parameters, and take them away
+again. A module with frozen parameters takes such parameters in. A module that trains as a whole
+does not: there, a new parameter is more likely a mistake, so it is an error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from onefold.errors import StateError, expected
+from onefold.layout.units import owned_parameters
+
+if TYPE_CHECKING:
+    from onefold.engine.engine import Engine
+    from onefold.unit.parameter import UnitParameter
+
+
+def follow(engine: Engine) -> None:
+    """Take in parameters that were added to the module, and let go of those that were removed.
+
+    A collective where something has changed. Raises `StateError` on every rank where the module has
+    no frozen parameters, where a parameter was replaced, and where ranks differ.
+    """
+    module = engine.module()
+    if module is None or engine.is_unsharded:
+        return
+    tensors = _parameters(module)
+    kept = {id(tensor) for tensor in tensors.values()}
+    added = [fqn for fqn, tensor in tensors.items() if id(tensor) not in engine.by_sharded]
+    gone = [p for key, p in engine.by_sharded.items() if key not in kept and p.places]
+    if not added and not gone:
+        return
+    removed = "a module from which it was removed or replaced"
+    replaced = [parameter.fqn for parameter in gone if _is_replaced(parameter)]
+    if replaced:
+        raise _changed(engine, replaced[0], removed)
+    if not any(is_frozen(parameter) for parameter in engine.by_sharded.values()):
+        where, why = (added[0], "a parameter that it did not shard") if added else ("", removed)
+        raise _changed(engine, where or gone[0].fqn, why)
+    _compare(engine, [_described(fqn, tensors[fqn]) for fqn in added])
+    for parameter in gone:
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.sharded.requires_grad_(False)
+        parameter.move(parameter.fqn, [])
+    if added:
+        engine.add(engine.build_adapters(engine))
+    rename(engine, module)
+
+
+def rename(engine: Engine, root: nn.Module) -> None:
+    """Give every parameter its name, and its places, in `root`: wrappers change both."""
+    for owned in owned_parameters(root):
+        parameter = engine.by_sharded.get(id(owned.parameter))
+        if parameter is not None:
+            parameter.move(owned.fqn, owned.owners)
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        f"{prefix}.{name}".lstrip("."): tensor
+        for prefix, part in module.named_modules()
+        for name, tensor in part._parameters.items()
+        if tensor is not None
+    }
+
+
+def _is_replaced(parameter: UnitParameter) -> bool:
+    """True if another tensor is in one of the parameter's places."""
+    found = [parameters.get(name) for parameters, name in parameter.places]
+    return any(tensor is not None and tensor is not parameter.sharded for tensor in found)
+
+
+def is_frozen(parameter: UnitParameter) -> bool:
+    """True if the parameter requires no gradient now."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return not parameter.sharded.requires_grad
+
+
+def _described(fqn: str, tensor: nn.Parameter) -> str:
+    return f"{fqn} {list(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}"
+
+
+def _compare(engine: Engine, mine: list[str]) -> None:
+    """Raise `StateError` on every rank unless all ranks have added the same parameters."""
+    group = engine.group
+    if group.world_size == 1:
+        return
+    for rank, theirs in enumerate(group.all_gather_object(mine)):
+        if theirs != mine:
+            assert isinstance(theirs, list), "ranks exchange lists of lines"
+            differing = sorted(set(mine) ^ set(theirs)) or mine
+            raise StateError(
+                expected(
+                    "the same new parameters on every rank",
+                    f"{differing[0]!r} on rank {group.rank} or rank {rank} alone",
+                    where=f"rank {group.rank}",
+                    hint="add the same adapters, in the same order, on every rank",
+                )
+            )
+
+
+def _changed(engine: Engine, fqn: str, got: str) -> StateError:
+    return StateError(
+        expected(
+            f"parameter {fqn!r} to be as onefold.shard left it",
+            got,
+            where=f"rank {engine.group.rank}",
+            hint="add, replace and resize parameters and modules before onefold.shard; adapters "
+            "may come later where the other parameters are frozen",
+        )
+    )
