@@ -32,6 +32,7 @@ from onefold.checkpoint.agreement import refusal
 from onefold.checkpoint.manifest import OptimizerRecord
 from onefold.checkpoint.storage import bytes_of, read_object
 from onefold.engine.engine import Engine
+from onefold.engine.structure import rename
 from onefold.unit.parameter import UnitParameter
 
 MODEL, MASTER, OPTIM, RANK = "model", "master", "optim", "rank"
@@ -46,6 +47,18 @@ class ShardedModel:
     engine: Engine
     module: nn.Module
     optimizers: tuple[Optimizer, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Take names from `module`, also where it is a wrapper. A collective where adapters came."""
+        self.engine.note_structure()
+        rename(self.engine, self.module)
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in self.engine.by_sharded:
+                raise refusal(
+                    "a module whose parameters are sharded",
+                    f"a wrapper with {name!r}, which is not",
+                    hint="pass the module that was given to onefold.shard, or shard the wrapper",
+                )
 
     @staticmethod
     def of(engine: Engine, module: nn.Module, optimizer: object) -> ShardedModel:

@@ -113,6 +113,11 @@ class Engine:
             self.context.phase.name = phase
         self.hands.do(schedule.begin_forward(phase))
 
+    def note_structure(self) -> None:
+        """The module tree may have changed: follow it. A collective where it has."""
+        self._is_checked = False
+        self._follow()
+
     def _follow(self) -> None:
         if not self._is_checked and not self.is_unsharded:
             follow(self)
@@ -321,11 +326,6 @@ class Engine:
             gradient.reduction.feedback.forget(gradient.unit.parameters)
         return is_finite
 
-    def lead(self, module: nn.Module) -> None:
-        """Take another root, which holds all parameters."""
-        self.module = ref(module)
-        self._is_checked = False
-
     def add(self, units: list[Unit]) -> None:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""
         facts = [facts_of(unit) for unit in units]
@@ -365,10 +365,10 @@ class Engine:
     # an engine belongs to one module in one process
 
     def __deepcopy__(self, memo: object) -> None:
-        raise StateError(_NO_COPY)
+        raise StateError(NO_COPY)
 
     def __reduce__(self) -> str:
-        raise StateError(_NO_COPY)
+        raise StateError(NO_COPY)
 
 
 def current_phase() -> Phase:
@@ -399,7 +399,7 @@ def facts_of(unit: Unit) -> UnitFacts:
     )
 
 
-_NO_COPY = expected(
+NO_COPY = expected(
     "a module that is not sharded to copy or pickle",
     "a sharded one",
     hint="onefold.save saves it, onefold.full_state_dict(module) returns plain tensors, and "

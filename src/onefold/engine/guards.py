@@ -13,7 +13,7 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
-from onefold.engine.engine import Engine
+from onefold.engine.engine import NO_COPY, Engine
 from onefold.errors import StateError, expected
 from onefold.unit.parameter import UnitParameter
 
@@ -38,8 +38,15 @@ def guard_parts(module: nn.Module, engine: Engine) -> None:
     """Guard the parts of the module that are not guarded yet."""
     for part in module.modules():
         if "_apply" not in part.__dict__:
-            part.__dict__["_apply"] = partial(_apply, ref(part), ref(engine))
+            part.__dict__["_apply"] = _Guard(_apply, ref(part), ref(engine))
             part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
+
+
+class _Guard(partial[Any]):
+    """A method of one part of a sharded module: a copy of the part would share it."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise StateError(NO_COPY)
 
 
 class _NoWrapper:

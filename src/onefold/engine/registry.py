@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 from torch import nn
 
 from onefold.engine import guards
 from onefold.engine.engine import Engine
 from onefold.engine.hooks import hook
-from onefold.engine.structure import follow
+from onefold.engine.structure import rename
 from onefold.errors import StateError, expected
 
 ENGINE = "_onefold_engine"
@@ -54,8 +56,9 @@ def _unwrapped(module: nn.Module) -> Engine | None:
     if root is not None and not all(id(parameter) in mine for parameter in root.parameters()):
         return None
     module.__dict__[ENGINE] = engine
-    engine.lead(module)
+    engine.module = ref(module)
     guards.guard_root(module)
     hook(engine, {}, root=module)
-    follow(engine)
+    engine.note_structure()
+    rename(engine, module)
     return engine

@@ -49,6 +49,8 @@ def follow(engine: Engine) -> None:
         parameter.move(parameter.fqn, [])
     if added:
         engine.add(engine.build_adapters(engine))
+    for unit in engine.units if not engine.hands.steppers else ():
+        unit.drop_master()
     rename(engine, module)
 
 

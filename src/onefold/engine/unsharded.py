@@ -61,6 +61,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
             _write_back(edited)
         shown.clear()
         buffers.clear()
+    engine.note_structure()
 
 
 def _forget_removed(engine: Engine, shown: Iterable[UnitParameter]) -> None:

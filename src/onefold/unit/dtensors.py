@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
+from onefold.unit import refusals
 from onefold.unit.logical import LogicalValues, count_edits, dtensor_over, needs_plain, run_sharded
 from onefold.wire.collectives import Group
 
@@ -112,7 +113,7 @@ def _dispatch(
 ) -> Any:
     """Run `func` on sharded parameters, or on unsharded ones where the use is differentiable."""
     kwargs = kwargs or {}
-    if is_passive(func):
+    if is_passive(func) and (func is not Tensor.copy_ or isinstance(args[0], AT_REST)):
         return _bookkeeping(func, args, kwargs)
     leaves = list(tree_iter((args, kwargs)))
     found = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
@@ -151,6 +152,8 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             owner.home.check_grad(owner)
         if func is Tensor.register_hook:
             owner.refuse_hook()
+        if func is Tensor.__deepcopy__ and isinstance(sharded, ShardedParameter):
+            raise refusals.no_copy(owner.fqn)
         if func is Tensor.detach and isinstance(sharded, ShardedParameter):  # as state_dict() does
             return owner.detached()
         if func == _SET_DATA:

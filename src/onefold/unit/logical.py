@@ -143,11 +143,11 @@ def _with_rows(leaf: Any) -> Any:
 def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
     """True where no DTensor operation is defined, as beside a plain tensor.
 
-    In-place functions are left to DTensor, and to its error: on a copy they would do nothing.
+    A write to a DTensor is left to DTensor, and to its error: on a copy it would do nothing.
     """
     name = getattr(func, "__name__", "")
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        return False
+        return bool(leaves) and isinstance(leaves[0], Tensor) and not isinstance(leaves[0], DTensor)
     if weighted.needs_whole(func, leaves):
         return True
     if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either

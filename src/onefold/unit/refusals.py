@@ -54,6 +54,18 @@ def direct_use(fqn: str, where: str) -> StateError:
     )
 
 
+def no_copy(fqn: str) -> StateError:
+    """The error for a copy of a sharded parameter, or of a module that holds it."""
+    return StateError(
+        expected(
+            f"parameter {fqn!r} to stay where it is",
+            "a copy of it, or of its module",
+            hint="copy modules, and add adapters that copy them (modules_to_save, norms), before "
+            "onefold.shard; `weight.detach().clone()` copies this rank's rows",
+        )
+    )
+
+
 def lost_write(label: str) -> StateError:
     """The error for an in-place write to a view of gathered rows."""
     return StateError(

@@ -52,6 +52,9 @@ class UnitWeights:
         self._counted_data: list[Tensor] = []  # and those of their `.data`, once taken
         self._num_steps = self._uncounted = self._kept_edits = 0
         self._published = -1  # `edits` when the weight and its master agreed
+        is_narrow = self.dtype.is_floating_point and context.master.itemsize > self.dtype.itemsize
+        is_elsewhere = spec.is_offloaded and tiers.weight.device != tiers.state.device
+        self._wide = context.master if is_narrow else self.dtype if is_elsewhere else None
         if spec.is_trained:
             self._make_master()
 
@@ -67,13 +70,15 @@ class UnitWeights:
 
     def _make_master(self) -> None:
         """Allocate a master [own rows], where the unit needs one; its values follow."""
-        context, dtype = self.context, self.dtype
-        is_narrow = dtype.is_floating_point and context.master.itemsize > dtype.itemsize
-        is_elsewhere = self.is_offloaded and context.tiers.weight.device != self.state_store.device
-        if is_narrow or is_elsewhere:
-            numel, wide = len(self.weight.tensor), context.master if is_narrow else dtype
-            self.master = Buffer(numel, wide, Kind.MASTER, self.state_store, context.ledger)
+        if self._wide is not None:
+            numel, ledger = len(self.weight.tensor), self.context.ledger
+            self.master = Buffer(numel, self._wide, Kind.MASTER, self.state_store, ledger)
             self.master.tensor.zero_()
+
+    def drop_master(self) -> None:
+        """Free the master of parameters that were frozen before any step."""
+        if not self.requires_grad() and not self.moments:
+            self.master = None
 
     def make_moments(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Allocate zeros [own rows] for optimizer states, by name."""
@@ -155,7 +160,7 @@ class UnitWeights:
 
     def refresh_master(self) -> None:
         """Copy edited weights (a loaded state dict) into the master; make it for unfrozen ones."""
-        if self.master is None and not self.spec.is_trained and self.requires_grad():
+        if self.master is None and self._wide is not None and self.requires_grad():
             self._make_master()
         if self.master is None:
             return

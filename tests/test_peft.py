@@ -1,0 +1,485 @@
+"""PEFT's own classes on sharded models: adapters added before or after `onefold.shard`."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import onefold
+from tests.ranks import run_ranks, seeded
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+from tests.test_huggingface import LENGTH, VOCABULARY, bert, gpt2, llama, t5  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # PEFT's call
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Adapter other was active which is now deleted"),
+    pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate"),
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute"),
+    pytest.mark.filterwarnings("ignore:.*fan_in_fan_out is set to False"),
+    pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied"),
+    pytest.mark.filterwarnings("ignore:ranks 0 and 1 got the same first batch"),
+]
+
+LLAMA = ["q_proj", "v_proj", "down_proj"]
+TUNERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "lora": (llama, lambda: lora()),
+    "dora": (llama, lambda: lora(use_dora=True)),
+    "rslora-bias": (bert, lambda: lora(["query", "value"], use_rslora=True, bias="lora_only")),
+    "conv1d": (gpt2, lambda: lora(["c_attn"], fan_in_fan_out=True)),
+    "ia3": (
+        llama,
+        lambda: peft.IA3Config(
+            target_modules=LLAMA, feedforward_modules=["down_proj"], init_ia3_weights=False
+        ),
+    ),
+    "tokens": (
+        llama,
+        lambda: peft.TrainableTokensConfig(token_indices=[1, 5, 7], target_modules=["embed_tokens"]),
+    ),
+    "lora-tokens": (t5, lambda: lora(["q", "v"], trainable_token_indices={"shared": [1, 5]})),
+    "adalora": (
+        llama,
+        lambda: peft.AdaLoraConfig(
+            init_r=3, target_r=2, target_modules=["q_proj"], total_step=10, tinit=1, tfinal=5,
+            init_lora_weights=False,
+        ),
+    ),
+    "vera": (
+        llama,
+        lambda: peft.VeraConfig(r=2, target_modules=["q_proj"], init_weights=False),
+    ),
+}  # fmt: skip
+PROMPTS: dict[str, Callable[[], Any]] = {
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+def lora(targets: list[str] | None = None, **options: Any) -> Any:
+    chosen = {"r": 2, "init_lora_weights": False, **options}
+    return peft.LoraConfig(target_modules=targets or LLAMA, **chosen)
+
+
+def adapted(build: Callable[[], nn.Module] = llama, config: Callable[[], Any] = lora) -> nn.Module:
+    """A model with adapters, as one process has it."""
+    model = seeded(build)
+    return seeded(partial(peft.get_peft_model, model, config()), seed=5)
+
+
+def adapted_after(plain: nn.Module, build: Any, config: Any, **options: Any) -> nn.Module:
+    """The same, from a model that is sharded first; threads share the generator of initial values."""
+    model = seeded(build)
+    onefold.shard(model, **options)
+    found = peft.get_peft_model(model, config())
+    dist.barrier()
+    with torch.no_grad():
+        for (name, mine), (same, value) in zip(
+            found.named_parameters(), plain.named_parameters(), strict=True
+        ):
+            assert name == same
+            assert mine.shape == value.shape
+            if value.requires_grad and not isinstance(mine, DTensor):
+                mine.copy_(value)
+        for buffer, value in zip(found.buffers(), plain.buffers(), strict=True):
+            buffer.copy_(value)
+    return found
+
+
+def words(steps: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, VOCABULARY, (6, LENGTH), generator=generator) for _ in range(steps)]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3, fused=True)
+
+
+def train(model: nn.Module, rank: int = 0, world_size: int = 1, steps: int = 2) -> Tensor:
+    """An ordinary loop; the losses."""
+    model.train()
+    optimizer = optimizer_of(model)
+    losses = []
+    for batch in words(steps):
+        rows = batch.chunk(world_size)[rank]
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-6, msg=name)
+
+
+def file_of(model: nn.Module, folder: Path) -> bytes:
+    model.save_pretrained(folder)
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def logits(model: nn.Module) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=words()[0], labels=words()[0]).logits
+
+
+# training, and the files of adapters
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_a_tuner_trains_and_saves_as_in_one_process(tuner, order, tmp_path):
+    """Its adapter files are those of one process, byte for byte, at equal values."""
+    build, config = TUNERS[tuner]
+    fresh = adapted(build, config)
+    before = file_of(fresh, tmp_path / "plain")
+    plain = copy.deepcopy(fresh)
+    losses = train(plain)
+
+    def body(rank: int, world_size: int, stage: int) -> Any:
+        if order == "before":
+            model = adapted(build, config)
+            onefold.shard(model, stage=stage)
+        else:
+            model = adapted_after(fresh, build, config, stage=stage)
+            logits(model)  # the first forward takes the adapters in
+        assert file_of(model, tmp_path / f"{world_size}-{rank}") == before
+        found = train(model, rank, world_size)
+        file = file_of(model, tmp_path / f"{world_size}-{rank} trained")
+        return found, onefold.full_state_dict(model, rank0_only=False), file
+
+    for world_size, stage in ((2, 3), (3, 1)):
+        results = run_ranks(world_size, body, world_size, stage)
+        mean = torch.stack([found for found, _, _ in results]).mean(0)
+        torch.testing.assert_close(mean, losses, rtol=1e-5, atol=0)
+        for _, state, file in results:
+            assert_near(state, values(plain))
+            same = copy.deepcopy(fresh)
+            same.load_state_dict(state, strict=False)
+            assert file == file_of(same, tmp_path / "same")
+
+
+@pytest.mark.parametrize("tuner", PROMPTS)
+def test_prompts_that_are_learned_train_if_added_before(tuner, tmp_path):
+    plain = adapted(llama, PROMPTS[tuner])
+    losses = train(plain)
+
+    def body(rank: int) -> Any:
+        model = adapted(llama, PROMPTS[tuner])
+        onefold.shard(model)
+        found = train(model, rank, 2)
+        model.save_pretrained(tmp_path / str(rank))
+        return found, onefold.full_state_dict(model, rank0_only=False)
+
+    results = run_ranks(2, body)
+    mean = torch.stack([found for found, _ in results]).mean(0)
+    torch.testing.assert_close(mean, losses, rtol=1e-5, atol=0)
+    for rank, (_, state) in enumerate(results):
+        assert_near(state, values(plain))
+        loaded = peft.PeftModel.from_pretrained(seeded(llama), tmp_path / str(rank))
+        torch.testing.assert_close(logits(loaded), logits(plain), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_one_rank_is_one_process_bit_for_bit(order, tmp_path):
+    fresh = adapted()
+    plain = copy.deepcopy(fresh)
+    losses = train(plain, steps=3)
+    file = file_of(plain, tmp_path / "plain")
+
+    def body(rank: int) -> None:
+        if order == "before":
+            model = adapted()
+            onefold.shard(model)
+        else:
+            model = adapted_after(fresh, llama, lora)
+        assert torch.equal(train(model, steps=3), losses)
+        assert file_of(model, tmp_path / "sharded") == file
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    "options", [{"stage": 0}, {"stage": 2}, {"offload": "cpu"}, {"offload": "disk"}], ids=str
+)
+def test_both_orders_have_the_same_bits_at_every_stage_and_tier(options, tmp_path):
+    fresh = adapted()
+
+    def body(rank: int, order: str, options: dict[str, Any]) -> Any:
+        if options.get("offload") == "disk":
+            options = {"offload": f"disk:{tmp_path}"}
+        if order == "before":
+            model = adapted()
+            onefold.shard(model, **options)
+        else:
+            model = adapted_after(fresh, llama, lora, **options)
+        return train(model, rank, 3), onefold.full_state_dict(model, rank0_only=False)
+
+    wanted, state = run_ranks(3, body, "before", {"stage": 3})[0]
+    for order in ("before", "after"):
+        found, same = run_ranks(3, body, order, options)[0]
+        assert torch.equal(found, wanted)
+        assert all(torch.equal(same[name], value) for name, value in state.items())
+
+
+# merging
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("tuner", [t for t in TUNERS if t not in ("tokens", "adalora")])
+def test_merged_adapters_are_those_of_one_process(tuner, order, tmp_path):
+    build, config = TUNERS[tuner]
+    fresh = adapted(build, config)
+    plain = copy.deepcopy(fresh)
+    plain.merge_adapter()
+    merged = logits(plain)
+    plain.unmerge_adapter()
+    apart = logits(plain)
+    base = plain.merge_and_unload()
+    base.save_pretrained(tmp_path / "plain")
+
+    def body(rank: int) -> None:
+        if order == "before":
+            model = adapted(build, config)
+            onefold.shard(model)
+        else:
+            model = adapted_after(fresh, build, config)
+        torch.testing.assert_close(logits(model), apart, rtol=1e-4, atol=1e-5)
+        with onefold.unsharded(model, writeback=True):
+            model.merge_adapter()
+        torch.testing.assert_close(logits(model), merged, rtol=1e-4, atol=1e-5)
+        with onefold.unsharded(model, writeback=True):
+            model.unmerge_adapter()
+        torch.testing.assert_close(logits(model), apart, rtol=1e-4, atol=1e-5)
+        with onefold.unsharded(model, writeback=True):
+            model = model.merge_and_unload()
+        gc.collect()
+        torch.testing.assert_close(logits(model), merged, rtol=1e-4, atol=1e-5)
+        onefold.save_pretrained(model, tmp_path / "sharded")
+        assert not any("lora" in name or "ia3" in name for name, _ in model.named_parameters())
+        model.requires_grad_(True)
+        train(model, rank, 2)
+        torch.testing.assert_close(
+            values(type(base).from_pretrained(tmp_path / "sharded")), values(base),
+            rtol=1e-4, atol=1e-6,
+        )  # fmt: skip
+
+    run_ranks(2, body)
+
+
+# loading
+
+
+def test_adapters_are_loaded_switched_and_deleted_on_a_sharded_model(tmp_path):
+    first, second = adapted(), adapted(config=lambda: lora(["k_proj"], r=3))
+    for name, each in (("first", first), ("second", second)):
+        each.save_pretrained(tmp_path / name)
+    plain = peft.PeftModel.from_pretrained(seeded(llama), tmp_path / "first", is_trainable=True)
+    plain.load_adapter(tmp_path / "second", "other", is_trainable=True)
+
+    def compare(model: nn.Module, wanted: nn.Module) -> None:
+        torch.testing.assert_close(logits(model), logits(wanted), rtol=1e-4, atol=1e-5)
+
+    def body(rank: int, is_before: bool) -> None:
+        wanted = copy.deepcopy(plain)
+        model = seeded(llama)
+        if not is_before:
+            onefold.shard(model)
+        model = peft.PeftModel.from_pretrained(model, tmp_path / "first", is_trainable=True)
+        if is_before:
+            onefold.shard(model)
+        compare(model, wanted)
+        model.load_adapter(tmp_path / "second", "other", is_trainable=True)
+        compare(model, wanted)
+        for each in (model, wanted):
+            each.set_adapter("other")
+        compare(model, wanted)
+        with model.disable_adapter(), wanted.disable_adapter():
+            compare(model, wanted)
+        losses = train(model, rank, 2)
+        dist.all_reduce(losses)
+        torch.testing.assert_close(losses / 2, train(wanted), rtol=1e-5, atol=0)
+        for each in (model, wanted):
+            each.delete_adapter("other")
+            each.set_adapter("default")
+        compare(model, wanted)
+        train(model, rank, 2, steps=1)
+
+    for is_before in (True, False):
+        run_ranks(2, body, is_before)
+
+
+# bytes
+
+
+def rounded(numel: int, multiple: int = 16) -> int:
+    return -(-numel // multiple) * multiple
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_frozen_parameters_have_no_gradient_master_or_moments(order):
+    """A base in bf16, norms and adapters in fp32. Only the adapters have masters, and none here."""
+
+    def build() -> nn.Module:
+        model = llama().bfloat16()
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.data = parameter.data.float()
+        return model
+
+    fresh = adapted(build)
+    adapters = sum(p.numel() for p in fresh.parameters() if p.requires_grad)
+
+    def body(rank: int) -> None:
+        if order == "before":
+            model = adapted(build)
+            onefold.shard(model)
+        else:
+            model = adapted_after(fresh, build, lora)
+        optimizer = optimizer_of(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=words()[0], labels=words()[0]).loss
+        loss.backward()
+        sent = onefold.report(model).traffic["reduce_scatter"].sent_nbytes
+        optimizer.step()
+        report = onefold.report(model)
+        mine = rounded_numel(model, lambda p: p.requires_grad)
+        assert report.nbytes("master") == 0
+        assert report.nbytes("grad") == 4 * mine
+        assert report.nbytes("optimizer") == 8 * mine
+        frozen = rounded_numel(model, lambda p: not p.requires_grad and p.dtype == torch.bfloat16)
+        norms = rounded_numel(model, lambda p: not p.requires_grad and p.dtype == torch.float32)
+        assert report.nbytes("weight") == 2 * frozen + 4 * (norms + mine)
+        assert sent <= 4 * (adapters + 64)  # half of the elements, with flags; never the base
+
+    run_ranks(2, body)
+
+
+def rounded_numel(model: nn.Module, is_wanted: Callable[[nn.Parameter], bool]) -> int:
+    """Elements of this rank's rows, each parameter's rounded up to a cache line."""
+    return sum(
+        rounded(p.to_local().numel() if isinstance(p, DTensor) else p.numel())
+        for p in model.parameters()
+        if is_wanted(p)
+    )
+
+
+def test_saving_gathers_adapters_alone(tmp_path):
+    def body(rank: int, world_size: int) -> None:
+        model = adapted()
+        onefold.shard(model)
+        own = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, own)
+        model.save_pretrained(tmp_path, is_main_process=rank == 0)
+        traffic = onefold.report(model).traffic
+        assert traffic["state_dict"].sent_nbytes == (world_size - 1) * 4 * max(everyone)
+        assert set(traffic) == {"state_dict"}
+
+    for world_size in (2, 3):
+        run_ranks(world_size, body, world_size)
+
+
+# the mesh
+
+
+def test_the_axis_of_shards_has_the_name_that_peft_takes_for_whole_features():
+    """`peft.tuners.tuners_utils._get_in_out_features` reads it: another name means local rows."""
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        node = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "rank"))
+        for given in (None, mesh, node, dist.group.WORLD):
+            model = seeded(llama)
+            onefold.shard(model, mesh=given)
+            assert model.lm_head.weight.device_mesh.mesh_dim_names == ("fsdp",)
+            found = peft.tuners.tuners_utils._get_in_out_features(model.lm_head)
+            assert found == (32, VOCABULARY)
+
+    run_ranks(2, body)
+
+
+# mistakes
+
+
+def test_adapters_that_differ_between_ranks_are_named_on_every_rank():
+    def body(rank: int) -> str:
+        model = seeded(llama)
+        onefold.shard(model)
+        model = peft.get_peft_model(model, lora(["q_proj"] if rank else ["v_proj"]))
+        with pytest.raises(onefold.StateError, match="same new parameters on every rank") as error:
+            logits(model)
+        return str(error.value)
+
+    assert all("\nhint: " in said for said in run_ranks(2, body))
+
+
+def modules_to_save(model: nn.Module) -> None:
+    peft.get_peft_model(model, lora(modules_to_save=["lm_head"]))
+
+
+def layer_norms(model: nn.Module) -> None:
+    peft.get_peft_model(model, peft.LNTuningConfig(target_modules=["input_layernorm"]))
+
+
+def resize(model: nn.Module) -> None:
+    model.resize_token_embeddings(VOCABULARY + 8)
+
+
+@pytest.mark.parametrize("mistake", [modules_to_save, layer_norms, resize])
+def test_copies_and_new_sizes_after_sharding_are_errors_that_say_to_do_so_before(mistake):
+    def body(rank: int) -> str:
+        model = seeded(llama)
+        onefold.shard(model)
+        with pytest.raises(onefold.StateError, match="before onefold.shard") as error:
+            mistake(model)
+        return str(error.value)
+
+    assert all("\nhint: " in said for said in run_ranks(2, body))
+
+
+def test_modules_to_save_and_gradient_checkpointing_train_if_added_before(tmp_path):
+    config = partial(lora, modules_to_save=["lm_head"])
+
+    def build() -> nn.Module:
+        model = adapted(config=config)
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        return model
+
+    plain = build()
+    losses = train(plain)
+
+    def body(rank: int) -> Any:
+        model = build()
+        onefold.shard(model)
+        found = train(model, rank, 2)
+        model.save_pretrained(tmp_path / str(rank))
+        return found
+
+    results = run_ranks(2, body)
+    torch.testing.assert_close(torch.stack(results).mean(0), losses, rtol=1e-5, atol=0)
+    loaded = peft.PeftModel.from_pretrained(seeded(llama), tmp_path / "0")
+    torch.testing.assert_close(logits(loaded), logits(plain), rtol=1e-3, atol=1e-4)
