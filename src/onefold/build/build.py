@@ -29,6 +29,7 @@ from onefold.ledger import Ledger
 from onefold.planner.auto import Expectation
 from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory
+from onefold.tier.store import Store
 from onefold.unit.context import Context, Tiers
 from onefold.unit.init import (
     PROMISED,
@@ -87,7 +88,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     ledger.forget_traffic()
 
 
-def _context(resolved: Resolved, store: DeviceStore, ledger: Ledger, tiers: Tiers) -> Context:
+def _context(resolved: Resolved, store: Store, ledger: Ledger, tiers: Tiers) -> Context:
     recipe, ranks = resolved.recipe, resolved.ranks
     shards, precision = ranks.shards(are_replicas=recipe.are_replicas), recipe.precision
     mesh = None
@@ -129,9 +130,7 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     """
     module, store = engine.module(), engine.context.store
     assert module is not None, "its forward runs"
-    recipe = replace(
-        resolved.recipe, stage=STAGES[0], offload=Offload(), wire=Wire(), shares=None
-    )
+    recipe = replace(resolved.recipe, stage=STAGES[0], offload=Offload(), wire=Wire(), shares=None)
     tiers = replace(engine.context.tiers, weight=store, state=store, scratch=None)
     context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers)
     source: Source = (initialisers_of(module), None)

@@ -49,7 +49,7 @@ class ShardedModel:
     optimizers: tuple[Optimizer, ...] = ()
 
     def __post_init__(self) -> None:
-        """Take names from `module`, also where it is a wrapper. A collective where adapters came."""
+        """Take names from `module`, maybe a wrapper. A collective where adapters came."""
         self.engine.note_structure()
         rename(self.engine, self.module)
         for name, parameter in self.module.named_parameters():

@@ -7,20 +7,34 @@ does not: there, a new parameter is more likely a mistake, so it is an error.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from onefold.errors import StateError, expected
 from onefold.layout.units import owned_parameters
+from onefold.unit.parameter import UnitParameter
+from onefold.unit.unit import Unit
+from onefold.wire.collectives import Group
 
-if TYPE_CHECKING:
-    from onefold.engine.engine import Engine
-    from onefold.unit.parameter import UnitParameter
+
+class Followed(Protocol):
+    """The engine, as this file knows it."""
+
+    units: list[Unit]
+    by_sharded: dict[int, UnitParameter]
+    group: Group
+    hands: Any
+    build_adapters: Any
+    module: Any
+
+    @property
+    def is_unsharded(self) -> bool: ...
+    def add(self, units: list[Unit]) -> None: ...
 
 
-def follow(engine: Engine) -> None:
+def follow(engine: Followed) -> None:
     """Take in parameters that were added to the module, and let go of those that were removed.
 
     A collective where something has changed. Raises `StateError` on every rank where the module has
@@ -54,7 +68,7 @@ def follow(engine: Engine) -> None:
     rename(engine, module)
 
 
-def rename(engine: Engine, root: nn.Module) -> None:
+def rename(engine: Followed, root: nn.Module) -> None:
     """Give every parameter its name, and its places, in `root`: wrappers change both."""
     for owned in owned_parameters(root):
         parameter = engine.by_sharded.get(id(owned.parameter))
@@ -87,7 +101,7 @@ def _described(fqn: str, tensor: nn.Parameter) -> str:
     return f"{fqn} {list(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}"
 
 
-def _compare(engine: Engine, mine: list[str]) -> None:
+def _compare(engine: Followed, mine: list[str]) -> None:
     """Raise `StateError` on every rank unless all ranks have added the same parameters."""
     group = engine.group
     if group.world_size == 1:
@@ -106,7 +120,7 @@ def _compare(engine: Engine, mine: list[str]) -> None:
             )
 
 
-def _changed(engine: Engine, fqn: str, got: str) -> StateError:
+def _changed(engine: Followed, fqn: str, got: str) -> StateError:
     return StateError(
         expected(
             f"parameter {fqn!r} to be as onefold.shard left it",

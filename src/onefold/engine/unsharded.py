@@ -49,9 +49,9 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
         engine.schedule.is_suspended = False
         _forget_removed(engine, shown)
         edited = [(p, _now_in_module(p)) for p in shown if p.places]
-        for parameter, current in edited:
-            if current is shown[parameter]:  # frozen, or unfrozen, inside
-                with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, current in edited:
+                if current is not None and current is shown[parameter]:  # may be frozen inside
                     parameter.sharded.requires_grad_(current.requires_grad)
         for unit in engine.units:
             for parameter in unit.parameters:

@@ -27,7 +27,9 @@ class UnitSpec:
     is_resident: bool  # modules compute with the weights at rest: both moves are free
     steps_in_blocks: bool  # in the background, rather than by the optimizer's own step
     computes_on_sharded: bool  # one process: modules always show the same parameter
-    is_trained: bool  # a parameter required a gradient at first; else a master is made when one does
+    is_trained: (
+        bool  # a parameter required a gradient at first; else a master is made when one does
+    )
 
     @staticmethod
     def of(plan: UnitPlan, context: Context, index: int, *, is_offloaded: bool) -> UnitSpec:
