@@ -288,6 +288,17 @@ def test_merged_adapters_are_those_of_one_process(tuner, order, tmp_path):
     torch.testing.assert_close(values(loaded), values(base), rtol=1e-4, atol=1e-6)
 
 
+def test_merging_outside_of_unsharded_is_an_error_that_names_it():
+    def body(rank: int) -> str:
+        model = adapted()
+        onefold.shard(model)
+        with pytest.raises(onefold.StateError, match=r"onefold\.unsharded") as error:
+            model.merge_adapter()
+        return str(error.value)
+
+    assert all("q_proj.base_layer.weight" in said for said in run_ranks(2, body))
+
+
 # loading
 
 
@@ -330,6 +341,53 @@ def test_adapters_are_loaded_switched_and_deleted_on_a_sharded_model(tmp_path):
 
     for is_before in (True, False):
         run_ranks(2, body, is_before)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_checkpoints_hold_adapters_and_resume_at_another_world_size(order, tmp_path):
+    fresh = adapted()
+    plain = copy.deepcopy(fresh)
+    train(plain, steps=2)
+
+    def start() -> nn.Module:
+        if order == "before":
+            model = adapted()
+            onefold.shard(model)
+            return model
+        return adapted_after(fresh, llama, lora)
+
+    def save(rank: int) -> None:
+        model = start()
+        train(model, rank, 2)
+        onefold.save(tmp_path / "run", model)
+
+    def load(rank: int) -> None:
+        model = start()
+        onefold.load(tmp_path / "run", model)
+        assert_near(onefold.full_state_dict(model, rank0_only=False), values(plain))
+
+    run_ranks(2, save)
+    run_ranks(3, load)
+
+
+def test_a_checkpoint_of_either_order_loads_in_the_other(tmp_path):
+    fresh = adapted()
+
+    def save(rank: int) -> dict[str, Tensor]:
+        model = adapted_after(fresh, llama, lora)
+        train(model, rank, 2)
+        onefold.save(tmp_path / "after", model)
+        return onefold.full_state_dict(model, rank0_only=False)
+
+    def load(rank: int) -> dict[str, Tensor]:
+        model = adapted()
+        onefold.shard(model)
+        onefold.load(tmp_path / "after", model)
+        return onefold.full_state_dict(model, rank0_only=False)
+
+    wanted = run_ranks(2, save)[0]
+    for found in run_ranks(2, load):
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 # bytes
@@ -433,6 +491,26 @@ def test_adapters_that_differ_between_ranks_are_named_on_every_rank():
         return str(error.value)
 
     assert all("\nhint: " in said for said in run_ranks(2, body))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_optimizer_built_before_the_adapters_is_named(order):
+    def body(rank: int) -> None:
+        model = seeded(llama)
+        optimizer = torch.optim.AdamW(model.parameters())
+        expected = pytest.raises(onefold.OnefoldError, match="after adapters were added")
+        if order == "before":
+            model = peft.get_peft_model(model, lora())
+            with expected:
+                onefold.shard(model, optimizer)
+            return
+        onefold.shard(model, optimizer)
+        model = peft.get_peft_model(model, lora())
+        model(input_ids=words()[0], labels=words()[0]).loss.backward()
+        with expected:
+            optimizer.step()
+
+    run_ranks(2, body)
 
 
 def modules_to_save(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from onefold.engine.flat import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
 from onefold.engine.rules import Rule, may_fuse, moments_after_first_step, rule_of
 from onefold.engine.waiting_state import stepped_state
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError, StateError, expected
 from onefold.ledger import StateBytes
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -200,6 +200,8 @@ class OptimizerBinding:
             known = [(tensor, self.parameter(tensor)) for tensor in group["params"]]
             groups.append([p for _, p in known if p and is_sound and _grad(p) is not None])
             foreign.append([tensor for tensor, p in known if p is None])  # of no engine
+        if not any(groups):
+            self._check_trains(optimizer)
         stand_ins = self._strategy.enter(groups, self._rules(optimizer))
         state: defaultdict[Tensor, State] = defaultdict(dict)
         for tensor in (tensor for group in foreign for tensor in group):
@@ -215,6 +217,24 @@ class OptimizerBinding:
         optimizer.state = state
         self._is_entered = True
         return replaced
+
+    def _check_trains(self, optimizer: Optimizer) -> None:
+        """Raise `StateError` if all that it holds is frozen, and no optimizer holds what trains."""
+        held = [t for group in optimizer.param_groups for t in group["params"]]
+        if any(tensor.requires_grad for tensor in held):
+            return
+        for engine in self.engines:
+            steppers = [each for each in engine.hands.steppers if isinstance(each, OptimizerBinding)]
+            for parameter in engine.by_sharded.values():
+                if _grad(parameter) is not None and not any(s.holds(parameter) for s in steppers):
+                    raise StateError(
+                        expected(
+                            f"{type(optimizer).__name__} to hold parameters that train",
+                            f"frozen ones alone; no optimizer holds {parameter.fqn!r}",
+                            where=f"rank {engine.group.rank}",
+                            hint="build the optimizer after adapters were added",
+                        )
+                    )
 
     def _is_sound(self) -> bool:
         """False if coded gradients are not finite on some rank: then no rank steps. A collective.

@@ -72,11 +72,17 @@ def writes(func: Callable[..., Any]) -> bool:
 
 
 def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on DTensors, right where DTensor is not: empty shards, indexed writes."""
+    """Run `func` on DTensors, right where DTensor is not: empty shards, indexed writes.
+
+    Raises `StateError` for an in-place operation with a plain tensor.
+    """
     if func is Tensor.__setitem__ and isinstance(args[0], DTensor):
         return _set_item(*args)
     if func is Tensor.__getitem__ and isinstance(args[0], DTensor) and _is_list(args[1]):
         return args[0].full_tensor()[tree_map(_plain, args[1])]
+    plain = [a for a in args[1:] if isinstance(a, Tensor) and not isinstance(a, DTensor)]
+    if writes(func) and isinstance(args[0], DTensor) and any(a.numel() > 1 for a in plain):
+        raise refusals.mixed_write(getattr(args[0], "_label", LogicalValues._label))
     if _has_no_identity(func, args, kwargs):
         args, kwargs = tree_map(_with_rows, (args, kwargs))
     return as_logical(func(*args, **kwargs))

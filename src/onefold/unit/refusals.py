@@ -66,6 +66,17 @@ def no_copy(fqn: str) -> StateError:
     )
 
 
+def mixed_write(label: str) -> StateError:
+    """The error for an in-place operation of a sharded tensor and a plain one."""
+    return StateError(
+        expected(
+            f"no in-place operation of {label} with a plain tensor",
+            "one, as when adapters are merged",
+            hint="run it inside `with onefold.unsharded(module, writeback=True):`",
+        )
+    )
+
+
 def lost_write(label: str) -> StateError:
     """The error for an in-place write to a view of gathered rows."""
     return StateError(
