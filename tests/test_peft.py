@@ -203,6 +203,18 @@ def test_prompts_that_are_learned_train_if_added_before(tuner, tmp_path):
         torch.testing.assert_close(logits(loaded), logits(plain), rtol=1e-3, atol=1e-4)
 
 
+def test_prompts_that_are_added_after_are_named_by_a_warning():
+    """They lie outside of the sharded module."""
+
+    def body(rank: int) -> None:
+        model = seeded(llama)
+        onefold.shard(model)
+        train(peft.get_peft_model(model, PROMPTS["prompt"]()), rank, 2, steps=1)
+
+    with pytest.warns(UserWarning, match="outside of the sharded module trains through it"):
+        run_ranks(2, body)
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_one_rank_is_one_process_bit_for_bit(order, tmp_path):
     fresh = adapted()

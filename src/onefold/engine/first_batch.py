@@ -41,9 +41,36 @@ def compare_first_batches(module: nn.Module, group: Group) -> None:
         if not torch.is_grad_enabled():
             return
         handle.remove()
+        _warn_of_others(root, (args, kwargs), group)
         _compare(group, digest_of((args, kwargs)), _generator_of(root))
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _warn_of_others(root: nn.Module, arguments: object, group: Group) -> None:
+    """Warn, on rank 0, of an input that a parameter of no sharded module has made.
+
+    A frozen module is trained through, as with prompts that are learned. Nobody averages their
+    gradients, unless another library does.
+    """
+    if group.rank != 0 or any(parameter.requires_grad for parameter in root.parameters()):
+        return
+    nodes = [tensor.grad_fn for tensor in tensors_in(arguments) if tensor.requires_grad]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and getattr(leaf, "_onefold_owner", None) is None:
+            warnings.warn(
+                f"a parameter {list(leaf.shape)} outside of the sharded module trains through it, "
+                "and each rank has a gradient of its own: add learned prompts before "
+                "onefold.shard, and shard the whole model",
+                stacklevel=2,
+            )
+            return
+        found = [each for each, _ in getattr(node, "next_functions", ()) if each not in seen]
+        seen.update(found)
+        nodes += found
 
 
 def _compare(group: Group, batch: str, generator: str) -> None:
