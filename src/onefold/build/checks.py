@@ -132,7 +132,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned
         for owned in parameters:
             check_state(owned.fqn, owned.parameter, optimizer)
     trained = [owned for owned in parameters if owned.parameter.requires_grad]
-    held_ids = {id(t) for each in optimizers for group in each.param_groups for t in group["params"]}
+    held_ids = {
+        id(t) for each in optimizers for group in each.param_groups for t in group["params"]
+    }
     if optimizers and trained and not any(id(owned.parameter) in held_ids for owned in trained):
         raise ConfigError(
             expected(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from onefold.engine.engine import Engine
+from onefold.ticket import Ticket
 from onefold.unit.parameter import UnitParameter
 
 
@@ -67,7 +68,8 @@ def _gathered_alike(members: list[UnitParameter]) -> dict[UnitParameter, Tensor]
     rows = own
     if context.rest_world > 1:
         rows = own.new_empty(context.rest_world * len(own))
-        context.transport.group.all_gather(rows, own).wait()
+        group, label = context.transport.group, f"state_dict() of adapters on {context.where}"
+        Ticket(group.track([group.all_gather(rows, own)], label), label=label).wait()
         context.ledger.sent("state_dict", (context.rest_world - 1) * own.nbytes)
     whole = {p: own.new_empty(p.slot.shape) for p in members}
     for rank, part in zip(ranks, rows.chunk(context.rest_world), strict=True):

@@ -396,6 +396,7 @@ def facts_of(unit: Unit) -> UnitFacts:
         is_resident=unit.is_resident,
         is_tiled=unit.is_tiled,
         is_offloaded=unit.steps_in_blocks,
+        keeps_sums=unit.context.is_sharded,
     )
 
 

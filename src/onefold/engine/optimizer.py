@@ -224,7 +224,9 @@ class OptimizerBinding:
         if any(tensor.requires_grad for tensor in held):
             return
         for engine in self.engines:
-            steppers = [each for each in engine.hands.steppers if isinstance(each, OptimizerBinding)]
+            steppers = [
+                each for each in engine.hands.steppers if isinstance(each, OptimizerBinding)
+            ]
             for parameter in engine.by_sharded.values():
                 if _grad(parameter) is not None and not any(s.holds(parameter) for s in steppers):
                     raise StateError(

@@ -17,7 +17,7 @@ class Reductions:
     """Starts the reduction of each unit once in a backward, and finishes reductions in order."""
 
     def __init__(self, policy: Policy, units: Sequence[UnitFacts]) -> None:
-        self._policy = policy
+        self._policy, self._units = policy, units
         # tiled units are reduced tile by tile, where they are used
         self._order = [index for index, unit in enumerate(units) if not unit.is_tiled][::-1]
         self._trained: Sequence[int] = ()
@@ -31,7 +31,7 @@ class Reductions:
 
     def add(self, policy: Policy, units: Sequence[UnitFacts]) -> None:
         """More units came, at the end of `units`; they are reduced first."""
-        self._policy = policy
+        self._policy, self._units = policy, units
         new = range(len(self._fired), len(units))
         self._order = [*reversed(new), *self._order]
         self._fired += [set() for _ in new]
@@ -92,7 +92,7 @@ class Reductions:
             return
         unit = self._in_flight.popleft()
         out.append((Verb.LAND, unit))
-        if self._policy.sums_rest and not self.is_last:
+        if self._policy.sums_rest and not self.is_last and self._units[unit].keeps_sums:
             out.append((Verb.KEEP_SUMS, unit))
             return
         out.append((Verb.FOLLOW, unit))

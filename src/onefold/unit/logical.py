@@ -153,7 +153,8 @@ def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
     """
     name = getattr(func, "__name__", "")
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        return bool(leaves) and isinstance(leaves[0], Tensor) and not isinstance(leaves[0], DTensor)
+        is_into_plain = bool(leaves) and not isinstance(leaves[0], DTensor)
+        return is_into_plain and any(isinstance(leaf, LogicalValues) for leaf in leaves)
     if weighted.needs_whole(func, leaves):
         return True
     if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
