@@ -463,3 +463,35 @@ def test_a_module_that_is_collected_while_another_steps_disturbs_no_step():
         handle.remove()
     lost()
     assert len(_global_optimizer_pre_hooks) < num_hooks, "hooks of what is gone go with the next"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_graph_of_one_optimizers_units_outlives_the_step_of_another(stage):
+    """A maker's output is used again after its critic has stepped, as in plain PyTorch."""
+
+    def body(rank: int, is_plain: bool) -> list[Tensor]:
+        module = seeded(lambda: nn.ModuleList(nn.Sequential(*_pair()) for _ in range(2)))
+        maker, critic = module
+        first, second = (torch.optim.AdamW(part.parameters(), lr=1e-2) for part in module)
+        if not is_plain:
+            onefold.shard(module, [first, second], stage=stage)
+        rows = torch.linspace(-1, 1, 32).reshape(4, 8)
+        for _ in range(3):
+            made = maker(rows)
+            critic(made.detach()).square().mean().backward()
+            second.step()
+            second.zero_grad()
+            critic(made).mean().backward()
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+        return [whole(parameter) for parameter in module.parameters()]
+
+    wanted = body(0, True)
+    for found in run_ranks(2, body, False):
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def _pair() -> list[nn.Module]:
+    return [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]

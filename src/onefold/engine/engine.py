@@ -291,16 +291,18 @@ class Engine:
                 unit.join_step()  # the next gather raises a failure, on every rank alike
                 unit.refresh_master()
 
-    def after_step(self, rounded: Set[Unit]) -> None:
-        """The optimizer has stepped: round masters into weights, unless the unit is in `rounded`.
+    def after_step(self, stepped: Set[Unit], rounded: Set[Unit]) -> None:
+        """An optimizer has stepped its units: round masters into weights.
 
-        The weights of `rounded` units follow their masters already.
+        The weights of `rounded` units follow their masters already. Units of other optimizers are
+        as they were: a graph that needs these alone can still run backward.
         """
         self._is_checked = False
         self.most_backwards = max(self.most_backwards, self._num_backwards)
         self._num_backwards = 0
         for unit in self.units:
-            unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
+            if unit in stepped:
+                unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
         self.schedule.stepped()
         self.marks.end()
 

@@ -265,9 +265,12 @@ class OptimizerBinding:
         stepped = optimizer.state
         shown = self._strategy.leave(stepped)
         state: defaultdict[Tensor, State] = defaultdict(dict)
+        units: set[Unit] = set()
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 parameter = self.parameter(tensor)
+                if parameter is not None:
+                    units.add(parameter.unit)
                 entry = shown.get(parameter) if parameter else stepped.get(tensor)
                 if entry:
                     state[tensor] = entry
@@ -276,7 +279,7 @@ class OptimizerBinding:
         for engine in self.engines:
             self._state_bytes[engine].set(self._state_nbytes(state, engine))
             engine.ledger.end_step(self)
-            engine.after_step(self._strategy.rounded)
+            engine.after_step(units, self._strategy.rounded)
 
     def step_early(self, unit: Unit) -> None:
         """Begin to step the optimizer's parameters of a unit, during a backward."""
