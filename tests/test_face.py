@@ -366,6 +366,7 @@ LOGGED: dict[str, Callable[[nn.Module], float]] = {
     "printed": lambda m: float(f"{torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9):.8f}"),
     "compared": lambda m: float(torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9) > 0.001),
     "stacked": lambda m: torch.stack([p.grad.norm() for p in m.parameters()]).norm().item(),
+    "list of norms": lambda m: torch.tensor([p.grad.norm() for p in m.parameters()]).norm().item(),
 }
 
 

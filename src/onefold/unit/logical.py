@@ -118,7 +118,11 @@ def _is_list(index: Any) -> bool:
 
 
 def _plain(leaf: Any) -> Any:
-    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+    """Gather a DTensor, also inside `torch.tensor([leaf])`, which suspends tensor subclasses."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False):
+        return leaf.full_tensor()
 
 
 def _has_no_identity(
