@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
     from onefold.checkpoint.save import save
     from onefold.config import Offload, Precision
+    from onefold.deepspeed.convert import from_deepspeed
     from onefold.engine.ema import MovingAverage, ema
     from onefold.engine.precision import GradScaler
     from onefold.errors import (
@@ -48,6 +49,7 @@ _HOMES = {
     "save": "onefold.checkpoint.save",
     "Offload": "onefold.config",
     "Precision": "onefold.config",
+    "from_deepspeed": "onefold.deepspeed.convert",
     "MovingAverage": "onefold.engine.ema",
     "ema": "onefold.engine.ema",
     "CheckpointError": "onefold.errors",
@@ -82,6 +84,7 @@ __all__ = [
     "WireError",
     "accumulate",
     "ema",
+    "from_deepspeed",
     "full_state_dict",
     "load",
     "load_pretrained",
@@ -95,7 +98,13 @@ __all__ = [
 ]
 
 
+_ROOMS = ("lightning",)
+"""Packages that are imported on first use: `onefold.lightning.Strategy` after `import onefold`."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"onefold.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'onefold' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
