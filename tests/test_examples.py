@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from pathlib import Path
 
@@ -66,3 +67,25 @@ def test_two_models_with_one_loss_train():
 @pytest.mark.process
 def test_a_llama_from_its_config_trains_in_bf16():
     assert "stage 3, rank 0 of 2, 10 steps" in under_torchrun("llama.py")
+
+
+@pytest.mark.process
+def test_lightning_trains_on_processes_of_its_own_launcher_and_under_torchrun():
+    pytest.importorskip("lightning")
+    alone_told, together = alone("lightning_fit.py"), under_torchrun("lightning_fit.py")
+    (loss,) = numbers(re.findall(r"val_loss .*", alone_told)[-1])
+    assert loss < 2
+    assert numbers(re.findall(r"val_loss .*", together)[-1]) == pytest.approx([loss], abs=2e-3)
+
+
+def test_the_notebook_runs_cell_by_cell_and_shows_no_old_output(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text())
+    names = {"__name__": "notebook"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert names["losses"][-1] < names["losses"][0]
+    assert names["extra"] == {"step": 20}
