@@ -81,7 +81,7 @@ def own_device_index() -> int:
             expected(
                 f"at most {count} ranks on this host, one for each device",
                 f"LOCAL_RANK={index}",
-                hint=f"start {count} ranks, or hide the devices (CUDA_VISIBLE_DEVICES=) to use CPUs",
+                hint=f"start {count} ranks, or hide devices (CUDA_VISIBLE_DEVICES=) to use CPUs",
             )
         )
     return index
