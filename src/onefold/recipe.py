@@ -31,14 +31,17 @@ class Member:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     requires_grad: bool = True
+    is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
 
     @staticmethod
-    def of(fqn: str, parameter: torch.Tensor, precision: Precision) -> Member:
+    def of(
+        fqn: str, parameter: torch.Tensor, precision: Precision, *, is_packed: bool = False
+    ) -> Member:
         """Describe a parameter whose unit computes in `precision`."""
         dtype = parameter.dtype
-        compute = precision.compute if dtype.is_floating_point else None
+        compute = precision.compute if dtype.is_floating_point and not is_packed else None
         shape = tuple(parameter.shape)
-        return Member(fqn, shape, dtype, compute or dtype, parameter.requires_grad)
+        return Member(fqn, shape, dtype, compute or dtype, parameter.requires_grad, is_packed)
 
     @property
     def itemsize(self) -> int:
@@ -52,7 +55,8 @@ class Member:
 
     @property
     def is_floating(self) -> bool:
-        return self.dtype.is_floating_point
+        """True if the values are numbers that may be cast, coded and stepped."""
+        return self.dtype.is_floating_point and not self.is_packed
 
     @property
     def numel(self) -> int:
@@ -275,7 +279,7 @@ def _dtype(word: str | None) -> Any:
 def _plain(unit: UnitRecipe) -> dict[str, Any]:
     members = [
         [each.fqn, list(each.shape), _word(each.dtype), _word(each.compute_dtype),
-         each.requires_grad]
+         each.requires_grad, each.is_packed]
         for each in unit.members
     ]  # fmt: skip
     return {
@@ -286,7 +290,7 @@ def _plain(unit: UnitRecipe) -> dict[str, Any]:
 
 def _unit(plain: Mapping[str, Any]) -> UnitRecipe:
     members = tuple(
-        Member(fqn, tuple(shape), _dtype(dtype), _dtype(compute), requires_grad)
-        for fqn, shape, dtype, compute, requires_grad in plain["members"]
+        Member(fqn, tuple(shape), _dtype(dtype), _dtype(compute), *flags)
+        for fqn, shape, dtype, compute, *flags in plain["members"]
     )
     return UnitRecipe(plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"])

@@ -21,6 +21,7 @@ from onefold.engine.first_batch import compare_first_batches
 from onefold.engine.hooks import install
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
+from onefold.layout import packed
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
 from onefold.planner.auto import Expectation
@@ -59,6 +60,10 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     context = _context(resolved, store, ledger, tiers)
     source: Source = (initialisers_of(parts.module), parts.module.__dict__.pop(PROMISED, None))
     originals = [owned.parameter for owned in parts.parameters]
+    for owned in parts.parameters:
+        if owned.is_packed and owned.table is None:
+            for part, _ in owned.owners:
+                packed.settle(part, owned.parameter)
     notes = (resolved.why_stage, rests, resolved.why_stepper)
     engine = Engine(
         parts.module,

@@ -99,7 +99,10 @@ def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
         units=tuple(
             UnitRecipe(
                 plan.name,
-                tuple(Member.of(owned.fqn, owned.parameter, dtypes) for owned in plan.members),
+                tuple(
+                    Member.of(owned.fqn, owned.parameter, dtypes, is_packed=owned.is_packed)
+                    for owned in plan.members
+                ),
                 plan.tile_nbytes,
             )
             for plan in plans
@@ -216,6 +219,7 @@ def _stages(recipe: Recipe, *, adapts: bool) -> Iterator[Recipe]:
 
 
 def _num_moments(parts: ModuleParts) -> int:
-    """Optimizer states per element of the largest unit."""
-    largest = sorted(parts.plans, key=lambda plan: plan.numel)[-1:]  # none without parameters
+    """Optimizer states per element of the largest unit with numbers to train."""
+    numbers = [plan for plan in parts.plans if not plan.is_packed]
+    largest = sorted(numbers, key=lambda plan: plan.numel)[-1:]  # none without parameters
     return sum(len(moments_of(plan, plan.dtype, parts.optimizers)) for plan in largest)

@@ -319,7 +319,7 @@ class Engine:
         if module is None or self.is_unsharded:
             return
         self._is_checked = True
-        unseen = dict(self.by_sharded)
+        unseen = {key: p for key, p in self.by_sharded.items() if not p.is_table}
         for prefix, part in module.named_modules():
             for name, tensor in part._parameters.items():
                 if tensor is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onefold.engine.engine import Engine
 from onefold.engine.watch import in_backward
@@ -45,7 +45,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
         yield
     finally:
         engine.schedule.is_suspended = False
-        edited = [(p, _now_in_module(p)) for unit in engine.units for p in unit.parameters]
+        edited = [(p, p.current()) for unit in engine.units for p in unit.parameters]
         for unit in engine.units:
             for parameter in unit.parameters:
                 parameter.show(parameter.sharded)
@@ -66,16 +66,9 @@ def _show_unsharded(unit: Unit) -> Buffer:
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in unit.parameters:
             view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
-            parameter.show(nn.Parameter(view, requires_grad=parameter.sharded.requires_grad))
+            parameter.show(parameter.plain(view))
     unit.state = UnitState.EDITABLE
     return buffer
-
-
-def _now_in_module(parameter: UnitParameter) -> Tensor | None:
-    """Return the tensor in the parameter's place: edited or not, or one that the user put there."""
-    owner, name = parameter.owners[0]
-    module = owner()
-    return None if module is None else module._parameters.get(name)
 
 
 def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:

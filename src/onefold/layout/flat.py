@@ -55,7 +55,8 @@ def unit_bytes(
     numels = [member.numel for member in members]
     trained = [member.requires_grad for member in members]
     full_numel = sum(round_up(numel, ALIGN_NUMEL) for numel in numels)
-    rest = sum(round_up(n, PIECE_NUMEL) for n in own) if is_cut else full_numel
+    multiple = 1 if first.is_packed else PIECE_NUMEL
+    rest = sum(round_up(n, multiple) for n in own) if is_cut else full_numel
     stepped, is_narrow = stepped_itemsize(first, recipe)
     offload = recipe.offload
     is_elsewhere = recipe.device_type != "cpu" and (offload.parameters == "device") != (

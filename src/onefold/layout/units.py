@@ -16,21 +16,47 @@ import torch
 from torch import nn
 
 from onefold.errors import ConfigError, expected
+from onefold.layout import packed
+from onefold.layout.packed import Place
 
 UnitChoice = Sequence[nn.Module] | Callable[[nn.Module], bool] | None
 
 
 @dataclass(slots=True, eq=False)
 class Owned:
-    """One parameter and every (module, attribute name) under which the module tree knows it."""
+    """One parameter and every (module, attribute name) under which the module tree knows it.
+
+    The owner of a side table is that of its packed weight. `others`: places outside of modules.
+    """
 
     fqn: str
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]]
+    is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
+    table: packed.Table | None = None
+    others: list[Place] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         return self.parameter.numel() * self.parameter.element_size()
+
+    @property
+    def places(self) -> list[Place]:
+        """Where the parameter is shown: in modules, or for a table in state objects."""
+        own = [(module._parameters, name) for module, name in self.owners]
+        return self.others if self.table else own
+
+    @property
+    def kernel_places(self) -> list[Place]:
+        """Where kernels look for a packed weight as a bare tensor."""
+        return [] if self.table else self.others
+
+    def current(self) -> Tensor | None:
+        """The tensor that lies in the parameter's place now, or one that a user put there."""
+        if self.table is not None:
+            return self.table.read()
+        module, name = self.owners[0]
+        return module._parameters.get(name)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,16 +85,46 @@ class UnitPlan:
     def dtype(self) -> torch.dtype:
         return self.members[0].parameter.dtype
 
+    @property
+    def is_packed(self) -> bool:
+        return self.members[0].is_packed
+
 
 def owned_parameters(root: nn.Module) -> list[Owned]:
-    """Every parameter of the tree once, in registration order, with all its owners."""
-    found: dict[int, Owned] = {}
+    """Every parameter of the tree once, in registration order, with all its owners.
+
+    A packed weight is followed by its side tables.
+    """
+    found: dict[int, list[Owned]] = {}
     for prefix, module in root.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn = f"{prefix}.{name}" if prefix else name
-            owned = found.setdefault(id(parameter), Owned(fqn, parameter, []))
-            owned.owners.append((module, name))
-    return list(found.values())
+            is_packed = packed.is_packed(parameter)
+            owned, *tables = found.setdefault(
+                id(parameter), [Owned(fqn, parameter, [], is_packed), *_tables(module, name, fqn)]
+            )
+            for each in (owned, *tables):
+                each.owners.append((module, name))
+            if is_packed:
+                _add_other_places(owned, tables, module, name)
+    return [owned for group in found.values() for owned in group]
+
+
+def _tables(module: nn.Module, name: str, fqn: str) -> list[Owned]:
+    """The side tables of a packed weight; none of another parameter."""
+    return [
+        Owned(table.fqn, nn.Parameter(table.values, requires_grad=False), [], True, table)
+        for table in packed.tables_of(module, name, fqn)
+    ]
+
+
+def _add_other_places(owned: Owned, tables: list[Owned], module: nn.Module, name: str) -> None:
+    """Note where the kernels of one more module look for a packed weight and its tables."""
+    owned.others += packed.other_places(module, name)
+    for each, table in zip(tables, packed.tables_of(module, name, owned.fqn), strict=True):
+        holder, key = table.place
+        if not any(holder is other and key == k for other, k in each.others):
+            each.others.append(table.place)
 
 
 def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0) -> list[UnitPlan]:
@@ -107,7 +163,7 @@ def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0)
 
 def _can_be_tiled(owned: Owned) -> bool:
     """True for the weight of Linears and Embeddings alone."""
-    return owned.parameter.dim() == 2 and all(
+    return not owned.is_packed and owned.parameter.dim() == 2 and all(
         isinstance(module, nn.Linear | nn.Embedding) and name == "weight"
         for module, name in owned.owners
     )
@@ -211,12 +267,13 @@ def _rest_limit(parameters: Sequence[Owned], blocks: Sequence[nn.Module]) -> flo
 
 
 def _split_by_dtype(plan: UnitPlan) -> list[UnitPlan]:
-    """One unit for each dtype: a flat buffer has one."""
-    by_dtype: dict[torch.dtype, UnitPlan] = {}
+    """One unit for each dtype, as a flat buffer has one; packed weights are apart: never cast."""
+    by_dtype: dict[tuple[torch.dtype, bool], UnitPlan] = {}
     for owned in plan.members:
-        dtype = owned.parameter.dtype
-        if dtype not in by_dtype:
-            name = plan.name if not by_dtype else f"{plan.name} ({str(dtype).split('.')[-1]})"
-            by_dtype[dtype] = UnitPlan(name, plan.modules, tile_nbytes=plan.tile_nbytes)
-        by_dtype[dtype].members.append(owned)
+        key = owned.parameter.dtype, owned.is_packed
+        if key not in by_dtype:
+            words = ["packed"] * owned.is_packed + [str(key[0]).split(".")[-1]]
+            name = f"{plan.name} ({' '.join(words)})" if by_dtype else plan.name
+            by_dtype[key] = UnitPlan(name, plan.modules, tile_nbytes=plan.tile_nbytes)
+        by_dtype[key].members.append(owned)
     return list(by_dtype.values())

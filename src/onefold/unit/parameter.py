@@ -7,7 +7,7 @@ unsharded  what modules compute with: [all rows] in the compute dtype, a view of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import ReferenceType, ref
@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from onefold.errors import StateError
+from onefold.layout import packed
 from onefold.layout.rows import Slot
+from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, refusals
 from onefold.unit.dtensors import ParameterHome
 from onefold.unit.spec import UnitSpec
@@ -29,15 +31,14 @@ class UnitParameter:
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
     __slots__ = (
-        "__weakref__", "_before_edit", "_data", "_empty", "_is_hooked", "_num_hooks", "_template",
-        "_unit", "fqn", "full_nbytes", "index", "label", "local", "owners", "places", "sharded",
-        "slot", "span", "spec", "unsharded", "version",
+        "__weakref__", "_attributes", "_bare", "_before_edit", "_data", "_empty", "_is_hooked", "_kind",
+        "_kernel_places", "_num_hooks", "_template", "_unit", "current", "fqn", "full_nbytes", "index",
+        "is_table", "label", "local", "places", "sharded", "slot", "span", "spec", "unsharded", "version",
     )  # fmt: skip
 
     def __init__(
-        self, unit: ParameterHome, spec: UnitSpec, index: int, weight: Tensor,
-        owners: Iterable[tuple[nn.Module, str]],
-    ) -> None:  # fmt: skip
+        self, unit: ParameterHome, spec: UnitSpec, index: int, weight: Tensor, owned: Owned
+    ) -> None:
         self._unit = ref(unit)
         self.spec = spec
         self.index = index  # in the unit
@@ -49,8 +50,12 @@ class UnitParameter:
         self.full_nbytes = slot.numel * spec.compute_dtype.itemsize  # of the unsharded parameter
         self.fqn = slot.fqn
         self.label = f"parameter {slot.fqn!r} on {spec.context.where}"
-        self.owners = [(ref(module), name) for module, name in owners]
-        self.places = [(module._parameters, name) for module, name in owners]
+        self.places, self.current = owned.places, owned.current
+        self.is_table = owned.table is not None  # of a packed weight: no module's parameter
+        self._kind: type[nn.Parameter] = dtensors.UnshardedParameter
+        self._attributes: dict[str, Any] = {}  # that modules expect of a packed weight
+        self._kernel_places = owned.kernel_places
+        self._bare: Tensor  # the values of `unsharded`, for kernels
         self._is_hooked = False
         self._num_hooks = 0  # that refuse a gradient of the sharded parameter
         self._template: DTensor | None = None
@@ -154,21 +159,29 @@ class UnitParameter:
     # its two forms
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Put `parameter` into every owner, as assignment would, without its checks."""
+        """Put `parameter` into every place, as assignment would, without its checks."""
         for parameters, name in self.places:
             parameters[name] = parameter
+        for state, name in self._kernel_places:
+            is_sharded = parameter is self.sharded and parameter is not self.unsharded
+            state[name] = parameter if is_sharded else parameter.data
 
     def build(self, original: nn.Parameter, full: Callable[[int, tuple[int, ...]], Tensor]) -> None:
         """Build both forms and show the sharded one; `original` becomes that, or is stale.
 
         `full` gives views of the unit's full buffer.
         """
+        if self.spec.is_packed:
+            self._kind, self._attributes = type(original), packed.attributes_of(original)
+            vars(original).update(self._attributes)
         self._make_sharded(original)
+        vars(self.sharded).update(self._attributes)
         if self.spec.computes_on_sharded:
             self.unsharded = self.sharded
         else:
-            view = full(self.slot.full_offset, self.slot.shape)
+            view = self._bare = full(self.slot.full_offset, self.slot.shape)
             self.unsharded = nn.Parameter(view, requires_grad=False)
+            vars(self.unsharded).update(self._attributes)
             dtensors.introduce(self.unsharded, ref(self))
             why = refusals.why_stale(self.fqn, self.spec.context.where)
             dtensors.invalidate(self.unsharded, why)
@@ -208,12 +221,22 @@ class UnitParameter:
         sharded, unsharded = self.sharded, self.unsharded
         wanted = sharded.requires_grad
         if unsharded is not sharded:
-            unsharded.__class__ = dtensors.UnshardedParameter
+            unsharded.__class__ = self._kind
             for parameters, name in self.places:
                 parameters[name] = unsharded
+            for state, name in self._kernel_places:
+                state[name] = self._bare
             self.version = unsharded._version
         if wanted != unsharded.requires_grad or (wanted and not self._is_hooked):
             self.follow_requires_grad()
+
+    def plain(self, view: Tensor) -> nn.Parameter:
+        """A parameter over `view` [all rows] as it was before `shard`."""
+        made = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+        if self.spec.is_packed:
+            made.__class__ = self._kind
+            vars(made).update(self._attributes)
+        return made
 
     def invalidate(self) -> None:
         """Make reading the unsharded parameter an error: its bytes are about to go."""

@@ -86,7 +86,7 @@ class Unit(UnitWeights):
         self._fresh = False
         self._gathered = -1  # `edits` when the full buffer was filled
         self.parameters = [
-            UnitParameter(self, self.spec, number, self.weight.tensor, member.owners)
+            UnitParameter(self, self.spec, number, self.weight.tensor, member)
             for number, member in enumerate(plan.members)
         ]
         self.gather = gather_of(self, is_tiled=self.is_tiled)

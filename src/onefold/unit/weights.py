@@ -49,7 +49,7 @@ class UnitWeights:
         self.moments: dict[str, Buffer] = {}
         is_narrow = self.dtype.is_floating_point and context.master.itemsize > self.dtype.itemsize
         is_elsewhere = spec.is_offloaded and tiers.weight.device != tiers.state.device
-        if is_narrow or is_elsewhere:
+        if (is_narrow or is_elsewhere) and not spec.is_packed:
             dtype = context.master if is_narrow else self.dtype
             self.master = Buffer(numel, dtype, Kind.MASTER, self.state_store, ledger)
             self.master.tensor.zero_()
