@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.errors import ConfigError
+from onefold.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks, seeded
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -141,6 +141,11 @@ def run_sharded(
     return losses, weights, onefold.report(module)
 
 
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    """Packed bytes in a wide storage may read as NaN."""
+    return torch.equal(*(each.detach().reshape(-1).view(torch.uint8) for each in (ours, theirs)))
+
+
 def assert_same_bits(found: Any, wanted: Any) -> None:
     assert found[0] == wanted[0]
     for ours, theirs in zip(found[1], wanted[1], strict=True):
@@ -176,3 +181,226 @@ def test_accumulation_over_three_ranks_agrees_with_one_process(kind):
     }
     for losses, _, _ in found.values():
         assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def shown(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict, as copies: packed bytes, side tables, notes and adapters."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same_state(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert same_bits(found[name], value), name
+
+
+def tables_of(module: nn.Module) -> list[Tensor]:
+    """Every side table, by the attributes that bitsandbytes' kernels read."""
+    tables: list[Tensor] = []
+    for part in module.modules():
+        state = getattr(getattr(part, "weight", None), "quant_state", None)
+        for each in (state, getattr(state, "state2", None)):
+            tables += [v for v in vars(each or part).values() if type(v) is Tensor]
+        scales = getattr(getattr(part, "weight", None), "SCB", None)
+        tables += [] if scales is None else [scales]
+    return tables
+
+
+def own_nbytes(tensor: Tensor, rank: int, world_size: int, multiple: int = 1) -> int:
+    """Bytes of this rank's rows; adapters lie at multiples of 16 elements, packed bytes do not."""
+    pieces = tensor.chunk(world_size) if tensor.dim() else (tensor,) * world_size
+    numel = pieces[rank].numel() if rank < len(pieces) else 0
+    return -(-numel // multiple) * multiple * tensor.element_size()
+
+
+def bytes_of_a_pass(rank: int, kind: str, world_size: int) -> None:
+    module = quantised(kind)
+    is_packed = lambda p: "bitsandbytes" in type(p).__module__  # noqa: E731
+    packed = [p.detach() for p in module.parameters() if is_packed(p)] + tables_of(module)
+    others = [p for p in module.parameters() if not is_packed(p)]
+    held = sum(own_nbytes(each, rank, world_size) for each in packed)
+    held += sum(own_nbytes(each, rank, world_size, 16) for each in others)
+    sent = sum(own_nbytes(each, rank, world_size) for each in packed + others if each.dim())
+    optimizer = torch.optim.AdamW(adapters(module))
+    onefold.shard(module, optimizer, stage=3)
+    assert onefold.report(module).nbytes("weight") == held
+    with torch.no_grad():
+        module(batch(0))
+    report = onefold.report(module)
+    assert report.traffic["gather"].sent_nbytes == (world_size - 1) * sent
+    assert report.nbytes("unsharded") == 0
+    train(module, optimizer, steps=2)
+    report = onefold.report(module)
+    if rank == 0:  # predictions are those of rank 0
+        assert report.differing() == {}
+        assert report.predicted["weight"] == held
+    assert "master" not in report.memory
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["nf4", "nf4, tables not nested", "nf4 in bfloat16", "int8"])
+def test_a_rank_holds_its_part_of_bytes_and_tables_and_sends_nothing_else(kind, world_size):
+    run_ranks(world_size, bytes_of_a_pass, kind, world_size)
+
+
+def state_of_all_kinds(rank: int, kind: str, stage: int) -> None:
+    module = quantised(kind)
+    wanted = shown(module)
+    onefold.shard(module, stage=stage)
+    assert list(module.state_dict()) == list(wanted)
+    full = onefold.full_state_dict(module, rank0_only=False)
+    assert_same_state(full, wanted)
+    with onefold.unsharded(module):
+        assert_same_state(shown(module), wanted)
+        first = module.blocks[0].up.base.weight
+        assert type(first).__module__.startswith("bitsandbytes")
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_state_dicts_are_those_of_bitsandbytes(kind, stage):
+    run_ranks(2, state_of_all_kinds, kind, stage)
+
+
+def moved_through(directory: str, rank: int, kind: str, stage: int, seed: int) -> None:
+    """Load into a module with other weights: `seed` differs."""
+    module = seeded(lambda: Model(kind).to("cpu"), seed=seed)
+    optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
+    onefold.shard(module, optimizer, stage=stage)
+    onefold.load(directory, module, optimizer)
+    return onefold.full_state_dict(module, rank0_only=False), train(module, optimizer, steps=1)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4 in bfloat16", "int8"])
+def test_checkpoints_hold_packed_bytes_and_move_to_another_world_size(kind, tmp_path):
+    def save(rank: int) -> Any:
+        module = quantised(kind)
+        optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
+        onefold.shard(module, optimizer, stage=3)
+        train(module, optimizer, steps=1)
+        onefold.save(tmp_path / "run", module, optimizer)
+        onefold.save_pretrained(module, tmp_path / "weights")
+        return onefold.full_state_dict(module, rank0_only=False), train(module, optimizer, steps=1)
+
+    wanted, losses = run_ranks(2, save)[0]
+    same = run_ranks(2, partial(moved_through, tmp_path / "run", kind=kind, stage=3, seed=5))
+    other = run_ranks(3, partial(moved_through, tmp_path / "run", kind=kind, stage=2, seed=5))
+    for found, _ in same + other:
+        assert_same_state(found, wanted)
+    assert same[0][1] == losses
+    assert other[0][1] == pytest.approx(losses, rel=1e-5)
+
+    def load(rank: int) -> Any:
+        module = seeded(lambda: Model(kind).to("cpu"), seed=7)
+        onefold.shard(module)
+        onefold.load_pretrained(module, tmp_path / "weights")
+        return onefold.full_state_dict(module, rank0_only=False)
+
+    for found in run_ranks(3, load):
+        assert_same_state(found, wanted)
+
+
+def test_a_checkpoint_of_another_code_is_refused(tmp_path):
+    def save(rank: int) -> None:
+        module = onefold.shard(quantised("fp4"))
+        onefold.save(tmp_path / "run", module)
+        onefold.save_pretrained(module, tmp_path / "weights")
+
+    def load(rank: int) -> None:
+        module = onefold.shard(quantised("nf4"))
+        with pytest.raises(CheckpointError, match="__fp4"):
+            onefold.load(tmp_path / "run", module)
+        with pytest.raises(CheckpointError, match="__nf4"):
+            onefold.load_pretrained(module, tmp_path / "weights")
+
+    run_ranks(2, save)
+    run_ranks(2, load)
+
+
+def merged(rank: int, kind: str) -> dict[str, Tensor]:
+    """Replace a weight inside `unsharded`, as a merge of adapters does."""
+    module = quantised(kind)
+    onefold.shard(module)
+    with onefold.unsharded(module, writeback=True):
+        base = module.blocks[0].up.base
+        values = torch.ones(HIDDEN, WIDTH) * torch.arange(1.0, 1 + WIDTH)
+        old = vars(base.weight)
+        kept = ("has_fp16_weights", "compress_statistics", "quant_type", "quant_storage")
+        options = {name: old[name] for name in kept if name in old}
+        made = type(base.weight)(values, requires_grad=False, **options).to("cpu")
+        base.weight = made
+        if kind == "int8":
+            base.state.reset_grads()
+    return onefold.full_state_dict(module, rank0_only=False), module(batch(0)).sum().item()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4 in bfloat16", "int8"])
+def test_a_weight_that_is_quantised_anew_brings_its_tables_along(kind):
+    (wanted, output), = run_ranks(1, merged, kind)
+    before = shown(quantised(kind))
+    assert any(not same_bits(before[name], wanted[name]) for name in wanted)
+    for found, other in run_ranks(2, merged, kind):
+        assert_same_state(found, wanted)
+        assert other == output
+
+
+def test_a_narrow_compute_dtype_leaves_packed_weights_as_they_are():
+    def run(rank: int) -> Any:
+        module = quantised("nf4 in bfloat16")
+        wanted = shown(module)
+        optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
+        onefold.shard(module, optimizer, precision="bf16")
+        assert [p.grad for p in module.parameters()] == [None] * len(list(module.parameters()))
+        average = onefold.ema(module, decay=0.5)
+        for _ in range(2):
+            module(batch(0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update()
+        packed = {name: value for name, value in wanted.items() if ".base." in name}
+        with average.applied():
+            found = onefold.full_state_dict(module, rank0_only=False)
+        assert_same_state({name: found[name] for name in packed}, packed)
+        found = onefold.full_state_dict(module, rank0_only=False)
+        assert_same_state({name: found[name] for name in packed}, packed)
+        assert not torch.equal(found["blocks.0.up.b.weight"], wanted["blocks.0.up.b.weight"])
+
+    run_ranks(2, run)
+
+
+def dispatched() -> nn.Module:
+    module = quantised("nf4")
+    module.hf_device_map = {"blocks": 0, "head": "cpu"}
+    return module
+
+
+def evaluated_here() -> nn.Module:
+    """bitsandbytes packs weights anew where a CPU has AVX512-BF16; this stands in for one."""
+    module = quantised("nf4")
+    module.head.weight.quant_state.packing_format_for_cpu = True
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Model("nf4"), "not quantised yet"),
+        (lambda: Model("int8"), "not quantised yet"),
+        (lambda: bnb.nn.Linear8bitLt(8, 8).to("cpu"), "has_fp16_weights=True"),
+        (lambda: bnb.nn.Embedding8bit(8, 8).to("cpu"), "Embedding8bit"),
+        (evaluated_here, "packed anew"),
+        (dispatched, "dispatched to"),
+    ],
+)
+def test_weights_that_are_not_quantised_for_good_are_refused(build, words):
+    def run(rank: int) -> None:
+        with pytest.raises(ConfigError, match=words):
+            onefold.shard(seeded(build))
+
+    run_ranks(2, run)
+
+
+def test_a_quantised_module_has_its_values_before_it_is_sharded(tmp_path):
+    with pytest.raises(CheckpointError, match="after onefold.shard"):
+        onefold.load_pretrained(quantised("nf4"), tmp_path)

@@ -71,6 +71,7 @@ class UnitRecipe:
     members: tuple[Member, ...]
     tile_nbytes: int = 0  # above it, a weight is used in row blocks of about so many bytes
     is_offloaded: bool = False  # masters and moments rest in the tier `Offload.optimizer`
+    is_joined: bool = False  # the modules of the unit before use it, too
 
     @property
     def numel(self) -> int:
@@ -284,7 +285,7 @@ def _plain(unit: UnitRecipe) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "name": unit.name, "members": members, "tile_nbytes": unit.tile_nbytes,
-        "is_offloaded": unit.is_offloaded,
+        "is_offloaded": unit.is_offloaded, "is_joined": unit.is_joined,
     }  # fmt: skip
 
 
@@ -293,4 +294,7 @@ def _unit(plain: Mapping[str, Any]) -> UnitRecipe:
         Member(fqn, tuple(shape), _dtype(dtype), _dtype(compute), *flags)
         for fqn, shape, dtype, compute, *flags in plain["members"]
     )
-    return UnitRecipe(plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"])
+    is_joined = plain.get("is_joined", False)
+    return UnitRecipe(
+        plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"], is_joined
+    )

@@ -104,8 +104,9 @@ def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
                     for owned in plan.members
                 ),
                 plan.tile_nbytes,
+                is_joined=index > 0 and plan.joins(plans[index - 1]),
             )
-            for plan in plans
+            for index, plan in enumerate(plans)
         ),
     )  # fmt: skip
     parts = ModuleParts(module, optimizers, parameters, plans)

@@ -89,6 +89,10 @@ class UnitPlan:
     def is_packed(self) -> bool:
         return self.members[0].is_packed
 
+    def joins(self, other: UnitPlan) -> bool:
+        """True if the same modules use both units, so that both are gathered for them."""
+        return bool(self.modules) and self.modules is other.modules
+
 
 def owned_parameters(root: nn.Module) -> list[Owned]:
     """Every parameter of the tree once, in registration order, with all its owners.
@@ -267,7 +271,11 @@ def _rest_limit(parameters: Sequence[Owned], blocks: Sequence[nn.Module]) -> flo
 
 
 def _split_by_dtype(plan: UnitPlan) -> list[UnitPlan]:
-    """One unit for each dtype, as a flat buffer has one; packed weights are apart: never cast."""
+    """One unit for each dtype, as a flat buffer has one; packed weights are apart: never cast.
+
+    The units of a block are gathered one after the other. While the last one computes, the next
+    block's first one is gathered: so the one with the most packed bytes comes first.
+    """
     by_dtype: dict[tuple[torch.dtype, bool], UnitPlan] = {}
     for owned in plan.members:
         key = owned.parameter.dtype, owned.is_packed
@@ -276,4 +284,4 @@ def _split_by_dtype(plan: UnitPlan) -> list[UnitPlan]:
             name = f"{plan.name} ({' '.join(words)})" if by_dtype else plan.name
             by_dtype[key] = UnitPlan(name, plan.modules, tile_nbytes=plan.tile_nbytes)
         by_dtype[key].members.append(owned)
-    return list(by_dtype.values())
+    return sorted(by_dtype.values(), key=lambda part: -part.nbytes if part.is_packed else 0)
