@@ -156,7 +156,9 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
 def test_a_quantised_base_trains_with_the_bits_of_one_process(kind):
     wanted = run_plain(kind)
     for world_size, stage in [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]:
-        for found in run_ranks(world_size, partial(run_sharded, kind=kind, choices={"stage": stage})):
+        for found in run_ranks(
+            world_size, partial(run_sharded, kind=kind, choices={"stage": stage})
+        ):
             assert_same_bits(found, wanted)
 
 
@@ -216,7 +218,7 @@ def own_nbytes(tensor: Tensor, rank: int, world_size: int, multiple: int = 1) ->
 
 def bytes_of_a_pass(rank: int, kind: str, world_size: int) -> None:
     module = quantised(kind)
-    is_packed = lambda p: "bitsandbytes" in type(p).__module__  # noqa: E731
+    is_packed = lambda p: "bitsandbytes" in type(p).__module__
     packed = [p.detach() for p in module.parameters() if is_packed(p)] + tables_of(module)
     others = [p for p in module.parameters() if not is_packed(p)]
     held = sum(own_nbytes(each, rank, world_size) for each in packed)
@@ -337,7 +339,7 @@ def merged(rank: int, kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4 in bfloat16", "int8"])
 def test_a_weight_that_is_quantised_anew_brings_its_tables_along(kind):
-    (wanted, output), = run_ranks(1, merged, kind)
+    ((wanted, output),) = run_ranks(1, merged, kind)
     before = shown(quantised(kind))
     assert any(not same_bits(before[name], wanted[name]) for name in wanted)
     for found, other in run_ranks(2, merged, kind):
@@ -402,5 +404,5 @@ def test_weights_that_are_not_quantised_for_good_are_refused(build, words):
 
 
 def test_a_quantised_module_has_its_values_before_it_is_sharded(tmp_path):
-    with pytest.raises(CheckpointError, match="after onefold.shard"):
+    with pytest.raises(CheckpointError, match=r"after onefold\.shard"):
         onefold.load_pretrained(quantised("nf4"), tmp_path)

@@ -220,7 +220,7 @@ def _stages(recipe: Recipe, *, adapts: bool) -> Iterator[Recipe]:
 
 
 def _num_moments(parts: ModuleParts) -> int:
-    """Optimizer states per element of the largest unit with numbers to train."""
-    numbers = [plan for plan in parts.plans if not plan.is_packed]
-    largest = sorted(numbers, key=lambda plan: plan.numel)[-1:]  # none without parameters
+    """Optimizer states per element of the largest unit that trains."""
+    trained = [p for p in parts.plans if any(own.parameter.requires_grad for own in p.members)]
+    largest = sorted(trained, key=lambda plan: plan.numel)[-1:]  # none without parameters
     return sum(len(moments_of(plan, plan.dtype, parts.optimizers)) for plan in largest)

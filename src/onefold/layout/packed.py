@@ -30,7 +30,7 @@ _TABLES_4BIT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SideTable:
     """One side table of a packed weight: its fqn, values and place; `read` finds it anew."""
 
     fqn: str
@@ -67,7 +67,7 @@ def other_places(module: nn.Module, name: str) -> list[Place]:
     return [(vars(state), "CB")]
 
 
-def tables_of(module: nn.Module, name: str, fqn: str) -> list[Table]:
+def tables_of(module: nn.Module, name: str, fqn: str) -> list[SideTable]:
     """The side tables of a weight, in its order in state dicts; none of a plain one.
 
     `fqn` is that of the weight `name` of the module.
@@ -77,12 +77,12 @@ def tables_of(module: nn.Module, name: str, fqn: str) -> list[Table]:
         return []
     paths = {"SCB": ("SCB",)} if is_int8(weight) else _TABLES_4BIT
     prefix = f"{fqn.rpartition('.')[0]}." if is_int8(weight) else f"{fqn}."
-    tables: list[Table] = []
+    tables: list[SideTable] = []
     for key, path in paths.items():
         read = _Reader(module, name, path)
         place, values = read.place(), read()
         if place is not None and isinstance(values, Tensor):
-            tables.append(Table(f"{prefix}{key}".lstrip("."), values, place, read))
+            tables.append(SideTable(f"{prefix}{key}".lstrip("."), values, place, read))
     return tables
 
 
@@ -122,7 +122,7 @@ def problem_of(weight: Tensor, owners: list[tuple[nn.Module, str]]) -> tuple[str
             "only the weights of Linear8bitLt can rest in int8",
         )
     tables = tables_of(*owners[0], fqn="")
-    if not tables or weight.dtype.itemsize > 1 and not own.get("bnb_quantized"):
+    if not tables or (weight.dtype.itemsize > 1 and not own.get("bnb_quantized")):
         return (
             f"a {type(weight).__name__} that is not quantised yet",
             "bitsandbytes quantises in module.to(device): call it before onefold.shard",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.errors import ConfigError, expected
 from onefold.layout import packed
@@ -33,7 +33,7 @@ class Owned:
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]]
     is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
-    table: packed.Table | None = None
+    table: packed.SideTable | None = None
     others: list[Place] = field(default_factory=list)
 
     @property
@@ -167,9 +167,13 @@ def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0)
 
 def _can_be_tiled(owned: Owned) -> bool:
     """True for the weight of Linears and Embeddings alone."""
-    return not owned.is_packed and owned.parameter.dim() == 2 and all(
-        isinstance(module, nn.Linear | nn.Embedding) and name == "weight"
-        for module, name in owned.owners
+    return (
+        not owned.is_packed
+        and owned.parameter.dim() == 2
+        and all(
+            isinstance(module, nn.Linear | nn.Embedding) and name == "weight"
+            for module, name in owned.owners
+        )
     )
 
 

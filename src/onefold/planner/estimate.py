@@ -54,8 +54,6 @@ def _unit(name: str, members: tuple[Member, ...], forward: Work, backward: Work)
     return UnitWork(name, sum(each.numel for each in members), forward, backward, members)
 
 
-def _trace(
-    units: list[UnitWork], kept: list[int], batch_nbytes: int, joined: list[bool]
-) -> Trace:
+def _trace(units: list[UnitWork], kept: list[int], batch_nbytes: int, joined: list[bool]) -> Trace:
     trained = [[i for i, each in enumerate(u.members) if each.requires_grad] for u in units]
     return Trace(tuple(units), tuple(plain_events(kept, trained, joined)), batch_nbytes, 0)

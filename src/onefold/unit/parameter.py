@@ -31,9 +31,32 @@ class UnitParameter:
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
     __slots__ = (
-        "__weakref__", "_attributes", "_bare", "_before_edit", "_data", "_empty", "_is_hooked", "_kind",
-        "_kernel_places", "_num_hooks", "_template", "_unit", "current", "fqn", "full_nbytes", "index",
-        "is_table", "label", "local", "places", "sharded", "slot", "span", "spec", "unsharded", "version",
+        "__weakref__",
+        "_attributes",
+        "_bare",
+        "_before_edit",
+        "_data",
+        "_empty",
+        "_is_hooked",
+        "_kernel_places",
+        "_kind",
+        "_num_hooks",
+        "_template",
+        "_unit",
+        "current",
+        "fqn",
+        "full_nbytes",
+        "index",
+        "is_table",
+        "label",
+        "local",
+        "places",
+        "sharded",
+        "slot",
+        "span",
+        "spec",
+        "unsharded",
+        "version",
     )  # fmt: skip
 
     def __init__(
