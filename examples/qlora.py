@@ -1,8 +1,8 @@
 """QLoRA: adapters on a 4-bit base, `python examples/qlora.py`, or under torchrun.
 
-The base is cut over the ranks as bitsandbytes packs it: bytes and side tables. It is gathered packed
-and never cast. PEFT adds adapters before `onefold.shard`. The base has random weights here; give
-`from_pretrained` the name of yours. Needs transformers, accelerate, peft and bitsandbytes.
+The base is cut over the ranks as bitsandbytes packs it: bytes and side tables. It is gathered
+packed and never cast. PEFT adds adapters before `onefold.shard`. The base has random weights here;
+give `from_pretrained` the name of yours. Needs transformers, accelerate, peft and bitsandbytes.
 """
 
 import pathlib

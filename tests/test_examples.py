@@ -66,3 +66,14 @@ def test_two_models_with_one_loss_train():
 @pytest.mark.process
 def test_a_llama_from_its_config_trains_in_bf16():
     assert "stage 3, rank 0 of 2, 10 steps" in under_torchrun("llama.py")
+
+
+@pytest.mark.process
+def test_adapters_train_on_a_four_bit_base():
+    """The second rank has half of the base; each line is rank 0's."""
+    pytest.importorskip("bitsandbytes")
+    together = under_torchrun("qlora.py")
+    first, *_, last = numbers(re.sub(r"/\S+", "", together.partition("stage 3")[0]))
+    assert last < first
+    assert "stage 3, rank 0 of 2, 12 steps" in together
+    assert "stage 3, rank 0 of 1, 12 steps" in alone("qlora.py")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from onefold.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks, seeded
 
 bnb = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 
 WIDTH, HIDDEN = 64, 128
 
@@ -406,3 +409,80 @@ def test_weights_that_are_not_quantised_for_good_are_refused(build, words):
 def test_a_quantised_module_has_its_values_before_it_is_sharded(tmp_path):
     with pytest.raises(CheckpointError, match=r"after onefold\.shard"):
         onefold.load_pretrained(quantised("nf4"), tmp_path)
+
+
+# as users come: transformers loads and quantises, PEFT adds adapters
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def adapted(folder: Path, bits: int) -> nn.Module:
+    """A quantised Llama with LoRA on every linear, in QLoRA's usual steps."""
+    packing = transformers.BitsAndBytesConfig(
+        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=packing)
+    base = peft.prepare_model_for_kbit_training(
+        base, gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
+    options = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return seeded(lambda: peft.get_peft_model(base, options))
+
+
+def tune(module: nn.Module, optimizer: Any) -> list[float]:
+    losses = []
+    for step in range(2):
+        tokens = torch.randint(0, 40, (4, 6), generator=torch.Generator().manual_seed(step))
+        loss = module(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore:.*ContextVar")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_qlora_of_peft_has_the_losses_and_the_adapter_file_of_one_process(bits, tmp_path):
+    seeded(llama).save_pretrained(tmp_path / "base")
+    plain, *sharded = [adapted(tmp_path / "base", bits) for _ in range(3)]
+    wanted = tune(plain, torch.optim.AdamW(adapters(plain), lr=1e-2, fused=True))
+    plain.save_pretrained(tmp_path / "wanted")
+
+    def run(rank: int) -> list[float]:
+        module = sharded[rank]
+        optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
+        onefold.shard(module, optimizer, stage=3)
+        losses = tune(module, optimizer)
+        with onefold.unsharded(module):
+            if rank == 0:
+                module.save_pretrained(tmp_path / "found")
+        return losses
+
+    assert run_ranks(2, run) == [wanted, wanted]
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_from_pretrained_reads_the_packed_weights_that_onefold_saves(bits, tmp_path):
+    seeded(llama).save_pretrained(tmp_path / "base")
+    packing = transformers.BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path / "base")
+    modules = [load(quantization_config=packing) for _ in range(2)]
+    wanted = shown(modules[0])
+
+    def save(rank: int) -> None:
+        onefold.shard(modules[rank])
+        onefold.save_pretrained(modules[rank], tmp_path / "packed")
+
+    run_ranks(2, save)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert_same_state(shown(again), wanted)
