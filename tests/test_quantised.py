@@ -5,6 +5,7 @@ The reference is one process that trains the same packed weights with bitsandbyt
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -486,3 +487,24 @@ def test_from_pretrained_reads_the_packed_weights_that_onefold_saves(bits, tmp_p
     run_ranks(2, save)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert_same_state(shown(again), wanted)
+
+
+def freed(rank: int, kind: str, stage: int) -> dict[Any, int]:
+    module = quantised(kind)
+    optimizer = torch.optim.AdamW(adapters(module))
+    onefold.shard(module, optimizer, stage=stage)
+    train(module, optimizer, steps=1)
+    ledger = vars(module)["_onefold_engine"].ledger
+    del module, optimizer
+    return {kind: usage.now for kind, usage in ledger.usage.items()}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_deleted_quantised_model_gives_every_byte_back_without_a_collector(kind, stage):
+    gc.disable()
+    try:
+        for left in run_ranks(2, freed, kind, stage):
+            assert not any(left.values()), left
+    finally:
+        gc.enable()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
@@ -79,7 +80,7 @@ def tables_of(module: nn.Module, name: str, fqn: str) -> list[SideTable]:
     prefix = f"{fqn.rpartition('.')[0]}." if is_int8(weight) else f"{fqn}."
     tables: list[SideTable] = []
     for key, path in paths.items():
-        read = _Reader(module, name, path)
+        read = _Reader(ref(module), name, path)
         place, values = read.place(), read()
         if place is not None and isinstance(values, Tensor):
             tables.append(SideTable(f"{prefix}{key}".lstrip("."), values, place, read))
@@ -87,8 +88,12 @@ def tables_of(module: nn.Module, name: str, fqn: str) -> list[SideTable]:
 
 
 def attributes_of(weight: Tensor) -> dict[str, Any]:
-    """The attributes that modules expect of a packed weight; its int8 tables are elsewhere."""
-    return {key: None if key in ("CB", "SCB") else value for key, value in vars(weight).items()}
+    """The attributes that modules expect of a packed weight.
+
+    Without its module, which would keep the engine alive, and its int8 tables, which are elsewhere.
+    """
+    gone = ("CB", "SCB", "module")
+    return {key: None if key in gone else value for key, value in vars(weight).items()}
 
 
 def settle(module: nn.Module, weight: Tensor) -> None:
@@ -145,23 +150,27 @@ def _matmul_state(module: nn.Module) -> Any:
 class _Reader:
     """Finds one table of a weight anew: the weight may be another one by then, as after a merge."""
 
-    module: nn.Module
+    module: ReferenceType[nn.Module]
     name: str
     path: tuple[str, ...]
 
     def __call__(self) -> Tensor | None:
-        weight, place = self.module._parameters.get(self.name), self.place()
-        if weight is None or place is None:
+        module, place = self.module(), self.place()
+        if module is None or place is None:
             return None
-        if is_int8(weight) and vars(weight).get("SCB") is not None:  # before the first forward
+        weight = module._parameters.get(self.name)
+        if weight is not None and vars(weight).get("SCB") is not None:  # before the first forward
             return vars(weight)["SCB"]
         return place[0].get(place[1])
 
     def place(self) -> Place | None:
         """Where kernels look for the table."""
-        holder = _matmul_state(self.module)
+        module = self.module()
+        if module is None:
+            return None
+        holder = _matmul_state(module)
         if holder is None:
-            holder = getattr(self.module._parameters.get(self.name), "quant_state", None)
+            holder = getattr(module._parameters.get(self.name), "quant_state", None)
         for step in self.path[:-1]:
             holder = None if holder is None else vars(holder).get(step)
         return None if holder is None else (vars(holder), self.path[-1])

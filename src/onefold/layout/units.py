@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +52,18 @@ class Owned:
         """Where kernels look for a packed weight as a bare tensor."""
         return [] if self.table else self.others
 
-    def current(self) -> Tensor | None:
-        """The tensor that lies in the parameter's place now, or one that a user put there."""
+    def reader(self) -> Callable[[], Tensor | None]:
+        """Finds the tensor in the parameter's place: this one, or one that a user put there."""
         if self.table is not None:
-            return self.table.read()
-        module, name = self.owners[0]
-        return module._parameters.get(name)
+            return self.table.read
+        (module, name), *_ = self.owners
+        alive = ref(module)
+
+        def read() -> Tensor | None:
+            owner = alive()
+            return None if owner is None else owner._parameters.get(name)
+
+        return read
 
 
 @dataclass(slots=True, eq=False)

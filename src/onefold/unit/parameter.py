@@ -73,7 +73,7 @@ class UnitParameter:
         self.full_nbytes = slot.numel * spec.compute_dtype.itemsize  # of the unsharded parameter
         self.fqn = slot.fqn
         self.label = f"parameter {slot.fqn!r} on {spec.context.where}"
-        self.places, self.current = owned.places, owned.current
+        self.places, self.current = owned.places, owned.reader()
         self.is_table = owned.table is not None  # of a packed weight: no module's parameter
         self._kind: type[nn.Parameter] = dtensors.UnshardedParameter
         self._attributes: dict[str, Any] = {}  # that modules expect of a packed weight
