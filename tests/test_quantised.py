@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.errors import CheckpointError, ConfigError
+from onefold.wire.codec import codec_of
 from tests.ranks import run_ranks, seeded
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -508,3 +509,119 @@ def test_a_deleted_quantised_model_gives_every_byte_back_without_a_collector(kin
             assert not any(left.values()), left
     finally:
         gc.enable()
+
+
+# plain Linears: frozen weights in a codec of ours
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(lambda i, o: nn.Linear(i, o)) for _ in range(2))
+        for block in self.blocks:
+            for part in (block.up.base, block.down.base):
+                part.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def coded(word: str) -> tuple[nn.Module, list[Tensor]]:
+    """The module, with frozen weights as they are after coding; their values before."""
+    module, codec = seeded(Plain), codec_of(word)
+    before = [b.detach().clone() for b in bases(module)]
+    for weight in bases(module):
+        message = torch.empty(codec.nbytes(weight.numel()), dtype=torch.uint8)
+        codec.encode(weight.detach().reshape(-1), message)
+        codec.decode(message, weight.detach().reshape(-1))
+    return module, before
+
+
+def bases(module: nn.Module) -> list[Tensor]:
+    return [part.base.weight for block in module.blocks for part in (block.up, block.down)]
+
+
+@pytest.mark.parametrize("word", ["int8", "int4"])
+def test_frozen_weights_of_plain_linears_rest_and_travel_coded(word, tmp_path):
+    module, _ = coded(word)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+    wanted = train(module, optimizer), weights_of(module)
+    values = [each.detach().clone() for each in bases(module)]
+    nbytes = sum(codec_of(word).nbytes(each.numel()) for each in values)
+
+    def run(rank: int, choices: Any) -> Any:
+        module = seeded(Plain)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        onefold.shard(module, optimizer, precision=onefold.Precision(frozen=word), **choices)
+        frozen = [unit for unit in onefold.report(module).units if "packed" in unit.name]
+        assert sum(unit.nbytes for unit in frozen) == nbytes
+        losses = train(module, optimizer)
+        report = onefold.report(module)
+        assert rank > 0 or report.differing() == {}
+        with pytest.raises(CheckpointError, match=r"Precision\(frozen=\)"):
+            onefold.save_pretrained(module, tmp_path / "coded")
+        with onefold.unsharded(module, writeback=True):
+            for ours, theirs in zip(bases(module), values, strict=True):
+                assert torch.equal(ours, theirs)
+            weights = weights_of(module)
+        with onefold.unsharded(module):  # decoded numbers code to the same bytes
+            assert all(map(torch.equal, bases(module), values))
+        return losses, weights
+
+    for world_size, stage in [(1, 3), (2, 0), (2, 1), (2, 3)]:
+        for found in run_ranks(world_size, run, {"stage": stage}):
+            assert_same_bits(found, wanted)
+    for found in run_ranks(2, run, {"offload": f"disk:{tmp_path}"}):
+        assert_same_bits(found, wanted)
+
+
+def test_coded_weights_are_decoded_one_unit_at_a_time_and_saved_as_bytes(tmp_path):
+    options = {"precision": onefold.Precision(compute=torch.bfloat16, frozen="int8")}
+
+    def run(rank: int, seed: int, loads: bool) -> Any:
+        module = seeded(Plain, seed=seed)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        onefold.shard(module, optimizer, **options)
+        train(module, optimizer, steps=2)
+        report = onefold.report(module)
+        one_block = 2 * 2 * WIDTH * HIDDEN  # in bf16
+        coded = 2 * codec_of("int8").nbytes(2 * WIDTH * HIDDEN)  # two blocks, and the adapters
+        assert report.memory["unsharded"]["device"].peak < one_block + 1.2 * coded
+        assert report.memory["unsharded"]["device"].now == 0
+        if loads:
+            onefold.load(tmp_path / "run", module, optimizer)
+        else:
+            onefold.save(tmp_path / "run", module, optimizer)
+        found = onefold.full_state_dict(module, rank0_only=False)
+        assert found["blocks.0.up.base.weight"].dtype == torch.uint8
+        return found
+
+    wanted, _ = run_ranks(2, run, 0, False)
+    for world_size in (1, 3):
+        for found in run_ranks(world_size, run, 5, True):
+            assert_same_state(found, wanted)
+
+
+def test_weights_that_cannot_be_coded_are_refused():
+    with pytest.raises(ConfigError, match="NF4 is for weights"):
+        onefold.Precision(frozen="nf4")  # type: ignore[arg-type]
+    with torch.device("meta"):
+        module = Plain()
+    with pytest.raises(ConfigError, match="before it is coded"):
+        onefold.shard(module, precision=onefold.Precision(frozen="int8"))
+
+    class Editing(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.blocks[0].up.base.weight.mul_(2)
+            return super().forward(x)
+
+    def run(rank: int) -> None:
+        module = onefold.shard(seeded(Editing), precision=onefold.Precision(frozen="int8"))
+        with pytest.raises(onefold.StateError, match="coded numbers"):
+            module(batch(0))
+
+    run_ranks(2, run)

@@ -32,6 +32,7 @@ class Member:
     compute_dtype: torch.dtype
     requires_grad: bool = True
     is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
+    decoded_nbytes: int = 0  # of the numbers that modules compute with, where they are others
 
     @staticmethod
     def of(
@@ -40,8 +41,12 @@ class Member:
         """Describe a parameter whose unit computes in `precision`."""
         dtype = parameter.dtype
         compute = precision.compute if dtype.is_floating_point and not is_packed else None
-        shape = tuple(parameter.shape)
-        return Member(fqn, shape, dtype, compute or dtype, parameter.requires_grad, is_packed)
+        shape, requires_grad, decoded = tuple(parameter.shape), parameter.requires_grad, 0
+        numbers = getattr(parameter, "shape_of_numbers", None)
+        if numbers is not None:  # a coded weight
+            own: torch.dtype = getattr(parameter, "dtype_of_numbers", dtype)
+            decoded = prod(numbers) * (precision.compute or own).itemsize
+        return Member(fqn, shape, dtype, compute or dtype, requires_grad, is_packed, decoded)
 
     @property
     def itemsize(self) -> int:
@@ -136,8 +141,12 @@ class Recipe:
 
     @property
     def frees_after_forward(self) -> bool:
-        """True if unsharded weights are freed between forward and backward (stage 3)."""
-        return self.shards_parameters and (self.world_size > 1 or not self.rests_near)
+        """True if unsharded weights are freed between forward and backward (stage 3).
+
+        Alone they stay where they rest near, unless they are decoded: that takes memory.
+        """
+        moves = self.world_size > 1 or not self.rests_near or self.precision.frozen is not None
+        return self.shards_parameters and moves
 
     @property
     def rests_near(self) -> bool:
@@ -239,7 +248,10 @@ class Recipe:
         """Rebuild a recipe from `as_dict`, or from JSON of it."""
         values = dict(plain)
         values["stage"] = STAGES[values["stage"]]
-        dtypes = {name: _dtype(word) for name, word in values["precision"].items()}
+        dtypes = {
+            name: word if name == "frozen" else _dtype(word)
+            for name, word in values["precision"].items()
+        }
         values["precision"] = Precision(**dtypes)
         disk = values["offload"]["disk"]
         values["offload"] = Offload(**values["offload"] | {"disk": tuple(disk) if disk else None})
@@ -269,7 +281,7 @@ def last_units(numels: Sequence[int], fraction: float) -> tuple[bool, ...]:
     return tuple(chosen)
 
 
-def _word(dtype: torch.dtype | None) -> str | None:
+def _word(dtype: torch.dtype | str | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -280,7 +292,7 @@ def _dtype(word: str | None) -> Any:
 def _plain(unit: UnitRecipe) -> dict[str, Any]:
     members = [
         [each.fqn, list(each.shape), _word(each.dtype), _word(each.compute_dtype),
-         each.requires_grad, each.is_packed]
+         each.requires_grad, each.is_packed, each.decoded_nbytes]
         for each in unit.members
     ]  # fmt: skip
     return {

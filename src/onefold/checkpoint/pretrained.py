@@ -48,6 +48,7 @@ def save_pretrained(
     model = ShardedModel(engine, module)
 
     def prepare() -> str:
+        _refuse_coded(model)
         draft = Draft(Path(os.path.abspath(directory)))
         model.wait_steps()
         if model.rank == 0:
@@ -164,6 +165,17 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
     values = together(model.engine.group, prepare)
     together(model.engine.group, lambda: _fill(model, values))
     return module
+
+
+def _refuse_coded(model: ShardedModel) -> None:
+    """Raise `CheckpointError` for frozen weights in a codec that other libraries do not read."""
+    for parameter in model.parameters():
+        if parameter.decoded is not None:
+            raise agreement.refusal(
+                f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
+                "one that Precision(frozen=) has coded",
+                hint="save the module inside `with onefold.unsharded(module):`, which decodes it",
+            )
 
 
 def _refuse_packed(module: nn.Module) -> None:

@@ -76,7 +76,8 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
     rows: list[tuple[UnitParameter, Tensor]] = []
     for parameter, current in edited:
         context = parameter.unit.context
-        if current is None or tuple(current.shape) != parameter.slot.shape:
+        own = parameter.rows_of(current)
+        if own is None:
             raise StateError(
                 expected(
                     f"parameter {parameter.fqn!r} to keep shape {list(parameter.slot.shape)}",
@@ -85,7 +86,7 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
                     hint="resize or remove parameters before onefold.shard",
                 )
             )
-        rows.append((parameter, parameter.slot.own_view(current.detach(), context.rest_rank)))
+        rows.append((parameter, own))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter, own in rows:
             parameter.local.copy_(own)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn
 
 Place = tuple[dict[str, Any], str]
@@ -40,9 +41,24 @@ class SideTable:
     read: Callable[[], Tensor | None]
 
 
+class CodedWeight(nn.Parameter):
+    """The bytes [nbytes] of a frozen weight that Onefold has coded, and what they decode to."""
+
+    word: str  # of the codec
+    shape_of_numbers: torch.Size
+    dtype_of_numbers: torch.dtype
+
+    @staticmethod
+    def of(message: Tensor, word: str, numbers: Tensor) -> CodedWeight:
+        """Describe a message of `numbers`."""
+        made = CodedWeight(message, requires_grad=False)
+        made.word, made.shape_of_numbers, made.dtype_of_numbers = word, numbers.shape, numbers.dtype
+        return made
+
+
 def is_packed(parameter: Tensor) -> bool:
     """True for a parameter of a class that holds quantised bytes, or is about to."""
-    return is_4bit(parameter) or is_int8(parameter)
+    return isinstance(parameter, CodedWeight) or is_4bit(parameter) or is_int8(parameter)
 
 
 def is_4bit(parameter: Tensor) -> bool:
@@ -74,7 +90,7 @@ def tables_of(module: nn.Module, name: str, fqn: str) -> list[SideTable]:
     `fqn` is that of the weight `name` of the module.
     """
     weight = module._parameters[name]
-    if weight is None or not is_packed(weight):
+    if weight is None or not (is_4bit(weight) or is_int8(weight)):
         return []
     paths = {"SCB": ("SCB",)} if is_int8(weight) else _TABLES_4BIT
     prefix = f"{fqn.rpartition('.')[0]}." if is_int8(weight) else f"{fqn}."
@@ -116,6 +132,8 @@ def problem_of(weight: Tensor, owners: list[tuple[nn.Module, str]]) -> tuple[str
     The values of a weight that bitsandbytes has not quantised yet are still wide.
     """
     own = vars(weight)
+    if isinstance(weight, CodedWeight):
+        return None
     if own.get("has_fp16_weights"):
         return (
             "an Int8Params with has_fp16_weights=True, which is quantised anew in each forward",

@@ -96,6 +96,11 @@ class UnitPlan:
     def is_packed(self) -> bool:
         return self.members[0].is_packed
 
+    @property
+    def is_coded(self) -> bool:
+        """True if some weights are decoded before modules compute with them."""
+        return any(isinstance(each.parameter, packed.CodedWeight) for each in self.members)
+
     def joins(self, other: UnitPlan) -> bool:
         """True if the same modules use both units, so that both are gathered for them."""
         return bool(self.modules) and self.modules is other.modules

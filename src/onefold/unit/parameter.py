@@ -22,6 +22,7 @@ from onefold.layout import packed
 from onefold.layout.rows import Slot
 from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, refusals
+from onefold.unit.decoded import DecodedWeight
 from onefold.unit.dtensors import ParameterHome
 from onefold.unit.spec import UnitSpec
 from onefold.wire.collectives import Group
@@ -31,32 +32,10 @@ class UnitParameter:
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
     __slots__ = (
-        "__weakref__",
-        "_attributes",
-        "_bare",
-        "_before_edit",
-        "_data",
-        "_empty",
-        "_is_hooked",
-        "_kernel_places",
-        "_kind",
-        "_num_hooks",
-        "_template",
-        "_unit",
-        "current",
-        "fqn",
-        "full_nbytes",
-        "index",
-        "is_table",
-        "label",
-        "local",
-        "places",
-        "sharded",
-        "slot",
-        "span",
-        "spec",
-        "unsharded",
-        "version",
+        "__weakref__", "_attributes", "_bare", "_before_edit", "_data", "_empty", "_is_hooked",
+        "_kernel_places", "_kind", "_num_hooks", "_template", "_unit", "current", "decoded",
+        "fqn", "full_nbytes", "index", "is_table", "label", "local", "places", "sharded", "slot",
+        "span", "spec", "unsharded", "version",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +57,7 @@ class UnitParameter:
         self._kind: type[nn.Parameter] = dtensors.UnshardedParameter
         self._attributes: dict[str, Any] = {}  # that modules expect of a packed weight
         self._kernel_places = owned.kernel_places
+        self.decoded: DecodedWeight | None = None  # the numbers of a coded weight
         self._bare: Tensor  # the values of `unsharded`, for kernels
         self._is_hooked = False
         self._num_hooks = 0  # that refuse a gradient of the sharded parameter
@@ -194,7 +174,10 @@ class UnitParameter:
 
         `full` gives views of the unit's full buffer.
         """
-        if self.spec.is_packed:
+        if isinstance(original, packed.CodedWeight):
+            message = full(self.slot.full_offset, self.slot.shape)
+            self.decoded = DecodedWeight(original, message, self.spec.context)
+        elif self.spec.is_packed:
             self._kind, self._attributes = type(original), packed.attributes_of(original)
             vars(original).update(self._attributes)
         self._make_sharded(original)
@@ -203,6 +186,8 @@ class UnitParameter:
             self.unsharded = self.sharded
         else:
             view = self._bare = full(self.slot.full_offset, self.slot.shape)
+            if self.decoded is not None:
+                view = self.decoded.view
             self.unsharded = nn.Parameter(view, requires_grad=False)
             vars(self.unsharded).update(self._attributes)
             dtensors.introduce(self.unsharded, ref(self))
@@ -255,11 +240,21 @@ class UnitParameter:
 
     def plain(self, view: Tensor) -> nn.Parameter:
         """A parameter over `view` [all rows] as it was before `shard`."""
+        if self.decoded is not None:
+            return nn.Parameter(self.decoded.plain(view), requires_grad=False)
         made = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
         if self.spec.is_packed:
             made.__class__ = self._kind
             vars(made).update(self._attributes)
         return made
+
+    def rows_of(self, plain: Tensor | None) -> Tensor | None:
+        """Own rows of what `plain` has become, to be kept; None if it has another shape now."""
+        if self.decoded is not None and plain is not None and plain.shape == self.decoded.shape:
+            plain = self.decoded.message_of(plain)
+        if plain is None or tuple(plain.shape) != self.slot.shape:
+            return None
+        return self.own_piece(plain.detach())
 
     def invalidate(self) -> None:
         """Make reading the unsharded parameter an error: its bytes are about to go."""
@@ -313,6 +308,8 @@ class UnitParameter:
 
     def note_unsharded_data(self) -> None:
         """`.data` of the unsharded parameter was read: compare values at the next reshard."""
+        if self.decoded is not None:  # a frozen weight: reading is all
+            return
         if self.unsharded._version == self.version and not self.spec.is_resident:
             with torch.no_grad():
                 self._before_edit = self.own_piece(self.unsharded.detach()).clone()
@@ -323,6 +320,9 @@ class UnitParameter:
 
         Elements that did not change stay as they rest, maybe in a wider dtype.
         """
+        if self.decoded is not None:
+            self.version = self.unsharded._version  # said once
+            raise self.touched("an edit of coded numbers in a forward")
         before, self._before_edit = self._before_edit, None
         with torch.no_grad():
             now = self.own_piece(self.unsharded.detach())

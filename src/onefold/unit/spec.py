@@ -36,7 +36,8 @@ class UnitSpec:
         casts = compute is not None and dtype.is_floating_point and not plan.is_packed
         compute_dtype = compute if compute is not None and casts else dtype
         near = context.rests_near
-        is_resident = context.rest_world == 1 and compute_dtype == dtype and near
+        moves = compute_dtype != dtype or plan.is_coded
+        is_resident = context.rest_world == 1 and near and not moves
         steps_in_blocks = is_offloaded or not near
         is_alone = context.mesh is None and context.world_size == 1
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
