@@ -6,6 +6,7 @@ The reference is one process that trains the same packed weights with bitsandbyt
 from __future__ import annotations
 
 import gc
+import inspect
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onefold
+from onefold.checkpoint.export import export
 from onefold.errors import CheckpointError, ConfigError
 from onefold.wire.codec import codec_of
 from tests.ranks import run_ranks, seeded
@@ -177,6 +180,24 @@ def test_every_tier_and_recompute_keep_the_bits(kind, tmp_path):
             assert_same_bits(found, wanted)
 
 
+def moments_of_all(rank: int, kind: str) -> int:
+    module = quantised(kind)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, offload="cpu")
+    train(module, optimizer, steps=2)
+    report = onefold.report(module)
+    assert report.differing() == {}
+    return report.nbytes("optimizer")
+
+
+def test_packed_weights_in_an_optimizer_have_no_moments():
+    (held,) = run_ranks(1, moments_of_all, "nf4")
+    norms_and_adapters = sum(
+        -(-p.numel() // 64) * 64 for p in quantised("nf4").parameters() if p.is_floating_point()
+    )
+    assert held == 2 * 4 * norms_and_adapters
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_accumulation_over_three_ranks_agrees_with_one_process(kind):
     wanted, _ = run_plain(kind, accumulate=2)
@@ -306,6 +327,14 @@ def test_checkpoints_hold_packed_bytes_and_move_to_another_world_size(kind, tmp_
 
     for found in run_ranks(3, load):
         assert_same_state(found, wanted)
+    export(tmp_path / "run", tmp_path / "exported", dtype=torch.float16)  # casts adapters alone
+    saved, exported = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("weights", "exported")
+    )
+    assert saved.keys() == exported.keys()
+    for name in (name for name in saved if ".base." in name or name.startswith("head")):
+        assert same_bits(exported[name], saved[name]), name
+    assert exported["blocks.0.up.a.weight"].dtype == torch.float16
 
 
 def test_a_checkpoint_of_another_code_is_refused(tmp_path):
@@ -625,3 +654,23 @@ def test_weights_that_cannot_be_coded_are_refused():
             module(batch(0))
 
     run_ranks(2, run)
+
+
+def test_the_names_of_bitsandbytes_that_are_relied_on_exist():
+    """layout/packed.py finds side tables by these names; without one, tables stay on every rank."""
+    four, eight = four_bits(WIDTH, HIDDEN).to("cpu"), eight_bits(WIDTH, HIDDEN).to("cpu")
+    state = four.weight.quant_state
+    assert type(four.weight).__module__.startswith("bitsandbytes.")
+    assert {type(four.weight).__name__, type(eight.weight).__name__} == {"Params4bit", "Int8Params"}
+    assert {"absmax", "code", "offset", "state2"} <= vars(state).keys()
+    assert {"absmax", "code"} <= vars(state.state2).keys()
+    tensors = {k for s in (state, state.state2) for k, v in vars(s).items() if type(v) is Tensor}
+    assert tensors == {"absmax", "code", "offset"}, "a new table is not sharded yet"
+    assert {"CB", "SCB", "has_fp16_weights"} <= vars(eight.weight).keys()
+    assert type(eight.state).__name__ == "MatmulLtState"
+    assert {"CB", "SCB"} <= vars(eight.state).keys()
+    assert "support_avx512bf16_for_cpu" in vars(bnb.nn.Linear4bit(8, 8)), "packs anew, see settle"
+    source = inspect.getsource(bnb.nn.Linear4bit.forward)
+    assert "packing_format_for_cpu" in source, "the mark of weights that were packed anew"
+    notes = [key for key in four.state_dict() if "quant_state.bitsandbytes__nf4" in key]
+    assert len(notes) == 1, "the note that save_pretrained writes"

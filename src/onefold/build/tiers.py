@@ -87,7 +87,7 @@ def moments_of(
     plan: UnitPlan, stepped: torch.dtype, optimizers: Sequence[Optimizer]
 ) -> dict[str, torch.dtype]:
     """Return the states that the optimizers will keep for each element of a unit, by name."""
-    members = {id(owned.parameter) for owned in plan.members}
+    members = {id(owned.parameter) for owned in plan.members if not plan.is_packed}
     found: dict[str, torch.dtype] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -133,7 +133,8 @@ class OptimizerBinding:
             return
         for group in optimizer.param_groups:
             found = [self.parameter(tensor) for tensor in group["params"]]
-            held = [p for p in found if p is not None and p.unit.steps_in_blocks]
+            numbers = [p for p in found if p is not None and not p.spec.is_packed]
+            held = [p for p in numbers if p.unit.steps_in_blocks]
             for dtype in {parameter.unit.stepped.dtype for parameter in held}:
                 wanted = moments_after_first_step(rule_of(optimizer, group), dtype)
                 for unit in dict.fromkeys(p.unit for p in held if p.unit.stepped.dtype == dtype):
