@@ -89,3 +89,13 @@ def test_the_notebook_runs_cell_by_cell_and_shows_no_old_output(tmp_path, monkey
             exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
     assert names["losses"][-1] < names["losses"][0]
     assert names["extra"] == {"step": 20}
+
+
+def test_adapters_train_on_a_four_bit_base():
+    """The second rank has half of the base; each line is rank 0's."""
+    pytest.importorskip("bitsandbytes")
+    together = under_torchrun("qlora.py")
+    first, *_, last = numbers(re.sub(r"/\S+", "", together.partition("stage 3")[0]))
+    assert last < first
+    assert "stage 3, rank 0 of 2, 12 steps" in together
+    assert "stage 3, rank 0 of 1, 12 steps" in alone("qlora.py")

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.build.build import build
+from onefold.build.coding import code_frozen
 from onefold.build.resolve import Choices, examine, examine_together, resolve
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine import unsharded as whole_parameters
@@ -89,6 +90,10 @@ def _shard(
     limit = as_timeout(timeout)
     ranks = meet(meshes.resolve(mesh, limit or TIMEOUT), limit)
     asked = examine_together(ranks, lambda: examine(module, optimizer, choices))
+    frozen = asked.recipe.precision.frozen
+    if frozen is not None:
+        code_frozen(module, asked.parts.optimizers, frozen)
+        asked = examine_together(ranks, lambda: examine(module, optimizer, choices))
     build(asked.parts, resolve(asked, ranks))
     return module
 

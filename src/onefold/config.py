@@ -76,14 +76,26 @@ class Precision:
         master: dtype that the optimizer steps, where it is wider than the parameter's own.
         reduce: dtype in which gradients of the ranks are summed. They travel in `compute`.
         buffers: dtype to which floating-point buffers are cast once; None leaves them alone.
+        frozen: "int8" or "int4": frozen weights of Linears rest and travel in this codec, and are
+            decoded into `compute` while their modules run. None leaves them as they are.
     """
 
     compute: torch.dtype | None = None
     master: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
     buffers: torch.dtype | None = None
+    frozen: Literal["int8", "int4"] | None = None
 
     def __post_init__(self) -> None:
+        if self.frozen not in (None, "int8", "int4"):
+            raise ConfigError(
+                expected(
+                    'Precision.frozen to be None, "int8" or "int4"',
+                    repr(self.frozen),
+                    hint=nearest_word(self.frozen, ("int8", "int4"))
+                    or "NF4 is for weights that bitsandbytes has packed: load them so",
+                )
+            )
         for name in ("compute", "master", "reduce", "buffers"):
             dtype = getattr(self, name)
             optional = name in ("compute", "buffers")

@@ -31,14 +31,22 @@ class Member:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     requires_grad: bool = True
+    is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
+    decoded_nbytes: int = 0  # of the numbers that modules compute with, where they are others
 
     @staticmethod
-    def of(fqn: str, parameter: torch.Tensor, precision: Precision) -> Member:
+    def of(
+        fqn: str, parameter: torch.Tensor, precision: Precision, *, is_packed: bool = False
+    ) -> Member:
         """Describe a parameter whose unit computes in `precision`."""
         dtype = parameter.dtype
-        compute = precision.compute if dtype.is_floating_point else None
-        shape = tuple(parameter.shape)
-        return Member(fqn, shape, dtype, compute or dtype, parameter.requires_grad)
+        compute = precision.compute if dtype.is_floating_point and not is_packed else None
+        shape, requires_grad, decoded = tuple(parameter.shape), parameter.requires_grad, 0
+        numbers = getattr(parameter, "shape_of_numbers", None)
+        if numbers is not None:  # a coded weight
+            own: torch.dtype = getattr(parameter, "dtype_of_numbers", dtype)
+            decoded = prod(numbers) * (precision.compute or own).itemsize
+        return Member(fqn, shape, dtype, compute or dtype, requires_grad, is_packed, decoded)
 
     @property
     def itemsize(self) -> int:
@@ -52,7 +60,8 @@ class Member:
 
     @property
     def is_floating(self) -> bool:
-        return self.dtype.is_floating_point
+        """True if the values are numbers that may be cast, coded and stepped."""
+        return self.dtype.is_floating_point and not self.is_packed
 
     @property
     def numel(self) -> int:
@@ -67,6 +76,7 @@ class UnitRecipe:
     members: tuple[Member, ...]
     tile_nbytes: int = 0  # above it, a weight is used in row blocks of about so many bytes
     is_offloaded: bool = False  # masters and moments rest in the tier `Offload.optimizer`
+    is_joined: bool = False  # the modules of the unit before use it, too
 
     @property
     def numel(self) -> int:
@@ -131,8 +141,12 @@ class Recipe:
 
     @property
     def frees_after_forward(self) -> bool:
-        """True if unsharded weights are freed between forward and backward (stage 3)."""
-        return self.shards_parameters and (self.world_size > 1 or not self.rests_near)
+        """True if unsharded weights are freed between forward and backward (stage 3).
+
+        Alone they stay where they rest near, unless they are decoded: that takes memory.
+        """
+        moves = self.world_size > 1 or not self.rests_near or self.precision.frozen is not None
+        return self.shards_parameters and moves
 
     @property
     def rests_near(self) -> bool:
@@ -234,7 +248,10 @@ class Recipe:
         """Rebuild a recipe from `as_dict`, or from JSON of it."""
         values = dict(plain)
         values["stage"] = STAGES[values["stage"]]
-        dtypes = {name: _dtype(word) for name, word in values["precision"].items()}
+        dtypes = {
+            name: word if name == "frozen" else _dtype(word)
+            for name, word in values["precision"].items()
+        }
         values["precision"] = Precision(**dtypes)
         disk = values["offload"]["disk"]
         values["offload"] = Offload(**values["offload"] | {"disk": tuple(disk) if disk else None})
@@ -264,7 +281,7 @@ def last_units(numels: Sequence[int], fraction: float) -> tuple[bool, ...]:
     return tuple(chosen)
 
 
-def _word(dtype: torch.dtype | None) -> str | None:
+def _word(dtype: torch.dtype | str | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -275,18 +292,21 @@ def _dtype(word: str | None) -> Any:
 def _plain(unit: UnitRecipe) -> dict[str, Any]:
     members = [
         [each.fqn, list(each.shape), _word(each.dtype), _word(each.compute_dtype),
-         each.requires_grad]
+         each.requires_grad, each.is_packed, each.decoded_nbytes]
         for each in unit.members
     ]  # fmt: skip
     return {
         "name": unit.name, "members": members, "tile_nbytes": unit.tile_nbytes,
-        "is_offloaded": unit.is_offloaded,
+        "is_offloaded": unit.is_offloaded, "is_joined": unit.is_joined,
     }  # fmt: skip
 
 
 def _unit(plain: Mapping[str, Any]) -> UnitRecipe:
     members = tuple(
-        Member(fqn, tuple(shape), _dtype(dtype), _dtype(compute), requires_grad)
-        for fqn, shape, dtype, compute, requires_grad in plain["members"]
+        Member(fqn, tuple(shape), _dtype(dtype), _dtype(compute), *flags)
+        for fqn, shape, dtype, compute, *flags in plain["members"]
     )
-    return UnitRecipe(plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"])
+    is_joined = plain.get("is_joined", False)
+    return UnitRecipe(
+        plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"], is_joined
+    )

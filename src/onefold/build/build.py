@@ -24,6 +24,7 @@ from onefold.engine.first_batch import compare_first_batches
 from onefold.engine.hooks import hook, install
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
+from onefold.layout import packed
 from onefold.layout.units import UnitPlan, plan_units
 from onefold.ledger import Ledger
 from onefold.planner.auto import Expectation
@@ -68,6 +69,10 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     context = _context(resolved, store, ledger, tiers)
     source: Source = (initialisers_of(parts.module), parts.module.__dict__.pop(PROMISED, None))
     originals = [owned.parameter for owned in parts.parameters]
+    for owned in parts.parameters:
+        if owned.is_packed and owned.table is None:
+            for part, _ in owned.owners:
+                packed.settle(part, owned.parameter)
     notes = (resolved.why_stage, rests, resolved.why_stepper)
     engine = Engine(
         parts.module,
@@ -136,7 +141,8 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     source: Source = (initialisers_of(module), None)
     units: list[Unit] = []
     for plan in plan_units(module):
-        plan.members = [o for o in plan.members if id(o.parameter) not in engine.by_sharded]
+        added = (o for o in plan.members if id(o.parameter) not in engine.by_sharded)
+        plan.members = [owned for owned in added if owned.table is None]
         if plan.members:
             plan.name += " (adapters)"
             index = len(engine.units) + len(units)

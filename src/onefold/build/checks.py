@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from onefold.engine.joining import check_state
 from onefold.engine.registry import ENGINE
 from onefold.errors import ConfigError, expected
+from onefold.layout import packed
 from onefold.layout.cut import Shares
 from onefold.layout.units import Owned
 
@@ -65,6 +66,7 @@ def check_module(module: object) -> None:
                     hint="pass the plain module: onefold.shard averages gradients over the ranks",
                 )
             )
+    _check_one_device(module)
     if any(ENGINE in part.__dict__ for part in module.modules()):
         raise ConfigError(
             expected(
@@ -73,6 +75,22 @@ def check_module(module: object) -> None:
                 hint="call onefold.shard once, on the outermost module",
             )
         )
+
+
+def _check_one_device(module: nn.Module) -> None:
+    """Raise `ConfigError` for a model that Accelerate has dispatched to several devices."""
+    for part in module.modules():
+        devices = part.__dict__.get("hf_device_map")
+        found = set(map(str, devices.values())) if isinstance(devices, dict) else set[str]()
+        if len(found) > 1 or "disk" in found:
+            raise ConfigError(
+                expected(
+                    "a model on one device",
+                    f"one that from_pretrained dispatched to {', '.join(sorted(found))}",
+                    hint='load it without device_map="auto", or with device_map={"": device} of '
+                    "this rank; onefold.shard cuts it over the ranks",
+                )
+            )
 
 
 def check_parameters(parameters: Sequence[Owned]) -> None:
@@ -87,6 +105,8 @@ def check_parameters(parameters: Sequence[Owned]) -> None:
                     hint="run the module once before onefold.shard, so that lazy layers get shapes",
                 )
             )
+        if owned.is_packed and owned.table is None:
+            _check_packed(owned)
         is_ours = getattr(owned.parameter, "_onefold_owner", None) is not None
         if isinstance(owned.parameter, DTensor) and not is_ours:
             raise ConfigError(
@@ -113,6 +133,16 @@ def check_parameters(parameters: Sequence[Owned]) -> None:
                     "gradients between backward and step",
                 )
             )
+
+
+def _check_packed(owned: Owned) -> None:
+    """Raise `ConfigError` for a quantised weight whose bytes cannot be sharded as they are."""
+    problem = packed.problem_of(owned.parameter, owned.owners)
+    if problem is not None:
+        got, hint = problem
+        raise ConfigError(
+            expected(f"parameter {owned.fqn!r} to be quantised for good", got, hint=hint)
+        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned]) -> None:

@@ -99,10 +99,14 @@ def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
         units=tuple(
             UnitRecipe(
                 plan.name,
-                tuple(Member.of(owned.fqn, owned.parameter, dtypes) for owned in plan.members),
+                tuple(
+                    Member.of(owned.fqn, owned.parameter, dtypes, is_packed=owned.is_packed)
+                    for owned in plan.members
+                ),
                 plan.tile_nbytes,
+                is_joined=index > 0 and plan.joins(plans[index - 1]),
             )
-            for plan in plans
+            for index, plan in enumerate(plans)
         ),
     )  # fmt: skip
     parts = ModuleParts(module, optimizers, parameters, plans)

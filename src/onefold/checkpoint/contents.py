@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_iter
 
 from onefold.checkpoint.agreement import refusal
 from onefold.checkpoint.manifest import OptimizerRecord
+from onefold.checkpoint.quantised import notes_of
 from onefold.checkpoint.storage import bytes_of, read_object
 from onefold.engine.engine import Engine
 from onefold.engine.structure import rename
@@ -121,6 +122,10 @@ class ShardedModel:
         """Return the persistent buffers by name."""
         return dict(persistent_buffers(self.module))
 
+    def notes(self) -> dict[str, Tensor]:
+        """Return the small tensors that say how packed weights are packed, by name."""
+        return notes_of(self.parameters())
+
     def extra_states(self) -> dict[str, nn.Module]:
         """Return modules with a `get_extra_state` of their own, by the name of that state."""
         return {
@@ -179,8 +184,9 @@ def collect(model: ShardedModel) -> dict[str, Any]:
         weights[parameter.fqn] = parameter.wrap(parameter.local.detach())
         if parameter.unit.master is not None:
             master[parameter.fqn] = parameter.wrap(parameter.stepped)
+    notes = model.notes()
     if model.rank == 0:
-        weights |= model.buffers()
+        weights |= model.buffers() | notes
         weights |= {name: part.get_extra_state() for name, part in model.extra_states().items()}
     found: dict[str, Any] = {MODEL: weights}
     if master:

@@ -19,6 +19,7 @@ from onefold.checkpoint.checked_files import BlockReader
 from onefold.checkpoint.contents import MASTER, MODEL
 from onefold.checkpoint.directory import Draft, find
 from onefold.checkpoint.pretrained import begin, write_small_files
+from onefold.checkpoint.quantised import is_offset, packed_among
 from onefold.checkpoint.storage import bytes_of, chunk_of, data_offset, read_metadata
 from onefold.errors import CheckpointError
 
@@ -93,14 +94,18 @@ def _weights(
         index.fqn: by_place.setdefault((info.relative_path, info.offset), index.fqn)
         for index, info in metadata.storage_data.items()
     }
+    packed = packed_among(names)
     for name, saved in names.items():
         if not name.startswith(f"{MODEL}.") or not isinstance(saved, TensorStorageMetadata):
+            continue
+        if name in packed and is_offset(name):  # a note has it
             continue
         if first.get(name, name) != name:
             continue
         shown = name.removeprefix(f"{MODEL}.")
         own = saved.properties.dtype
-        wanted = dtype if dtype is not None and own.is_floating_point else own
+        casts = own.is_floating_point and name not in packed
+        wanted = dtype if dtype is not None and casts else own
         master = f"{MASTER}.{shown}"
         is_wider = master in names and wanted.itemsize > own.itemsize
         yield (

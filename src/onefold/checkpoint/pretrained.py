@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from onefold.checkpoint import agreement, safetensors
 from onefold.checkpoint.agreement import on_rank_0, together
 from onefold.checkpoint.contents import ShardedModel, config_of, persistent_buffers
 from onefold.checkpoint.directory import Draft
+from onefold.checkpoint.quantised import is_note, is_offset, offset_in, offset_of
 from onefold.checkpoint.storage import bytes_of
 from onefold.engine.registry import ENGINE, engine_of
 from onefold.errors import listed
+from onefold.layout import packed
 from onefold.layout.cut import Box
 from onefold.unit.init import PROMISED
 
@@ -45,6 +48,7 @@ def save_pretrained(
     model = ShardedModel(engine, module)
 
     def prepare() -> str:
+        _refuse_coded(model)
         draft = Draft(Path(os.path.abspath(directory)))
         model.wait_steps()
         if model.rank == 0:
@@ -95,12 +99,21 @@ def _entries(model: ShardedModel) -> list[safetensors.TensorEntry]:
     by_name = {p.fqn: p for p in model.parameters()}
     found = [
         safetensors.TensorEntry(name, by_name[name].slot.shape, by_name[name].unit.dtype)
-        for name, _ in model.module.named_parameters()
+        for name in _names_of(model)
     ]
-    buffers = model.buffers()
+    buffers = model.buffers() | model.notes()
     return found + [
         safetensors.TensorEntry(name, tuple(b.shape), b.dtype) for name, b in buffers.items()
     ]
+
+
+def _names_of(model: ShardedModel) -> Iterator[str]:
+    """Yield the names of parameters in the module's order, then those of side tables."""
+    for name, _ in model.module.named_parameters():
+        yield name
+    for parameter in model.parameters():
+        if parameter.is_table and not is_offset(parameter.fqn):
+            yield parameter.fqn
 
 
 def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Output]) -> None:
@@ -112,7 +125,7 @@ def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Outp
             nodes, node = group.world_size // context.world_size, group.rank // context.world_size
             is_replicated = context.rest_world == 1 or parameter.slot.replicated
             copies, own = (group.world_size, group.rank) if is_replicated else (nodes, node)
-            if index % copies != own:
+            if index % copies != own or is_offset(parameter.fqn):
                 continue
             rows = parameter.local.detach().cpu().contiguous()
             done, data = 0, bytes_of(rows)
@@ -120,8 +133,9 @@ def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Outp
                 nbytes = (stop - start) * rows.itemsize
                 writer.write(parameter.fqn, start * rows.itemsize, data[done : done + nbytes])
                 done += nbytes
+        notes = model.notes()
         if group.rank == 0:
-            for name, buffer in model.buffers().items():
+            for name, buffer in (model.buffers() | notes).items():
                 writer.write(name, 0, bytes_of(buffer.detach().cpu().contiguous()))
         writer.finish()
 
@@ -140,17 +154,41 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
         shapes that differ, all in one message; on every rank for a sharded module.
     """
     if ENGINE not in module.__dict__:
+        _refuse_packed(module)
         module.__dict__[PROMISED] = Pretrained(module, Path(os.path.abspath(directory)))
         return module
     model = ShardedModel(engine_of(module), module)
 
     def prepare() -> Pretrained:
         model.wait_steps()
-        return Pretrained(module, Path(os.path.abspath(directory)))
+        return Pretrained(module, Path(os.path.abspath(directory)), model)
 
     values = together(model.engine.group, prepare)
     together(model.engine.group, lambda: _fill(model, values))
     return module
+
+
+def _refuse_coded(model: ShardedModel) -> None:
+    """Raise `CheckpointError` for frozen weights in a codec that other libraries do not read."""
+    for parameter in model.parameters():
+        if parameter.decoded is not None:
+            raise agreement.refusal(
+                f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
+                "one that Precision(frozen=) has coded",
+                hint="save the module inside `with onefold.unsharded(module):`, which decodes it",
+            )
+
+
+def _refuse_packed(module: nn.Module) -> None:
+    """Raise `CheckpointError` for a quantised module that is not sharded yet."""
+    for name, parameter in module.named_parameters():
+        if packed.is_packed(parameter):
+            raise agreement.refusal(
+                f"parameter {name!r} to be a plain tensor, or sharded",
+                f"a {type(parameter).__name__}",
+                hint="quantised weights have their values when from_pretrained returns; to load "
+                "others, call onefold.load_pretrained after onefold.shard",
+            )
 
 
 @torch.no_grad()
@@ -165,26 +203,37 @@ def _fill(model: ShardedModel, values: Pretrained) -> None:
 
 
 class Pretrained:
-    """The values in safetensors files of a module's parameters and persistent buffers, by name."""
+    """The values in safetensors files of a module's parameters and persistent buffers, by name.
 
-    def __init__(self, module: nn.Module, directory: Path) -> None:
+    `model`: the module's engine, where it is sharded already; it has side tables and notes, too.
+    """
+
+    def __init__(
+        self, module: nn.Module, directory: Path, model: ShardedModel | None = None
+    ) -> None:
         self._files = safetensors.PretrainedFiles(directory)
         self._names: dict[str, str] = {}  # name in the module: name in the files
         wanted: dict[str, tuple[int, ...]] = {}
         saved: dict[str, tuple[int, ...]] = {}
-        for names, shape in _groups_of_names(module):
+        tables = [p for p in model.parameters() if p.is_table] if model else []
+        groups = [([p.fqn], p.slot.shape) for p in tables if not is_offset(p.fqn)]
+        for names, shape in [*_groups_of_names(module), *groups]:
             wanted[names[0]] = shape
             found = next((name for name in names if name in self._files.places), None)
             if found is not None:
                 saved[names[0]] = self._files.shape(found)
                 self._names |= dict.fromkeys(names, found)
+        notes = model.notes() if model else {}
+        missing = [n for n in notes if is_note(n) and n not in self._files.places]
         agreement.refuse_mismatches(
             f"the files in {str(directory)!r} to have the parameters of the module",
-            agreement.shape_mismatches(wanted, saved, "files"),
+            agreement.shape_mismatches(wanted, saved, "files")
+            + [f"{name}: in the module, not in the files" for name in missing],
             hint="build the module from the config.json beside them",
         )
+        self._notes = {offset_of(name): name for name in notes if is_note(name)}
         computed = {name for name, _ in module.named_buffers()}
-        unused = sorted(self._files.places.keys() - self._names.keys() - computed)
+        unused = sorted(self._files.places.keys() - self._names.keys() - computed - notes.keys())
         if unused:
             names = ", ".join(listed(unused))
             warnings.warn(f"not in the module, so not loaded: {names}", stacklevel=3)
@@ -194,6 +243,11 @@ class Pretrained:
 
     def fill(self, name: str, box: Box | None, out: Tensor) -> None:
         """Copy a box of `name`, or all of it, into `out`."""
+        if is_offset(name):
+            note = self._notes[name]
+            length = self._files.shape(note)
+            out.fill_(offset_in(self._files.box(note, ((0,), length))))
+            return
         found = self._names[name]
         if out.numel():
             out.copy_(self._files.box(found, box or ((0,) * out.dim(), tuple(out.shape))))

@@ -82,7 +82,7 @@ class Targets:
             for name, saved in self._names.items()
             if isinstance(saved, TensorStorageMetadata) and name.startswith(self._prefix)
         }
-        known = wanted.keys() | self.model.aliases().keys()
+        known = wanted.keys() | self.model.aliases().keys() | self.model.notes().keys()
         ours = tuple(
             f"{kind}."
             for kind in (

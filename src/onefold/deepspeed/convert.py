@@ -223,10 +223,12 @@ def _precision(found: Settings) -> Any:
     word = "bf16" if is_bf16 else "fp16" if is_fp16 else None
     names = {"compute": "param_dtype", "reduce": "grad_accum_dtype", "buffers": "buffer_dtype"}
     dtypes = {part: found.word(f"data_types.{name}", _DTYPES) for part, name in names.items()}
-    given = {part: dtype for part, dtype in dtypes.items() if dtype is not None}
+    given: dict[str, Any] = {part: dtype for part, dtype in dtypes.items() if dtype is not None}
     if not given:
         return word
-    return Precision(**({"compute": _DTYPES[word]} if word else {}) | given)
+    if word:
+        given = {"compute": _DTYPES[word], **given}
+    return Precision(**given)
 
 
 def _offload(found: Settings, stage: Any) -> Any:

@@ -82,7 +82,8 @@ class MovingAverage:
         Waits for offloaded steps that run in the background.
         """
         for unit, average in self._ready("update"):
-            if self.num_updates == 0 or not average.dtype.is_floating_point:
+            is_number = average.dtype.is_floating_point and not unit.spec.is_packed
+            if self.num_updates == 0 or not is_number:
                 average.copy_(unit.stepped)
             else:
                 average.lerp_(unit.stepped.to(average), 1 - self.decay)
@@ -200,7 +201,8 @@ class MovingAverage:
 def _buffer_of(unit: Unit) -> Buffer:
     """Room for the average of a unit: [own rows], where its master is or would be."""
     stepped, dtype = unit.stepped, unit.stepped.dtype
-    if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize:
+    is_number = dtype.is_floating_point and not unit.spec.is_packed
+    if is_number and dtype.itemsize < torch.float32.itemsize:
         dtype = torch.float32
     context = unit.context
     return Buffer(len(stepped), dtype, Kind.AVERAGE, unit.state_store, context.ledger)

@@ -388,13 +388,14 @@ def _saved_activations(
     if scratch is None:
         return None
     weights = [buffer.tensor for unit in units for buffer in (unit.weight, unit.unsharded)]
+    weights += [weight.tensor for unit in units for weight in unit.decoded]
     return SavedActivations(scratch, context.store.device, weights, module)
 
 
 def facts_of(unit: Unit) -> UnitFacts:
     """Return the facts about a unit that a schedule decides by."""
     return UnitFacts(
-        nbytes=unit.unsharded.tensor.nbytes,
+        nbytes=sum(each.tensor.nbytes for each in (unit.unsharded, *unit.decoded)),
         is_resident=unit.is_resident,
         is_tiled=unit.is_tiled,
         is_offloaded=unit.steps_in_blocks,

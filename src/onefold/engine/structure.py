@@ -46,7 +46,8 @@ def follow(engine: Followed) -> None:
     tensors = _parameters(module)
     kept = {id(tensor) for tensor in tensors.values()}
     added = [fqn for fqn, tensor in tensors.items() if id(tensor) not in engine.by_sharded]
-    gone = [p for key, p in engine.by_sharded.items() if key not in kept and p.places]
+    known = [each for each in engine.by_sharded.items() if not each[1].is_table]
+    gone = [parameter for key, parameter in known if key not in kept and parameter.places]
     if not added and not gone:
         return
     removed = "a module from which it was removed or replaced"
@@ -70,10 +71,16 @@ def follow(engine: Followed) -> None:
 
 def rename(engine: Followed, root: nn.Module) -> None:
     """Give every parameter its name, and its places, in `root`: wrappers change both."""
+    names: dict[str, str] = {}
     for owned in owned_parameters(root):
         parameter = engine.by_sharded.get(id(owned.parameter))
         if parameter is not None:
+            names[parameter.fqn] = owned.fqn
+            names[parameter.fqn.rpartition(".")[0]] = owned.fqn.rpartition(".")[0]
             parameter.move(owned.fqn, owned.owners)
+    for table in (parameter for parameter in engine.by_sharded.values() if parameter.is_table):
+        holder, _, name = table.fqn.rpartition(".")  # its weight, or the module of that
+        table.rename(f"{names.get(holder, holder)}.{name}".lstrip("."))
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:

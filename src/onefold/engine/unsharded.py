@@ -48,7 +48,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     finally:
         engine.schedule.is_suspended = False
         _forget_removed(engine, shown)
-        edited = [(p, _now_in_module(p)) for p in shown if p.places]
+        edited = [(p, p.current()) for p in shown if p.places]
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, current in edited:
                 if current is not None and current is shown[parameter]:  # may be frozen inside
@@ -68,7 +68,8 @@ def _forget_removed(engine: Engine, shown: Iterable[UnitParameter]) -> None:
     """Take places off parameters that were removed, as adapters are; see engine/structure.py."""
     is_partly_frozen = any(is_frozen(parameter) for parameter in engine.by_sharded.values())
     for parameter in shown if is_partly_frozen else ():
-        parameter.drop_empty_places()
+        if not parameter.is_table:  # a new weight may hold its tables itself
+            parameter.drop_empty_places()
 
 
 def _show_unsharded(unit: Unit, shown: dict[UnitParameter, nn.Parameter]) -> Buffer:
@@ -82,16 +83,9 @@ def _show_unsharded(unit: Unit, shown: dict[UnitParameter, nn.Parameter]) -> Buf
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in unit.parameters:
             view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
-            wanted = parameter.sharded.requires_grad
-            parameter.show(shown.setdefault(parameter, nn.Parameter(view, requires_grad=wanted)))
+            parameter.show(shown.setdefault(parameter, parameter.plain(view)))
     unit.state = UnitState.EDITABLE
     return buffer
-
-
-def _now_in_module(parameter: UnitParameter) -> Tensor | None:
-    """Return the tensor in the parameter's place: edited or not, or one that the user put there."""
-    parameters, name = parameter.places[0]
-    return parameters.get(name)
 
 
 def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
@@ -99,7 +93,8 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
     rows: list[tuple[UnitParameter, Tensor]] = []
     for parameter, current in edited:
         context = parameter.unit.context
-        if current is None or tuple(current.shape) != parameter.slot.shape:
+        own = parameter.rows_of(current)
+        if own is None:
             raise StateError(
                 expected(
                     f"parameter {parameter.fqn!r} to keep shape {list(parameter.slot.shape)}",
@@ -108,7 +103,7 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
                     hint="resize or remove parameters before onefold.shard",
                 )
             )
-        rows.append((parameter, parameter.slot.own_view(current.detach(), context.rest_rank)))
+        rows.append((parameter, own))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter, own in rows:
             parameter.local.copy_(own)

@@ -25,6 +25,7 @@ class UnitBytes:
     has_master: bool  # in every tier; else only off the device, where weights rest on it
     moments: int
     unsharded: int  # gathered, or cast; 0 where weights compute from where they rest
+    decoded: int  # numbers of coded weights, while modules compute with them
     grad: int  # reduced
     partials: tuple[int, ...]  # per member; 0 where it needs no gradient
 
@@ -55,14 +56,16 @@ def unit_bytes(
     numels = [member.numel for member in members]
     trained = [member.requires_grad for member in members]
     full_numel = sum(round_up(numel, ALIGN_NUMEL) for numel in numels)
-    rest = sum(round_up(n, PIECE_NUMEL) for n in own) if is_cut else full_numel
+    multiple = 1 if first.is_packed else PIECE_NUMEL
+    rest = sum(round_up(n, multiple) for n in own) if is_cut else full_numel
     stepped, is_narrow = stepped_itemsize(first, recipe)
     offload = recipe.offload
     is_elsewhere = recipe.device_type != "cpu" and (offload.parameters == "device") != (
         offload.optimizer == "device"
     )
     casts = any(member.itemsize != member.compute_itemsize for member in members)
-    is_resident = not is_cut and not casts and recipe.rests_near
+    decoded = sum(member.decoded_nbytes for member in members)
+    is_resident = not is_cut and not casts and recipe.rests_near and not decoded
     moments_numel = rest
     if offload.optimizer == "device" and recipe.rests_near:  # torch.optim allocates the moments
         step = 1 if world == 1 else PIECE_NUMEL if is_cut else ALIGN_NUMEL
@@ -79,6 +82,7 @@ def unit_bytes(
         has_master=is_narrow and any(trained),
         moments=moments_numel * stepped * recipe.num_moments if any(trained) else 0,
         unsharded=0 if is_resident else (full_numel + (world if is_cut else 0)) * computes,
+        decoded=decoded,
         grad=grad_numel * first.itemsize if any(trained) else 0,
         partials=tuple(numel * computes for numel in trained_numels),
     )

@@ -135,21 +135,22 @@ class Layout:
     @staticmethod
     def build(
         names_and_shapes: Sequence[tuple[str, Sequence[int]]], world_size: int,
-        shares: Shares = None, *, by_rows: bool = False,
+        shares: Shares = None, *, by_rows: bool = False, has_gaps: bool = True,
     ) -> Layout:  # fmt: skip
         """Lay out parameters in the given order over `world_size` ranks; see `cut_of`.
 
         In a world of one the shard is the full buffer, gaps and all, so that weights can compute
-        from where they rest.
+        from where they rest. Without `has_gaps`, pieces of other shards that no optimizer steps
+        lie side by side.
         """
         slots: list[Slot] = []
-        full_offset = 0
+        full_offset, multiple = 0, PIECE_NUMEL if has_gaps else 1
         shard_ends = [0] * world_size
         for fqn, shape in names_and_shapes:
             cut = cut_of(tuple(shape), world_size, shares, by_rows=by_rows)
             slots.append(Slot.of(fqn, cut, full_offset, tuple(shard_ends)))
             shard_ends = [
-                end + round_up(cut.piece_numel(rank), PIECE_NUMEL)
+                end + round_up(cut.piece_numel(rank), multiple)
                 for rank, end in enumerate(shard_ends)
             ]
             full_offset += round_up(prod(shape), ALIGN_NUMEL)

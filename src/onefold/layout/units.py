@@ -16,21 +16,40 @@ import torch
 from torch import nn
 
 from onefold.errors import ConfigError, expected
+from onefold.layout import packed
+from onefold.layout.packed import Place
 
 UnitChoice = Sequence[nn.Module] | Callable[[nn.Module], bool] | None
 
 
 @dataclass(slots=True, eq=False)
 class Owned:
-    """One parameter and every (module, attribute name) under which the module tree knows it."""
+    """One parameter and every (module, attribute name) under which the module tree knows it.
+
+    The owner of a side table is that of its packed weight. `others`: places outside of modules.
+    """
 
     fqn: str
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]]
+    is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
+    table: packed.SideTable | None = None
+    others: list[Place] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         return self.parameter.numel() * self.parameter.element_size()
+
+    @property
+    def places(self) -> list[Place]:
+        """Where the parameter is shown: in modules, or for a table in state objects."""
+        own = [(module._parameters, name) for module, name in self.owners]
+        return self.others if self.table else own
+
+    @property
+    def kernel_places(self) -> list[Place]:
+        """Where kernels look for a packed weight as a bare tensor."""
+        return [] if self.table else self.others
 
 
 @dataclass(slots=True, eq=False)
@@ -64,16 +83,55 @@ class UnitPlan:
         """True if a parameter requires a gradient now."""
         return any(member.parameter.requires_grad for member in self.members)
 
+    @property
+    def is_packed(self) -> bool:
+        return self.members[0].is_packed
+
+    @property
+    def is_coded(self) -> bool:
+        """True if some weights are decoded before modules compute with them."""
+        return any(isinstance(each.parameter, packed.CodedWeight) for each in self.members)
+
+    def joins(self, other: UnitPlan) -> bool:
+        """True if the same modules use both units, so that both are gathered for them."""
+        return bool(self.modules) and self.modules is other.modules
+
 
 def owned_parameters(root: nn.Module) -> list[Owned]:
-    """Every parameter of the tree once, in registration order, with all its owners."""
-    found: dict[int, Owned] = {}
+    """Every parameter of the tree once, in registration order, with all its owners.
+
+    A packed weight is followed by its side tables.
+    """
+    found: dict[int, list[Owned]] = {}
     for prefix, module in root.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn = f"{prefix}.{name}" if prefix else name
-            owned = found.setdefault(id(parameter), Owned(fqn, parameter, []))
-            owned.owners.append((module, name))
-    return list(found.values())
+            is_packed = packed.is_packed(parameter)
+            owned, *tables = found.setdefault(
+                id(parameter), [Owned(fqn, parameter, [], is_packed), *_tables(module, name, fqn)]
+            )
+            for each in (owned, *tables):
+                each.owners.append((module, name))
+            if is_packed:
+                _add_other_places(owned, tables, module, name)
+    return [owned for group in found.values() for owned in group]
+
+
+def _tables(module: nn.Module, name: str, fqn: str) -> list[Owned]:
+    """The side tables of a packed weight; none of another parameter."""
+    return [
+        Owned(table.fqn, nn.Parameter(table.values, requires_grad=False), [], True, table)
+        for table in packed.tables_of(module, name, fqn)
+    ]
+
+
+def _add_other_places(owned: Owned, tables: list[Owned], module: nn.Module, name: str) -> None:
+    """Note where the kernels of one more module look for a packed weight and its tables."""
+    owned.others += packed.other_places(module, name)
+    for each, table in zip(tables, packed.tables_of(module, name, owned.fqn), strict=True):
+        holder, key = table.place
+        if not any(holder is other and key == k for other, k in each.others):
+            each.others.append(table.place)
 
 
 def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0) -> list[UnitPlan]:
@@ -112,9 +170,13 @@ def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0)
 
 def _can_be_tiled(owned: Owned) -> bool:
     """True for the weight of Linears and Embeddings alone."""
-    return owned.parameter.dim() == 2 and all(
-        isinstance(module, nn.Linear | nn.Embedding) and name == "weight"
-        for module, name in owned.owners
+    return (
+        not owned.is_packed
+        and owned.parameter.dim() == 2
+        and all(
+            isinstance(module, nn.Linear | nn.Embedding) and name == "weight"
+            for module, name in owned.owners
+        )
     )
 
 
@@ -216,16 +278,24 @@ def _rest_limit(parameters: Sequence[Owned], blocks: Sequence[nn.Module]) -> flo
 
 
 def split(plan: UnitPlan) -> list[UnitPlan]:
-    """Make a unit for each dtype, as a flat buffer has one, and for frozen parameters.
+    """Make a unit for each dtype, as a flat buffer has one; frozen and packed weights are apart.
 
     Frozen parameters need no gradient, master or moments: a unit of their own allocates none.
+    Packed weights are never cast. The units of a block are gathered one after the other. While the
+    last one computes, the next block's first one is gathered: so the one with the most packed bytes
+    comes first.
     """
-    parts: dict[tuple[torch.dtype, bool], UnitPlan] = {}
+    parts: dict[tuple[torch.dtype, bool, bool], UnitPlan] = {}
     for owned in plan.members:
-        dtype, is_trained = key = owned.parameter.dtype, owned.parameter.requires_grad
+        dtype, is_trained = owned.parameter.dtype, owned.parameter.requires_grad
+        key = dtype, owned.is_packed, is_trained
         if key not in parts:
-            kind = str(dtype).split(".")[-1] + (", frozen" if not is_trained else "")
-            name = plan.name if not parts else f"{plan.name} ({kind})"
+            kind = str(dtype).split(".")[-1]
+            if owned.is_packed:
+                kind = f"packed {kind}"
+            elif not is_trained:
+                kind = f"{kind}, frozen"
+            name = f"{plan.name} ({kind})" if parts else plan.name
             parts[key] = UnitPlan(name, plan.modules, tile_nbytes=plan.tile_nbytes)
         parts[key].members.append(owned)
-    return list(parts.values())
+    return sorted(parts.values(), key=lambda part: -part.nbytes if part.is_packed else 0)

@@ -32,6 +32,7 @@ class ByteHands:
         self._counter = counter
         self.sent: Counter[str] = Counter()
         self._unsharded: set[int] = set()
+        self._decoded: set[int] = set()
         self._partial: list[dict[int, int]] = [{} for _ in units]
         self._sums: set[int] = set()
         self._reduced: set[int] = set()
@@ -189,8 +190,20 @@ class ByteHands:
         for link, buffers in staged:
             self._give(link, buffers)
 
-    def _free(self, index: int) -> None:
+    def _show(self, index: int) -> None:
         self._read(index)
+        if index not in self._decoded:
+            self._decoded.add(index)
+            self._counter.add("unsharded", self._units[index].decoded)
+
+    def _invalidate(self, index: int) -> None:
+        self._read(index)
+        if index in self._decoded:
+            self._decoded.discard(index)
+            self._counter.add("unsharded", -self._units[index].decoded)
+
+    def _free(self, index: int) -> None:
+        self._invalidate(index)
         self._unsharded.discard(index)
         self._counter.add("unsharded", -self._units[index].unsharded)
 
@@ -256,8 +269,8 @@ _PHASES = {
 }  # fmt: skip
 
 _HANDS: Mapping[Verb, Callable[[ByteHands, int], None]] = {
-    Verb.FILL: ByteHands._fill, Verb.GATHER: ByteHands._gather, Verb.SHOW: ByteHands._read,
-    Verb.FREE: ByteHands._free, Verb.INVALIDATE: ByteHands._read, Verb.REDUCE: ByteHands._reduce,
-    Verb.LAND: ByteHands._land, Verb.FOLLOW: ByteHands._follow, Verb.FINISH: ByteHands._finish,
-    Verb.STEP: ByteHands._step, Verb.REST: ByteHands._rest,
+    Verb.FILL: ByteHands._fill, Verb.GATHER: ByteHands._gather, Verb.SHOW: ByteHands._show,
+    Verb.FREE: ByteHands._free, Verb.INVALIDATE: ByteHands._invalidate,
+    Verb.REDUCE: ByteHands._reduce, Verb.LAND: ByteHands._land, Verb.FOLLOW: ByteHands._follow,
+    Verb.FINISH: ByteHands._finish, Verb.STEP: ByteHands._step, Verb.REST: ByteHands._rest,
 }  # fmt: skip

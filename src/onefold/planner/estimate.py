@@ -26,7 +26,10 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
     units: list[UnitWork] = []
     kept: list[int] = []
     for plan in plans:
-        members = tuple(Member.of(each.fqn, each.parameter, precision) for each in plan.members)
+        members = tuple(
+            Member.of(each.fqn, each.parameter, precision, is_packed=each.is_packed)
+            for each in plan.members
+        )
         nbytes = flops = 0
         for member, owned in zip(members, plan.members, strict=True):
             is_table = any(isinstance(owner, nn.Embedding) for owner, _ in owned.owners)
@@ -37,19 +40,20 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
         work = float(tokens * flops)
         units.append(_unit(plan.name, members, Work(work), Work(2 * work)))
         kept.append(tokens * nbytes)
-    return _trace(units, kept, 8 * tokens)
+    joined = [index > 0 and plan.joins(plans[index - 1]) for index, plan in enumerate(plans)]
+    return _trace(units, kept, 8 * tokens, joined)
 
 
 def bare(units: Sequence[UnitRecipe]) -> Trace:
     """Trace a micro-batch without activations: only the engine's own bytes, which are exact."""
     found = [_unit(unit.name, unit.members, Work(), Work()) for unit in units]
-    return _trace(found, [0] * len(found), 0)
+    return _trace(found, [0] * len(found), 0, [unit.is_joined for unit in units])
 
 
 def _unit(name: str, members: tuple[Member, ...], forward: Work, backward: Work) -> UnitWork:
     return UnitWork(name, sum(each.numel for each in members), forward, backward, members)
 
 
-def _trace(units: list[UnitWork], kept: list[int], batch_nbytes: int) -> Trace:
+def _trace(units: list[UnitWork], kept: list[int], batch_nbytes: int, joined: list[bool]) -> Trace:
     trained = [[i for i, each in enumerate(u.members) if each.requires_grad] for u in units]
-    return Trace(tuple(units), tuple(plain_events(kept, trained)), batch_nbytes, 0)
+    return Trace(tuple(units), tuple(plain_events(kept, trained, joined)), batch_nbytes, 0)

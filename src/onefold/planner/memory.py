@@ -92,7 +92,7 @@ def forecast(
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     facts = [
         UnitFacts(
-            nbytes=unit.unsharded, is_resident=unit.unsharded == 0,
+            nbytes=unit.unsharded + unit.decoded, is_resident=unit.unsharded == 0,
             is_offloaded=far or not recipe.rests_near,
         )
         for unit, far in zip(units, is_far, strict=True)

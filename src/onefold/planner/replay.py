@@ -124,25 +124,38 @@ class Replay:
 _OF_BACKWARD = (EventKind.AGAIN, EventKind.BACKWARD, EventKind.GRAD)
 
 
-def plain_events(kept: Sequence[int], trained: Sequence[Sequence[int]]) -> list[Event]:
+def plain_events(
+    kept: Sequence[int], trained: Sequence[Sequence[int]], joined: Sequence[bool] = ()
+) -> list[Event]:
     """Return the events of units that are used once, in order.
 
     Args:
         kept: bytes that each unit keeps from forward to backward.
         trained: the parameters of each unit that have a gradient, as positions in the unit.
+        joined: which units the modules of the unit before use, too; none by default.
     """
     events: list[Event] = []
+    calls: list[list[int]] = []
+    for unit in range(len(kept)):
+        if joined and joined[unit]:
+            calls[-1].append(unit)
+        else:
+            calls.append([unit])
     now = 0
-    for unit, nbytes in enumerate(kept):
-        events.append(Event(EventKind.ENTER, unit, unit, now, now))
-        now += nbytes
-        events.append(Event(EventKind.LEAVE, unit, unit, now, now))
-        events.append(Event(EventKind.EXPECT, unit, unit, now, now))
+    for units in calls:
+        events += [Event(EventKind.ENTER, unit, unit, now, now) for unit in units]
+        now += sum(kept[unit] for unit in units)
+        events += [Event(EventKind.LEAVE, unit, unit, now, now) for unit in units]
+        events += [Event(EventKind.EXPECT, unit, unit, now, now) for unit in units]
     events.append(Event(EventKind.END_FORWARD, now=now, peak=now))
     before = now
-    for unit in reversed(range(len(kept))):
-        events.append(Event(EventKind.BACKWARD, unit, unit, now, before))
-        events += [Event(EventKind.GRAD, unit, member, now, now) for member in trained[unit]]
-        before, now = now, now - kept[unit]
+    for units in reversed(calls):
+        events += [Event(EventKind.BACKWARD, unit, unit, now, before) for unit in units]
+        events += [
+            Event(EventKind.GRAD, unit, member, now, now)
+            for unit in units
+            for member in trained[unit]
+        ]
+        before, now = now, now - sum(kept[unit] for unit in units)
     events.append(Event(EventKind.END, peak=before))
     return events

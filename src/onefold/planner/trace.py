@@ -183,7 +183,7 @@ class _Tracer:
         members: list[Member] = []
         for position, owned in enumerate(plan.members):
             parameter = owned.parameter
-            member = Member.of(owned.fqn, parameter, precision)
+            member = Member.of(owned.fqn, parameter, precision, is_packed=owned.is_packed)
             if member.compute_dtype != member.dtype:
                 parameter.data = parameter.data.to(member.compute_dtype)
             if parameter.requires_grad:

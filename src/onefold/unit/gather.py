@@ -406,7 +406,8 @@ def _layout(
 def gather_of(weights: UnitWeights, *, is_tiled: bool) -> UnitGather:
     """The gather of a unit's weights in the compute dtype, on its routes."""
     routes = weights.context.routes
-    if is_tiled or not weights.dtype.is_floating_point:  # neither coded nor kept twice
+    is_number = weights.dtype.is_floating_point and not weights.spec.is_packed
+    if is_tiled or not is_number:  # neither coded nor kept twice
         return UnitGather(weights, routes.transport)
     if routes.hops is not None:
         return TwoHopGather(weights, routes.hops)

@@ -18,8 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from onefold.errors import StateError
+from onefold.layout import packed
 from onefold.layout.rows import Slot
+from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, refusals
+from onefold.unit.decoded import DecodedWeight
 from onefold.unit.dtensors import ParameterHome
 from onefold.unit.spec import UnitSpec
 from onefold.wire.collectives import Group
@@ -29,15 +32,15 @@ class UnitParameter:
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
     __slots__ = (
-        "__weakref__", "_before_edit", "_data", "_empty", "_is_hooked", "_num_hooks", "_template",
-        "_unit", "fqn", "full_nbytes", "index", "label", "local", "places", "sharded",
-        "slot", "span", "spec", "unsharded", "version",
+        "__weakref__", "_attributes", "_bare", "_before_edit", "_data", "_empty", "_is_hooked",
+        "_kernel_places", "_kind", "_num_hooks", "_read_table", "_template", "_unit", "decoded",
+        "fqn", "full_nbytes", "index", "label", "local", "places", "sharded", "slot", "span",
+        "spec", "unsharded", "version",
     )  # fmt: skip
 
     def __init__(
-        self, unit: ParameterHome, spec: UnitSpec, index: int, weight: Tensor,
-        owners: Iterable[tuple[nn.Module, str]],
-    ) -> None:  # fmt: skip
+        self, unit: ParameterHome, spec: UnitSpec, index: int, weight: Tensor, owned: Owned
+    ) -> None:
         self._unit = ref(unit)
         self.spec = spec
         self.index = index  # in the unit
@@ -47,7 +50,14 @@ class UnitParameter:
         self.span = slice(start, start + numel)  # of own rows, in the unit's flat buffers
         self.local = weight[self.span].view(slot.piece_shape(rank))
         self.full_nbytes = slot.numel * spec.compute_dtype.itemsize  # of the unsharded parameter
-        self.move(slot.fqn, owners)
+        self.rename(slot.fqn)
+        self.places = owned.places
+        self._read_table = None if owned.table is None else owned.table.read
+        self._kind: type[nn.Parameter] = dtensors.UnshardedParameter
+        self._attributes: dict[str, Any] = {}  # that modules expect of a packed weight
+        self._kernel_places = owned.kernel_places
+        self.decoded: DecodedWeight | None = None  # the numbers of a coded weight
+        self._bare: Tensor  # the values of `unsharded`, for kernels
         self._is_hooked = False
         self._num_hooks = 0  # that refuse a gradient of the sharded parameter
         self._template: DTensor | None = None
@@ -150,10 +160,26 @@ class UnitParameter:
 
     # its two forms
 
-    def move(self, fqn: str, owners: Iterable[tuple[nn.Module, str]]) -> None:
-        """Note its name, and all its places in the module tree; none: it was removed."""
+    @property
+    def is_table(self) -> bool:
+        """True for a side table of a packed weight: it is in no module."""
+        return self._read_table is not None
+
+    def current(self) -> Tensor | None:
+        """The tensor in its place: this one, or one that the user put there."""
+        if self._read_table is not None:
+            return self._read_table()
+        parameters, name = self.places[0]
+        return parameters.get(name)
+
+    def rename(self, fqn: str) -> None:
+        """Note its name."""
         self.fqn = fqn
         self.label = f"parameter {fqn!r} on {self.spec.context.where}"
+
+    def move(self, fqn: str, owners: Iterable[tuple[nn.Module, str]]) -> None:
+        """Note its name, and all its places in the module tree; none: it was removed."""
+        self.rename(fqn)
         self.places = [(module._parameters, name) for module, name in owners]
 
     def drop_empty_places(self) -> None:
@@ -161,21 +187,34 @@ class UnitParameter:
         self.places = [place for place in self.places if place[0].get(place[1]) is not None]
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Put `parameter` into every owner, as assignment would, without its checks."""
+        """Put `parameter` into every place, as assignment would, without its checks."""
         for parameters, name in self.places:
             parameters[name] = parameter
+        for state, name in self._kernel_places:
+            is_sharded = parameter is self.sharded and parameter is not self.unsharded
+            state[name] = parameter if is_sharded else parameter.data
 
     def build(self, original: nn.Parameter, full: Callable[[int, tuple[int, ...]], Tensor]) -> None:
         """Build both forms and show the sharded one; `original` becomes that, or is stale.
 
         `full` gives views of the unit's full buffer.
         """
+        if isinstance(original, packed.CodedWeight):
+            message = full(self.slot.full_offset, self.slot.shape)
+            self.decoded = DecodedWeight(original, message, self.spec.context)
+        elif self.spec.is_packed:
+            self._kind, self._attributes = type(original), packed.attributes_of(original)
+            vars(original).update(self._attributes)
         self._make_sharded(original)
+        vars(self.sharded).update(self._attributes)
         if self.spec.computes_on_sharded:
             self.unsharded = self.sharded
         else:
-            view = full(self.slot.full_offset, self.slot.shape)
+            view = self._bare = full(self.slot.full_offset, self.slot.shape)
+            if self.decoded is not None:
+                view = self.decoded.view
             self.unsharded = nn.Parameter(view, requires_grad=False)
+            vars(self.unsharded).update(self._attributes)
             dtensors.introduce(self.unsharded, ref(self))
             why = refusals.why_stale(self.fqn, self.spec.context.where)
             dtensors.invalidate(self.unsharded, why)
@@ -215,12 +254,32 @@ class UnitParameter:
         sharded, unsharded = self.sharded, self.unsharded
         wanted = sharded.requires_grad
         if unsharded is not sharded:
-            unsharded.__class__ = dtensors.UnshardedParameter
+            unsharded.__class__ = self._kind
             for parameters, name in self.places:
                 parameters[name] = unsharded
+            for state, name in self._kernel_places:
+                state[name] = self._bare
             self.version = unsharded._version
         if wanted != unsharded.requires_grad or (wanted and not self._is_hooked):
             self.follow_requires_grad()
+
+    def plain(self, view: Tensor) -> nn.Parameter:
+        """A parameter over `view` [all rows] as it was before `shard`."""
+        if self.decoded is not None:
+            return nn.Parameter(self.decoded.plain(view), requires_grad=False)
+        made = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+        if self.spec.is_packed:
+            made.__class__ = self._kind
+            vars(made).update(self._attributes)
+        return made
+
+    def rows_of(self, plain: Tensor | None) -> Tensor | None:
+        """Own rows of what `plain` has become, to be kept; None if it has another shape now."""
+        if self.decoded is not None and plain is not None and plain.shape == self.decoded.shape:
+            plain = self.decoded.message_of(plain)
+        if plain is None or tuple(plain.shape) != self.slot.shape:
+            return None
+        return self.own_piece(plain.detach())
 
     def invalidate(self) -> None:
         """Make reading the unsharded parameter an error: its bytes are about to go."""
@@ -274,6 +333,8 @@ class UnitParameter:
 
     def note_unsharded_data(self) -> None:
         """`.data` of the unsharded parameter was read: compare values at the next reshard."""
+        if self.decoded is not None:  # a frozen weight: reading is all
+            return
         if self.unsharded._version == self.version and not self.spec.is_resident:
             with torch.no_grad():
                 self._before_edit = self.own_piece(self.unsharded.detach()).clone()
@@ -284,6 +345,9 @@ class UnitParameter:
 
         Elements that did not change stay as they rest, maybe in a wider dtype.
         """
+        if self.decoded is not None:
+            self.version = self.unsharded._version  # said once
+            raise self.touched("an edit of coded numbers in a forward")
         before, self._before_edit = self._before_edit, None
         with torch.no_grad():
             now = self.own_piece(self.unsharded.detach())

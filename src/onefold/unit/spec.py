@@ -26,6 +26,7 @@ class UnitSpec:
     is_offloaded: bool  # masters and moments rest in tiers.state
     is_resident: bool  # modules compute with the weights at rest: both moves are free
     steps_in_blocks: bool  # in the background, rather than by the optimizer's own step
+    is_packed: bool  # bytes of quantised weights, or side tables: never cast or coded, no master
     computes_on_sharded: bool  # one process: modules always show the same parameter
     is_trained: (
         bool  # a parameter required a gradient at first; else a master is made when one does
@@ -35,15 +36,19 @@ class UnitSpec:
     def of(plan: UnitPlan, context: Context, index: int, *, is_offloaded: bool) -> UnitSpec:
         """The spec of a planned unit; `index` numbers the units of a module."""
         dtype, compute = plan.dtype, context.compute
-        compute_dtype = compute if compute is not None and dtype.is_floating_point else dtype
+        casts = compute is not None and dtype.is_floating_point and not plan.is_packed
+        compute_dtype = compute if compute is not None and casts else dtype
         near = context.rests_near
-        is_resident = context.rest_world == 1 and compute_dtype == dtype and near
+        moves = compute_dtype != dtype or plan.is_coded
+        is_resident = context.rest_world == 1 and near and not moves
         steps_in_blocks = is_offloaded or not near
         is_alone = context.mesh is None and context.world_size == 1
         shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
         # by rows: with two hops a node has one range of rows, and a tile consists of rows
         by_rows = context.routes.hops is not None or plan.tile_nbytes > 0
-        wire = Layout.build(shapes, context.world_size, context.shares, by_rows=by_rows)
+        wire = Layout.build(
+            shapes, context.world_size, context.shares, by_rows=by_rows, has_gaps=not plan.is_packed
+        )
         return UnitSpec(
             name=plan.name,
             tag=index % MAX_TAG + 1,
@@ -56,6 +61,7 @@ class UnitSpec:
             is_offloaded=is_offloaded,
             is_resident=is_resident,
             steps_in_blocks=steps_in_blocks,
+            is_packed=plan.is_packed,
             computes_on_sharded=is_resident and is_alone and not steps_in_blocks,
             is_trained=plan.is_trained,
         )

@@ -30,6 +30,7 @@ from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context
+from onefold.unit.decoded import DecodedWeight
 from onefold.unit.gather import UnitGather, gather_of
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.init import Values
@@ -86,9 +87,10 @@ class Unit(UnitWeights):
         self._fresh = False
         self._gathered = -1  # `edits` when the full buffer was filled
         self.parameters = [
-            UnitParameter(self, self.spec, number, self.weight.tensor, member.owners)
+            UnitParameter(self, self.spec, number, self.weight.tensor, member)
             for number, member in enumerate(plan.members)
         ]
+        self.decoded: list[DecodedWeight] = []
         self.gather = gather_of(self, is_tiled=self.is_tiled)
         is_exact = self.gather.is_exact
         self.exact_gather = self.gather if is_exact else UnitGather(self, context.transport)
@@ -120,6 +122,7 @@ class Unit(UnitWeights):
                     parameter.local.copy_(parameter.own_piece(original.detach()))
             for parameter, original in pairs:
                 parameter.build(original, self.unsharded.view)
+                self.decoded += [parameter.decoded] if parameter.decoded else []
                 self._counted.append(parameter.sharded)
             if self.master is not None:
                 self.master.tensor.copy_(self.weight.tensor)
@@ -167,6 +170,8 @@ class Unit(UnitWeights):
         self.start_unshard()
         self._await_gather()
         self.gather.check(self.unsharded)
+        for weight in self.decoded:
+            weight.fill()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
                 parameter.show_unsharded()
@@ -199,6 +204,8 @@ class Unit(UnitWeights):
             if self.unsharded.is_held:
                 for parameter in self.parameters:
                     parameter.invalidate()
+                for weight in self.decoded:
+                    weight.release()
                 if not keeps_bytes:
                     self.unsharded.release()
 

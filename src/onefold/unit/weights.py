@@ -55,6 +55,8 @@ class UnitWeights:
         is_narrow = self.dtype.is_floating_point and context.master.itemsize > self.dtype.itemsize
         is_elsewhere = spec.is_offloaded and tiers.weight.device != tiers.state.device
         self._wide = context.master if is_narrow else self.dtype if is_elsewhere else None
+        if spec.is_packed:
+            self._wide = None
         if spec.is_trained:
             self._make_master()
 
