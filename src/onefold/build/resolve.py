@@ -20,6 +20,7 @@ from onefold.build import checks
 from onefold.build.stepping import stepper_of
 from onefold.build.tiers import budget_of, moments_of
 from onefold.config import STAGES, Stage, check_offload, offload_of, precision_of, stage_of
+from onefold.engine.registry import uncompiled
 from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Shares
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
@@ -87,6 +88,7 @@ def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
     tiers = offload_of(choices.offload)
     check_offload(tiers, row)
     optimizers = checks.as_list(optimizer)
+    module = uncompiled(module)
     checks.check_module(module)
     parameters = owned_parameters(module)
     checks.check_parameters(parameters)

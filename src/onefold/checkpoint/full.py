@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from onefold.engine.registry import engine_of
+from onefold.engine.registry import engine_of, uncompiled
 from onefold.errors import StateError, expected
 
 
@@ -38,6 +38,7 @@ def full_state_dict(
         >>> if rank == 0:
         ...     torch.save(values, "model.pt")
     """
+    module = uncompiled(module)
     engine = engine_of(module)
     if engine.is_unsharded:
         raise StateError(

@@ -21,7 +21,7 @@ from onefold.checkpoint.agreement import on_rank_0, together
 from onefold.checkpoint.contents import ShardedModel, config_of, persistent_buffers
 from onefold.checkpoint.directory import Draft
 from onefold.checkpoint.storage import bytes_of
-from onefold.engine.registry import ENGINE, engine_of
+from onefold.engine.registry import ENGINE, engine_of, uncompiled
 from onefold.errors import listed
 from onefold.layout.cut import Box
 from onefold.unit.init import PROMISED
@@ -41,6 +41,7 @@ def save_pretrained(
 
     Raises: CheckpointError, on every rank: the directory exists or cannot be written.
     """
+    module = uncompiled(module)
     engine = engine_of(module)
     model = ShardedModel(engine, module)
 
@@ -138,14 +139,15 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
     Raises: CheckpointError: no safetensors files, a damaged one, or names that are missing and
         shapes that differ, all in one message; on every rank for a sharded module.
     """
-    if ENGINE not in module.__dict__:
-        module.__dict__[PROMISED] = Pretrained(module, Path(os.path.abspath(directory)))
+    plain = uncompiled(module)
+    if ENGINE not in plain.__dict__:
+        plain.__dict__[PROMISED] = Pretrained(plain, Path(os.path.abspath(directory)))
         return module
-    model = ShardedModel(engine_of(module), module)
+    model = ShardedModel(engine_of(plain), plain)
 
     def prepare() -> Pretrained:
         model.wait_steps()
-        return Pretrained(module, Path(os.path.abspath(directory)))
+        return Pretrained(plain, Path(os.path.abspath(directory)))
 
     values = together(model.engine.group, prepare)
     together(model.engine.group, lambda: _fill(model, values))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 
 from onefold.engine.engine import Engine
@@ -11,8 +13,18 @@ ENGINE = "_onefold_engine"
 """The attribute of a sharded root module that holds its engine."""
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` has wrapped; any other module as it is."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing is compiled
+    wrapper = getattr(dynamo, "OptimizedModule", ())
+    while isinstance(module, wrapper):
+        module = module._modules["_orig_mod"]
+    return module
+
+
 def engine_of(module: nn.Module) -> Engine:
-    """Return the engine of a sharded module. Raises `StateError` for any other."""
+    """Return the engine of a sharded module, compiled or not. Raises `StateError` for others."""
+    module = uncompiled(module)
     engine = module.__dict__.get(ENGINE) if isinstance(module, nn.Module) else None
     if not isinstance(engine, Engine):
         raise StateError(

@@ -139,7 +139,7 @@ def _chosen_blocks(
     root: nn.Module, names: dict[nn.Module, str], choice: UnitChoice
 ) -> list[nn.Module]:
     if choice is None:
-        return _repeated_blocks(root)
+        return repeated_blocks(root)
     if callable(choice):
         return [module for module in names if module is not root and choice(module)]
     if not isinstance(choice, Iterable):
@@ -169,7 +169,7 @@ def _innermost_block(blocks: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:
     return inside
 
 
-def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
+def repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """Children of lists whose members with parameters are mostly of one class, outermost first."""
     members = _repeated_members(root)
     return members or list(dict.fromkeys(_blocks_below(root)))

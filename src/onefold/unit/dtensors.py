@@ -179,6 +179,7 @@ class _AtRest:
         return self._onefold_owner()
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs)
 
