@@ -185,6 +185,7 @@ class LogicalTensor(LogicalValues):
     """
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -223,6 +224,7 @@ class ShownData(LogicalTensor):
         return dtensor_over(DTensor, self._local_tensor, self._spec).__reduce_ex__(protocol)
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = super().__torch_function__(func, types, args, kwargs)
         count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, ShownData)])
@@ -284,6 +286,7 @@ class RestingGrad(Tensor):
         return self.clone().as_subclass(Tensor).__reduce_ex__(protocol)
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             _await_readers(tree_iter((args, kwargs)))
@@ -330,6 +333,7 @@ class NoMean(Tensor):
         raise StateError(self._why)
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_ITS_KIND:
