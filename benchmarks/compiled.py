@@ -108,9 +108,8 @@ def main() -> int:
         path = asked.results / f"{date.today().isoformat()}-compiled-{asked.size}.json"
         with tempfile.TemporaryDirectory() as cache:
             # before the server of the ranks starts, which inherits it; no pools of compilers
-            os.environ.update(
-                OMP_NUM_THREADS="1", TORCHINDUCTOR_CACHE_DIR=cache, TORCHINDUCTOR_COMPILE_THREADS="1"
-            )  # fmt: skip
+            os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+            os.environ["OMP_NUM_THREADS"] = "1"
             result = compete(case, asked.rounds, path)
     print(*table(result), sep="\n")
     if asked.results == RESULTS:

@@ -20,10 +20,16 @@ from onefold.build import checks
 from onefold.build.stepping import stepper_of
 from onefold.build.tiers import budget_of, moments_of
 from onefold.config import STAGES, Stage, check_offload, offload_of, precision_of, stage_of
-from onefold.engine.registry import uncompiled
 from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Shares
-from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
+from onefold.layout.units import (
+    Owned,
+    UnitChoice,
+    UnitPlan,
+    owned_parameters,
+    plan_units,
+    uncompiled,
+)
 from onefold.mesh.devices import check_devices, device_of
 from onefold.mesh.meeting import meet
 from onefold.mesh.ranks import Ranks, local_place, two_axes_of_launcher

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from onefold.engine.registry import engine_of, uncompiled
+from onefold.engine.registry import engine_of
 from onefold.errors import StateError, expected
+from onefold.layout.units import uncompiled
 
 
 def full_state_dict(

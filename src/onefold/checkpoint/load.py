@@ -25,7 +25,8 @@ from onefold.checkpoint.directory import Found, find
 from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
-from onefold.engine.registry import engine_of, uncompiled
+from onefold.engine.registry import engine_of
+from onefold.layout.units import uncompiled
 from onefold.wire.collectives import Group
 
 

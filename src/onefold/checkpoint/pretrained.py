@@ -21,9 +21,10 @@ from onefold.checkpoint.agreement import on_rank_0, together
 from onefold.checkpoint.contents import ShardedModel, config_of, persistent_buffers
 from onefold.checkpoint.directory import Draft
 from onefold.checkpoint.storage import bytes_of
-from onefold.engine.registry import ENGINE, engine_of, uncompiled
+from onefold.engine.registry import ENGINE, engine_of
 from onefold.errors import listed
 from onefold.layout.cut import Box
+from onefold.layout.units import uncompiled
 from onefold.unit.init import PROMISED
 
 

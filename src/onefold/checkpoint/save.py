@@ -34,8 +34,9 @@ from onefold.checkpoint.manifest import Manifest
 from onefold.checkpoint.storage import RankFiles, WritePlanner, Writer
 from onefold.collecting import no_garbage
 from onefold.engine.engine import Engine
-from onefold.engine.registry import engine_of, uncompiled
+from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError
+from onefold.layout.units import uncompiled
 from onefold.ticket import DONE, Ticket
 from onefold.wire.collectives import Group
 

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 from torch import nn
 
 from onefold.engine.engine import Engine
 from onefold.errors import StateError, expected
+from onefold.layout.units import uncompiled
 
 ENGINE = "_onefold_engine"
 """The attribute of a sharded root module that holds its engine."""
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile(module)` has wrapped; any other module as it is."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing is compiled
-    wrapper = getattr(dynamo, "OptimizedModule", ())
-    while isinstance(module, wrapper):
-        module = module._modules["_orig_mod"]
-    return module
 
 
 def engine_of(module: nn.Module) -> Engine:

@@ -45,7 +45,6 @@ def watch_outputs(
     only passes on (T5's position bias) long after it has left the module, so such nodes are
     ignored.
     """
-
     nodes = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors_in(outputs):

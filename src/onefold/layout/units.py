@@ -8,6 +8,7 @@ parameter is found by identity and belongs to the first unit that owns it.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,15 @@ class UnitPlan:
     @property
     def dtype(self) -> torch.dtype:
         return self.members[0].parameter.dtype
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` has wrapped; any other module as it is."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing is compiled
+    wrapper = getattr(dynamo, "OptimizedModule", ())
+    while isinstance(module, wrapper):
+        module = module.get_submodule("_orig_mod")
+    return module
 
 
 def owned_parameters(root: nn.Module) -> list[Owned]:
@@ -191,9 +201,10 @@ def _repeated_members(module: nn.Module) -> list[nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     members = [child for child in module.children() if any(True for _ in child.parameters())]
-    if any(type(member).forward is nn.Module.forward for member in members):
+    kinds = [type(uncompiled(member)) for member in members]
+    if any(kind.forward is nn.Module.forward for kind in kinds):
         return []  # lists of lists: a module that is never called cannot be a block
-    classes = Counter(type(member) for member in members)
+    classes = Counter(kinds)
     least = 1 if isinstance(module, nn.ModuleList) else 2  # a list of one: a model of one layer
     if not classes or classes.most_common(1)[0][1] < max(least, len(members) / 2):
         return []

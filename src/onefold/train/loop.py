@@ -104,7 +104,7 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
     observer.trained()
     module.eval()
     options = {"seq": job.seq, "seed": job.seed, "num_bytes": job.sample}
-    with torch.compiler.set_stance("force_eager"):  # every other shape would be compiled anew
+    with torch.compiler.set_stance("force_eager") if job.compile else nullcontext():  # new shapes
         held_out = held_out_loss(job, world, module, corpus)
         text = generate(module, corpus.prompt, **options, device=world.device) if job.sample else ""
     report = onefold.report(module)
