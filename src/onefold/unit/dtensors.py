@@ -190,11 +190,6 @@ class ShardedParameter(_AtRest, LogicalValues):
     `nn.Parameter` for every `isinstance` check.
     """
 
-    @property
-    def __tensor_flatten__(self) -> Any:  # type: ignore[override]
-        """Refuse to be taken apart: torch.compile ends its graph at any use, and traces none."""
-        raise AttributeError("__tensor_flatten__")
-
     def to_local(self, **options: Any) -> Tensor:  # type: ignore[override]
         self._wait()
         return super().to_local(**options)

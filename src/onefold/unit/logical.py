@@ -31,6 +31,11 @@ class LogicalValues(DTensor):
 
     _label = "a sharded tensor"  # in errors
 
+    @property
+    def __tensor_flatten__(self) -> Any:  # type: ignore[override]
+        """Refuse to be taken apart: torch.compile ends its graph at any use, and traces none."""
+        raise AttributeError("__tensor_flatten__")
+
     def full_tensor(self, **options: Any) -> Tensor:
         if weighted.is_weighted(self):
             return weighted.full_tensor(self)
