@@ -43,6 +43,7 @@ def fresh(tmp_path, monkeypatch):
     """No graph of another test, and no file of another run."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
