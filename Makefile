@@ -55,6 +55,7 @@ bench: $(VENV)/peers.done
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/readme.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/published.py

@@ -59,6 +59,7 @@ class Case:
     device: str = "cpu"
     backend: str = "gloo"
     steps: int = 0  # measured; 0: as many as the size says
+    compiled: bool = False  # every block by torch.compile, in the warm-up
 
     @property
     def name(self) -> str:
@@ -67,6 +68,7 @@ class Case:
         parts += [f"accumulate {self.accumulate}"] * (self.accumulate > 1)
         parts += ["recompute"] * self.recompute
         parts += [f"malloc {self.malloc}"] * (self.malloc != "default")
+        parts += ["compiled"] * self.compiled
         parts += [self.device] * (self.device != "cpu")
         return ", ".join(parts)
 

@@ -199,6 +199,8 @@ def _measure(case: Case, chosen: Engine, rank: int) -> Rank:
     model = build_model(case)
     result = Rank(numel=sum(p.numel() for p in model.parameters()))
     contestant = chosen.build(case, model)
+    for block in model.blocks if case.compiled else ():
+        block.compile()
     for step in range(WARMUP_STEPS):
         result.losses.append(contestant.step(batches(case, rank, step)))
     window = Window(case)

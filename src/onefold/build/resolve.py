@@ -22,7 +22,14 @@ from onefold.build.tiers import budget_of, moments_of
 from onefold.config import STAGES, Stage, check_offload, offload_of, precision_of, stage_of
 from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Shares
-from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
+from onefold.layout.units import (
+    Owned,
+    UnitChoice,
+    UnitPlan,
+    owned_parameters,
+    plan_units,
+    uncompiled,
+)
 from onefold.mesh.devices import check_devices, device_of
 from onefold.mesh.meeting import meet
 from onefold.mesh.ranks import Ranks, local_place, two_axes_of_launcher
@@ -87,6 +94,7 @@ def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
     tiers = offload_of(choices.offload)
     check_offload(tiers, row)
     optimizers = checks.as_list(optimizer)
+    module = uncompiled(module)
     checks.check_module(module)
     parameters = owned_parameters(module)
     checks.check_parameters(parameters)

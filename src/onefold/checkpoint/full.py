@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from onefold.engine.registry import engine_of
 from onefold.errors import StateError, expected
+from onefold.layout.units import uncompiled
 
 
 def full_state_dict(
@@ -38,6 +39,7 @@ def full_state_dict(
         >>> if rank == 0:
         ...     torch.save(values, "model.pt")
     """
+    module = uncompiled(module)
     engine = engine_of(module)
     if engine.is_unsharded:
         raise StateError(

@@ -26,6 +26,7 @@ from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
 from onefold.engine.registry import engine_of
+from onefold.layout.units import uncompiled
 from onefold.wire.collectives import Group
 
 
@@ -54,6 +55,7 @@ def load(
         read. If tensors are damaged, older checkpoints of the directory are tried; without one the
         module holds a mixture of old and new values, and must not be trained.
     """
+    module = uncompiled(module)
     engine = engine_of(module)
     finish_pending(module, engine)
 

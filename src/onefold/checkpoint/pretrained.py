@@ -27,6 +27,7 @@ from onefold.engine.registry import ENGINE, engine_of
 from onefold.errors import listed
 from onefold.layout import packed
 from onefold.layout.cut import Box
+from onefold.layout.units import uncompiled
 from onefold.unit.init import PROMISED
 
 
@@ -44,6 +45,7 @@ def save_pretrained(
 
     Raises: CheckpointError, on every rank: the directory exists or cannot be written.
     """
+    module = uncompiled(module)
     engine = engine_of(module)
     model = ShardedModel(engine, module)
 
@@ -153,15 +155,16 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
     Raises: CheckpointError: no safetensors files, a damaged one, or names that are missing and
         shapes that differ, all in one message; on every rank for a sharded module.
     """
-    if ENGINE not in module.__dict__:
-        _refuse_packed(module)
-        module.__dict__[PROMISED] = Pretrained(module, Path(os.path.abspath(directory)))
+    plain = uncompiled(module)
+    if ENGINE not in plain.__dict__:
+        _refuse_packed(plain)
+        plain.__dict__[PROMISED] = Pretrained(plain, Path(os.path.abspath(directory)))
         return module
-    model = ShardedModel(engine_of(module), module)
+    model = ShardedModel(engine_of(plain), plain)
 
     def prepare() -> Pretrained:
         model.wait_steps()
-        return Pretrained(module, Path(os.path.abspath(directory)), model)
+        return Pretrained(plain, Path(os.path.abspath(directory)), model)
 
     values = together(model.engine.group, prepare)
     together(model.engine.group, lambda: _fill(model, values))

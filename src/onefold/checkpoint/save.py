@@ -36,6 +36,7 @@ from onefold.collecting import no_garbage
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError
+from onefold.layout.units import uncompiled
 from onefold.ticket import DONE, Ticket
 from onefold.wire.collectives import Group
 
@@ -78,6 +79,7 @@ def save(
     Raises: CheckpointError, on every rank: the directory exists or cannot be written, ranks pass
         different ones, the disk is full or fails, `extra` cannot be saved.
     """
+    module = uncompiled(module)
     engine = engine_of(module)
     finish_pending(module, engine)
 

@@ -99,6 +99,7 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
     choices = f", {job.precision} compute" if job.precision else ""
     choices += f", offload {job.offload}" if job.offload else ""
     choices += f", wire {job.wire}" if job.wire else ""
+    choices += ", compiled" if job.compile else ""
     cut = f" in {job.accumulate} micro-batches" if job.accumulate > 1 else ""
     parts = (
         f"{job.model}: {num_parameters:,d} parameters, stage {job.stage} over "

@@ -38,6 +38,8 @@ def add_to(commands: SubParsers) -> None:
         "(default: all)")
     add("--recompute", action="store_true", help="run blocks again in backward instead of keeping "
         "their activations")
+    add("--compile", action="store_true", help="run blocks through torch.compile in training; the "
+        "first step compiles, for up to a minute")
     add("--ranks", help="local processes to start (default: one for each GPU, or 2)")
     add("--model", default=DEFAULTS.model, metavar="NAME|config.json|module:function",
         help="tiny, mini, small, large (0.9, 5, 57, 1000 M parameters), a Hugging Face config, "
@@ -90,8 +92,8 @@ def job_of(arguments: argparse.Namespace, world_size: int) -> Job:
     checked: dict[str, Any] = {
         name: whole(f"--{name}", given[name], least=number) for name, number in least.items()
     }
-    texts = ("model", "data", "offload", "recompute", "precision", "wire", "checkpoint", "report",
-             "resume")  # fmt: skip
+    texts = ("model", "data", "offload", "recompute", "compile", "precision", "wire", "checkpoint",
+             "report", "resume")  # fmt: skip
     fraction = given["fraction"]
     if fraction != "auto":
         fraction = 1.0 if fraction is None else share("--fraction", fraction)

@@ -278,7 +278,7 @@ class SavedActivations:
         hooks = None
         is_nested = any(each is not None for each in self._begun)
         if torch.is_grad_enabled() and not is_nested and not in_backward():
-            hooks = saved_tensors_hooks(self.pack, lambda packed: packed.unpack())
+            hooks = saved_tensors_hooks(self.pack, _unpack)
             buffers = (each for named in self._named for each in named.values())
             addresses = {_address(each) for each in buffers if each is not None}
             self._staying = addresses | self._weights
@@ -297,6 +297,7 @@ class SavedActivations:
         while self._begun:
             self.end()
 
+    @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
     def pack(self, tensor: Tensor) -> SavedView | SavedEntry:
         """Return an object for the graph to hold instead of `tensor`.
 
@@ -381,6 +382,11 @@ class SavedActivations:
             except TierError:
                 if saved() is not None:  # else its graph is gone, and nothing needs the bytes
                     raise
+
+
+@torch._disable_dynamo
+def _unpack(packed: SavedView | SavedEntry) -> Tensor:
+    return packed.unpack()
 
 
 def _address(tensor: Tensor) -> int:

@@ -12,7 +12,8 @@ waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from weakref import ref
+from functools import partial
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -178,13 +179,7 @@ class Engine:
         self.schedule.begin_backward(self._trained(), is_last=is_last)
         self.marks.begin("backward")
         self.context.phase.name = Phase.BACKWARD
-        engine = ref(self)
-
-        def end() -> None:
-            alive = engine()
-            if alive is not None:
-                alive.end_backward()
-
+        end = partial(_end_backward, ref(self))
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _trained(self) -> list[int]:
@@ -371,6 +366,13 @@ class Engine:
 
     def __reduce__(self) -> str:
         raise StateError(NO_COPY)
+
+
+@torch._disable_dynamo  # [Note: torch.compile] in hooks.py
+def _end_backward(engine: ReferenceType[Engine]) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.end_backward()
 
 
 def current_phase() -> Phase:

@@ -2,6 +2,12 @@
 
 A module that uses units gets a pre-forward and a forward hook; the autograd nodes of its outputs
 announce the backward (engine/watch.py).
+
+[Note: torch.compile] Dynamo must not trace what torch calls here and elsewhere in the engine: it
+would run collectives while it compiles, and bake the state of units into a graph. So every function
+that torch calls back is disabled for it: a graph ends there, or does not see it at all, as around a
+compiled unit. `torch.compiler.disable` would import dynamo with onefold; `torch._disable_dynamo`
+does so at the first call.
 """
 
 from __future__ import annotations
@@ -55,8 +61,6 @@ class ModuleHooks:
         self._calls: list[tuple[list[Any], int]] = []  # and the next autograd node at their start
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, always_call=True)
-
-    # torch.compile ends its graph at both hooks. The public decorator imports dynamo at once.
 
     @torch._disable_dynamo
     def pre_forward(

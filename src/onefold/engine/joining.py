@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
@@ -49,6 +50,7 @@ class _Adoption:
 
     engine: ref[Engine]
 
+    @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         engine = self.engine()
         if engine is None:

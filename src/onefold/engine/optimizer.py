@@ -181,6 +181,7 @@ class OptimizerBinding:
 
     # around the class's own step
 
+    @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
     ) -> tuple[tuple[Any, ...], State] | None:
@@ -257,6 +258,7 @@ class OptimizerBinding:
                 )
         return not unsound
 
+    @torch._disable_dynamo
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
         """Put sharded parameters back. Runs before every other post-hook."""
         if not self._is_entered:

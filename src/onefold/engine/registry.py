@@ -11,16 +11,18 @@ from onefold.engine.engine import Engine
 from onefold.engine.hooks import hook
 from onefold.engine.structure import rename
 from onefold.errors import StateError, expected
+from onefold.layout.units import uncompiled
 
 ENGINE = "_onefold_engine"
 """The attribute of a sharded root module that holds its engine."""
 
 
 def engine_of(module: nn.Module) -> Engine:
-    """Return the engine of a sharded module, or of the only one that a wrapper holds.
+    """Return the engine of a sharded module, compiled or not, or of the only one in a wrapper.
 
     Raises `StateError` for any other.
     """
+    module = uncompiled(module)
     engine = None
     if isinstance(module, nn.Module):
         engine = module.__dict__.get(ENGINE) or _held_by(module) or _unwrapped(module)

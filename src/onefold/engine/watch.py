@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 from weakref import ReferenceType
@@ -45,14 +45,6 @@ def watch_outputs(
     only passes on (T5's position bias) long after it has left the module, so such nodes are
     ignored.
     """
-
-    def before_node(_: object) -> None:
-        alive = receiver()
-        if alive is not None:
-            alive.begin_backward()
-            for call in calls:
-                alive.enter_backward(call)
-
     nodes = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors_in(outputs):
@@ -66,7 +58,16 @@ def watch_outputs(
         for call in calls:
             current.expect_backward(call)
     for node in nodes.values():
-        node.register_prehook(before_node)
+        node.register_prehook(partial(_before_node, receiver, calls))
+
+
+@torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
+def _before_node(receiver: ReferenceType[BackwardEvents], calls: Sequence[Any], _: object) -> None:
+    alive = receiver()
+    if alive is not None:
+        alive.begin_backward()
+        for call in calls:
+            alive.enter_backward(call)
 
 
 MAX_DEPTH = 6

@@ -8,6 +8,7 @@ parameter is found by identity and belongs to the first unit that owns it.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,15 @@ class UnitPlan:
     def joins(self, other: UnitPlan) -> bool:
         """True if the same modules use both units, so that both are gathered for them."""
         return bool(self.modules) and self.modules is other.modules
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` has wrapped; any other module as it is."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing is compiled
+    wrapper = getattr(dynamo, "OptimizedModule", ())
+    while isinstance(module, wrapper):
+        module = module.get_submodule("_orig_mod")
+    return module
 
 
 def owned_parameters(root: nn.Module) -> list[Owned]:
@@ -206,7 +216,7 @@ def _chosen_blocks(
     root: nn.Module, names: dict[nn.Module, str], choice: UnitChoice
 ) -> list[nn.Module]:
     if choice is None:
-        return _repeated_blocks(root)
+        return repeated_blocks(root)
     if callable(choice):
         return [module for module in names if module is not root and choice(module)]
     if not isinstance(choice, Iterable):
@@ -236,7 +246,7 @@ def _innermost_block(blocks: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:
     return inside
 
 
-def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
+def repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """Children of lists whose members with parameters are mostly of one class, outermost first."""
     members = _repeated_members(root)
     return members or list(dict.fromkeys(_blocks_below(root)))
@@ -258,9 +268,10 @@ def _repeated_members(module: nn.Module) -> list[nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     members = [child for child in module.children() if any(True for _ in child.parameters())]
-    if any(type(member).forward is nn.Module.forward for member in members):
+    kinds = [type(uncompiled(member)) for member in members]
+    if any(kind.forward is nn.Module.forward for kind in kinds):
         return []  # lists of lists: a module that is never called cannot be a block
-    classes = Counter(type(member) for member in members)
+    classes = Counter(kinds)
     least = 1 if isinstance(module, nn.ModuleList) else 2  # a list of one: a model of one layer
     if not classes or classes.most_common(1)[0][1] < max(least, len(members) / 2):
         return []

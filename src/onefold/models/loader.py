@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import sysconfig
 import traceback
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from onefold.collecting import no_garbage
 from onefold.errors import ConfigError, expected
+from onefold.layout.units import repeated_blocks
 from onefold.models.gpt import GPT, PRESETS, VOCAB
 
 
@@ -67,6 +69,23 @@ def recompute(model: nn.Module, name: str) -> None:
             repr(name),
             hint="call torch.utils.checkpoint in the module's own forward",
         )
+
+
+def check_compiler() -> None:
+    """Raise `ConfigError` where torch.compile has no C++ compiler to make CPU code with."""
+    compiler = os.environ.get("CXX", "g++")
+    if not torch.cuda.is_available() and shutil.which(compiler) is None:
+        raise _refusal(
+            "a C++ compiler for torch.compile",
+            f"no {compiler!r} on the PATH",
+            hint="install g++, name another compiler in CXX, or leave --compile out",
+        )
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Let torch.compile run the repeated blocks, of which equal ones share one graph."""
+    for block in repeated_blocks(model) or [model]:
+        block.compile()
 
 
 def default_lr(model: str) -> float:

@@ -26,7 +26,7 @@ from onefold.engine.hooks import install
 from onefold.engine.schedule import Call
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
-from onefold.layout.units import UnitChoice, UnitPlan, plan_units
+from onefold.layout.units import UnitChoice, UnitPlan, plan_units, uncompiled
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.work import ModelWork, UnitWork, Work
@@ -152,7 +152,7 @@ def _run(module: nn.Module, inputs: Inputs, loss: Loss, tracer: _Tracer) -> None
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """Copy `module` with parameters and buffers on `meta`; ties are kept."""
+    """Copy `module` with parameters and buffers on `meta`, not compiled; ties are kept."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         shape, dtype = tuple(parameter.shape), parameter.dtype
@@ -160,7 +160,11 @@ def without_values(module: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(uncompiled(module), memo)  # which drops what `Module.compile` made
+    for part in list(copied.modules()):
+        for name, child in part.named_children():
+            part._modules[name] = uncompiled(child)
+    return copied
 
 
 class _Tracer:

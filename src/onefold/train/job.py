@@ -23,6 +23,7 @@ class Job:
     offload: str | None = None  # "optimizer", "cpu" or "disk:PATH"; None: all on the device
     fraction: float | str = 1.0  # of the optimizer state that leaves the device, or "auto"
     recompute: bool = False  # run blocks again in backward instead of keeping activations
+    compile: bool = False  # run blocks through torch.compile
     precision: PrecisionWord | None = None  # None computes in the parameters' own dtype
     wire: Preset | None = None  # a named wire; None sends exact messages on one axis
     steps: int = 160

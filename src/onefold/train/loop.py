@@ -16,7 +16,15 @@ from onefold.config import Offload, check_offload, offload_of, precision_of, sta
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, expected
 from onefold.mesh.world import World
-from onefold.models.loader import build_model, default_lr, logits_of, recompute, refuse
+from onefold.models.loader import (
+    build_model,
+    check_compiler,
+    compile_blocks,
+    default_lr,
+    logits_of,
+    recompute,
+    refuse,
+)
 from onefold.recording.closed_form import stage0_nbytes
 from onefold.recording.files import prepare
 from onefold.train.checkpoints import Checkpoints
@@ -54,6 +62,8 @@ def preflight(job: Job, world_size: int) -> Corpus:
         hint = "take more rows, fewer ranks or fewer micro-batches"
         raise ConfigError(expected(wanted, job.rows, hint=hint))
     refuse(job.model, job.seq)
+    if job.compile:
+        check_compiler()
     preflight_checkpoints(job)
     if job.report is not None:
         prepare(job.report)
@@ -93,9 +103,10 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
             trainer.checkpoints.after(step + 1, requests)
     observer.trained()
     module.eval()
-    held_out = held_out_loss(job, world, module, corpus)
     options = {"seq": job.seq, "seed": job.seed, "num_bytes": job.sample}
-    text = generate(module, corpus.prompt, **options, device=world.device) if job.sample else ""
+    with torch.compiler.set_stance("force_eager") if job.compile else nullcontext():  # new shapes
+        held_out = held_out_loss(job, world, module, corpus)
+        text = generate(module, corpus.prompt, **options, device=world.device) if job.sample else ""
     report = onefold.report(module)
     result = TrainResult(
         first_step=first,
@@ -136,6 +147,8 @@ class Trainer:
             self.module, self.optimizer, stage=job.stage, precision=job.precision,
             offload=offload_for(job), wire=job.wire,
         )  # fmt: skip
+        if job.compile:
+            compile_blocks(self.module)
         self.recipe = engine_of(self.module).recipe
         self.scaler = onefold.GradScaler(world.device.type, enabled=job.precision == "fp16")
         own = own_rows(job.rows, world.rank, world.world_size)

@@ -90,6 +90,7 @@ def _about(job: Job) -> dict[str, Fact]:
         "batch": f"{job.rows} rows of {job.seq} bytes",
         **({"micro-batches": job.accumulate} if job.accumulate > 1 else {}),
         **({"recompute": "every block"} if job.recompute else {}),
+        **({"compile": "every block"} if job.compile else {}),
         "clip": job.clip or "off",
         "seed": job.seed,
     }

@@ -84,7 +84,7 @@ _PASSIVE = {
     Tensor.get_device, Tensor.__len__, Tensor.__hash__, Tensor.__repr__, Tensor.__format__,
     Tensor.data_ptr, Tensor.storage_offset, Tensor.untyped_storage, Tensor.is_shared,
     Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.is_same_size, Tensor.is_signed,
-    Tensor.zero_, Tensor.copy_, Tensor.fill_, Tensor.normal_, Tensor.uniform_,
+    Tensor._is_view, Tensor.zero_, Tensor.copy_, Tensor.fill_, Tensor.normal_, Tensor.uniform_,
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
     torch.result_type, torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like,
     torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones,
@@ -184,6 +184,7 @@ class _AtRest:
         return self._onefold_owner()
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs)
 
@@ -229,6 +230,8 @@ class UnshardedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
+        if torch.compiler.is_compiling():
+            return self.detach()  # whose edits are counted
         self._expect_edit()
         return nn.Parameter.data.__get__(self)  # type: ignore[attr-defined]
 
@@ -263,6 +266,7 @@ class StaleParameter(nn.Parameter):
     _why: str
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stale = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, StaleParameter))
         with torch._C.DisableTorchFunctionSubclass():

@@ -31,6 +31,11 @@ class LogicalValues(DTensor):
 
     _label = "a sharded tensor"  # in errors
 
+    @property
+    def __tensor_flatten__(self) -> Any:  # type: ignore[override]
+        """Refuse to be taken apart: torch.compile ends its graph at any use, and traces none."""
+        raise AttributeError("__tensor_flatten__")
+
     def full_tensor(self, **options: Any) -> Tensor:
         if weighted.is_weighted(self):
             return weighted.full_tensor(self)
@@ -204,6 +209,7 @@ class LogicalTensor(LogicalValues):
     """
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -242,6 +248,7 @@ class ShownData(LogicalTensor):
         return dtensor_over(DTensor, self._local_tensor, self._spec).__reduce_ex__(protocol)
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = super().__torch_function__(func, types, args, kwargs)
         count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, ShownData)])
@@ -303,6 +310,7 @@ class RestingGrad(Tensor):
         return self.clone().as_subclass(Tensor).__reduce_ex__(protocol)
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             _await_readers(tree_iter((args, kwargs)))
@@ -349,6 +357,7 @@ class NoMean(Tensor):
         raise StateError(self._why)
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_ITS_KIND:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -321,7 +322,7 @@ class UnitParameter:
             self.unsharded.requires_grad_(wanted)
         if wanted and not self._is_hooked:
             self._is_hooked = True
-            self.unsharded.register_post_accumulate_grad_hook(_grad_hook(ref(self)))
+            self.unsharded.register_post_accumulate_grad_hook(partial(_on_accumulated, ref(self)))
 
     # edits
 
@@ -406,6 +407,7 @@ class _DirectUse:
     def __init__(self, parameter: ReferenceType[UnitParameter]) -> None:
         self.parameter = parameter
 
+    @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
     def __call__(self, sharded: Tensor) -> None:
         parameter = self.parameter()
         if isinstance(sharded.grad, DTensor):  # of an operation that DTensor defines: full_tensor()
@@ -414,14 +416,12 @@ class _DirectUse:
             raise refusals.direct_use(parameter.fqn, parameter.spec.context.where)
 
 
-def _grad_hook(parameter: ReferenceType[UnitParameter]) -> Callable[[Tensor], None]:
-    def on_accumulated(_: Tensor) -> None:
-        alive = parameter()
-        unit = None if alive is None else alive._unit()
-        if alive is not None and unit is not None:
-            unit.on_grad(alive)
-
-    return on_accumulated
+@torch._disable_dynamo
+def _on_accumulated(parameter: ReferenceType[UnitParameter], _: Tensor) -> None:
+    alive = parameter()
+    unit = None if alive is None else alive._unit()
+    if alive is not None and unit is not None:
+        unit.on_grad(alive)
 
 
 def _dtensor(local: Tensor, mesh: DeviceMesh | None, slot: Slot) -> DTensor:
