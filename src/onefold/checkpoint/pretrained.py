@@ -41,8 +41,14 @@ def save_pretrained(
 
     Raises: CheckpointError, on every rank: the directory exists or cannot be written.
     """
-    engine = engine_of(module)
-    model = ShardedModel(engine, module)
+    write_pretrained(ShardedModel(engine_of(module), module), directory, max_shard_nbytes)
+
+
+def write_pretrained(
+    model: ShardedModel, directory: str | os.PathLike[str], max_shard_nbytes: int
+) -> None:
+    """See `save_pretrained`. With `model.names` this writes those parameters, and no buffers."""
+    engine = model.engine
 
     def prepare() -> str:
         draft = Draft(Path(os.path.abspath(directory)))
@@ -57,8 +63,8 @@ def save_pretrained(
     outputs = safetensors.plan_outputs(_entries(model), max_shard_nbytes)
 
     def publish() -> None:
-        write_small_files(draft.folder, outputs, config_of(module))
-        generation = getattr(module, "generation_config", None)
+        write_small_files(draft.folder, outputs, config_of(model.module))
+        generation = getattr(model.module, "generation_config", None)
         save_generation = getattr(generation, "save_pretrained", None)
         if callable(save_generation):
             save_generation(draft.folder)
@@ -96,8 +102,9 @@ def _entries(model: ShardedModel) -> list[safetensors.TensorEntry]:
     found = [
         safetensors.TensorEntry(name, by_name[name].slot.shape, by_name[name].unit.dtype)
         for name, _ in model.module.named_parameters()
+        if name in by_name
     ]
-    buffers = model.buffers()
+    buffers = {} if model.names is not None else model.buffers()
     return found + [
         safetensors.TensorEntry(name, tuple(b.shape), b.dtype) for name, b in buffers.items()
     ]
@@ -119,7 +126,7 @@ def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Outp
                 nbytes = (stop - start) * rows.itemsize
                 writer.write(parameter.fqn, start * rows.itemsize, data[done : done + nbytes])
                 done += nbytes
-        if group.rank == 0:
+        if group.rank == 0 and model.names is None:
             for name, buffer in model.buffers().items():
                 writer.write(name, 0, bytes_of(buffer.detach().cpu().contiguous()))
         writer.finish()
