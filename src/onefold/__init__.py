@@ -95,7 +95,13 @@ __all__ = [
 ]
 
 
+_ROOMS = ("hf",)
+"""Packages that are imported on first use: `onefold.hf.Callback` after `import onefold`."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"onefold.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'onefold' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
