@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -2216,3 +2217,30 @@ def test_recompute_that_is_given_a_weight_trains_or_is_an_error(world_size, reen
         law_1(world_size, training(Root))
     except onefold.StateError as error:
         assert "'blocks.0.down.weight'" in str(error)
+
+
+@every_world
+def test_a_custom_function_given_another_modules_weight_by_full_tensor_trains(world_size):
+    """As fused losses read the head of a language model, tied or not, where it is a DTensor."""
+
+    class Fused(nn.Module):
+        def __init__(self, tied: bool):
+            super().__init__()
+            self.inner, self.scale = linear(), Scale()
+            self.other = self.scale if tied else Scale()
+
+        def forward(self, x):
+            weight = self.other.weight
+            full = weight.full_tensor() if isinstance(weight, DTensor) else weight.view_as(weight)
+            return self.scale(self.inner(Scaled.apply(x, full)))
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x):
+            return x * self.weight
+
+    for tied in (False, True):
+        law_1(world_size, training(lambda tied=tied: Fused(tied)))

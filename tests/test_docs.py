@@ -5,6 +5,7 @@ Comments above it say more:
 
     <!-- given: model, optimizer -->   names that a test provides; the block starts a new program
     <!-- ranks: 4 -->                  ranks on which the program runs
+    <!-- processes: 2 -->              ranks in processes of their own, as a launcher starts them
     <!-- not run: REASON -->           a block that cannot run here
 """
 
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold.cli.main import _parser
+from tests.hf_ranks import run_forks
 from tests.ranks import run_ranks, seeded
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +44,7 @@ RUN += sorted(
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 BLOCK = re.compile(r"((?:^<!--[^\n]*-->\n)*)^( *)```(\w+)[^\n]*\n(.*?)^\2```", re.S | re.M)
-MARK = re.compile(r"<!-- (given|ranks|not run): (.*?) -->")
+MARK = re.compile(r"<!-- (given|ranks|processes|not run): (.*?) -->")
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Program:
     line: int
     given: list[str] = field(default_factory=list)
     ranks: tuple[int, ...] = (1, 2)
+    is_forked: bool = False
     blocks: list[str] = field(default_factory=list)
 
 
@@ -77,6 +80,8 @@ def programs(path: Path) -> list[Program]:
             found.append(Program(line, given))
         if "ranks" in marks:
             found[-1].ranks = (int(marks["ranks"]),)
+        if "processes" in marks:
+            found[-1].ranks, found[-1].is_forked = (int(marks["processes"]),), True
         found[-1].blocks.append("\n" * (line - 1) + text)  # tracebacks name the page's line
     return found
 
@@ -137,7 +142,10 @@ def every_program() -> list[Any]:
 @pytest.mark.parametrize(("path", "program", "ranks"), every_program())
 def test_the_programs_of_the_pages_run(path, program, ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if ranks == 1:
+    if program.is_forked:
+        pytest.importorskip("accelerate")
+        run_forks(ranks, run, program, path)
+    elif ranks == 1:
         run(0, program, path)
     else:
         run_ranks(ranks, run, program, path)

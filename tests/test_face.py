@@ -365,6 +365,10 @@ LOGGED: dict[str, Callable[[nn.Module], float]] = {
     "total norm": lambda m: torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]).item(),
     "printed": lambda m: float(f"{torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9):.8f}"),
     "compared": lambda m: float(torch.nn.utils.clip_grad_norm_(m.parameters(), 1e9) > 0.001),
+    "close": lambda m: float(torch.allclose(m.last.bias.grad.sum(), m.last.bias.grad.sum() * 1)),
+    "close to a copy": lambda m: float(
+        torch.allclose(m.first.weight.grad, m.first.weight.grad.clone())
+    ),
     "stacked": lambda m: torch.stack([p.grad.norm() for p in m.parameters()]).norm().item(),
     "list of norms": lambda m: torch.tensor([p.grad.norm() for p in m.parameters()]).norm().item(),
 }

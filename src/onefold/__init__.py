@@ -98,8 +98,8 @@ __all__ = [
 ]
 
 
-_ROOMS = ("lightning",)
-"""Packages that are imported on first use: `onefold.lightning.Strategy` after `import onefold`."""
+_ROOMS = ("hf", "lightning")
+"""Packages that are imported on first use: `onefold.hf.Callback` after `import onefold`."""
 
 
 def __getattr__(name: str) -> Any:

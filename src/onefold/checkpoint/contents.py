@@ -19,7 +19,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,11 +43,15 @@ _EXTRA = "_extra_state"
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A sharded module and optimizers of its parameters, to save or to load into."""
+    """A sharded module and optimizers of its parameters, to save or to load into.
+
+    `names`: fqns of the parameters that are meant; None: all of them.
+    """
 
     engine: Engine
     module: nn.Module
     optimizers: tuple[Optimizer, ...] = ()
+    names: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         """Take names from `module`, maybe a wrapper. A collective where adapters came."""
@@ -90,7 +94,13 @@ class ShardedModel:
         return self.engine.group.rank
 
     def parameters(self) -> list[UnitParameter]:
-        return [p for unit in self.engine.units for p in unit.parameters if p.places]
+        found = [p for unit in self.engine.units for p in unit.parameters if p.places]
+        return [p for p in found if self.names is None or p.fqn in self.names]
+
+    def trainable(self) -> ShardedModel:
+        """This model without its frozen parameters, such as the base of adapters."""
+        names = frozenset(p.fqn for p in self.parameters() if p.sharded.requires_grad)
+        return replace(self, names=names)
 
     def parameter(self, tensor: Tensor) -> UnitParameter:
         """Return the parameter of a sharded tensor."""
@@ -116,7 +126,8 @@ class ShardedModel:
         """Return the other names of tied weights, each with the name under which it is saved."""
         known = {p.fqn for p in self.parameters()}
         named = self.module.named_parameters(remove_duplicate=False)
-        return {n: self.parameter(sharded).fqn for n, sharded in named if n not in known}
+        fqns = ((name, self.parameter(sharded).fqn) for name, sharded in named)
+        return {name: fqn for name, fqn in fqns if name != fqn and fqn in known}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the persistent buffers by name."""

@@ -50,7 +50,7 @@ def full_state_dict(
                 hint="inside, module.state_dict() has plain tensors already",
             )
         )
-    shown = module.state_dict()
+    shown = module.state_dict(keep_vars=True)  # without values that hooks would put in place
     if engine.group.world_size > 1:  # a rank that is elsewhere is named here, not inside torch
         engine.group.all_gather_object(len(shown))
     is_wanted = engine.group.rank == 0 or not rank0_only
@@ -70,7 +70,8 @@ def _plain(value: Any, *, is_wanted: bool, cpu: bool) -> Any:
     """An entry of a state dict on its own; None where nobody wants it."""
     if not isinstance(value, torch.Tensor):  # of get_extra_state()
         return value
-    full = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+    value = value.detach()
+    full = value.full_tensor() if isinstance(value, DTensor) else value
     if not is_wanted:
         return None
     # a gathered tensor is nobody else's, but for a world of one

@@ -91,6 +91,8 @@ def load(
 def _load(model: ShardedModel, found: Found) -> Any:
     """Load one checkpoint, and return this rank's `extra`."""
     group = model.engine.group
+    if found.manifest is not None and not found.manifest.frozen:
+        model = model.trainable()
     targets = together(group, lambda: Targets(model, found, read_metadata(found)))
     reader = Reader(found, targets.metadata)
     objects = _read(group, reader, targets.objects())

@@ -59,6 +59,7 @@ class Manifest:
     saved_at: str = field(default_factory=_now)  # UTC
     versions: dict[str, str] = field(default_factory=_versions)
     config: dict[str, Any] | None = None  # of a Hugging Face model
+    frozen: bool = True  # False: without parameters that did not require gradients
     format: int = FORMAT
 
     def encode(self) -> bytes:

@@ -45,9 +45,15 @@ def save_pretrained(
 
     Raises: CheckpointError, on every rank: the directory exists or cannot be written.
     """
-    module = uncompiled(module)
-    engine = engine_of(module)
-    model = ShardedModel(engine, module)
+    plain = uncompiled(module)
+    write_pretrained(ShardedModel(engine_of(plain), plain), directory, max_shard_nbytes)
+
+
+def write_pretrained(
+    model: ShardedModel, directory: str | os.PathLike[str], max_shard_nbytes: int
+) -> None:
+    """See `save_pretrained`. With `model.names` this writes those parameters, and no buffers."""
+    engine = model.engine
 
     def prepare() -> str:
         _refuse_coded(model)
@@ -63,8 +69,8 @@ def save_pretrained(
     outputs = safetensors.plan_outputs(_entries(model), max_shard_nbytes)
 
     def publish() -> None:
-        write_small_files(draft.folder, outputs, config_of(module))
-        generation = getattr(module, "generation_config", None)
+        write_small_files(draft.folder, outputs, config_of(model.module))
+        generation = getattr(model.module, "generation_config", None)
         save_generation = getattr(generation, "save_pretrained", None)
         if callable(save_generation):
             save_generation(draft.folder)
@@ -102,8 +108,9 @@ def _entries(model: ShardedModel) -> list[safetensors.TensorEntry]:
     found = [
         safetensors.TensorEntry(name, by_name[name].slot.shape, by_name[name].unit.dtype)
         for name in _names_of(model)
+        if name in by_name
     ]
-    buffers = model.buffers() | model.notes()
+    buffers = {} if model.names is not None else model.buffers() | model.notes()
     return found + [
         safetensors.TensorEntry(name, tuple(b.shape), b.dtype) for name, b in buffers.items()
     ]
@@ -135,9 +142,9 @@ def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Outp
                 nbytes = (stop - start) * rows.itemsize
                 writer.write(parameter.fqn, start * rows.itemsize, data[done : done + nbytes])
                 done += nbytes
-        notes = model.notes()
+        buffers = {} if model.names is not None else model.buffers() | model.notes()
         if group.rank == 0:
-            for name, buffer in (model.buffers() | notes).items():
+            for name, buffer in buffers.items():
                 writer.write(name, 0, bytes_of(buffer.detach().cpu().contiguous()))
         writer.finish()
 

@@ -52,6 +52,7 @@ def save(
     extra: Any = None,
     wait: bool = True,
     keep: int | None = None,
+    frozen: bool = True,
 ) -> Ticket:
     """Save a sharded module, and its optimizer, as the new checkpoint `directory`. A collective.
 
@@ -73,6 +74,8 @@ def save(
             later raises at `wait()`, or at the next `save` or `load` of this module.
         keep: delete all but the newest `keep` checkpoints of the parent directory, this one
             included, after the new files were read back and compared.
+        frozen: False leaves out parameters that do not require gradients, such as the base of
+            adapters. `onefold.load` then leaves these as they are.
 
     Returns: a ticket, which is done if `wait`.
 
@@ -89,6 +92,7 @@ def save(
             raise refusal("keep to be None or at least 1", repr(keep), hint=hint)
         draft = Draft(Path(os.path.abspath(directory)))
         model = ShardedModel.of(engine, module, optimizer)
+        model = model if frozen else model.trainable()
         model.wait_steps()
         if model.rank == 0:
             draft.check()
@@ -101,7 +105,7 @@ def save(
         manifest = Manifest(
             save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.recipe.stage.number,
             world_size=engine.group.world_size, optimizers=model.records(),
-            config=contents.config_of(module),
+            config=contents.config_of(module), frozen=frozen,
         )  # fmt: skip
         files = RankFiles(draft.folder, is_cached=not wait)
         return _Save(engine.group, draft, files, manifest, keep), model, state

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn
 
 from onefold.engine.engine import NO_COPY, Engine
@@ -58,7 +59,7 @@ class _NoWrapper:
                 "a sharded module to be trained as it is",
                 "DistributedDataParallel around it",
                 hint="leave DistributedDataParallel out: onefold.shard averages gradients over "
-                "the ranks",
+                "the ranks. Give a transformers.Trainer callbacks=[onefold.hf.Callback()]",
             )
         )
 
@@ -72,19 +73,30 @@ def _apply(
     assert module is not None, "a method outlived its module"
     assert engine is not None, "a module outlived its engine"
     parts = list(module.modules()) if recurse else [module]
-    for sharded in (sharded for part in parts for sharded in part._parameters.values()):
+    everything = (sharded for part in parts for sharded in part._parameters.values())
+    for number, sharded in enumerate(everything, start=1):
         parameter = engine.by_sharded.get(id(sharded))
         if parameter is not None:
-            probe = parameter.local.new_empty(0)
+            probe = parameter.local.new_empty(8)
+            probe.view(torch.uint8).fill_(number % 100)  # no NaN of any dtype
             moved = fn(probe)
-            if moved is not probe:
+            if not _is_same(probe, moved):
                 change = f"one to be replaced by {moved.dtype} on {moved.device}"
                 raise parameter.unit.touched(parameter, change)
     for part in parts:
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = fn(buffer)
+                moved = fn(buffer)
+                part._buffers[name] = buffer if _is_same(buffer, moved) else moved
     return module
+
+
+def _is_same(before: Tensor, after: Tensor) -> bool:
+    """True for a tensor that was not moved; `to("cpu:1")` copies what is on "cpu" already."""
+    if after is before:
+        return True
+    is_alike = after.device == before.device and after.dtype == before.dtype
+    return is_alike and after.device.type == "cpu" and torch.equal(before, after)
 
 
 def _cut_entries(

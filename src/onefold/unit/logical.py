@@ -164,7 +164,7 @@ def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         is_into_plain = bool(leaves) and not isinstance(leaves[0], DTensor)
         return is_into_plain and any(isinstance(leaf, LogicalValues) for leaf in leaves)
-    if weighted.needs_whole(func, leaves):
+    if weighted.needs_whole(func, leaves) or name == "allclose":  # which DTensor does not define
         return True
     if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
         return True

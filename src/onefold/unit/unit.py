@@ -265,6 +265,12 @@ class Unit(UnitWeights):
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
         self.gradient.check_there(parameter)
 
+    @property
+    def is_in_forward(self) -> bool:
+        """True while the sharded module's forward runs."""
+        owner = self._owner()
+        return owner is not None and owner.is_wanted(False)
+
     def is_wanted_unsharded(self, parameter: UnitParameter) -> bool:
         """True if an operation on the sharded parameter needs the unsharded one."""
         owner = self._owner()

@@ -1,0 +1,38 @@
+"""Train with Hugging Face libraries: Trainer, TRL, PEFT and raw Accelerate loops.
+
+    trainer = Trainer(model=model, args=args, callbacks=[onefold.hf.Callback(stage=3)])
+
+Names are resolved on first use, so `import onefold.hf` imports none of these libraries.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onefold.hf.accelerate import adopt
+    from onefold.hf.callback import Callback
+    from onefold.hf.frozen import adopt_frozen
+    from onefold.hf.mixin import TrainerMixin
+    from onefold.hf.trl import adopt_trainer
+
+_HOMES = {
+    "Callback": "onefold.hf.callback",
+    "TrainerMixin": "onefold.hf.mixin",
+    "adopt": "onefold.hf.accelerate",
+    "adopt_frozen": "onefold.hf.frozen",
+    "adopt_trainer": "onefold.hf.trl",
+}
+
+__all__ = ["Callback", "TrainerMixin", "adopt", "adopt_frozen", "adopt_trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'onefold.hf' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

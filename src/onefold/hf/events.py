@@ -1,0 +1,66 @@
+"""Let ranks agree, at the events of a Trainer, on where they are and what comes next.
+
+A flag that one rank alone has set, as to stop early, would let that rank leave the loop while the
+others wait for its shards. Two small messages a step prevent it: at the end of a step the flags of
+all ranks are joined, and at its beginning a rank that has left is found, and named.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onefold.engine.engine import Engine
+from onefold.errors import StateError, expected
+
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate")
+
+TRAIN_BEGIN = "the beginning of training"
+STEP_BEGIN = "the beginning of a step"
+STEP_END = "the end of a step"
+EVALUATE = "the end of an evaluation"
+SAVE = "the end of a save"
+EPOCH_END = "the end of an epoch"
+TRAIN_END = "the end of training"
+
+
+def meet(engine: Engine, place: str, value: Any = None) -> list[Any]:
+    """Return the `value` of every rank, in rank order. A collective.
+
+    Raises `StateError`, on every rank, with the place of each, if one came from another place.
+    """
+    if engine.group.world_size == 1:
+        return [value]
+    everyone: list[Any] = engine.group.all_gather_object((place, value))
+    pairs = [each if isinstance(each, tuple) else ("elsewhere", None) for each in everyone]
+    if any(other != place for other, _ in pairs):
+        places = "; ".join(f"rank {rank} is at {other}" for rank, (other, _) in enumerate(pairs))
+        raise StateError(
+            expected(
+                "every rank at the same place of the training",
+                places,
+                where=f"rank {engine.group.rank}",
+                hint="save on every rank, and not on rank 0 alone; set control flags "
+                "(should_training_stop ...) alike on every rank, or in a callback before "
+                "onefold.hf.Callback in the list; give every rank as many batches",
+            )
+        )
+    return [each for _, each in pairs]
+
+
+def agree(engine: Engine, event: str, step: int, control: Any) -> None:
+    """Set on every rank the flags that one rank has set. A collective.
+
+    Args:
+        engine: of the model that is trained.
+        event: one of this module's constants.
+        step: optimizer steps done.
+        control: a `TrainerControl`, changed in place.
+
+    Raises:
+        StateError: on every rank, if a rank is at another event.
+    """
+    mine = [bool(getattr(control, name)) for name in FLAGS]
+    everyone = meet(engine, f"{event}, after {step} steps", mine)
+    for name, votes in zip(FLAGS, zip(*everyone, strict=True), strict=True):
+        if any(votes):
+            setattr(control, name, True)

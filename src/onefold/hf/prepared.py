@@ -1,0 +1,75 @@
+"""Make a sharded module one that Accelerate takes as prepared, and leaves as it is.
+
+Accelerate returns a module that carries `_is_accelerate_prepared` without a wrapper, and calls
+`no_sync` of any module that has one for micro-batches that are not the last of a step. `generate`
+lets ranks that have finished run on with the others if a module says that it is sharded.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+from weakref import ReferenceType, ref
+
+from torch import nn
+
+from onefold.api import accumulate
+from onefold.engine.registry import engine_of
+from onefold.errors import StateError, expected
+from onefold.hf.heads import show_heads
+
+PREPARED = "_is_accelerate_prepared"
+"""Read by `Accelerator.prepare_model`, which otherwise wraps a module."""
+
+GATHERS_TO_GENERATE = "_is_fsdp_managed_module"
+"""Read by `generate`, which then runs all ranks until the last one has finished."""
+
+
+def mark_prepared(module: nn.Module) -> nn.Module:
+    """Let Accelerate use a sharded module as it is. Calling it again changes nothing.
+
+    Accelerate's `no_sync`, `accumulate` and `backward` then work, and its `unwrap_model` returns
+    this module. Accelerate leaves autocast and torch.compile out, too: whoever marks a module sees
+    to them.
+
+    Args:
+        module: one that `onefold.shard` has sharded.
+
+    Returns:
+        The same module.
+
+    Raises:
+        StateError: the module is not sharded.
+
+    Example:
+        >>> mark_prepared(onefold.shard(model, stage=3))
+    """
+    engine = engine_of(module)
+    marks = module.__dict__
+    if PREPARED not in marks:
+        show_heads(module)
+    marks[PREPARED] = True
+    marks["no_sync"] = partial(_no_sync, ref(module))
+    if engine.recipe.shards_parameters and engine.group.world_size > 1:
+        for part in module.modules():  # `generate` is often called on a part, as of an adapter
+            if callable(getattr(part, "generate", None)):
+                part.__dict__[GATHERS_TO_GENERATE] = True
+    return module
+
+
+def is_prepared(module: nn.Module) -> bool:
+    """True if `mark_prepared` has marked the module, or Accelerate has."""
+    return bool(module.__dict__.get(PREPARED))
+
+
+def _no_sync(alive: ReferenceType[nn.Module]) -> AbstractContextManager[None]:
+    module = alive()
+    if module is None:
+        raise StateError(
+            expected(
+                "the sharded module to be alive in no_sync",
+                "a module that was deleted",
+                hint="keep the module as long as it is trained",
+            )
+        )
+    return accumulate(module)
