@@ -20,12 +20,15 @@ from onefold.unit.parameter import UnitParameter
 
 
 def show_whole(module: nn.Module, engine: Engine) -> None:
-    """Let `module.state_dict()` gather adapters: a collective, if there are any."""
+    """Let `module.state_dict()` gather adapters: a collective, if there are any.
+
+    Rank 0 may have them whole already; see `Engine.are_adapters_known`.
+    """
     alive = ref(engine)
 
     def gather(root: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         engine = alive()
-        if engine is None or not getattr(root, "peft_config", None):
+        if engine is None or engine.are_adapters_known() or not getattr(root, "peft_config", None):
             return
         wanted: dict[str, UnitParameter] = {}
         for name, sharded in root.named_parameters(remove_duplicate=False):

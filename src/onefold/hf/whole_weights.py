@@ -55,6 +55,7 @@ class WholeWeights:
             found = module.__dict__[WHOLE] = WholeWeights(module, folder)
             alive = ref(found)
             module.register_state_dict_post_hook(partial(_show_whole, alive))
+            engine_of(module).are_adapters_known = partial(_is_current, alive)
             if callable(getattr(module, "save_pretrained", None)):
                 module.__dict__["save_pretrained"] = partial(_save_pretrained, ref(module), alive)
         found._folder = folder / _FOLDER
@@ -170,6 +171,11 @@ def _show_whole(
         whole.show(state)
 
 
+def _is_current(alive: ReferenceType[WholeWeights]) -> bool:
+    whole = alive()
+    return whole is not None and whole.is_current
+
+
 def _save_pretrained(
     alive: ReferenceType[nn.Module], alive_whole: ReferenceType[WholeWeights], *args: Any,
     **kwargs: Any,
@@ -180,9 +186,11 @@ def _save_pretrained(
     assert whole is not None, "a module outlived its weights"
     save: Callable[..., Any] = partial(type(module).save_pretrained, module)  # type: ignore[attr-defined]
     given = kwargs.get("state_dict")
-    if given is not None or whole.is_current:
-        return save(*args, **kwargs)
     engine = engine_of(module)
+    if given is not None or not _has_shards(module):
+        return save(*args, **kwargs)
+    if whole.is_current:
+        return save(*args, **kwargs) if engine.group.rank == 0 else None
     try:
         whole.take()  # from here on: every rank has called
     except WireError as error:
