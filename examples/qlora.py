@@ -59,9 +59,7 @@ for step in range(12):
         print(f"step {step:2d} loss {loss.item():.3f}")
 
 report = onefold.report(model)
-with onefold.unsharded(model):  # adapters alone are written
-    if ranks.rank == 0:
-        model.save_pretrained(folder / "adapters")
+model.save_pretrained(folder / "adapters", is_main_process=ranks.rank == 0)  # adapters alone
 if ranks.rank == 0:
     print(f"loss {loss.item():.3f}, adapters in {folder / 'adapters'}")
     print(report)

@@ -18,8 +18,8 @@ from onefold.errors import ConfigError, expected
 from onefold.hf.accelerate_state import AdoptedModels
 from onefold.hf.conflicts import refuse_device_map, refuse_other_engines
 from onefold.hf.prepared import is_prepared, mark_prepared
-from onefold.hf.versions import warn_if_untested
 from onefold.hf.whole_weights import WholeWeights
+from onefold.versions import warn_if_untested
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -35,9 +35,9 @@ from onefold.hf.autocast import run_in_bf16
 from onefold.hf.conflicts import refuse_other_engines
 from onefold.hf.prepared import mark_prepared
 from onefold.hf.run_state import RunState, folders_of
-from onefold.hf.versions import warn_if_untested
 from onefold.hf.whole_weights import WholeWeights
 from onefold.layout.units import UnitChoice
+from onefold.versions import warn_if_untested
 from onefold.wire_config import WireChoice
 
 CHOICES = "_onefold_hf_choices"

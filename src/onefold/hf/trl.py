@@ -14,8 +14,8 @@ from onefold.api import unsharded
 from onefold.engine.registry import ENGINE, engine_of
 from onefold.errors import StateError, expected
 from onefold.hf.frozen import adopt_frozen
-from onefold.hf.versions import warn_if_untested
 from onefold.unit.dtensors import ShardedParameter
+from onefold.versions import warn_if_untested
 
 BACKEND = "_dist"
 """Where TRL's trainers, and their link to an inference server, hold a `DistributedBackend`."""

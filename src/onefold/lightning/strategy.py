@@ -15,6 +15,7 @@ from onefold.layout.units import UnitChoice
 from onefold.lightning.fabric import FabricStrategy
 from onefold.lightning.sharding import Sharding
 from onefold.lightning.trainer import TrainerStrategy
+from onefold.versions import warn_if_untested
 from onefold.wire_config import WireChoice
 
 
@@ -53,6 +54,7 @@ class Strategy(TrainerStrategy, FabricStrategy):  # pyright: ignore
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
     ) -> None:
+        warn_if_untested("lightning")
         self.sharding = Sharding(stage, precision, offload, wire, units, timeout)
         for kind in (TrainerStrategy, FabricStrategy):
             kind.__init__(

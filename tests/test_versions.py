@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.hf import versions
+from onefold import versions
 
 
 @pytest.mark.parametrize("package", versions.TESTED)

@@ -1,6 +1,6 @@
 """The versions of other libraries that Onefold is tested with; one warning outside of them.
 
-A range is a floor and the first release that is untested. `tests/test_hf_versions.py` asserts every
+A range is a floor and the first release that is untested. `tests/test_versions.py` asserts every
 private name of these releases that Onefold relies on.
 """
 
