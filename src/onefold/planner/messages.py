@@ -227,21 +227,24 @@ def _two_hops(
     )
 
 
-def _gather(regions: Iterable[_Region], tags: int, word: str, itemsize: int) -> PlannedMessage:
-    """Send own rows to all others, with `tags` more elements of each rank."""
+def _gather(regions: Sequence[_Region], tags: int, word: str, itemsize: int) -> PlannedMessage:
+    """Send own rows to all others, with `tags` more elements of each rank.
+
+    A coded message counts its tags, an exact one does not.
+    """
     sharded = [region for region in regions if not region.is_replicated]
-    ranks = len(sharded[0].numels) if sharded else 1
+    ranks = len(regions[0].numels) if regions else 1
     if word == EXACT:
         sent = sum(region.numels[0] for region in sharded) * itemsize * (ranks - 1)
         return PlannedMessage(sent, _shared(sharded, tags, itemsize))
     codec = codec_of(word.removesuffix(DIFFERENCE))
     rest = tags * round_up(itemsize, ALIGN_NBYTES)
-    lengths = [each + rest for each in _coded_nbytes(sharded, codec, itemsize)]
+    lengths = [each + rest for each in _coded_nbytes(sharded, codec, itemsize)] or [rest] * ranks
     owed = sum(region.numels[0] for region in sharded if region.is_matrix)
     staged = sum(lengths)
     if word.endswith(DIFFERENCE):  # the first message is exact: differences refer to it
         staged = max((staged, *_shared(sharded, tags, itemsize)))
-    return PlannedMessage(lengths[0] * (ranks - 1), (staged,), owed) if sharded else NOTHING
+    return PlannedMessage(lengths[0] * (ranks - 1), (staged,), owed)
 
 
 def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> PlannedMessage:
