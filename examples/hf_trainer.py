@@ -60,6 +60,7 @@ trainer = MyTrainer(
     model=model,
     args=TrainingArguments(
         output_dir=folder,
+        use_cpu=not torch.cuda.is_available(),  # torchrun on CPUs needs it
         max_steps=STEPS,
         per_device_train_batch_size=8,
         learning_rate=3e-4,

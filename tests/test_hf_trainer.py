@@ -358,6 +358,9 @@ def _refusals(rank: int, folder: Path) -> None:
             act()
         assert text in str(caught.value)
         assert "hint:" in str(caught.value)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(onefold.ConfigError, match="use_cpu"):
+        patch.setenv("WORLD_SIZE", "4")
+        build()
     with pytest.raises(onefold.ConfigError, match=r"scaler decides on each rank alone"):
         from onefold.hf.arguments import autocast_of
 

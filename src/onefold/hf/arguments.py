@@ -5,6 +5,7 @@ Every rank has the same arguments, so every rank raises the same error, before a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,13 @@ def check_arguments(args: Any) -> None:
 
 
 def _unsupported(args: Any) -> Iterator[tuple[bool, str, str]]:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    yield (
+        args.world_size != launched,
+        f"a Trainer that sees {args.world_size} of the {launched} ranks that were launched",
+        "on CPUs set TrainingArguments(use_cpu=True): without it Accelerate takes each rank for a "
+        "process of its own",
+    )
     yield (
         args.n_gpu > 1,
         f"one process for {args.n_gpu} GPUs, for which Trainer uses DataParallel",
