@@ -47,6 +47,21 @@ def number(value: Tensor) -> float:
     return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
+def test_a_gloo_group_that_the_user_started_is_destroyed_at_exit():
+    """Its threads may end the process with SIGABRT otherwise, one exit in six of a Trainer."""
+    script = """
+import atexit, torch, onefold
+import torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+atexit.register(lambda: print("initialized", dist.is_initialized()))  # runs last
+onefold.shard(torch.nn.Linear(8, 8))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "initialized False\n", "")
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("ends_in_backward", [False, True])
 def test_a_plain_script_prints_nothing_at_exit(world_size, ends_in_backward):

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -142,6 +143,8 @@ def _group_of(
         return None, None
     if not dist.is_initialized():
         join_launcher(timeout)
+    elif dist.get_backend() == "gloo":  # Accelerate's, say, which leaves it to the exit
+        _leave_at_exit()
     return (dist.group.WORLD, None) if dist.is_initialized() else (None, None)
 
 
@@ -164,7 +167,7 @@ def join_launcher(timeout: timedelta = TIMEOUT) -> None:
     if device.type == "cpu":
         use_link_to_hosts()
     dist.init_process_group(backends_for(device), timeout=timeout)
-    atexit.register(_leave)
+    _leave_at_exit()
 
 
 def local_place(group: Group) -> tuple[int, int]:
@@ -175,6 +178,12 @@ def local_place(group: Group) -> tuple[int, int]:
     if all(value.isdigit() for value in known) and int(known[0]) < int(known[1]):
         return int(known[0]), int(known[1])
     return group.rank, group.world_size  # without a launcher all ranks are on one host
+
+
+@cache
+def _leave_at_exit() -> None:
+    """Destroy the process group when the interpreter exits, if nobody has by then."""
+    atexit.register(_leave)
 
 
 def _leave() -> None:

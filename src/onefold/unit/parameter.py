@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, refusals
 from onefold.unit.decoded import DecodedWeight
 from onefold.unit.dtensors import ParameterHome
+from onefold.unit.grad_hooks import DirectUse, on_accumulated
 from onefold.unit.spec import UnitSpec
 from onefold.wire.collectives import Group
 
@@ -245,7 +246,7 @@ class UnitParameter:
                 original.__class__ = dtensors.PlainSharded
             self.sharded = original
         if not spec.computes_on_sharded and requires_grad:
-            self.sharded.register_post_accumulate_grad_hook(_DirectUse(ref(self)))
+            self.sharded.register_post_accumulate_grad_hook(DirectUse(ref(self)))
             self._num_hooks = 1
         if spec.compute_dtype != spec.dtype:
             self.sharded.grad_dtype = None  # a partial gradient shows in the compute dtype
@@ -312,7 +313,7 @@ class UnitParameter:
         if hooks is None or len(hooks) == self._num_hooks or self.sharded is self.unsharded:
             return
         for hook in list(hooks.values()):
-            if not isinstance(hook, _DirectUse):
+            if not isinstance(hook, DirectUse):
                 hook(self.sharded)
 
     def follow_requires_grad(self) -> None:
@@ -322,7 +323,7 @@ class UnitParameter:
             self.unsharded.requires_grad_(wanted)
         if wanted and not self._is_hooked:
             self._is_hooked = True
-            self.unsharded.register_post_accumulate_grad_hook(partial(_on_accumulated, ref(self)))
+            self.unsharded.register_post_accumulate_grad_hook(partial(on_accumulated, ref(self)))
 
     # edits
 
@@ -396,32 +397,6 @@ class UnitParameter:
                 self._data._label = self.label  # type: ignore[attr-defined]
                 self.home.count_edits_of(self._data)
             return self._data
-
-
-class _DirectUse:
-    """Refuses a gradient that autograd accumulates into a sharded parameter.
-
-    An operation has used the parameter where `__torch_function__` could not see it.
-    """
-
-    def __init__(self, parameter: ReferenceType[UnitParameter]) -> None:
-        self.parameter = parameter
-
-    @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
-    def __call__(self, sharded: Tensor) -> None:
-        parameter = self.parameter()
-        if isinstance(sharded.grad, DTensor):  # of an operation that DTensor defines: full_tensor()
-            return
-        if parameter is not None:
-            raise refusals.direct_use(parameter.fqn, parameter.spec.context.where)
-
-
-@torch._disable_dynamo
-def _on_accumulated(parameter: ReferenceType[UnitParameter], _: Tensor) -> None:
-    alive = parameter()
-    unit = None if alive is None else alive._unit()
-    if alive is not None and unit is not None:
-        unit.on_grad(alive)
 
 
 def _dtensor(local: Tensor, mesh: DeviceMesh | None, slot: Slot) -> DTensor:
