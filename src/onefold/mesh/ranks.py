@@ -139,13 +139,16 @@ def _group_of(
         wanted = "mesh to be a DeviceMesh, a ProcessGroup or None"
         hint = "mesh=None shards over the whole world"
         raise ConfigError(expected(wanted, f"a {type(mesh).__name__}", hint=hint))
-    if not dist.is_available():
-        return None, None
+    return (_whole_world(timeout) if dist.is_available() else None), None
+
+
+def _whole_world(timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return the default group; start it where a launcher asks for one."""
     if not dist.is_initialized():
         join_launcher(timeout)
     elif dist.get_backend() == "gloo":  # Accelerate's, say, which leaves it to the exit
         _leave_at_exit()
-    return (dist.group.WORLD, None) if dist.is_initialized() else (None, None)
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _not_in(kind: str) -> ConfigError:
