@@ -41,6 +41,18 @@ def guard_parts(module: nn.Module, engine: Engine) -> None:
         if "_apply" not in part.__dict__:
             part.__dict__["_apply"] = _Guard(_apply, ref(part), ref(engine))
             part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
+            if callable(getattr(part, "resize_token_embeddings", None)):  # of transformers
+                part.__dict__["resize_token_embeddings"] = _refuse_resize
+
+
+def _refuse_resize(*_: object, **__: object) -> None:
+    raise StateError(
+        expected(
+            "resize_token_embeddings before onefold.shard",
+            "a call after it",
+            hint="add tokens and resize before the model is sharded, or its Trainer is built",
+        )
+    )
 
 
 class _Guard(partial[Any]):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.config import precision_of
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, expected
 
 _WORDS = {"bf16": "bf16", "fp16": "fp16"}
 
@@ -136,22 +136,5 @@ def autocast_of(mixed_precision: str, precision: object) -> str:
             "each rank alone whether a step is skipped",
             hint="bf16=True; or train in a loop of your own with precision='fp16' and "
             "onefold.GradScaler",
-        )
-    )
-
-
-def refuse_resize(model: nn.Module) -> None:
-    """Let `resize_token_embeddings` of a sharded model raise `StateError` before it changes any."""
-    for part in model.modules():
-        if callable(getattr(part, "resize_token_embeddings", None)):
-            part.__dict__["resize_token_embeddings"] = _refuse_resize
-
-
-def _refuse_resize(*_: object, **__: object) -> None:
-    raise StateError(
-        expected(
-            "resize_token_embeddings before the model is sharded",
-            "a call after it",
-            hint="add tokens and resize before the Trainer is built",
         )
     )

@@ -29,7 +29,6 @@ from onefold.hf.arguments import (
     check_arguments,
     check_model,
     check_optimizer,
-    refuse_resize,
 )
 from onefold.hf.autocast import run_in_bf16
 from onefold.hf.conflicts import refuse_other_engines
@@ -148,7 +147,6 @@ class Callback(TrainerCallback):
             model.__dict__[CHOICES] = choices
             if autocast == "bf16":
                 run_in_bf16(model, state.device.type)
-            refuse_resize(model)
         mark_prepared(model)
         self.whole(model, args)
 
