@@ -49,6 +49,16 @@ def step(module, optimizer, batch):
     optimizer.zero_grad()
 
 
+def averaged():
+    """A module at stage 3 after three steps, and its average."""
+    module, optimizer = ready({"stage": 3})
+    average = onefold.ema(module, decay=DECAY)
+    for batch in token_batches(3):
+        step(module, optimizer, batch)
+        average.update()
+    return module, average
+
+
 def whole(value):
     full = value.full_tensor() if isinstance(value, DTensor) else value
     return full.detach().clone()
@@ -175,11 +185,7 @@ def test_an_exception_in_the_block_brings_the_weights_back(stage):
 @pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2), (2, 1)])
 def test_dcp_resumes_it_at_another_number_of_ranks(saving, loading, tmp_path):
     def save(rank):
-        module, optimizer = ready({"stage": 3})
-        average = onefold.ema(module, decay=DECAY)
-        for batch in token_batches(3):
-            step(module, optimizer, batch)
-            average.update()
+        _module, average = averaged()
         dcp.save({"ema": average.state_dict()}, checkpoint_id=tmp_path / "ema")
         return averages(average)
 
@@ -229,11 +235,7 @@ def test_extra_resumes_it_at_the_same_number_of_ranks(stage, tmp_path):
 
 def test_the_average_alone_is_saved_in_the_block_and_a_new_one_begins_with_it(tmp_path):
     def body(rank):
-        module, optimizer = ready({"stage": 3})
-        average = onefold.ema(module, decay=DECAY)
-        for batch in token_batches(3):
-            step(module, optimizer, batch)
-            average.update()
+        module, average = averaged()
         with average.applied():
             onefold.save(tmp_path / "ema", module)
             plain = onefold.full_state_dict(module, rank0_only=False)

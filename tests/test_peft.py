@@ -300,6 +300,22 @@ def test_merged_adapters_are_those_of_one_process(tuner, order, tmp_path):
     torch.testing.assert_close(values(loaded), values(base), rtol=1e-4, atol=1e-6)
 
 
+def test_pretrained_weights_fill_a_wrapper_of_a_sharded_model(tmp_path):
+    def body(rank: int) -> None:
+        model = adapted_after(plains[rank], llama, lora, stage=3)
+        onefold.save_pretrained(model, tmp_path / "saved")
+        wanted = values(model)
+        with onefold.unsharded(model, writeback=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        onefold.load_pretrained(model, tmp_path / "saved")
+        found = values(model)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+    plains = [seeded(llama) for _ in range(2)]
+    run_ranks(2, body)
+
+
 def test_merging_outside_of_unsharded_is_an_error_that_names_it():
     def body(rank: int) -> str:
         model = adapted()

@@ -39,17 +39,22 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, found none on PATH")
 
 
+def recorded_step(rank):
+    """A module of two ranks, and the record of its one step."""
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters())
+    onefold.shard(module, optimizer, stage=3)
+    with onefold.record(module) as recording:
+        next_token_loss(module, token_batches(1)[0].chunk(2)[rank]).backward()
+        optimizer.step()
+    return module, recording
+
+
 def real_report() -> RunReport:
     """A step of two ranks."""
 
     def body(rank):
-        module = seeded(Model)
-        optimizer = torch.optim.AdamW(module.parameters())
-        onefold.shard(module, optimizer, stage=3)
-        with onefold.record(module) as recording:
-            next_token_loss(module, token_batches(1)[0].chunk(2)[rank]).backward()
-            optimizer.step()
-        return recording.step
+        return recorded_step(rank)[1].step
 
     return RunReport.of(run_ranks(2, body), about={"model": "blocks", "stage": 3})
 
@@ -259,12 +264,7 @@ def test_bytes_at_the_peak_of_a_rank_sum_to_the_peak():
 
 def test_a_saved_recording_has_the_bytes_of_stage_0(tmp_path):
     def body(rank):
-        module = seeded(Model)
-        optimizer = torch.optim.AdamW(module.parameters())
-        onefold.shard(module, optimizer, stage=3)
-        with onefold.record(module) as recording:
-            next_token_loss(module, token_batches(1)[0].chunk(2)[rank]).backward()
-            optimizer.step()
+        module, recording = recorded_step(rank)
         recording.save(tmp_path / str(rank))
         return sum(parameter.numel() for parameter in module.parameters())
 

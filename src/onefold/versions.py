@@ -43,9 +43,9 @@ def _warn_once(package: str) -> None:
         found = version(package)
     except PackageNotFoundError:
         return
-    told = outside(package, found)
-    if told:
-        warnings.warn(told, UserWarning, stacklevel=4)  # of the line that calls our caller
+    warning = outside(package, found)
+    if warning:
+        warnings.warn(warning, UserWarning, stacklevel=4)  # of the line that calls our caller
 
 
 def outside(package: str, found: str) -> str:

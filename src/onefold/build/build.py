@@ -72,7 +72,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     for owned in parts.parameters:
         if owned.is_packed and owned.table is None:
             for part, _ in owned.owners:
-                packed.settle(part, owned.parameter)
+                packed.prepare_module(part, owned.parameter)
     notes = (resolved.why_stage, rests, resolved.why_stepper)
     engine = Engine(
         parts.module,

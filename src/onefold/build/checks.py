@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from onefold.engine.joining import check_state
-from onefold.engine.registry import ENGINE
+from onefold.engine.registry import is_sharded
 from onefold.errors import ConfigError, expected
 from onefold.layout import packed
 from onefold.layout.cut import Shares
@@ -67,7 +67,7 @@ def check_module(module: object) -> None:
                 )
             )
     _check_one_device(module)
-    if any(ENGINE in part.__dict__ for part in module.modules()):
+    if any(is_sharded(part) for part in module.modules()):
         raise ConfigError(
             expected(
                 f"a {type(module).__name__} that is not sharded yet",

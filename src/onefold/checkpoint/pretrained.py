@@ -23,7 +23,7 @@ from onefold.checkpoint.contents import ShardedModel, config_of, persistent_buff
 from onefold.checkpoint.directory import Draft
 from onefold.checkpoint.quantised import is_note, is_offset, offset_in, offset_of
 from onefold.checkpoint.storage import bytes_of
-from onefold.engine.registry import ENGINE, engine_of
+from onefold.engine.registry import engine_of, find_engine
 from onefold.errors import listed
 from onefold.layout import packed
 from onefold.layout.cut import Box
@@ -163,11 +163,12 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
         shapes that differ, all in one message; on every rank for a sharded module.
     """
     plain = uncompiled(module)
-    if ENGINE not in plain.__dict__:
+    engine = find_engine(plain)
+    if engine is None:
         _refuse_packed(plain)
         plain.__dict__[PROMISED] = Pretrained(plain, Path(os.path.abspath(directory)))
         return module
-    model = ShardedModel(engine_of(plain), plain)
+    model = ShardedModel(engine, plain)
 
     def prepare() -> Pretrained:
         model.wait_steps()

@@ -28,7 +28,7 @@ def show_whole(module: nn.Module, engine: Engine) -> None:
 
     def gather(root: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         engine = alive()
-        if engine is None or engine.are_adapters_known() or not getattr(root, "peft_config", None):
+        if engine is None or not getattr(root, "peft_config", None) or engine.are_adapters_known():
             return
         wanted: dict[str, UnitParameter] = {}
         for name, sharded in root.named_parameters(remove_duplicate=False):

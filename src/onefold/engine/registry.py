@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
 from weakref import ref
 
 from torch import nn
@@ -22,11 +23,8 @@ def engine_of(module: nn.Module) -> Engine:
 
     Raises `StateError` for any other.
     """
-    module = uncompiled(module)
-    engine = None
-    if isinstance(module, nn.Module):
-        engine = module.__dict__.get(ENGINE) or _held_by(module) or _unwrapped(module)
-    if not isinstance(engine, Engine):
+    engine = find_engine(module)
+    if engine is None:
         raise StateError(
             expected(
                 "a module that onefold.shard has sharded",
@@ -37,9 +35,22 @@ def engine_of(module: nn.Module) -> Engine:
     return engine
 
 
+def find_engine(module: object) -> Engine | None:
+    """Return the engine that `engine_of` returns; None where it raises."""
+    if not isinstance(module, nn.Module):
+        return None
+    module = uncompiled(module)
+    return module.__dict__.get(ENGINE) or _held_by(module) or _unwrapped(module)
+
+
+def is_sharded(module: object) -> TypeGuard[nn.Module]:
+    """True for the module itself that `onefold.shard` has sharded, not for parts and wrappers."""
+    return isinstance(module, nn.Module) and ENGINE in module.__dict__
+
+
 def _held_by(wrapper: nn.Module) -> Engine | None:
     """Return the engine of the only sharded module inside."""
-    found = {part.__dict__[ENGINE] for part in wrapper.modules() if ENGINE in part.__dict__}
+    found = {part.__dict__[ENGINE] for part in wrapper.modules() if is_sharded(part)}
     return found.pop() if len(found) == 1 else None
 
 

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,14 +16,12 @@ from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, expected
 from onefold.hf.accelerate_state import AdoptedModels
 from onefold.hf.conflicts import refuse_device_map, refuse_other_engines
-from onefold.hf.prepared import is_prepared, mark_prepared
+from onefold.hf.prepared import COMPUTE, is_prepared, mark_prepared
 from onefold.hf.whole_weights import WholeWeights
 from onefold.versions import warn_if_untested
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-_COMPUTE = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def adopt(
@@ -121,7 +118,7 @@ def _check_precision(accelerator: Any, precision: Any) -> None:
     """Raise `ConfigError` unless the accelerator's and `shard`'s precision mean the same."""
     mixed = accelerator.mixed_precision
     source = _source("ACCELERATE_MIXED_PRECISION")
-    if mixed not in _COMPUTE:
+    if mixed not in COMPUTE:
         raise ConfigError(
             expected(
                 "mixed_precision 'no', 'bf16' or 'fp16'",
@@ -137,7 +134,7 @@ def _check_precision(accelerator: Any, precision: Any) -> None:
                 hint="mixed_precision='bf16'; or 'no' with precision='fp16' and onefold.GradScaler",
             )
         )
-    wanted, given = _COMPUTE[mixed], precision_of(precision).compute
+    wanted, given = COMPUTE[mixed], precision_of(precision).compute
     if wanted is not None and given not in (None, wanted):
         raise ConfigError(
             expected(
@@ -186,7 +183,7 @@ def _honour_precision(accelerator: Any, model: nn.Module, precision: Any) -> Non
         handler = accelerator.scaler_handler
         options = handler.to_kwargs() if handler is not None else {}
         accelerator.scaler = GradScaler(accelerator.device.type, **options)
-    dtype = _COMPUTE[accelerator.mixed_precision]
+    dtype = COMPUTE[accelerator.mixed_precision]
     if dtype is None:
         return
     if precision is not None:

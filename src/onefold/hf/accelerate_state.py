@@ -25,7 +25,7 @@ from onefold.checkpoint.directory import prune
 from onefold.checkpoint.full import full_state_dict
 from onefold.checkpoint.load import load
 from onefold.checkpoint.save import save
-from onefold.engine.registry import ENGINE, engine_of
+from onefold.engine.registry import engine_of, is_sharded
 
 _ATTRIBUTE: Final = "_onefold_adopted"
 _FOLDER: Final = "onefold"
@@ -36,7 +36,7 @@ _ELSEWHERE: Final = "onefold_saved_beside"
 class LocalState:
     """Lets a sharded optimizer's state stay where it is while Accelerate saves or loads it.
 
-    Once told that its state is saved elsewhere, the next `state_dict()` has hyper-parameters alone.
+    After `note_elsewhere`, the next `state_dict()` has hyper-parameters alone.
     Loading such a dict changes them alone, so that no state is copied, cast or moved.
     """
 
@@ -115,7 +115,7 @@ class AdoptedModels:
 
         Of other models, and for `save_state` (`unwrap=False`), return what Accelerate does.
         """
-        if unwrap and _is_sharded(model):
+        if unwrap and is_sharded(model):
             return full_state_dict(model)
         return self._gather_others(model, unwrap=unwrap)
 
@@ -136,7 +136,7 @@ class AdoptedModels:
                 state.note_elsewhere()
         if len(weights) == len(models):  # else another hook has sorted them out
             weights[:] = [
-                each for each, model in zip(weights, models, strict=True) if not _is_sharded(model)
+                each for each, model in zip(weights, models, strict=True) if not is_sharded(model)
             ]
 
     def _load(self, models: list[nn.Module], input_dir: str) -> None:
@@ -151,11 +151,7 @@ class AdoptedModels:
                 engine_of(model).group, lambda folder=folder: _saves(folder)
             )[0]
             load(folder / saves[-1][1] if saves else folder, model, optimizers)
-        models[:] = [model for model in models if not _is_sharded(model)]
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return ENGINE in model.__dict__
+        models[:] = [model for model in models if not is_sharded(model)]
 
 
 def _saves(folder: Path) -> list[tuple[int, str]]:

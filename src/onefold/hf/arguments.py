@@ -9,13 +9,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from onefold.config import precision_of
 from onefold.errors import ConfigError, expected
-
-_WORDS = {"bf16": "bf16", "fp16": "fp16"}
+from onefold.hf.prepared import COMPUTE
 
 
 def check_arguments(args: Any) -> None:
@@ -64,20 +64,6 @@ def _unsupported(args: Any) -> Iterator[tuple[bool, str, str]]:
     )
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model that Accelerate has spread over devices."""
-    places = getattr(model, "hf_device_map", None) or {}
-    if len(set(map(str, places.values()))) > 1:
-        raise ConfigError(
-            expected(
-                "a model on one device of each rank",
-                f"hf_device_map with {sorted(set(map(str, places.values())))}, as of "
-                'device_map="auto"',
-                hint="load it without device_map: onefold.shard spreads it over the ranks",
-            )
-        )
-
-
 def check_optimizer(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Raise `ConfigError` for an optimizer that was built before the model changed.
 
@@ -107,20 +93,15 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer | None) -> None:
         )
 
 
-def autocast_of(mixed_precision: str, precision: object) -> str:
-    """Return the dtype for autocast, "bf16" or "no", from the Trainer's and the callback's choice.
+def autocast_of(mixed_precision: str, precision: object) -> torch.dtype | None:
+    """Return the dtype for autocast, None without it, from the Trainer's and the callback's choice.
 
     Raises `ConfigError` where they disagree, or for a mixed precision that cannot be honoured.
     """
     if mixed_precision == "no":
-        return "no"
-    compute = precision_of(precision).compute
-    is_same = precision == _WORDS.get(mixed_precision) or str(compute) == {
-        "bf16": "torch.bfloat16", "fp16": "torch.float16",
-    }.get(mixed_precision)  # fmt: skip
-    if mixed_precision == "bf16" and (compute is None or is_same):
-        return "bf16" if compute is None else "no"
-    if compute is not None and not is_same:
+        return None
+    wanted, compute = COMPUTE.get(mixed_precision), precision_of(precision).compute
+    if compute not in (None, wanted):
         raise ConfigError(
             expected(
                 "one mixed precision",
@@ -129,6 +110,8 @@ def autocast_of(mixed_precision: str, precision: object) -> str:
                 hint="give the same one to both, or leave one out",
             )
         )
+    if mixed_precision == "bf16":
+        return wanted if compute is None else None
     raise ConfigError(
         expected(
             "mixed precision that all ranks can step in together",

@@ -30,11 +30,6 @@ class _Autocast:
         return convert_to_fp32(output)
 
 
-def run_in_bf16(module: nn.Module, device_type: str) -> None:
-    """Compute the module's forward under `torch.autocast` in bf16; its outputs are fp32."""
-    run_under_autocast(module, device_type, torch.bfloat16, {})
-
-
 def run_under_autocast(
     module: nn.Module, device_type: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:

@@ -21,16 +21,15 @@ from transformers.trainer_utils import SaveStrategy
 
 from onefold.api import shard
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice, offload_of, precision_of
-from onefold.engine.registry import ENGINE, engine_of
+from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError, StateError, expected
 from onefold.hf import events
 from onefold.hf.arguments import (
     autocast_of,
     check_arguments,
-    check_model,
     check_optimizer,
 )
-from onefold.hf.autocast import run_in_bf16
+from onefold.hf.autocast import run_under_autocast
 from onefold.hf.conflicts import refuse_other_engines
 from onefold.hf.prepared import mark_prepared
 from onefold.hf.run_state import RunState, folders_of
@@ -133,20 +132,19 @@ class Callback(TrainerCallback):
         state: Any = AcceleratorState()
         refuse_other_engines(state, args)
         check_arguments(args)
-        check_model(model)
-        choices = self.choices
+        choices, is_new = self.choices, not is_sharded(model)
         autocast = autocast_of(state.mixed_precision, choices.precision)
-        if ENGINE in model.__dict__:
+        if not is_new:
             choices.check(model)
         check_optimizer(model, optimizer)
-        if ENGINE not in model.__dict__:
+        if is_new:
             shard(
                 model, optimizer, stage=choices.stage, units=choices.units,
                 precision=choices.precision, offload=choices.offload, wire=choices.wire,
             )  # fmt: skip
             model.__dict__[CHOICES] = choices
-            if autocast == "bf16":
-                run_in_bf16(model, state.device.type)
+            if autocast is not None:
+                run_under_autocast(model, state.device.type, autocast, {})
         mark_prepared(model)
         self.whole(model, args)
 
@@ -257,7 +255,7 @@ def _is_best(args: TrainingArguments, state: TrainerState, metrics: dict[str, fl
 
 def _refuse_unsharded(model: nn.Module) -> None:
     """Raise `StateError` for a model that the Trainer has built anew."""
-    if ENGINE not in model.__dict__:
+    if not is_sharded(model):
         raise StateError(
             expected(
                 "the model that onefold.hf.Callback has sharded",

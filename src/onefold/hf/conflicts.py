@@ -86,27 +86,22 @@ def _found(state: Any, arguments: Any) -> Iterator[tuple[str, str]]:
         if os.environ.get(variable, "").lower() in _ON:
             yield engine, _describe(engine, variable)
     for engine, attribute in _PLUGINS.items():
-        if _shared(state, attribute) is not None:
+        if getattr(state, attribute, None) is not None:
             yield engine, f"Accelerator({attribute}=...)"
-    axes = _shared(state, "parallelism_config")
+    axes = getattr(state, "parallelism_config", None)
     if axes is not None and axes.total_size > 1:
         yield "a ParallelismConfig", "Accelerator(parallelism_config=...)"
-
-
-def _shared(state: Any, attribute: str) -> Any:
-    """An attribute of the state that all Accelerators of a process share; None without one."""
-    return getattr(state, attribute, None)
 
 
 def _describe(engine: str, variable: str) -> str:
     """Name the variable, what others say beside it, and the file that sets it by default."""
     word = engine.upper().replace("-LM", "")
     names = [variable] + [name for name in _DETAILS if word in name and name in os.environ]
-    told = f"the environment ({', '.join(f'{name}={os.environ[name]}' for name in names)})"
+    place = f"the environment ({', '.join(f'{name}={os.environ[name]}' for name in names)})"
     file = _default_file()
     if file is not None and f"distributed_type: {engine.upper().replace('-', '_')}" in _text(file):
-        told += f", which `accelerate launch` sets from {str(file)!r}"
-    return told
+        place += f", which `accelerate launch` sets from {str(file)!r}"
+    return place
 
 
 def _default_file() -> Path | None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from onefold.checkpoint.agreement import together
 from onefold.checkpoint.load import load
-from onefold.engine.registry import ENGINE, engine_of
+from onefold.engine.registry import engine_of, is_sharded
 from onefold.hf.callback import Callback
 from onefold.hf.run_state import FOLDER, RunState
 from onefold.hf.whole_weights import WholeWeights, is_peft
@@ -103,7 +103,7 @@ class TrainerMixin(_Base):
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         has_state = (Path(resume_from_checkpoint) / FOLDER).is_dir()
-        if not has_state or is_peft(self._module) or ENGINE not in self._module.__dict__:
+        if not has_state or is_peft(self._module) or not is_sharded(self._module):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         # read once more with the optimizer, when that exists; here for what comes before
@@ -133,9 +133,9 @@ def _newest(directory: Path) -> str | None:
     for _, path in sorted(numbered, reverse=True):
         if _is_complete(path):
             if passed_over:
-                told = ", ".join(passed_over)
+                names = ", ".join(passed_over)
                 warnings.warn(
-                    f"resume from {path.name}: the save of {told} was interrupted", stacklevel=3
+                    f"resume from {path.name}: the save of {names} was interrupted", stacklevel=3
                 )
             return str(path)
         passed_over.append(path.name)

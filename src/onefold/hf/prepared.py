@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from weakref import ReferenceType, ref
 
+import torch
 from torch import nn
 
 from onefold.api import accumulate
@@ -20,6 +21,13 @@ from onefold.hf.heads import show_heads
 
 PREPARED = "_is_accelerate_prepared"
 """Read by `Accelerator.prepare_model`, which otherwise wraps a module."""
+
+COMPUTE: dict[str, torch.dtype | None] = {
+    "no": None,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+"""The dtype of a forward under autocast, by Accelerate's `mixed_precision`."""
 
 GATHERS_TO_GENERATE = "_is_fsdp_managed_module"
 """Read by `generate`, which then runs all ranks until the last one has finished."""

@@ -32,13 +32,9 @@ _MARK = "onefold"
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
     """Return the torch optimizer inside Accelerate's wrapper."""
-    while not _is_plain(optimizer):
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _is_plain(optimizer: Any) -> bool:
-    return not isinstance(getattr(optimizer, "optimizer", None), Optimizer)
 
 
 class RunState:

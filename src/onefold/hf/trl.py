@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.api import unsharded
-from onefold.engine.registry import ENGINE, engine_of
+from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import StateError, expected
 from onefold.hf.frozen import adopt_frozen
 from onefold.unit.dtensors import ShardedParameter
@@ -47,7 +47,7 @@ def adopt_trainer(trainer: Any, **shard_arguments: Any) -> Any:
     """
     warn_if_untested("trl", "transformers", "accelerate")
     model = getattr(trainer, "model", None)
-    if not isinstance(model, nn.Module) or ENGINE not in model.__dict__:
+    if not is_sharded(model):
         raise StateError(
             expected(
                 "a trainer whose model is sharded",
@@ -68,7 +68,7 @@ def adopt_trainer(trainer: Any, **shard_arguments: Any) -> Any:
 
 def _freeze(model: object, shard_arguments: dict[str, Any]) -> None:
     """Shard a frozen model that is not sharded yet; functions that reward are none."""
-    if isinstance(model, nn.Module) and ENGINE not in model.__dict__:
+    if isinstance(model, nn.Module) and not is_sharded(model):
         adopt_frozen(model, **shard_arguments)
 
 
@@ -105,7 +105,7 @@ class ShardedBackend:
     def summon_full_params(self, module: nn.Module, **_: Any) -> Iterator[None]:
         """Show a module's unsharded parameters while it generates. A collective."""
         with ExitStack() as shown:
-            if self._gathers and ENGINE in module.__dict__:
+            if self._gathers and is_sharded(module):
                 shown.enter_context(unsharded(module))
             yield
 

@@ -112,7 +112,7 @@ def attributes_of(weight: Tensor) -> dict[str, Any]:
     return {key: None if key in gone else value for key, value in vars(weight).items()}
 
 
-def settle(module: nn.Module, weight: Tensor) -> None:
+def prepare_module(module: nn.Module, weight: Tensor) -> None:
     """Let a module of a packed weight keep no copy of its tables, and never pack it anew.
 
     bitsandbytes repacks 4-bit weights on CPUs with AVX512-BF16 where they are evaluated. It rounds

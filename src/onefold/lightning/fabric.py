@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from onefold.api import accumulate
 from onefold.checkpoint.agreement import refusal
+from onefold.engine.registry import is_sharded
 from onefold.errors import StateError, expected
 from onefold.lightning import checkpoints
-from onefold.lightning.sharding import Sharding, is_sharded, share_buffers
+from onefold.lightning.sharding import Sharding, share_buffers
 
 
 class FabricStrategy(DDPStrategy):

@@ -17,7 +17,7 @@ from onefold import config
 from onefold.api import shard
 from onefold.config import OffloadChoice, Precision, PrecisionChoice, StageChoice
 from onefold.engine.joining import bind
-from onefold.engine.registry import ENGINE, engine_of
+from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError, expected
 from onefold.layout.units import UnitChoice
 from onefold.mesh.meeting import as_timeout
@@ -126,11 +126,6 @@ class Sharding:
             )
         for optimizer in optimizers:
             bind(optimizer, engine)
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Return True for a module that `onefold.shard` has sharded."""
-    return ENGINE in module.__dict__
 
 
 def share_buffers(module: nn.Module) -> None:

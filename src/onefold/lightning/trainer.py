@@ -20,9 +20,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from onefold.api import accumulate
+from onefold.engine.registry import is_sharded
 from onefold.errors import ConfigError, expected
 from onefold.lightning import checkpoints
-from onefold.lightning.sharding import Sharding, is_sharded, share_buffers
+from onefold.lightning.sharding import Sharding, share_buffers
 
 
 class TrainerStrategy(DDPStrategy):
