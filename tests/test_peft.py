@@ -302,7 +302,7 @@ def test_merged_adapters_are_those_of_one_process(tuner, order, tmp_path):
 
 def test_pretrained_weights_fill_a_wrapper_of_a_sharded_model(tmp_path):
     def body(rank: int) -> None:
-        model = adapted_after(plains[rank], llama, lora, stage=3)
+        model = adapted_after(fresh, llama, lora, stage=3)
         onefold.save_pretrained(model, tmp_path / "saved")
         wanted = values(model)
         with onefold.unsharded(model, writeback=True), torch.no_grad():
@@ -312,7 +312,7 @@ def test_pretrained_weights_fill_a_wrapper_of_a_sharded_model(tmp_path):
         found = values(model)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
-    plains = [seeded(llama) for _ in range(2)]
+    fresh = adapted()
     run_ranks(2, body)
 
 
