@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onefold.api import accumulate, report, shard, unsharded
+    from onefold.api import accumulate, report, shard, stream, unsharded
     from onefold.checkpoint.full import full_state_dict
     from onefold.checkpoint.load import load
     from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
@@ -41,6 +41,7 @@ _HOMES = {
     "accumulate": "onefold.api",
     "report": "onefold.api",
     "shard": "onefold.api",
+    "stream": "onefold.api",
     "unsharded": "onefold.api",
     "full_state_dict": "onefold.checkpoint.full",
     "load": "onefold.checkpoint.load",
@@ -94,6 +95,7 @@ __all__ = [
     "save",
     "save_pretrained",
     "shard",
+    "stream",
     "unsharded",
 ]
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from onefold.build.build import build
 from onefold.build.coding import code_frozen
+from onefold.build.inference import examine_stream
 from onefold.build.resolve import Choices, examine, examine_together, resolve
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine import unsharded as whole_parameters
@@ -94,6 +95,52 @@ def _shard(
     if frozen is not None:
         code_frozen(module, asked.parts.optimizers, frozen)
         asked = examine_together(ranks, lambda: examine(module, optimizer, choices))
+    build(asked.parts, resolve(asked, ranks))
+    return module
+
+
+def stream(
+    module: nn.Module,
+    *,
+    budget: int | None = None,
+    rest: str | None = None,
+    offload: OffloadChoice = "cpu",
+    mesh: meshes.MeshChoice = None,
+) -> nn.Module:
+    """Run a module that is larger than device memory, for inference only, in place.
+
+    Weights rest in a tier and come unit by unit, a few units ahead of the compute. Units that fit
+    into the budget stay. A collective: every rank calls it with the same module; with N ranks each
+    rests 1/N of the weights, and ranks gather them. Forwards record no graph.
+
+    Args:
+        module: any module; on `meta` after `onefold.load_pretrained`, which is read unit by unit.
+        budget: bytes of device memory for weights, those that rest there included. None: what is
+            free now, less a quarter for activations.
+        rest: None (exact), or "int8" or "int4": weights of Linears rest, travel and are kept packed.
+        offload: where weights rest: "cpu", "disk:PATH", an `Offload` (its `parameters` count), or
+            None, the device itself.
+        mesh: as in `onefold.shard`.
+
+    Returns:
+        The same module. Its parameters are frozen.
+
+    Raises:
+        ConfigError: a choice that cannot work, such as a budget below the largest block and one
+            unit more; on every rank.
+        TierError: a tier lacks room, or its path cannot be used; on every rank.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = AutoModelForCausalLM.from_config(config)
+        >>> onefold.load_pretrained(model, directory)
+        >>> onefold.stream(model, budget=2 << 30, rest="int4", offload="disk:/fast/disk")
+        >>> model.generate(tokens)
+
+    Source: ZeRO-Inference (DeepSpeed, 2022), ZeRO-Infinity (arXiv 2104.07857).
+    """
+    ranks = meet(meshes.resolve(mesh, TIMEOUT), None)
+    asked = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
     build(asked.parts, resolve(asked, ranks))
     return module
 

@@ -251,6 +251,21 @@ class Offload:
         return [Path(os.path.abspath(each)) for each in several]
 
 
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """A module that evaluates and never trains, as `onefold.stream` makes it.
+
+    Args:
+        budget: bytes of device memory for weights, those at rest there included.
+        room: the part of it for unsharded weights, once it is known what rests on the device.
+        prefetch: units that are gathered ahead of the one that computes.
+    """
+
+    budget: int
+    room: int = 0
+    prefetch: int = 2
+
+
 OffloadChoice = Literal["optimizer", "cpu", "disk:PATH"] | str | Offload | None
 """A word, "disk:" with a folder, or an `Offload`."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from onefold.config import STAGES, Offload, Placement, Precision, Stage
+from onefold.config import STAGES, Inference, Offload, Placement, Precision, Stage
 from onefold.errors import ConfigError, expected
 from onefold.wire_config import Wire
 
@@ -77,6 +77,7 @@ class UnitRecipe:
     tile_nbytes: int = 0  # above it, a weight is used in row blocks of about so many bytes
     is_offloaded: bool = False  # masters and moments rest in the tier `Offload.optimizer`
     is_joined: bool = False  # the modules of the unit before use it, too
+    stays: bool = False  # once it is unsharded, it is not freed between forwards (inference)
 
     @property
     def numel(self) -> int:
@@ -89,7 +90,8 @@ class Recipe:
 
     `local_world_size`: ranks of a host; where the mesh `has_axes` (nodes, ranks of a node), of a
     node. `num_moments`: optimizer states per element. `shares`: one weight per rank that holds one
-    copy of the states; None: all ranks hold the same. `units`: empty where no module is known.
+    copy of the states; None: all ranks hold the same. `inference`: None where the module trains.
+    `units`: empty where no module is known.
     """
 
     stage: Stage = STAGES[3]
@@ -102,6 +104,7 @@ class Recipe:
     device_type: str = "cpu"
     num_moments: int = ADAM_MOMENTS
     shares: tuple[int, ...] | None = None
+    inference: Inference | None = None
     units: tuple[UnitRecipe, ...] = ()
 
     def __post_init__(self) -> None:
@@ -147,6 +150,12 @@ class Recipe:
         """
         moves = self.world_size > 1 or not self.rests_near or self.precision.frozen is not None
         return self.shards_parameters and moves
+
+    @property
+    def reads_directly(self) -> bool:
+        """True if files are read straight into unsharded weights: no other rank has rows."""
+        is_whole = self.rest_world == 1 and self.device_type == "cpu"
+        return self.inference is not None and is_whole and self.offload.parameters == "disk"
 
     @property
     def rests_near(self) -> bool:
@@ -218,6 +227,7 @@ class Recipe:
         """
         nodes = f"mesh of {self.nodes} nodes x {self.local_world_size} ranks"
         lines = [nodes if self.has_axes else "one axis", f"stage={self.stage.number}"]
+        lines += [repr(self.inference)] if self.inference else []
         for choice in (self.precision, self.offload, self.wire):
             kind = type(choice).__name__
             names = [each.name for each in fields(choice) if each.name != "disk"]
@@ -240,6 +250,7 @@ class Recipe:
             "offload": offload,
             "wire": asdict(self.wire),
             "shares": list(self.shares) if self.shares else None,
+            "inference": asdict(self.inference) if self.inference else None,
             "units": [_plain(unit) for unit in self.units],
         }
 
@@ -260,6 +271,8 @@ class Recipe:
         }
         values["wire"] = Wire(**wire)
         values["shares"] = tuple(values["shares"]) if values.get("shares") else None
+        inference = values.get("inference")
+        values["inference"] = Inference(**inference) if inference else None
         values["units"] = tuple(_unit(unit) for unit in values["units"])
         return Recipe(**values)
 
@@ -297,7 +310,7 @@ def _plain(unit: UnitRecipe) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "name": unit.name, "members": members, "tile_nbytes": unit.tile_nbytes,
-        "is_offloaded": unit.is_offloaded, "is_joined": unit.is_joined,
+        "is_offloaded": unit.is_offloaded, "is_joined": unit.is_joined, "stays": unit.stays,
     }  # fmt: skip
 
 
@@ -306,7 +319,7 @@ def _unit(plain: Mapping[str, Any]) -> UnitRecipe:
         Member(fqn, tuple(shape), _dtype(dtype), _dtype(compute), *flags)
         for fqn, shape, dtype, compute, *flags in plain["members"]
     )
-    is_joined = plain.get("is_joined", False)
+    is_joined, stays = plain.get("is_joined", False), plain.get("stays", False)
     return UnitRecipe(
-        plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"], is_joined
+        plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"], is_joined, stays
     )

@@ -21,7 +21,8 @@ from onefold.engine import guards
 from onefold.engine.adapters import show_whole
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
-from onefold.engine.hooks import hook, install
+from onefold.engine.hooks import ModuleHooks, hook, install
+from onefold.engine.inference import InferenceHooks
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
 from onefold.layout import packed
@@ -61,7 +62,8 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     recipe, ranks, device = resolved.recipe, resolved.ranks, resolved.device
     group, shards = ranks.everyone, ranks.shards(are_replicas=recipe.are_replicas)
     expectation = Expectation.of(recipe)
-    ledger, store = Ledger(advise=expectation.smallest_change), DeviceStore(device)
+    ledger = Ledger(advise=expectation.smallest_change)
+    store = DeviceStore(device, is_read_into=recipe.reads_directly)
     budget = budget_of(recipe, parts.plans, parts.optimizers, shards.rank)
     tiers = build_tiers(recipe, budget, store, ledger, group)
     rests = describe(recipe, budget, resolved.why_fraction)
@@ -85,7 +87,8 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     )
     _cast_buffers(parts.module, resolved, group, source)
     parts.module.__dict__[ENGINE] = engine
-    install(engine, parts.module, {at: plan.modules for at, plan in enumerate(parts.plans)})
+    kind = InferenceHooks if recipe.inference else ModuleHooks
+    install(engine, parts.module, {at: plan.modules for at, plan in enumerate(parts.plans)}, kind)
     guards.install(parts.module, engine)
     show_whole(parts.module, engine)
     compare_first_batches(parts.module, group)
@@ -111,6 +114,7 @@ def _context(resolved: Resolved, store: Store, ledger: Ledger, tiers: Tiers) -> 
         master=precision.master,
         tiers=tiers,
         shares=recipe.shares,
+        reads_directly=recipe.reads_directly,
         phase=ranks.phase,
     )
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from onefold.build import checks
 from onefold.build.stepping import stepper_of
 from onefold.build.tiers import budget_of, moments_of
-from onefold.config import STAGES, Stage, check_offload, offload_of, precision_of, stage_of
+from onefold.config import STAGES, Inference, Stage, check_offload, offload_of, precision_of, stage_of
 from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Shares
 from onefold.layout.units import (
@@ -34,6 +34,7 @@ from onefold.mesh.devices import check_devices, device_of
 from onefold.mesh.meeting import meet
 from onefold.mesh.ranks import Ranks, local_place, two_axes_of_launcher
 from onefold.planner.auto import least_fraction, lowest_stage
+from onefold.planner.residency import with_residents
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire_config import Wire, resolve_wire, wire_of
 
@@ -52,6 +53,7 @@ class Choices:
     offload: object = None
     wire: object = None
     shares: Shares = None
+    inference: Inference | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +101,12 @@ def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
     parameters = owned_parameters(module)
     checks.check_parameters(parameters)
     checks.check_optimizers(optimizers, parameters)
-    plans = plan_units(module, choices.units, tiers.tile or 0)
+    is_inference = choices.inference is not None
+    plans = plan_units(module, choices.units, tiers.tile or 0, tiles_tables=is_inference)
     _order_members(plans, optimizers)
     recipe = Recipe(
         stage=row, precision=dtypes, offload=tiers, wire=wire_of(choices.wire),
-        shares=choices.shares,
+        shares=choices.shares, inference=choices.inference,
         units=tuple(
             UnitRecipe(
                 plan.name,
@@ -194,7 +197,7 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
         replace(unit, is_offloaded=is_chosen)
         for unit, is_chosen in zip(recipe.units, chosen_units, strict=True)
     )
-    recipe = replace(recipe, units=units)
+    recipe = with_residents(replace(recipe, units=units))
     return Resolved(recipe, found, device, why_stage, why_fraction, why_stepper)
 
 

@@ -11,7 +11,7 @@ waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -31,7 +31,7 @@ from onefold.recipe import Recipe
 from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.unit import Unit
+from onefold.unit.unit import Unit, UnitState
 from onefold.wire.lanes import CALL
 
 
@@ -58,7 +58,9 @@ class Engine:
         policy = self.policy = policy_of(recipe)
         units = self.units = build(self)  # units refer to the engine, weakly
         self.saved = _saved_activations(module, units, context)
-        self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
+        self._stays = [unit.stays for unit in recipe.units]
+        facts = zip(units, self._stays, strict=True)
+        self.schedule = Schedule(policy, [facts_of(unit, stays=stays) for unit, stays in facts])
         self.gradients = {unit: unit.gradient for unit in units}
         self.hands = Hands(self.schedule, units, context.routes.rest)
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
@@ -98,9 +100,22 @@ class Engine:
 
     # forward
 
+    @property
+    def is_inference(self) -> bool:
+        """True if the module evaluates only."""
+        return self.recipe.inference is not None
+
+    def is_settled(self, indices: Iterable[int]) -> bool:
+        """True if modules show the unsharded weights of these units for good."""
+        units, stays = self.units, self._stays
+        return all(stays[i] and units[i].state is UnitState.UNSHARDED for i in indices)
+
+    def _phase(self) -> Phase:
+        return Phase.EVALUATION if self.is_inference else current_phase()
+
     def begin_forward(self) -> None:
         """The root module's forward starts, or a nested one inside it."""
-        phase, schedule = current_phase(), self.schedule
+        phase, schedule = self._phase(), self.schedule
         if schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             if schedule.is_backward:
                 self.abort_backward()
@@ -127,7 +142,7 @@ class Engine:
 
     def end_forward(self) -> None:
         """The root's forward is over, by return or exception."""
-        phase = current_phase()
+        phase = self._phase()
         self.hands.do(self.schedule.end_forward(phase))
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.marks.end()
@@ -135,7 +150,7 @@ class Engine:
 
     def enter(self, index: int) -> Call:
         """A module that uses unit `index` starts: its weights are unsharded on return."""
-        phase = current_phase()
+        phase = self._phase()
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self._follow()  # a part of the module is called, not the root
         call, actions = self.schedule.enter(index, phase)
@@ -328,6 +343,7 @@ class Engine:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""
         facts = [facts_of(unit) for unit in units]
         self.schedule.add(facts)
+        self._stays += [False for _ in units]
         for unit in units:
             self._index[unit] = len(self.units)
             self.units.append(unit)  # the list of `hands`, too
@@ -395,13 +411,14 @@ def _saved_activations(
     return SavedActivations(scratch, context.store.device, weights, module)
 
 
-def facts_of(unit: Unit) -> UnitFacts:
+def facts_of(unit: Unit, *, stays: bool = False) -> UnitFacts:
     """Return the facts about a unit that a schedule decides by."""
     return UnitFacts(
         nbytes=sum(each.tensor.nbytes for each in (unit.unsharded, *unit.decoded)),
         is_resident=unit.is_resident,
         is_tiled=unit.is_tiled,
         is_offloaded=unit.steps_in_blocks,
+        stays=stays,
         keeps_sums=unit.context.is_sharded,
     )
 

@@ -77,7 +77,7 @@ class ModuleHooks:
         return cast_floating(args, self.compute), cast_floating(kwargs, self.compute)
 
     @torch._disable_dynamo
-    def post_forward(self, module: nn.Module, args: object, outputs: object) -> None:
+    def post_forward(self, module: nn.Module, args: object, outputs: object) -> Any:
         if self.is_root and self.engine.saved is not None:
             self.engine.saved.end()
         error = sys.exception()
@@ -108,18 +108,22 @@ class ModuleHooks:
             engine.end_forward()
 
 
-def install(engine: ModuleEvents, module: nn.Module, users: Mapping[int, list[nn.Module]]) -> None:
+def install(
+    engine: ModuleEvents, module: nn.Module, users: Mapping[int, list[nn.Module]],
+    kind: type[ModuleHooks] = ModuleHooks,
+) -> None:  # fmt: skip
     """Hook every module that uses a unit, and the root."""
-    hook(engine, users, root=module)
+    hook(engine, users, root=module, kind=kind)
 
 
 def hook(
-    engine: ModuleEvents, users: Mapping[int, list[nn.Module]], root: nn.Module | None = None
-) -> None:
+    engine: ModuleEvents, users: Mapping[int, list[nn.Module]], root: nn.Module | None = None,
+    kind: type[ModuleHooks] = ModuleHooks,
+) -> None:  # fmt: skip
     """Hook every module that uses a unit; with `root` also the root."""
     by_module: dict[nn.Module, dict[int, int]] = {} if root is None else {root: {}}
     for unit, modules in users.items():
         for user in modules:
             by_module.setdefault(user, {})[unit] = len(modules)
     for user, units in by_module.items():
-        ModuleHooks(engine, user, units, is_root=user is root)
+        kind(engine, user, units, is_root=user is root)

@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from onefold.engine.engine import Engine
 from onefold.engine.flat import cannot_cut
 from onefold.engine.optimizer import ELEMENTWISE, OptimizerBinding
+from onefold.errors import StateError, expected
 
 
 def binding_of(optimizer: Optimizer) -> OptimizerBinding | None:
@@ -60,9 +61,24 @@ class _Adoption:
             binding.stand_innermost(optimizer)
             if engine in binding.engines:
                 return
-        sharded = (tensor for group in optimizer.param_groups for tensor in group["params"])
-        if any(id(tensor) in engine.by_sharded for tensor in sharded):
+        held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        if engine.is_inference and held & _ids_of(engine):
+            raise StateError(
+                expected(
+                    "no optimizer on a module that onefold.stream streams",
+                    f"a step of {type(optimizer).__name__}",
+                    where=f"rank {engine.group.rank}",
+                    hint="onefold.shard trains a module: its weights rest in the same tiers",
+                )
+            )
+        if any(each in engine.by_sharded for each in held):
             bind(optimizer, engine)
+
+
+def _ids_of(engine: Engine) -> set[int]:
+    """Ids of both forms of all parameters: modules of units that stay show the unsharded one."""
+    parameters = [parameter for unit in engine.units for parameter in unit.parameters]
+    return {id(shown) for each in parameters for shown in (each.sharded, each.unsharded)}
 
 
 def adopt_later(engine: Engine) -> None:

@@ -15,7 +15,8 @@ class UnitFacts:
 
     `nbytes` are those of its unsharded weights. A resident unit computes on the weights where they
     rest: it is never gathered or freed. A tiled unit is never unsharded as a whole. States of an
-    offloaded unit are stepped in the background. Where nodes keep sums of gradients until the last
+    offloaded unit are stepped in the background. A unit that stays is not freed between forwards.
+    Where nodes keep sums of gradients until the last
     micro-batch, a unit without `keeps_sums` is reduced in each, over all ranks.
     """
 
@@ -23,6 +24,7 @@ class UnitFacts:
     is_resident: bool = False
     is_tiled: bool = False
     is_offloaded: bool = False
+    stays: bool = False
     keeps_sums: bool = True
 
 
@@ -41,6 +43,7 @@ class Policy:
         gradient. Backward starts with all activations alive. At the first gradient some are freed,
         and so are the buffers of the last reduction: the peak is lower. A GPU's queue needs the
         gather sooner.
+    is_cyclic: forwards follow one another (inference): behind the last unit comes the first one.
     cap: bytes of unsharded weights that may be alive besides the units in use; None: no limit.
     max_in_flight: reductions that may be under way while backward computes. One hides behind the
         next unit's compute; each further one holds another unit's gradients and receive buffer.
@@ -59,6 +62,7 @@ class Policy:
     keeps_gradients: bool = False
     prefetch: int = 1
     prefetches_late: bool = True
+    is_cyclic: bool = False
     cap: int | None = None
     max_in_flight: int = 1
     has_second_hop: bool = False
@@ -70,13 +74,17 @@ class Policy:
 
 def policy_of(recipe: Recipe) -> Policy:
     """Return the rules for a recipe's placements, ranks, tiers and wire."""
+    inference = recipe.inference
     return Policy(
         frees_after_forward=recipe.frees_after_forward,
         frees_after_backward=not recipe.keeps_gathered,
         keeps_bytes=recipe.keeps_gathered,
         keeps_gradients=recipe.sums_rest and recipe.world_size > 1,
         defers_reduction=recipe.sums_rest,
+        prefetch=inference.prefetch if inference else 1,
         prefetches_late=recipe.device_type == "cpu",
+        is_cyclic=inference is not None,
+        cap=inference.room if inference else None,
         has_second_hop=not recipe.is_sharded or recipe.has_hops or recipe.are_replicas,
         sums_rest=recipe.keeps_sums,
         keeps_second_shard=recipe.keeps_weights,

@@ -62,7 +62,8 @@ class Schedule:
         self.forward_depth = 0
         self.is_backward = False
         self.ended: list[Call] = []  # calls that the last event ended in backward
-        self._successors = Successors([i for i, unit in enumerate(units) if not unit.is_tiled])
+        walked = [i for i, unit in enumerate(units) if not unit.is_tiled]
+        self._successors = Successors(walked, is_cyclic=policy.is_cyclic)
         self._clock = 0
         self._users = [0] * len(units)
         self._seen: list[set[Hashable]] = [set() for _ in units]
@@ -71,6 +72,7 @@ class Schedule:
         self._unsharded: set[int] = set()  # unsharded bytes exist, or will soon
         self._fresh: set[int] = set()  # they have the values of the weights at rest
         self._shown: set[int] = set()  # modules see them
+        self._ahead: set[int] = set()  # gathered ahead, and not used since
         self._held: set[int] = set()  # a graph or an output refers to them
         self._filled: set[int] = set()  # the node's second shard is up to date
         self._late: list[int] = []  # to be gathered with the next gradient
@@ -144,8 +146,9 @@ class Schedule:
         if self.forward_depth == 0 and phase is not Phase.BACKWARD:
             self._users = [0] * len(self.units)
             for unit in range(len(self.units)):
-                self._hide(unit, out, frees=self.policy.frees_after_forward)
-            if phase is Phase.EVALUATION:  # else backward follows
+                is_next = self.policy.is_cyclic and unit in self._ahead
+                self._hide(unit, out, frees=self.policy.frees_after_forward and not is_next)
+            if phase is Phase.EVALUATION and not self.policy.is_cyclic:  # else more follows
                 out.append((Verb.REST, NO_UNIT))
         return out
 
@@ -304,7 +307,7 @@ class Schedule:
         self.forward_depth = 0  # Ctrl-C ends a forward without an event
         self._held.clear()
         for unit in range(len(self.units)):
-            self._hide(unit, out, frees=True)
+            self._hide(unit, out, frees=True, is_rest=True)
         out.append((Verb.REST, NO_UNIT))
         return out
 
@@ -333,12 +336,15 @@ class Schedule:
     def _unshard(self, unit: int, phase: Phase, out: list[Action]) -> None:
         """Gather a unit, begin the gathers of the next ones, and fetch the rows of one more."""
         ahead: list[int] = []
-        successor = self._successors.enter(unit, phase)
-        while successor not in (None, unit, *ahead) and len(ahead) <= self.policy.prefetch:
+        successor, seen = self._successors.enter(unit, phase), {unit}
+        while successor not in (None, *seen) and len(ahead) <= self.policy.prefetch:
             assert successor is not None, "the loop ends where there is no successor"
-            ahead.append(successor)
+            seen.add(successor)
+            if not self.units[successor].stays or successor not in self._fresh:
+                ahead.append(successor)
             successor = self._successors.after(successor, phase)
         to_gather, to_fetch = ahead[: self.policy.prefetch], ahead[self.policy.prefetch :]
+        self._ahead.discard(unit)
         self._make_room(unit, out)
         self._gather(unit, out)
         if phase is Phase.BACKWARD and self.policy.prefetches_late:
@@ -353,8 +359,10 @@ class Schedule:
     def _gather(self, unit: int, out: list[Action], *, is_ahead: bool = False) -> None:
         if unit in self._fresh or self.units[unit].is_resident:
             return
-        if is_ahead and not self._has_room(unit):
-            return
+        if is_ahead:
+            if not self._has_room(unit):
+                return
+            self._ahead.add(unit)
         if self.policy.keeps_second_shard:
             self._fill(unit, out)
         self._unsharded.add(unit)
@@ -368,8 +376,9 @@ class Schedule:
 
     def _has_room(self, unit: int) -> bool:
         cap = self.policy.cap
-        alive = sum(self.units[each].nbytes for each in self._unsharded | {unit})
-        return cap is None or alive <= cap
+        if cap is None:
+            return True
+        return sum(self.units[each].nbytes for each in self._unsharded | {unit}) <= cap
 
     def _make_room(self, unit: int, out: list[Action]) -> None:
         """Free units that are not in use, gathered ahead or kept, until `unit` fits."""
@@ -379,10 +388,14 @@ class Schedule:
         for other in sorted(self._unsharded - in_use):
             if self._has_room(unit):
                 return
-            if self._users[other] == 0:
+            if self._users[other] == 0 and not self.units[other].stays:
                 self._free(other, out, Verb.FREE)
 
-    def _hide(self, unit: int, out: list[Action], *, frees: bool) -> None:
+    def _hide(
+        self, unit: int, out: list[Action], *, frees: bool, is_rest: bool = False
+    ) -> None:
+        if self.units[unit].stays and not is_rest:
+            return
         if frees and unit in self._unsharded and unit not in self._held:
             self._free(unit, out, Verb.INVALIDATE if self.policy.keeps_bytes else Verb.FREE)
         elif unit in self._shown:
@@ -392,6 +405,7 @@ class Schedule:
     def _free(self, unit: int, out: list[Action], verb: Verb) -> None:
         self._shown.discard(unit)
         self._fresh.discard(unit)
+        self._ahead.discard(unit)
         if verb is Verb.FREE:
             self._unsharded.discard(unit)
         out.append((verb, unit))

@@ -21,8 +21,10 @@ class Phase(StrEnum):
 class Successors:
     """The successor of each unit in each phase, learned from the last walk."""
 
-    def __init__(self, units: Sequence[int]) -> None:
-        forward = dict(pairwise(units))
+    def __init__(self, units: Sequence[int], *, is_cyclic: bool = False) -> None:
+        """`is_cyclic`: a walk follows the one before without a pause, as tokens do."""
+        self._is_cyclic = is_cyclic
+        forward = dict(pairwise([*units, *units[:1]] if is_cyclic else units))
         self._after: dict[Phase, dict[int, int]] = {
             Phase.FORWARD: dict(forward),
             Phase.EVALUATION: dict(forward),
@@ -32,7 +34,8 @@ class Successors:
 
     def begin(self, phase: Phase) -> None:
         """A new walk starts; its first unit has no predecessor."""
-        self._last[phase] = None
+        if not self._is_cyclic:
+            self._last[phase] = None
 
     def enter(self, unit: int, phase: Phase) -> int | None:
         """Note that `unit` is used now; return its successor in the last walk, if it had one."""

@@ -20,6 +20,9 @@ from onefold.errors import ConfigError, expected
 from onefold.layout import packed
 from onefold.layout.packed import Place
 
+TABLE_NBYTES = 1 << 20
+"""Bytes of an Embedding's weight above which its rows are read, and not the whole table."""
+
 UnitChoice = Sequence[nn.Module] | Callable[[nn.Module], bool] | None
 
 
@@ -144,11 +147,14 @@ def _add_other_places(owned: Owned, tables: list[Owned], module: nn.Module, name
             each.others.append(table.place)
 
 
-def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0) -> list[UnitPlan]:
+def plan_units(
+    root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0, *, tiles_tables: bool = False
+) -> list[UnitPlan]:
     """Group the parameters of `root` into units, in the order of the module tree.
 
     `choice`: None infers blocks; a list names them; a predicate is asked for every submodule.
     `tile_nbytes`: weights of Linear and Embedding above it are units of their own, in row blocks.
+    `tiles_tables`: weights of Embeddings alone are, too, from `TABLE_NBYTES` on.
     """
     parameters = owned_parameters(root)
     names = {module: name for name, module in root.named_modules()}
@@ -159,7 +165,8 @@ def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0)
     rest: UnitPlan | None = None
     rest_limit = _rest_limit(parameters, blocks)
     for owned in parameters:
-        if 0 < tile_nbytes < owned.nbytes and _can_be_tiled(owned):
+        least = TABLE_NBYTES if tiles_tables and _is_table(owned) else tile_nbytes
+        if tile_nbytes > 0 and owned.nbytes > least and _can_be_tiled(owned):
             plans.append(UnitPlan(owned.fqn, [], [owned], tile_nbytes))
             continue
         block = block_of.get(owned.owners[0][0])
@@ -176,6 +183,11 @@ def plan_units(root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0)
         plan.members.append(owned)
         _add_callers(plan, owned, block, block_of)
     return [part for plan in plans for part in split(plan)]
+
+
+def _is_table(owned: Owned) -> bool:
+    """True for the weight of Embeddings alone, which read the rows of a batch."""
+    return all(isinstance(module, nn.Embedding) for module, _ in owned.owners)
 
 
 def _can_be_tiled(owned: Owned) -> bool:

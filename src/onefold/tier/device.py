@@ -35,11 +35,15 @@ class DeviceStore:
 
     is_far = False
 
-    def __init__(self, device: torch.device, name: str = "device") -> None:
+    def __init__(
+        self, device: torch.device, name: str = "device", *, is_read_into: bool = False
+    ) -> None:
+        """`is_read_into`: tensors begin with a page, and nothing else is in their last one."""
         self.name = name
         self.device = device
+        self._is_read_into = is_read_into
         move = mover() if device.type == "cpu" else None
-        self._pool = PagePool(move) if move else None
+        self._pool = PagePool(move, is_aligned=is_read_into) if move else None
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
         """Allocate a flat, uninitialised tensor [numel] on the device.
@@ -47,7 +51,8 @@ class DeviceStore:
         A brief tensor comes from the heap: while backward fills it, activations free heap blocks
         that the process cannot return to the system, but can use.
         """
-        is_paged = numel * dtype.itemsize >= PAGES_NBYTES and not is_brief
+        is_large = numel * dtype.itemsize >= PAGES_NBYTES or self._is_read_into
+        is_paged = is_large and not is_brief
         try:
             if self._pool is not None and is_paged:
                 return Pages(numel, dtype, self._pool)

@@ -86,13 +86,17 @@ class Pages(Allocation):
 class PagePool:
     """Pages of released buffers, for the next buffers. Each sharded module has its own pool."""
 
-    def __init__(self, move: Move) -> None:
+    def __init__(self, move: Move, *, is_aligned: bool = False) -> None:
+        """`is_aligned`: every buffer begins with a page."""
         self._move = move
+        self._is_aligned = is_aligned
         self._num_starts = 0
         self._spare: list[Pages] = []  # oldest first; each still has its pages
 
     def next_start(self) -> int:
         """Return the byte at which the next buffer begins in its mapping."""
+        if self._is_aligned:
+            return 0
         self._num_starts += 1
         return self._num_starts % NUM_STARTS * START_NBYTES
 

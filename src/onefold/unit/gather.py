@@ -92,6 +92,9 @@ class UnitGather:
         self._gathered = -1  # all edits then
         rest = weights.rest
         self._num_tags = rest.world_size if rest.world_size > 1 else 0
+        self._reads_directly = weights.context.reads_directly and (
+            weights.dtype == weights.compute_dtype
+        )
         self.full_numel = rest.full_numel + self._num_tags
         """Elements of a full buffer: the regions, and a tag for each rank if it is gathered."""
 
@@ -109,7 +112,7 @@ class UnitGather:
     def prefetch(self) -> None:
         """Begin to fetch own rows, as `start` comes soon."""
         weights = self.weights
-        if weights.weight.far is not None:
+        if weights.weight.far is not None and not self._reads_directly:
             weights.rows.start(weights.edits(), weights.pending)
 
     def begin_early(self, *, is_unsharded: bool) -> None:
@@ -130,6 +133,8 @@ class UnitGather:
 
         Raises `TierError` if this rank could not read its rows and ranks do not read tags at once.
         """
+        if self._reads_directly:
+            return self.weights.rows.read_into(full.tensor)
         if self._plan is None:
             self._plan = self._planned(full)
         return self._send(full, self._plan, self._label("gather"))

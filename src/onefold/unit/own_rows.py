@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from onefold.observer import Stream, watched
-from onefold.ticket import Waitable
+from onefold.ticket import Ticket, Waitable
+from onefold.tier.scratch import PIECE_NBYTES, Pieces
 from onefold.tier.slots import Room
 from onefold.tier.workers import Task
 from onefold.unit.buffer import Buffer
@@ -49,6 +50,21 @@ class OwnRows:
         assert self._slot is not None, "a fetch has a slot"
         self._task.wait()
         return self._slot.tensor(len(self._weight.tensor), self._weight.tensor.dtype)
+
+    def read_into(self, full: Tensor) -> Ticket:
+        """Begin to read all rows straight into `full`, whose memory ends with a whole page.
+
+        Pieces are read in order, by the fetchers and by the thread that waits.
+        """
+        weight, far = self._weight.tensor, self._weight.far
+        assert far is not None, "rows in memory are not read"
+
+        def piece(start: int, stop: int) -> None:
+            first, last = start // weight.itemsize, stop // weight.itemsize
+            with watched(self._ledger.observer, Stream.TIER, "fetch", self._unit, stop - start):
+                far.fetch(first, full[first:last])
+
+        return Ticket([Pieces(self._tiers.fetchers, weight.nbytes, piece)])
 
     def give_back(self) -> None:
         """Return the slot of fetched rows; waits for a fetch that is still under way."""

@@ -17,6 +17,7 @@ weights -> parameter. The engine is the `UnitOwner`, which a unit refers to weak
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from enum import Enum, auto
 from typing import Protocol
 from weakref import ref
@@ -24,7 +25,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from onefold.errors import StateError
+from onefold.errors import StateError, TierError
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
@@ -199,7 +200,8 @@ class Unit(UnitWeights):
                 parameter.show(parameter.sharded)
             self.state = UnitState.RESTING
         if release and self.state is UnitState.RESTING and not self.is_resident:
-            self._await_gather()
+            with suppress(TierError):  # nobody used what it was to bring
+                self._await_gather()
             self._fresh = False
             if self.unsharded.is_held:
                 for parameter in self.parameters:

@@ -1,0 +1,107 @@
+"""From the arguments of `onefold.stream` to the choices of a module that never trains."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from torch import nn
+
+from onefold.build import checks
+from onefold.build.coding import code_frozen
+from onefold.build.resolve import Asked, Choices, examine, examine_together
+from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
+from onefold.errors import ConfigError, expected
+from onefold.layout.units import repeated_blocks, uncompiled
+from onefold.mesh.devices import device_of
+from onefold.mesh.ranks import Ranks, local_place
+from onefold.planner.auto import ACTIVATIONS_SHARE, free_nbytes
+
+MIN_TILE_NBYTES = 1 << 20
+"""Row blocks of a head or a table are at least as large: smaller reads are slower."""
+
+
+def examine_stream(
+    module: nn.Module, ranks: Ranks, *, budget: int | None, rest: str | None, offload: object
+) -> Asked:
+    """Check the arguments on all ranks, freeze the module and pack its weights. A collective."""
+    choices = examine_together(
+        ranks, lambda: examine(module, None, _checked(module, budget, rest, offload))
+    )
+    for parameter in uncompiled(module).parameters():
+        parameter.requires_grad_(False)
+    if rest is not None:
+        code_frozen(uncompiled(module), [], rest)
+    budget = _agreed(budget, choices, ranks)
+    return examine_together(
+        ranks, lambda: examine(module, None, _tiled(module, budget, rest, offload))
+    )
+
+
+def _checked(
+    module: nn.Module, budget: int | None, rest: str | None, offload: object
+) -> Choices:
+    """The choices, without touching anything; `ConfigError` for some that cannot work."""
+    checks.check_module(module)
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise ConfigError(
+            expected(
+                "budget to be a number of bytes, or None",
+                repr(budget),
+                hint="2 << 30 is 2 GiB; None takes what is free on the device",
+            )
+        )
+    if rest not in (None, "int8", "int4"):
+        raise ConfigError(
+            expected(
+                'rest to be None (exact), "int8" or "int4"',
+                repr(rest),
+                hint=nearest_word(rest, ("int8", "int4")) or "int8 loses least",
+            )
+        )
+    return Choices(
+        stage=3, offload=_tiers_of(offload), precision=Precision(frozen=rest),
+        inference=Inference(budget or 0),
+    )  # fmt: skip
+
+
+def _tiers_of(offload: object) -> Offload:
+    """The tiers of `stream(offload=)`: only weights rest, so the other kinds have none."""
+    if offload is None or offload == "device":
+        return Offload()
+    if isinstance(offload, str | os.PathLike) or isinstance(offload, Offload):
+        tiers = offload_of(offload)
+        return Offload(parameters=tiers.parameters, disk=tiers.disk)
+    raise ConfigError(
+        expected(
+            'offload to be None, "cpu", "disk:PATH" or an Offload',
+            repr(offload),
+            hint='"cpu" keeps weights in CPU memory, "disk:PATH" in a file in that folder',
+        )
+    )
+
+
+def _agreed(budget: int | None, asked: Asked, ranks: Ranks) -> int:
+    """The budget, the same on every rank: by default the least that is free on one of them."""
+    if budget is not None:
+        return budget
+    group = ranks.everyone
+    device = device_of(asked.parts.parameters, group, ranks.mesh)
+    free = free_nbytes(device, local_place(group)[1])
+    everyone = group.all_gather_object(free) if group.world_size > 1 else [free]
+    return int((1 - ACTIVATIONS_SHARE) * min(everyone))
+
+
+def _tiled(module: nn.Module, budget: int, rest: str | None, offload: object) -> Choices:
+    """The choices; large tables and heads in row blocks, unless the budget holds all weights."""
+    choices = replace(_checked(module, budget, rest, offload), inference=Inference(budget))
+    parameters = list(uncompiled(module).parameters())
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    blocks = repeated_blocks(uncompiled(module))
+    if total <= budget or not blocks:
+        return choices
+    largest = max(
+        sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks
+    )
+    tiers = _tiers_of(offload)
+    return replace(choices, offload=replace(tiers, tile=max(MIN_TILE_NBYTES, largest)))

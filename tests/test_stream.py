@@ -1,0 +1,356 @@
+"""Inference of modules larger than memory: weights come and go, results stay (`onefold.stream`)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import onefold
+from onefold import ConfigError, StateError, TierError
+from onefold.config import Inference, Offload
+from onefold.engine.registry import engine_of
+from onefold.ledger import Kind
+from onefold.planner.residency import with_residents
+from onefold.recipe import Member, Recipe, UnitRecipe
+from tests.models import Model, token_batches
+from tests.ranks import run_ranks, seeded
+
+BLOCKS = 6
+BLOCK_NBYTES = 4 * 1280  # of a block's unsharded weights, gaps between parameters included
+
+
+def plain(tied: bool = False) -> nn.Module:
+    return seeded(Model, BLOCKS, tied).eval()
+
+
+def nbytes_of(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def unsharded_peak(module: nn.Module) -> int:
+    usage = engine_of(module).ledger.usage
+    return sum(use.peak for (kind, _), use in usage.items() if kind is Kind.UNSHARDED)
+
+
+def read_nbytes(module: nn.Module) -> int:
+    for unit in engine_of(module).units:
+        unit._await_gather()  # of the next pass
+    files = engine_of(module).context.tiers.weight.files
+    return sum(file.read_nbytes for file in files)
+
+
+def streamed(module: nn.Module, share: float, offload: Any, **options: Any) -> nn.Module:
+    budget = int(share * 2 * nbytes_of(module)) + 4 * BLOCK_NBYTES
+    return onefold.stream(module, budget=budget, offload=offload, **options)
+
+
+def stays(module: nn.Module) -> list[bool]:
+    return [unit.stays for unit in engine_of(module).recipe.units]
+
+
+# results
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_outputs_are_bitwise_those_of_the_resident_module(world_size, share, tied, tmp_path):
+    def body(rank: int) -> None:
+        resident, module = plain(tied), plain(tied)
+        streamed(module, share, f"disk:{tmp_path}")
+        with torch.no_grad():
+            for batch in token_batches(4):
+                mine = batch[rank::world_size]
+                assert torch.equal(module(mine), resident(mine))
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("offload", ["cpu", None])
+def test_weights_that_rest_in_memory_stream_as_well(offload, world_size):
+    def body(rank: int) -> None:
+        resident, module = plain(), plain()
+        onefold.stream(module, offload=offload, budget=2 * nbytes_of(module))
+        with torch.no_grad():
+            for batch in token_batches(2):
+                assert torch.equal(module(batch), resident(batch))
+
+    run_ranks(world_size, body)
+
+
+def test_parts_of_the_module_may_be_called_alone(tmp_path):
+    resident, module = plain(), plain()
+    streamed(module, 0.2, f"disk:{tmp_path}")
+    x = torch.randn(2, 3, 16)
+    with torch.no_grad():
+        for _ in range(2):
+            for index in (3, 0, 5):
+                assert torch.equal(module.blocks[index](x), resident.blocks[index](x))
+            batch = token_batches(1)[0]
+            assert torch.equal(module(batch), resident(batch))
+
+
+def test_a_promised_module_on_meta_reads_its_files(tmp_path):
+    resident = plain()
+    shards = onefold.shard(plain(), stage=3)
+    onefold.save_pretrained(shards, tmp_path / "saved")
+    with torch.device("meta"):
+        module = Model(BLOCKS).eval()
+    onefold.load_pretrained(module, tmp_path / "saved")
+    streamed(module, 0.2, f"disk:{tmp_path}")
+    batch = token_batches(1)[0]
+    with torch.no_grad():
+        assert torch.equal(module(batch), resident(batch))
+
+
+def test_unsharded_parameters_and_saved_files_are_those_of_the_module(tmp_path):
+    resident, module = plain(), plain()
+    streamed(module, 0.3, f"disk:{tmp_path}")
+    batch = token_batches(1)[0]
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(module(batch), resident(batch))
+        with onefold.unsharded(module):
+            for mine, other in zip(module.parameters(), resident.parameters(), strict=True):
+                assert torch.equal(mine, other)
+    onefold.save_pretrained(module, tmp_path / "saved")
+    with torch.no_grad():
+        for parameter in resident.parameters():
+            parameter.add_(1.0)
+    onefold.save_pretrained(onefold.shard(resident, stage=3), tmp_path / "other")
+    onefold.load_pretrained(module, tmp_path / "other")  # weights that stay are read anew, too
+    with torch.no_grad():
+        assert torch.equal(module(batch), resident(batch))
+
+
+# bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 1.0])
+def test_unsharded_weights_never_exceed_the_budget(share, tmp_path):
+    module = plain()
+    budget = int(share * nbytes_of(module)) + 4 * BLOCK_NBYTES
+    onefold.stream(module, budget=budget, offload=f"disk:{tmp_path}")
+    with torch.no_grad():
+        for batch in token_batches(3):
+            module(batch)
+    assert unsharded_peak(module) <= budget
+    ledger = engine_of(module).ledger
+    assert ledger.total.peak - ledger.usage[Kind.WEIGHT, "disk"].now <= budget
+
+
+def test_a_pass_reads_each_unit_that_does_not_stay_once_and_no_other(tmp_path):
+    module = plain()
+    streamed(module, 0.2, f"disk:{tmp_path}")
+    engine, batch = engine_of(module), token_batches(1)[0]
+    pages = [-(-unit.weight.tensor.nbytes // 4096) * 4096 for unit in engine.units]
+    ahead = engine.recipe.inference.prefetch
+    with torch.no_grad():
+        for _ in range(3):  # the first reads all, the third reads what it prefetches as well
+            module(batch)
+        before = read_nbytes(module)
+        for _ in range(5):
+            module(batch)
+    moving = [n for n, is_kept in zip(pages, stays(module), strict=True) if not is_kept]
+    assert any(stays(module))
+    assert len(moving) > ahead
+    assert read_nbytes(module) - before == 5 * sum(moving)
+
+
+def test_a_budget_for_everything_reads_each_unit_once(tmp_path):
+    module = plain()
+    streamed(module, 1.0, f"disk:{tmp_path}")
+    batch = token_batches(1)[0]
+    with torch.no_grad():
+        module(batch)
+        before = read_nbytes(module)
+        module(batch)
+    assert all(stays(module))
+    assert read_nbytes(module) == before
+    assert engine_of(module).is_settled(range(len(engine_of(module).units)))
+
+
+sizes = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+@given(sizes, st.floats(0.0, 1.5))
+def test_units_that_stay_and_the_ring_fit_into_any_budget(numels, share):
+    units = tuple(
+        UnitRecipe(str(i), (Member(str(i), (64 * n,), torch.float32, torch.float32, False),))
+        for i, n in enumerate(numels)
+    )
+    nbytes = [256 * n for n in numels]
+    ring = 2 * max(nbytes)
+    budget = ring + int(share * sum(nbytes))
+    offload = Offload(parameters="disk", disk="/somewhere")
+    recipe = with_residents(Recipe(units=units, offload=offload, inference=Inference(budget)))
+    kept = [n for n, unit in zip(nbytes, recipe.units, strict=True) if unit.stays]
+    ahead = recipe.inference.prefetch
+    assert 1 <= ahead <= 2
+    if sum(nbytes) <= budget:
+        assert len(kept) == len(numels)
+    else:
+        assert sum(kept) + (1 + ahead) * max(nbytes) <= budget
+        assert sum(kept) >= min(
+            sum(nbytes), budget - (1 + ahead) * max(nbytes) - 2 * max(nbytes)
+        )
+
+
+def test_units_that_stay_are_spread_evenly():
+    units = tuple(
+        UnitRecipe(str(i), (Member(str(i), (64,), torch.float32, torch.float32, False),))
+        for i in range(40)
+    )
+    offload = Offload(parameters="disk", disk="/somewhere")
+    for kept in range(0, 36, 5):
+        inference = Inference((kept + 3) * 256)
+        recipe = with_residents(Recipe(units=units, offload=offload, inference=inference))
+        at = [index for index, unit in enumerate(recipe.units) if unit.stays]
+        assert len(at) in (kept, kept - 1)
+        gaps = [after - before for before, after in zip(at, at[1:], strict=False)]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+# bad input
+
+
+def test_backward_through_a_streamed_module_is_an_error_that_names_it(tmp_path):
+    module = plain()
+    streamed(module, 0.3, f"disk:{tmp_path}")
+    for _ in range(2):
+        outputs = module(token_batches(1)[0])
+        with pytest.raises(StateError, match="a backward through it"):
+            outputs.sum().backward()
+
+
+def test_an_optimizer_on_a_streamed_module_is_an_error_that_names_it(tmp_path):
+    module = plain()
+    streamed(module, 0.3, f"disk:{tmp_path}")
+    early = torch.optim.AdamW(module.parameters())
+    module(token_batches(1)[0])
+    late = torch.optim.AdamW(module.parameters())  # of weights that have come to stay
+    for optimizer in (early, late):
+        with pytest.raises(StateError, match="onefold.stream"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_budget_that_is_too_small_says_how_much_is_needed(world_size, tmp_path):
+    def body(rank: int) -> int:
+        module = plain()
+        with pytest.raises(ConfigError, match="a budget of at least") as caught:
+            onefold.stream(module, budget=BLOCK_NBYTES, offload=f"disk:{tmp_path}")
+        needed = int(str(caught.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+        onefold.stream(plain(), budget=needed, offload=f"disk:{tmp_path}")
+        with pytest.raises(ConfigError, match="a budget of at least"):
+            onefold.stream(plain(), budget=needed - 1, offload=f"disk:{tmp_path}")
+        return needed
+
+    assert len(set(run_ranks(world_size, body))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "2GiB"}, "budget to be a number of bytes"),
+        ({"budget": 0}, "budget to be a number of bytes"),
+        ({"budget": True}, "budget to be a number of bytes"),
+        ({"rest": "int3"}, "rest to be None"),
+        ({"offload": 7}, "offload to be None"),
+        ({"offload": "gpu"}, "offload to be None"),
+        ({"offload": "disk:"}, "a folder for the disk tier"),
+    ],
+)
+def test_arguments_that_cannot_work_are_errors_that_name_them(options, message):
+    module = plain()
+    before = [parameter.requires_grad for parameter in module.parameters()]
+    with pytest.raises(ConfigError, match=message):
+        onefold.stream(module, **options)
+    assert [parameter.requires_grad for parameter in module.parameters()] == before
+
+
+def test_a_path_that_is_not_there_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(TierError, match="nowhere"):
+        onefold.stream(plain(), offload=f"disk:{tmp_path}/nowhere", budget=1 << 20)
+
+
+def test_a_streamed_module_is_not_streamed_or_sharded_again(tmp_path):
+    module = plain()
+    streamed(module, 0.3, f"disk:{tmp_path}")
+    with pytest.raises(ConfigError, match="not sharded yet"):
+        onefold.stream(module)
+    with pytest.raises(ConfigError, match="not sharded yet"):
+        onefold.shard(module)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_disk_that_fails_in_a_pass_is_a_named_error_on_every_rank(
+    world_size, tmp_path, monkeypatch
+):
+    failing = [False]
+    real = os.preadv
+
+    def read(fd: int, buffers: Any, offset: int) -> int:
+        if failing[0]:
+            raise OSError(errno.EIO, "made up")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+
+    def body(rank: int) -> None:
+        module = plain()
+        streamed(module, 0.0, f"disk:{tmp_path}")
+        batch = token_batches(1)[0]
+        with torch.no_grad():
+            module(batch)
+            failing[0] = True
+            with pytest.raises(TierError, match="EIO"):
+                for _ in range(2):
+                    module(batch)
+
+    run_ranks(world_size, body)
+
+
+def test_a_disk_that_recovers_serves_the_next_pass(tmp_path, monkeypatch):
+    resident, module = plain(), plain()
+    streamed(module, 0.0, f"disk:{tmp_path}")
+    batch = token_batches(1)[0]
+    real = os.preadv
+
+    def broken(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(errno.EIO, "made up")
+
+    with torch.no_grad():
+        module(batch)
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(TierError, match="EIO"):
+            for _ in range(2):
+                module(batch)
+        monkeypatch.setattr(os, "preadv", real)
+        assert torch.equal(module(batch), resident(batch))
+
+
+def test_tensors_without_numbers_pass_through(tmp_path):
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model(BLOCKS)
+
+        def forward(self, tokens: Tensor) -> dict[str, Any]:
+            logits = self.model(tokens)
+            return {"tokens": logits.argmax(-1), "logits": logits, "note": "a word"}
+
+    module = seeded(Tokens).eval()
+    streamed(module, 0.3, f"disk:{tmp_path}")
+    found = module(token_batches(1)[0])
+    assert not found["tokens"].requires_grad
+    assert found["logits"].requires_grad  # as of the plain module, outside of no_grad
+    assert found["note"] == "a word"
