@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.engine.actions import Action, Verb
+from onefold.engine.calls import Call
 from onefold.engine.policy import Policy, UnitFacts
-from onefold.engine.schedule import MAX_PENDING, Call, Schedule
+from onefold.engine.schedule import MAX_PENDING, Schedule
 from onefold.engine.successors import Phase
 
 STAGE_3 = Policy(
@@ -335,6 +336,59 @@ def test_stage_2_gathers_a_unit_once_a_step_whatever_the_micro_batches():
         script.backward(is_last=micro == 3)
     assert script.hands.count(Verb.GATHER) == {0: 1, 1: 1, 2: 1}
     assert script.hands.count(Verb.REDUCE) == {0: 1, 1: 1, 2: 1}
+
+
+def test_kept_units_are_gathered_once_over_evaluations_and_freed_when_training_goes_on():
+    script = Script(STAGE_3, 4)
+    done, program = script.hands.done, [Use(unit) for unit in range(4)]
+    script.hands.do(script.schedule.keep(frozenset({0, 2})))
+    for _ in range(3):
+        script.forward(program, Phase.EVALUATION)
+        assert script.hands.unsharded == {0, 2}
+    assert script.hands.count(Verb.GATHER) == {0: 1, 1: 3, 2: 1, 3: 3}
+    done.clear()
+    script.forward(program)
+    assert {(Verb.FREE, 0), (Verb.FREE, 2)} <= set(done[: done.index((Verb.GATHER, 0))])
+    assert not script.hands.unsharded, "training frees as it does without"
+    script.backward()
+    script.step()
+    script.hands.do(script.schedule.keep(frozenset({1})))
+    script.forward(program, Phase.EVALUATION)
+    script.step()  # frees kept units; the next evaluation gathers them once more
+    script.forward(program, Phase.EVALUATION)
+    assert script.hands.unsharded == {1}
+    script.hands.do(script.schedule.keep(frozenset()))
+    assert not script.hands.unsharded
+
+
+@pytest.mark.parametrize("policy", [STAGE_3, STAGE_2, STAGE_0, NODES])
+@settings(max_examples=60, deadline=None)
+@given(programs=st.lists(uses(4), min_size=2, max_size=4), kept=st.frozensets(st.integers(0, 3)))
+def test_evaluations_that_keep_units_leave_training_as_it_was(policy, programs, kept):
+    plain, keeping = Script(policy, 4), Script(policy, 4)
+    for script in (plain, keeping):
+        script.forward(programs[0])  # it learns the order of units
+        script.backward()
+        script.step()
+    keeping.hands.do(keeping.schedule.keep(kept))
+    for program in programs:
+        keeping.forward(program, Phase.EVALUATION)
+    for script in (plain, keeping):
+        script.step()
+        script.hands.done.clear()
+        script.forward(programs[0])
+        script.backward()
+    assert keeping.hands.done == plain.hands.done
+
+
+def test_units_that_a_graph_refers_to_outlive_the_evaluations_that_kept_them():
+    script = Script(STAGE_3, 1)
+    script.hands.do(script.schedule.keep(frozenset({0})))
+    script.forward([Use(0)], Phase.EVALUATION)
+    script.schedule.hold(0)
+    script.hands.held.add(0)
+    script.hands.do(script.schedule.keep(frozenset()))
+    assert script.hands.unsharded == {0}
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])

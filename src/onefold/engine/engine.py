@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from onefold.engine.activations import SavedActivations
+from onefold.engine.calls import Call
 from onefold.engine.hands import Hands
 from onefold.engine.marks import Marks
 from onefold.engine.policy import UnitFacts, policy_of
-from onefold.engine.schedule import Call, Schedule
+from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
 from onefold.engine.successors import Phase
 from onefold.engine.watch import in_backward, watch_outputs
@@ -58,9 +59,8 @@ class Engine:
         policy = self.policy = policy_of(recipe)
         units = self.units = build(self)  # units refer to the engine, weakly
         self.saved = _saved_activations(module, units, context)
-        self._stays = [unit.stays for unit in recipe.units]
-        facts = zip(units, self._stays, strict=True)
-        self.schedule = Schedule(policy, [facts_of(unit, stays=stays) for unit, stays in facts])
+        self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
+        self.schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
         self.gradients = {unit: unit.gradient for unit in units}
         self.hands = Hands(self.schedule, units, context.routes.rest)
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
@@ -107,8 +107,8 @@ class Engine:
 
     def is_settled(self, indices: Iterable[int]) -> bool:
         """True if modules show the unsharded weights of these units for good."""
-        units, stays = self.units, self._stays
-        return all(stays[i] and units[i].state is UnitState.UNSHARDED for i in indices)
+        units, kept = self.units, self.schedule.kept
+        return all(i in kept and units[i].state is UnitState.UNSHARDED for i in indices)
 
     def _phase(self) -> Phase:
         return Phase.EVALUATION if self.is_inference else current_phase()
@@ -343,7 +343,6 @@ class Engine:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""
         facts = [facts_of(unit) for unit in units]
         self.schedule.add(facts)
-        self._stays += [False for _ in units]
         for unit in units:
             self._index[unit] = len(self.units)
             self.units.append(unit)  # the list of `hands`, too
@@ -411,14 +410,13 @@ def _saved_activations(
     return SavedActivations(scratch, context.store.device, weights, module)
 
 
-def facts_of(unit: Unit, *, stays: bool = False) -> UnitFacts:
+def facts_of(unit: Unit) -> UnitFacts:
     """Return the facts about a unit that a schedule decides by."""
     return UnitFacts(
         nbytes=sum(each.tensor.nbytes for each in (unit.unsharded, *unit.decoded)),
         is_resident=unit.is_resident,
         is_tiled=unit.is_tiled,
         is_offloaded=unit.steps_in_blocks,
-        stays=stays,
         keeps_sums=unit.context.is_sharded,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
-from onefold.engine.schedule import Call
+from onefold.engine.calls import Call
 from onefold.ledger import Ledger
 from onefold.observer import Span, Stream
 

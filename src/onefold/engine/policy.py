@@ -15,8 +15,7 @@ class UnitFacts:
 
     `nbytes` are those of its unsharded weights. A resident unit computes on the weights where they
     rest: it is never gathered or freed. A tiled unit is never unsharded as a whole. States of an
-    offloaded unit are stepped in the background. A unit that stays is not freed between forwards.
-    Where nodes keep sums of gradients until the last
+    offloaded unit are stepped in the background. Where nodes keep sums of gradients until the last
     micro-batch, a unit without `keeps_sums` is reduced in each, over all ranks.
     """
 
@@ -24,7 +23,6 @@ class UnitFacts:
     is_resident: bool = False
     is_tiled: bool = False
     is_offloaded: bool = False
-    stays: bool = False
     keeps_sums: bool = True
 
 

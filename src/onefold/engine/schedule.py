@@ -16,6 +16,7 @@ One step, event by event (units are numbers, in the order of the module):
     end_backward     reduce the remaining units, wait for everything
     rest             before the optimizer's step nothing unsharded stays
     stepped          weights have changed: unsharded weights are out of date
+    keep             evaluation forwards follow: leave some units unsharded between them
 
 A pipeline schedule, streamed inference and accumulation by layers are other sources of the same
 events, or other policies.
@@ -28,6 +29,7 @@ from dataclasses import replace
 from weakref import WeakSet
 
 from onefold.engine.actions import NO_UNIT, Action, Verb
+from onefold.engine.calls import Call
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
 from onefold.engine.successors import Phase, Successors
@@ -35,21 +37,6 @@ from onefold.engine.successors import Phase, Successors
 MAX_PENDING = 2
 """Units whose background steps may be under way during backward: each holds its gradient until its
 step is over. Where the tier is slower than backward, all units would otherwise pile up."""
-
-
-class Call:
-    """One forward of a module that uses a unit, from its start until backward is through with it.
-
-    The executor alone uses `edits`: a number that shows that weights have changed since.
-    """
-
-    __slots__ = ("__weakref__", "edits", "finished", "is_begun", "started", "unit")
-
-    def __init__(self, unit: int, started: int) -> None:
-        self.unit = unit
-        self.started = self.finished = started
-        self.is_begun = False  # backward has reached it
-        self.edits = 0
 
 
 class Schedule:
@@ -80,6 +67,7 @@ class Schedule:
         self._to_step: list[int] = []  # reduced; stepped once backward is through with them
         self._stepped: list[int] = []  # stepped in backward, since the last step
         self.is_suspended = False  # inside onefold.unsharded: nothing is decided
+        self.kept: frozenset[int] = frozenset()  # evaluation leaves these unsharded
 
     def add(self, units: Sequence[UnitFacts]) -> None:
         """More units come, whose state every rank holds: a second hop spreads their gradients."""
@@ -100,6 +88,8 @@ class Schedule:
             self._users = [0] * len(self.units)
             for seen in self._seen:
                 seen.clear()
+            if phase is Phase.FORWARD:  # training goes on
+                out += self.keep(frozenset())
             if self.policy.fills_early:
                 for unit, facts in enumerate(self.units):
                     if not facts.is_offloaded:
@@ -119,10 +109,7 @@ class Schedule:
     def leave(
         self, call: Call, module: Hashable, num_modules: int, *, is_recompute: bool
     ) -> list[Action]:
-        """The module's forward is over; the unit may be freed once all its modules have run.
-
-        `module` None: it ended by an exception.
-        """
+        """A forward is over (`module` None: by an exception): free a unit after its last module."""
         self._clock += 1
         call.finished = self._clock
         unit = call.unit
@@ -136,7 +123,7 @@ class Schedule:
         is_last = len(seen) >= num_modules or self.forward_depth == 0
         if is_last:
             seen.clear()
-        self._hide(unit, out, frees=is_last and self.policy.frees_after_forward)
+        self._hide(unit, out, frees=is_last and self._is_freed(unit))
         return out
 
     def end_forward(self, phase: Phase) -> list[Action]:
@@ -147,7 +134,7 @@ class Schedule:
             self._users = [0] * len(self.units)
             for unit in range(len(self.units)):
                 is_next = self.policy.is_cyclic and unit in self._ahead
-                self._hide(unit, out, frees=self.policy.frees_after_forward and not is_next)
+                self._hide(unit, out, frees=self._is_freed(unit) and not is_next)
             if phase is Phase.EVALUATION and not self.policy.is_cyclic:  # else more follows
                 out.append((Verb.REST, NO_UNIT))
         return out
@@ -173,10 +160,18 @@ class Schedule:
         out: list[Action] = []
         if self._users[unit] == 0 and not self.is_suspended:
             is_over = self.forward_depth == 0 and not is_recorded
-            self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
+            self._hide(unit, out, frees=is_over and self._is_freed(unit))
             if is_over:
                 out.append((Verb.REST, NO_UNIT))
         return Call(unit, self._clock), out
+
+    def keep(self, units: frozenset[int]) -> list[Action]:
+        """Leave `units` unsharded between forwards until one trains; free others kept so far."""
+        out: list[Action] = []
+        dropped, self.kept = self.kept - units, units
+        for unit in sorted(dropped):
+            self._hide(unit, out, frees=self._is_freed(unit))
+        return out
 
     def hold(self, unit: int) -> None:
         """A graph or an output refers to the unsharded weights: they stay until backward ends."""
@@ -333,6 +328,10 @@ class Schedule:
 
     # rules
 
+    def _is_freed(self, unit: int) -> bool:
+        """True if a unit is freed once a forward is through with it."""
+        return self.policy.frees_after_forward and unit not in self.kept
+
     def _unshard(self, unit: int, phase: Phase, out: list[Action]) -> None:
         """Gather a unit, begin the gathers of the next ones, and fetch the rows of one more."""
         ahead: list[int] = []
@@ -340,7 +339,7 @@ class Schedule:
         while successor not in (None, *seen) and len(ahead) <= self.policy.prefetch:
             assert successor is not None, "the loop ends where there is no successor"
             seen.add(successor)
-            if not self.units[successor].stays or successor not in self._fresh:
+            if successor not in self.kept or successor not in self._fresh:
                 ahead.append(successor)
             successor = self._successors.after(successor, phase)
         to_gather, to_fetch = ahead[: self.policy.prefetch], ahead[self.policy.prefetch :]
@@ -388,14 +387,14 @@ class Schedule:
         for other in sorted(self._unsharded - in_use):
             if self._has_room(unit):
                 return
-            if self._users[other] == 0 and not self.units[other].stays:
+            if self._users[other] == 0 and other not in self.kept:
                 self._free(other, out, Verb.FREE)
 
     def _hide(
         self, unit: int, out: list[Action], *, frees: bool, is_rest: bool = False
     ) -> None:
-        if self.units[unit].stays and not is_rest:
-            return
+        if self.policy.is_cyclic and unit in self.kept and not is_rest:
+            return  # it stays shown, too
         if frees and unit in self._unsharded and unit not in self._held:
             self._free(unit, out, Verb.INVALIDATE if self.policy.keeps_bytes else Verb.FREE)
         elif unit in self._shown:

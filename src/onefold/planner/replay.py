@@ -12,7 +12,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from onefold.engine.actions import Action
-from onefold.engine.schedule import Call, Schedule
+from onefold.engine.calls import Call
+from onefold.engine.schedule import Schedule
 from onefold.engine.successors import Phase
 
 
