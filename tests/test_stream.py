@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -199,9 +200,7 @@ def test_units_that_stay_and_the_ring_fit_into_any_budget(numels, share):
         assert len(kept) == len(numels)
     else:
         assert sum(kept) + (1 + ahead) * max(nbytes) <= budget
-        assert sum(kept) >= min(
-            sum(nbytes), budget - (1 + ahead) * max(nbytes) - 2 * max(nbytes)
-        )
+        assert sum(kept) >= min(sum(nbytes), budget - (1 + ahead) * max(nbytes) - 2 * max(nbytes))
 
 
 def test_units_that_stay_are_spread_evenly():
@@ -215,7 +214,7 @@ def test_units_that_stay_are_spread_evenly():
         recipe = with_residents(Recipe(units=units, offload=offload, inference=inference))
         at = [index for index, unit in enumerate(recipe.units) if unit.stays]
         assert len(at) in (kept, kept - 1)
-        gaps = [after - before for before, after in zip(at, at[1:], strict=False)]
+        gaps = [after - before for before, after in pairwise(at)]
         assert not gaps or max(gaps) - min(gaps) <= 1
 
 
@@ -238,7 +237,7 @@ def test_an_optimizer_on_a_streamed_module_is_an_error_that_names_it(tmp_path):
     module(token_batches(1)[0])
     late = torch.optim.AdamW(module.parameters())  # of weights that have come to stay
     for optimizer in (early, late):
-        with pytest.raises(StateError, match="onefold.stream"):
+        with pytest.raises(StateError, match=r"onefold\.stream"):
             optimizer.step()
 
 

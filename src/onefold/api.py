@@ -117,7 +117,7 @@ def stream(
         module: any module; on `meta` after `onefold.load_pretrained`, which is read unit by unit.
         budget: bytes of device memory for weights, those that rest there included. None: what is
             free now, less a quarter for activations.
-        rest: None (exact), or "int8" or "int4": weights of Linears rest, travel and are kept packed.
+        rest: None (exact), "int8" or "int4": weights of Linears rest and travel packed.
         offload: where weights rest: "cpu", "disk:PATH", an `Offload` (its `parameters` count), or
             None, the device itself.
         mesh: as in `onefold.shard`.

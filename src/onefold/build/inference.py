@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -38,9 +39,7 @@ def examine_stream(
     )
 
 
-def _checked(
-    module: nn.Module, budget: int | None, rest: str | None, offload: object
-) -> Choices:
+def _checked(module: nn.Module, budget: int | None, rest: str | None, offload: object) -> Choices:
     """The choices, without touching anything; `ConfigError` for some that cannot work."""
     checks.check_module(module)
     if budget is not None and (type(budget) is not int or budget < 1):
@@ -69,7 +68,7 @@ def _tiers_of(offload: object) -> Offload:
     """The tiers of `stream(offload=)`: only weights rest, so the other kinds have none."""
     if offload is None or offload == "device":
         return Offload()
-    if isinstance(offload, str | os.PathLike) or isinstance(offload, Offload):
+    if isinstance(offload, str | os.PathLike | Offload):
         tiers = offload_of(offload)
         return Offload(parameters=tiers.parameters, disk=tiers.disk)
     raise ConfigError(
@@ -88,7 +87,7 @@ def _agreed(budget: int | None, asked: Asked, ranks: Ranks) -> int:
     group = ranks.everyone
     device = device_of(asked.parts.parameters, group, ranks.mesh)
     free = free_nbytes(device, local_place(group)[1])
-    everyone = group.all_gather_object(free) if group.world_size > 1 else [free]
+    everyone: list[Any] = group.all_gather_object(free) if group.world_size > 1 else [free]
     return int((1 - ACTIVATIONS_SHARE) * min(everyone))
 
 
@@ -100,8 +99,6 @@ def _tiled(module: nn.Module, budget: int, rest: str | None, offload: object) ->
     blocks = repeated_blocks(uncompiled(module))
     if total <= budget or not blocks:
         return choices
-    largest = max(
-        sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks
-    )
+    largest = max(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
     tiers = _tiers_of(offload)
     return replace(choices, offload=replace(tiers, tile=max(MIN_TILE_NBYTES, largest)))

@@ -19,7 +19,15 @@ from torch.optim import Optimizer
 from onefold.build import checks
 from onefold.build.stepping import stepper_of
 from onefold.build.tiers import budget_of, moments_of
-from onefold.config import STAGES, Inference, Stage, check_offload, offload_of, precision_of, stage_of
+from onefold.config import (
+    STAGES,
+    Inference,
+    Stage,
+    check_offload,
+    offload_of,
+    precision_of,
+    stage_of,
+)
 from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Shares
 from onefold.layout.units import (

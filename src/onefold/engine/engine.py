@@ -20,9 +20,9 @@ from torch import nn
 
 from onefold.engine.activations import SavedActivations
 from onefold.engine.calls import Call
-from onefold.engine.hands import Hands
+from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
-from onefold.engine.policy import UnitFacts, policy_of
+from onefold.engine.policy import policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
 from onefold.engine.successors import Phase
@@ -408,17 +408,6 @@ def _saved_activations(
     weights = [buffer.tensor for unit in units for buffer in (unit.weight, unit.unsharded)]
     weights += [weight.tensor for unit in units for weight in unit.decoded]
     return SavedActivations(scratch, context.store.device, weights, module)
-
-
-def facts_of(unit: Unit) -> UnitFacts:
-    """Return the facts about a unit that a schedule decides by."""
-    return UnitFacts(
-        nbytes=sum(each.tensor.nbytes for each in (unit.unsharded, *unit.decoded)),
-        is_resident=unit.is_resident,
-        is_tiled=unit.is_tiled,
-        is_offloaded=unit.steps_in_blocks,
-        keeps_sums=unit.context.is_sharded,
-    )
 
 
 NO_COPY = expected(

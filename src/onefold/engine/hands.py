@@ -7,6 +7,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from onefold.engine.actions import Action, Verb
+from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
 from onefold.ticket import Ticket
 from onefold.unit.unit import Unit
@@ -86,6 +87,17 @@ class Hands:
         for stepper in steppers:
             stepper.step_early(unit)
         unit.gradient.consume()
+
+
+def facts_of(unit: Unit) -> UnitFacts:
+    """Return the facts about a unit that a schedule decides by."""
+    return UnitFacts(
+        nbytes=sum(each.tensor.nbytes for each in (unit.unsharded, *unit.decoded)),
+        is_resident=unit.is_resident,
+        is_tiled=unit.is_tiled,
+        is_offloaded=unit.steps_in_blocks,
+        keeps_sums=unit.context.is_sharded,
+    )
 
 
 _HANDS: Mapping[Verb, Callable[[Hands, int], None]] = {

@@ -63,11 +63,11 @@ class _NoBackward(torch.autograd.Function):
     """Passes a tensor on; a backward that reaches it is an error that has a name."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:  # noqa: ARG004 - torch's names
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ARG004
         raise StateError(
             expected(
                 "a forward alone of a module that onefold.stream streams",

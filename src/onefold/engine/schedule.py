@@ -17,9 +17,6 @@ One step, event by event (units are numbers, in the order of the module):
     rest             before the optimizer's step nothing unsharded stays
     stepped          weights have changed: unsharded weights are out of date
     keep             evaluation forwards follow: leave some units unsharded between them
-
-A pipeline schedule, streamed inference and accumulation by layers are other sources of the same
-events, or other policies.
 """
 
 from __future__ import annotations
@@ -334,15 +331,9 @@ class Schedule:
 
     def _unshard(self, unit: int, phase: Phase, out: list[Action]) -> None:
         """Gather a unit, begin the gathers of the next ones, and fetch the rows of one more."""
-        ahead: list[int] = []
-        successor, seen = self._successors.enter(unit, phase), {unit}
-        while successor not in (None, *seen) and len(ahead) <= self.policy.prefetch:
-            assert successor is not None, "the loop ends where there is no successor"
-            seen.add(successor)
-            if successor not in self.kept or successor not in self._fresh:
-                ahead.append(successor)
-            successor = self._successors.after(successor, phase)
-        to_gather, to_fetch = ahead[: self.policy.prefetch], ahead[self.policy.prefetch :]
+        number, there = self.policy.prefetch, self.kept & self._fresh
+        ahead = self._successors.enter(unit, phase, number + 1, without=there)
+        to_gather, to_fetch = ahead[:number], ahead[number:]
         self._ahead.discard(unit)
         self._make_room(unit, out)
         self._gather(unit, out)
@@ -374,10 +365,8 @@ class Schedule:
             out.append((Verb.FILL, unit))
 
     def _has_room(self, unit: int) -> bool:
-        cap = self.policy.cap
-        if cap is None:
-            return True
-        return sum(self.units[each].nbytes for each in self._unsharded | {unit}) <= cap
+        cap, units = self.policy.cap, self._unsharded | {unit}
+        return cap is None or sum(self.units[each].nbytes for each in units) <= cap
 
     def _make_room(self, unit: int, out: list[Action]) -> None:
         """Free units that are not in use, gathered ahead or kept, until `unit` fits."""
@@ -390,9 +379,7 @@ class Schedule:
             if self._users[other] == 0 and other not in self.kept:
                 self._free(other, out, Verb.FREE)
 
-    def _hide(
-        self, unit: int, out: list[Action], *, frees: bool, is_rest: bool = False
-    ) -> None:
+    def _hide(self, unit: int, out: list[Action], *, frees: bool, is_rest: bool = False) -> None:
         if self.policy.is_cyclic and unit in self.kept and not is_rest:
             return  # it stays shown, too
         if frees and unit in self._unsharded and unit not in self._held:

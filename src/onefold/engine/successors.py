@@ -5,7 +5,7 @@ A wrong guess costs one unnecessary gather. It never changes a result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from enum import StrEnum
 from itertools import pairwise
 
@@ -37,18 +37,26 @@ class Successors:
         if not self._is_cyclic:
             self._last[phase] = None
 
-    def enter(self, unit: int, phase: Phase) -> int | None:
-        """Note that `unit` is used now; return its successor in the last walk, if it had one."""
+    def enter(
+        self, unit: int, phase: Phase, number: int, without: Set[int] = frozenset()
+    ) -> list[int]:
+        """Note that `unit` is used now; return up to `number` units that the last walk used next.
+
+        None if it was used just before. `without`: units to pass over, as they are there already.
+        """
         last = self._last[phase]
         if last == unit:
-            return None
+            return []
         if last is not None:
             self._after[phase][last] = unit
             if phase is Phase.FORWARD:
                 self._after[Phase.BACKWARD].setdefault(unit, last)
         self._last[phase] = unit
-        return self._after[phase].get(unit)
-
-    def after(self, unit: int, phase: Phase) -> int | None:
-        """Return the unit that was used after `unit` in the last walk, if any."""
-        return self._after[phase].get(unit)
+        found: list[int] = []
+        seen, after = {unit}, self._after[phase].get(unit)
+        while after is not None and after not in seen and len(found) < number:
+            seen.add(after)
+            if after not in without:
+                found.append(after)
+            after = self._after[phase].get(after)
+        return found

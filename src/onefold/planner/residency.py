@@ -59,12 +59,8 @@ def with_residents(recipe: Recipe) -> Recipe:
         if prefetch == 0:
             raise _too_small(recipe, blocks, near, tiles)
         stays = _spread(blocks, room - _ring(blocks, prefetch), total)
-    units = tuple(
-        replace(unit, stays=index in stays) for index, unit in enumerate(recipe.units)
-    )
-    return replace(
-        recipe, units=units, inference=replace(inference, room=room, prefetch=prefetch)
-    )
+    units = tuple(replace(unit, stays=index in stays) for index, unit in enumerate(recipe.units))
+    return replace(recipe, units=units, inference=replace(inference, room=room, prefetch=prefetch))
 
 
 def _blocks(recipe: Recipe, held: Sequence[UnitBytes]) -> list[BlockBytes]:
@@ -102,9 +98,7 @@ def _spread(blocks: Sequence[BlockBytes], room: int, total: int) -> set[int]:
     return chosen
 
 
-def _too_small(
-    recipe: Recipe, blocks: Sequence[BlockBytes], near: int, tiles: int
-) -> ConfigError:
+def _too_small(recipe: Recipe, blocks: Sequence[BlockBytes], near: int, tiles: int) -> ConfigError:
     ring = _ring(blocks, MIN_PREFETCH)
     parts = [f"{ring:,} for the largest block and one unit that is read ahead"]
     parts += [f"{tiles:,} for {NUM_TILES} row blocks"] if tiles else []

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from onefold.observer import Stream, watched
 from onefold.ticket import Ticket, Waitable
-from onefold.tier.scratch import PIECE_NBYTES, Pieces
+from onefold.tier.scratch import Pieces
 from onefold.tier.slots import Room
 from onefold.tier.workers import Task
 from onefold.unit.buffer import Buffer
