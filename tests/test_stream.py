@@ -353,3 +353,78 @@ def test_tensors_without_numbers_pass_through(tmp_path):
     assert not found["tokens"].requires_grad
     assert found["logits"].requires_grad  # as of the plain module, outside of no_grad
     assert found["note"] == "a word"
+
+
+# weights that rest in the files of a checkpoint
+
+
+def saved(folder: Any) -> nn.Module:
+    """A plain module, whose weights lie in `folder`."""
+    onefold.save_pretrained(onefold.shard(plain(), stage=3), folder)
+    return plain()
+
+
+def promised(folder: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+    with torch.device("meta"):
+        module = Model(BLOCKS).eval().to(dtype)
+    return onefold.load_pretrained(module, folder)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_weights_stream_from_a_checkpoint_without_a_copy(share, world_size, tmp_path):
+    resident = saved(tmp_path / "saved")
+    before = {path: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+
+    def body(rank: int) -> None:
+        module = promised(tmp_path / "saved")
+        streamed(module, share, "disk")
+        assert engine_of(module).ledger.usage[Kind.WEIGHT, "disk"].now > 0
+        with torch.no_grad():
+            for batch in token_batches(3):
+                assert torch.equal(module(batch), resident(batch))
+        with onefold.unsharded(module):
+            for mine, other in zip(module.parameters(), resident.parameters(), strict=True):
+                assert torch.equal(mine, other)
+        onefold.save_pretrained(module, tmp_path / "again")
+
+    run_ranks(world_size, body)
+    assert {path: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
+    again = promised(tmp_path / "again")
+    onefold.stream(again, offload="cpu")
+    with torch.no_grad():
+        batch = token_batches(1)[0]
+        assert torch.equal(again(batch), resident(batch))
+
+
+def test_an_edit_of_weights_in_files_is_an_error_that_names_it(tmp_path):
+    saved(tmp_path / "saved")
+    module = promised(tmp_path / "saved")
+    streamed(module, 0.0, "disk")
+    with torch.no_grad():
+        module.blocks[1].up.weight.add_(1.0)
+        with pytest.raises(StateError, match=r"'blocks\.1'.* as their files have them"):
+            module(token_batches(1)[0])
+
+
+def test_files_that_cannot_be_streamed_are_errors_that_name_them(tmp_path):
+    saved(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="a folder for the disk tier"):
+        onefold.stream(plain(), offload="disk")
+    with pytest.raises(ConfigError, match="a folder for the disk tier"):
+        onefold.stream(promised(tmp_path / "saved"), offload="disk", rest="int8")
+    with pytest.raises(ConfigError, match=r"'embed\.weight' in the dtype of its file, float32"):
+        onefold.stream(promised(tmp_path / "saved", torch.bfloat16), offload="disk", budget=1 << 20)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_a_named_error(tmp_path):
+    saved(tmp_path / "saved")
+    module = promised(tmp_path / "saved")
+    streamed(module, 0.0, "disk")
+    batch = token_batches(1)[0]
+    with torch.no_grad():
+        module(batch)
+        os.truncate(tmp_path / "saved" / "model.safetensors", 4096)
+        with pytest.raises(TierError, match=r"model\.safetensors"):
+            for _ in range(2):
+                module(batch)

@@ -118,8 +118,9 @@ def stream(
         budget: bytes of device memory for weights, those that rest there included. None: what is
             free now, less a quarter for activations.
         rest: None (exact), "int8" or "int4": weights of Linears rest and travel packed.
-        offload: where weights rest: "cpu", "disk:PATH", an `Offload` (its `parameters` count), or
-            None, the device itself.
+        offload: where weights rest: "cpu"; "disk:PATH", a file in that folder; "disk", the files
+            that `onefold.load_pretrained` named, without a copy; an `Offload` (its `parameters`
+            count); or None, the device itself.
         mesh: as in `onefold.shard`.
 
     Returns:

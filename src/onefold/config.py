@@ -259,11 +259,13 @@ class Inference:
         budget: bytes of device memory for weights, those at rest there included.
         room: the part of it for unsharded weights, once it is known what rests on the device.
         prefetch: units that are gathered ahead of the one that computes.
+        reads_files: weights rest in the files of `onefold.load_pretrained`, and in no copy.
     """
 
     budget: int
     room: int = 0
     prefetch: int = 2
+    reads_files: bool = False
 
 
 OffloadChoice = Literal["optimizer", "cpu", "disk:PATH"] | str | Offload | None

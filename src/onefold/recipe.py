@@ -158,6 +158,11 @@ class Recipe:
         return self.inference is not None and is_whole and self.offload.parameters == "disk"
 
     @property
+    def reads_files(self) -> bool:
+        """True if weights at rest are the files of a checkpoint."""
+        return self.inference is not None and self.inference.reads_files
+
+    @property
     def rests_near(self) -> bool:
         """True if weights rest in the memory that computes."""
         tier = self.offload.parameters

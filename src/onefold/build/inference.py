@@ -17,6 +17,7 @@ from onefold.layout.units import repeated_blocks, uncompiled
 from onefold.mesh.devices import device_of
 from onefold.mesh.ranks import Ranks, local_place
 from onefold.planner.auto import ACTIVATIONS_SHARE, free_nbytes
+from onefold.unit.init import PROMISED, Values
 
 MIN_TILE_NBYTES = 1 << 20
 """Row blocks of a head or a table are at least as large: smaller reads are slower."""
@@ -58,10 +59,27 @@ def _checked(module: nn.Module, budget: int | None, rest: str | None, offload: o
                 hint=nearest_word(rest, ("int8", "int4")) or "int8 loses least",
             )
         )
+    reads_files = offload == "disk"
+    tiers = _files_of(module, rest) if reads_files else _tiers_of(offload)
     return Choices(
-        stage=3, offload=_tiers_of(offload), precision=Precision(frozen=rest),
-        inference=Inference(budget or 0),
+        stage=3, offload=tiers, precision=Precision(frozen=rest),
+        inference=Inference(budget or 0, reads_files=reads_files),
     )  # fmt: skip
+
+
+def _files_of(module: nn.Module, rest: str | None) -> Offload:
+    """The folder of the files that the module was promised, for weights that rest in them."""
+    values: Values | None = uncompiled(module).__dict__.get(PROMISED)
+    if values is None or rest is not None:
+        raise ConfigError(
+            expected(
+                "a folder for the disk tier",
+                f"packed weights (rest={rest!r}), which no file has" if rest else "none",
+                hint='offload="disk:PATH"; "disk" alone reads exact weights from the files that '
+                "onefold.load_pretrained has promised to a module",
+            )
+        )
+    return Offload(parameters="disk", disk=str(values.directory))
 
 
 def _tiers_of(offload: object) -> Offload:
@@ -93,12 +111,12 @@ def _agreed(budget: int | None, asked: Asked, ranks: Ranks) -> int:
 
 def _tiled(module: nn.Module, budget: int, rest: str | None, offload: object) -> Choices:
     """The choices; large tables and heads in row blocks, unless the budget holds all weights."""
-    choices = replace(_checked(module, budget, rest, offload), inference=Inference(budget))
+    choices = _checked(module, budget, rest, offload)
     parameters = list(uncompiled(module).parameters())
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     blocks = repeated_blocks(uncompiled(module))
     if total <= budget or not blocks:
         return choices
     largest = max(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
-    tiers = _tiers_of(offload)
-    return replace(choices, offload=replace(tiers, tile=max(MIN_TILE_NBYTES, largest)))
+    tiers = replace(offload_of(choices.offload), tile=max(MIN_TILE_NBYTES, largest))
+    return replace(choices, offload=tiers)

@@ -26,6 +26,7 @@ from onefold.recipe import Recipe
 from onefold.tier.cpu import HostStore
 from onefold.tier.device import DeviceStore
 from onefold.tier.disk import DiskStore, SwapFile
+from onefold.tier.files import FileStore
 from onefold.tier.scratch import DiskScratch, HostScratch, Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.step_device import NUM_STREAMS, DeviceStep, HostStep, StepDevice
@@ -68,7 +69,7 @@ def budget_of(
         return Budget(0, 0, 0, 0)
     copies = recipe.device_type != "cpu" and offload.parameters == "device"
     needs, all_states = {"device": 0, "cpu": 0, "disk": 0}, 0
-    for unit, plan in zip(recipe.units, plans, strict=True):
+    for unit, plan in zip(recipe.units, [] if recipe.reads_files else plans, strict=False):
         held = unit_bytes(unit.members, recipe, rank, is_tiled=unit.tile_nbytes > 0)
         numel = max(1, held.rest_numel)
         itemsize, _ = stepped_itemsize(unit.members[0], recipe)
@@ -167,10 +168,11 @@ def build_tiers(
     """
     offload, local = recipe.offload, local_place(group)
     if offload == Offload():
-        return _build(offload, store, ledger, group, budget, local)
+        return _build(recipe, store, ledger, group, budget, local)
     # every rank looks at the free memory before any rank takes of it
-    _together(group, lambda: check_budget(budget, offload, group, local[1]))
-    return _together(group, lambda: _build(offload, store, ledger, group, budget, local))
+    if not recipe.reads_files:
+        _together(group, lambda: check_budget(budget, offload, group, local[1]))
+    return _together(group, lambda: _build(recipe, store, ledger, group, budget, local))
 
 
 def _together(group: Group, body: Callable[[], T]) -> T:
@@ -203,16 +205,18 @@ def describe(recipe: Recipe, budget: Budget, why_fraction: str) -> str:
 
 
 def _build(
-    offload: Offload, store: DeviceStore, ledger: Ledger, group: Group, budget: Budget,
+    recipe: Recipe, store: DeviceStore, ledger: Ledger, group: Group, budget: Budget,
     local: tuple[int, int],
 ) -> Tiers:  # fmt: skip
-    cores = cores_of(*local)
+    offload, cores = recipe.offload, cores_of(*local)
     stores: dict[str, Store] = {"device": store}
     tiers = (offload.optimizer, offload.parameters)
     if "cpu" in tiers:
         on_cpu = store.device.type == "cpu"
         stores["cpu"] = DeviceStore(store.device, "cpu") if on_cpu else HostStore(budget.cpu)
-    if "disk" in tiers:
+    if recipe.reads_files:
+        stores["disk"] = FileStore(group.rank)
+    elif "disk" in tiers:
         stores["disk"] = DiskStore(offload.paths, group.rank, budget.disk)
     is_far = any(each.is_far for each in stores.values())
     num_near = max(1, len(cores) - 1)  # and whoever waits

@@ -222,6 +222,7 @@ class Pretrained:
     def __init__(
         self, module: nn.Module, directory: Path, model: ShardedModel | None = None
     ) -> None:
+        self.directory = directory
         self._files = safetensors.PretrainedFiles(directory)
         self._names: dict[str, str] = {}  # name in the module: name in the files
         wanted: dict[str, tuple[int, ...]] = {}
@@ -251,6 +252,10 @@ class Pretrained:
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
+
+    def where(self, name: str) -> tuple[Path, int, str]:
+        """Return the file of a tensor, the offset of its first byte there, and its dtype's name."""
+        return self._files.where(self._names[name])
 
     def fill(self, name: str, box: Box | None, out: Tensor) -> None:
         """Copy a box of `name`, or all of it, into `out`."""

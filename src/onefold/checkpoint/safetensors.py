@@ -150,6 +150,7 @@ class PretrainedFiles:
         self._directory = directory
         self.places = dict(_places(directory))
         self._open: dict[str, safe_open] = {}
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}  # and where the tensors begin
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
@@ -162,6 +163,19 @@ class PretrainedFiles:
         offsets, sizes = box
         index = tuple(slice(first, first + n) for first, n in zip(offsets, sizes, strict=True))
         return found[index]
+
+    def where(self, name: str) -> tuple[Path, int, str]:
+        """Return the file of a tensor, the offset of its first byte there, and its dtype's name."""
+        path = self._directory / self.places[name]
+        if path not in self._headers:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                self._headers[path] = 8 + length, json.loads(file.read(length))
+        start, header = self._headers[path]
+        entry = header[name]
+        code: str = entry["dtype"]
+        names = {code: str(dtype).removeprefix("torch.") for dtype, code in CODES.items()}
+        return path, start + entry["data_offsets"][0], names.get(code, code)
 
     def _file(self, name: str) -> safe_open:
         file = self.places[name]

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -51,47 +52,17 @@ def set_direct(fd: int, wanted: bool) -> bool:
     return wanted and bool(_O_DIRECT)
 
 
-class SwapFile:
-    """One unlinked file on one path. Extents take its end; blocks bypass the page cache."""
+class BlockFile:
+    """An open file whose blocks are read and written past the page cache, or given up by it."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder = folder
+    def __init__(self, path: Path, rank: int) -> None:
+        """Subclasses open `path`, or a file in it, as `fd`."""
+        self.path = path
         self._rank = rank
-        self._nbytes = self._reserved = 0
+        self.fd = -1
+        self.is_direct = False
         self.read_nbytes = self.written_nbytes = 0
         self._counting = Lock()  # several threads move blocks
-        try:
-            fd, name = tempfile.mkstemp(prefix="onefold-", suffix=".swap", dir=folder)
-        except OSError as error:
-            raise self._failed("a new file there", error) from error
-        os.unlink(name)
-        self.fd = fd
-        self.is_direct = set_direct(fd, True)
-
-    def reserve(self, nbytes: int) -> None:
-        """Allocate `nbytes` on the disk now, beyond the extents."""
-        start = self._nbytes
-        was_direct = self.is_direct
-        try:
-            # systems without fallocate write single bytes instead
-            self.is_direct = set_direct(self.fd, False)
-            os.posix_fallocate(self.fd, start, nbytes)
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self.fd, start)
-            self._reserved = start
-            raise self._failed(f"room for {nbytes:,} bytes", error, start, nbytes) from error
-        finally:
-            self.is_direct = set_direct(self.fd, was_direct)
-        self._reserved = start + nbytes
-
-    def extend(self, nbytes: int) -> int:
-        """Give `nbytes` to an extent, reserving more if needed; return the offset of the first."""
-        start = self._nbytes
-        if start + nbytes > self._reserved:
-            self.reserve(nbytes)
-        self._nbytes += nbytes
-        return start
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset`, repeating short reads."""
@@ -134,12 +105,12 @@ class SwapFile:
     ) -> TierError:
         code = errno.errorcode.get(error.errno or 0, "unknown error")
         message = expected(
-            f"disk tier at {self.folder}: {wanted}",
+            f"disk tier at {self.path}: {wanted}",
             f"{code} ({error.strerror or error})",
             where=f"rank {self._rank}",
             hint=_HINTS.get(error.errno or 0, "look at the disk and its mount (dmesg, mount)"),
         )
-        return TierError.at(message, error, str(self.folder), offset, nbytes)
+        return TierError.at(message, error, str(self.path), offset, nbytes)
 
     def close(self) -> None:
         """Free the space."""
@@ -147,9 +118,49 @@ class SwapFile:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:
-        with suppress(AttributeError):  # of a file that could not be made
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_over():  # the system closes it then
             self.close()
+
+
+class SwapFile(BlockFile):
+    """One unlinked file in a folder. Extents take its end; blocks bypass the page cache."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, rank)
+        self._nbytes = self._reserved = 0
+        try:
+            fd, name = tempfile.mkstemp(prefix="onefold-", suffix=".swap", dir=folder)
+        except OSError as error:
+            raise self._failed("a new file there", error) from error
+        os.unlink(name)
+        self.fd = fd
+        self.is_direct = set_direct(fd, True)
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate `nbytes` on the disk now, beyond the extents."""
+        start = self._nbytes
+        was_direct = self.is_direct
+        try:
+            # systems without fallocate write single bytes instead
+            self.is_direct = set_direct(self.fd, False)
+            os.posix_fallocate(self.fd, start, nbytes)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self.fd, start)
+            self._reserved = start
+            raise self._failed(f"room for {nbytes:,} bytes", error, start, nbytes) from error
+        finally:
+            self.is_direct = set_direct(self.fd, was_direct)
+        self._reserved = start + nbytes
+
+    def extend(self, nbytes: int) -> int:
+        """Give `nbytes` to an extent, reserving more if needed; return the offset of the first."""
+        start = self._nbytes
+        if start + nbytes > self._reserved:
+            self.reserve(nbytes)
+        self._nbytes += nbytes
+        return start
 
 
 _HINTS = {

@@ -8,6 +8,7 @@ collection: its `__del__` takes only the ledger's lock, which is reentrant.
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock
@@ -36,8 +37,9 @@ class Room:
         self.nbytes = flat.nbytes
         ledger.add(Kind.STAGING, tier, self.nbytes, is_mapped=tier == "cpu")
 
-    def __del__(self) -> None:
-        self._ledger.add(Kind.STAGING, self._tier, -self.nbytes, is_mapped=self._tier == "cpu")
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_over():
+            self._ledger.add(Kind.STAGING, self._tier, -self.nbytes, is_mapped=self._tier == "cpu")
 
     def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
         """Return the bytes from `start` as a flat tensor [numel]."""

@@ -264,8 +264,8 @@ def measure_disk(paths: Sequence[Path], ask: Ask) -> Measured:
         "parameters": stepped.numel,
         "threads": threads,
         "engine_threads": stepped.tiers.steppers.num_threads,
-        "paths": [{"path": str(file.folder), "is_direct": file.is_direct,
-                   "is_memory": is_memory(file.folder)} for file in store.files],
+        "paths": [{"path": str(file.path), "is_direct": file.is_direct,
+                   "is_memory": is_memory(file.path)} for file in store.files],
         "wear": {"read_per_parameter": read, "written_per_parameter": written,
                  "written_per_day": per_day},
         "notes": list(_path_notes(store.files)),
@@ -323,10 +323,10 @@ def _check_room(paths: Sequence[Path], nbytes: int) -> None:
 
 def _path_notes(files: Sequence[SwapFile]) -> Iterator[str]:
     for file in files:
-        if is_memory(file.folder):
-            yield f"{file.folder} lies in memory (tmpfs): name a folder on a disk with --path"
+        if is_memory(file.path):
+            yield f"{file.path} lies in memory (tmpfs): name a folder on a disk with --path"
         elif not file.is_direct:
-            yield f"{file.folder} refuses O_DIRECT: rates may be those of the page cache"
+            yield f"{file.path} refuses O_DIRECT: rates may be those of the page cache"
 
 
 # links

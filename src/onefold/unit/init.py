@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,10 @@ from onefold.layout.cut import Box
 from onefold.layout.units import Owned, UnitPlan
 from onefold.wire.collectives import Group
 
+if TYPE_CHECKING:
+    from onefold.tier.files import FileRows
+    from onefold.unit.parameter import UnitParameter
+
 PROMISED = "_onefold_promised_values"
 """The attribute of a module that is not sharded yet that says where its values will come from."""
 
@@ -20,10 +25,16 @@ PROMISED = "_onefold_promised_values"
 class Values(Protocol):
     """Where parameters and buffers of a module on `meta` get their values, by name."""
 
+    directory: Path
+
     def __contains__(self, name: str) -> bool: ...
 
     def fill(self, name: str, box: Box | None, out: Tensor) -> None:
         """Copy a box of the tensor, or all of it, into `out`."""
+        ...
+
+    def where(self, name: str) -> tuple[Path, int, str]:
+        """The file of a tensor, the offset of its first byte there, and its dtype's name."""
         ...
 
 
@@ -153,6 +164,35 @@ def agree_on_values(tensors: Iterable[Tensor], group: Group) -> None:
                 group.broadcast(sent, 0).wait()
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
+
+
+def rows_in_files(parameter: UnitParameter, rows: FileRows, values: Values | None) -> Tensor:
+    """Let own rows of a parameter rest where its file has them; return them as they lie there."""
+    assert values is not None, "only promised values lie in files"
+    path, offset, dtype = values.where(parameter.fqn)
+    local, hint = parameter.local, 'offload="disk:PATH", which keeps a copy in that folder'
+    if str(local.dtype) != f"torch.{dtype}":
+        raise ConfigError(
+            expected(
+                f"parameter {parameter.fqn!r} in the dtype of its file, {dtype}",
+                local.dtype,
+                hint=f"build the module in {dtype}, or {hint}",
+            )
+        )
+    spans = [
+        span for span in parameter.slot.spans(parameter.spec.context.rest_rank) if local.numel()
+    ]
+    if len(spans) > 1:
+        raise ConfigError(
+            expected(
+                f"this rank's rows of parameter {parameter.fqn!r} side by side in {path.name}",
+                f"{len(spans)} parts of it",
+                hint=hint,
+            )
+        )
+    first, last = spans[0] if spans else (0, 0)
+    start = offset + first * local.itemsize
+    return rows.place(path, start, parameter.span.start, last - first).view(local.shape)
 
 
 def _replace(owned: Owned, value: Tensor) -> None:

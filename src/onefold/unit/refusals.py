@@ -5,6 +5,18 @@ from __future__ import annotations
 from onefold.errors import StateError, expected
 
 
+def edited_in_files(unit: str, where: str) -> StateError:
+    """The error for a change of weights that rest in a checkpoint's files."""
+    return StateError(
+        expected(
+            f"the weights of unit {unit!r} as their files have them",
+            "an edit, or a load of other values",
+            where=where,
+            hint='offload="disk:PATH" keeps a copy in that folder, which may be edited',
+        )
+    )
+
+
 def touched(fqn: str, where: str, got: str) -> StateError:
     """The error for a parameter that was replaced, moved or resized."""
     return StateError(

@@ -16,7 +16,7 @@ weights -> parameter. The engine is the `UnitOwner`, which a unit refers to weak
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Protocol
@@ -29,12 +29,14 @@ from onefold.errors import StateError, TierError
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
+from onefold.tier.files import FileRows
+from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context
 from onefold.unit.decoded import DecodedWeight
 from onefold.unit.gather import UnitGather, gather_of
 from onefold.unit.gradient import UnitGradient
-from onefold.unit.init import Values
+from onefold.unit.init import Values, rows_in_files
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.spec import UnitSpec
 from onefold.unit.tiles import TiledWeight
@@ -115,29 +117,40 @@ class Unit(UnitWeights):
 
         Parameters that `values` has are read from there, into the master where there is one.
         """
-        given = [p for p in self.parameters if values is not None and p.fqn in values]
         pairs = list(zip(self.parameters, originals, strict=True))
+        rows, given = self.weight.far, set[UnitParameter]()
+        if values is not None and not isinstance(rows, FileRows):
+            given = {p for p in self.parameters if p.fqn in values}
         with torch.no_grad():
             for parameter, original in pairs:
-                if parameter not in given:
+                if isinstance(rows, FileRows):
+                    parameter.local = rows_in_files(parameter, rows, values)
+                elif parameter not in given:
                     parameter.local.copy_(parameter.own_piece(original.detach()))
             for parameter, original in pairs:
                 parameter.build(original, self.unsharded.view)
                 self.decoded += [parameter.decoded] if parameter.decoded else []
                 self._counted.append(parameter.sharded)
-            if self.master is not None:
-                self.master.tensor.copy_(self.weight.tensor)
-            for parameter in given:
-                assert values is not None, "no source has these values"
-                box = parameter.slot.box(self.context.rest_rank)
-                values.fill(parameter.fqn, box, parameter.stepped)
-            if self.master is not None:
-                if given:
-                    self.weight.tensor.copy_(self.master.tensor)
-                self._published = self.edits()
+            self._read(given, values)
         if not self.is_resident:
             self.unsharded.release()
         self.forget()
+        if isinstance(rows, FileRows):
+            self.files_edits = self.edits()
+
+    def _read(self, given: Set[UnitParameter], values: Values | None) -> None:
+        """Read own rows of the `given` parameters, into the master where there is one."""
+        if self.master is not None:
+            self.master.tensor.copy_(self.weight.tensor)
+        for parameter in self.parameters:
+            if parameter in given:
+                assert values is not None, "no source has these values"
+                box = parameter.slot.box(self.context.rest_rank)
+                values.fill(parameter.fqn, box, parameter.stepped)
+        if self.master is not None:
+            if given:
+                self.weight.tensor.copy_(self.master.tensor)
+            self._published = self.edits()
 
     # the two moves
 
@@ -149,6 +162,8 @@ class Unit(UnitWeights):
         edits = self.edits()
         if self._fresh and self._gathered == edits:
             return
+        if self.files_edits not in (None, edits):
+            raise refusals.edited_in_files(self.name, self.context.where)
         self._await_gather()  # of weights that were not used and have changed since
         self.unsharded.reallocate()
         self._ticket = self.gather.start(self.unsharded)

@@ -19,6 +19,7 @@ from onefold.errors import TierError
 from onefold.ledger import Kind
 from onefold.observer import Stream, watched
 from onefold.ticket import Waitable
+from onefold.tier.files import FileRows
 from onefold.tier.store import Store
 from onefold.unit.buffer import Buffer
 from onefold.unit.own_rows import OwnRows
@@ -43,7 +44,11 @@ class UnitWeights:
         context, numel = spec.context, spec.rest.shard_numels[spec.context.rest_rank]
         tiers, ledger = context.tiers, context.ledger
         self.weight = Buffer(numel, self.dtype, Kind.WEIGHT, tiers.weight, ledger)
-        self.weight.tensor.zero_()
+        self.files_edits: int | None = (
+            None  # `edits` of rows that rest in files, which never change
+        )
+        if not isinstance(self.weight.far, FileRows):
+            self.weight.tensor.zero_()
         self.rows = OwnRows(self.weight, context, self.name)
         self.master: Buffer | None = None
         self.moments: dict[str, Buffer] = {}
