@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms import Join
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -124,11 +127,25 @@ def test_losses_norms_and_weights_are_those_of_ddp_at_every_stage(world_size):
 # saved states
 
 
+def keep_all(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+    """A user's hook, registered after `adopt`, works on all models."""
+    assert len(models) == len(weights) == 1
+
+
+def take_out(models: list[nn.Module], *_: object) -> None:
+    """A user's hook that has loaded the models itself, in its own way."""
+    with torch.no_grad():
+        for parameter in models.pop().parameters():
+            parameter.zero_()
+
+
 def save(rank: int, folder: Path, stage: int) -> Any:
     loop = Loop(stage)
     loop.epoch()
     loop.accelerator.save_state(str(folder))
     loop.epoch()
+    loop.accelerator.register_save_state_pre_hook(keep_all)
+    loop.accelerator.register_save_state_pre_hook(take_out).remove()
     loop.accelerator.save_state(str(folder))  # over the one before
     saved = loop.weights()
     return saved, loop.epoch(), loop.weights()
@@ -136,6 +153,7 @@ def save(rank: int, folder: Path, stage: int) -> Any:
 
 def resume(rank: int, folder: Path, stage: int) -> Any:
     loop = Loop(stage)
+    loop.accelerator.register_load_state_pre_hook(take_out)
     loop.accelerator.load_state(str(folder))
     return loop.weights(), loop.epoch(), loop.weights()
 
@@ -264,6 +282,8 @@ def bad_input(rank: int) -> None:
     refused("precision to mean the same as mixed_precision='bf16'", mixed_precision="bf16",
             precision="fp16")  # fmt: skip
     refused("'fp16', which Accelerate ignores there .an argument", mixed_precision="fp16")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # as `accelerate launch` sets it
+    refused("'fp16', which Accelerate ignores there .an argument", mixed_precision="fp16")
     os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
     refused("the environment variable ACCELERATE_MIXED_PRECISION=fp16")
     del os.environ["ACCELERATE_MIXED_PRECISION"]
@@ -271,6 +291,12 @@ def bad_input(rank: int) -> None:
     refused("dynamo_backend=EAGER .the environment variable ACCELERATE_DYNAMO_BACKEND=EAGER")
     del os.environ["ACCELERATE_DYNAMO_BACKEND"]
     accelerator = accelerate.Accelerator(cpu=True)
+    model = adopt(accelerator, *build())[0]  # Accelerate itself joins on GPUs only
+    for copier in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(onefold.StateError, match="to copy or pickle"):
+            copier(model)
+    with pytest.raises(onefold.StateError, match="as many batches"), Join([model]):  # type: ignore[list-item]
+        pass
     with pytest.raises(onefold.ConfigError, match="adopt_frozen"):
         adopt(build()[0], None)
     model, optimizer = build()

@@ -351,7 +351,8 @@ def test_adapters_are_loaded_switched_and_deleted_on_a_sharded_model(tmp_path):
         if is_before:
             onefold.shard(model)
         compare(model, wanted)
-        model.load_adapter(tmp_path / "second", "other", is_trainable=True)
+        options: dict[str, Any] = {"low_cpu_mem_usage": is_before}  # True: built on meta, assigned
+        model.load_adapter(tmp_path / "second", "other", is_trainable=True, **options)
         compare(model, wanted)
         for each in (model, wanted):
             each.set_adapter("other")

@@ -39,7 +39,8 @@ def guard_parts(module: nn.Module, engine: Engine) -> None:
     """Guard the parts of the module that are not guarded yet."""
     for part in module.modules():
         if "_apply" not in part.__dict__:
-            part.__dict__["_apply"] = _Guard(_apply, ref(part), ref(engine))
+            part.__dict__["_apply"] = partial(_apply, ref(part), ref(engine))
+            part.__dict__["__deepcopy__"] = part.__dict__["__reduce_ex__"] = _refuse_copy
             part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
             if callable(getattr(part, "resize_token_embeddings", None)):  # of transformers
                 part.__dict__["resize_token_embeddings"] = _refuse_resize
@@ -55,11 +56,9 @@ def _refuse_resize(*_: object, **__: object) -> None:
     )
 
 
-class _Guard(partial[Any]):
-    """A method of one part of a sharded module: a copy of the part would share it."""
-
-    def __deepcopy__(self, memo: object) -> None:
-        raise StateError(NO_COPY)
+def _refuse_copy(_: object) -> None:
+    """For `copy.deepcopy`, `pickle` and `torch.save` of a part: copies would share its hooks."""
+    raise StateError(NO_COPY)
 
 
 class _NoWrapper:
@@ -120,19 +119,20 @@ def _cut_entries(
     if engine is None or engine.is_unsharded:
         return
     engine.rest()
-    if metadata.get("assign_to_params_buffers"):
-        raise StateError(
-            expected(
-                "load_state_dict(..., assign=False)",
-                "assign=True, which would replace shards by unsharded tensors",
-                hint="leave assign out; values are copied into the shards",
-            )
-        )
     for name, sharded in module._parameters.items():
         value = state.get(prefix + name)
         parameter = engine.by_sharded.get(id(sharded))
-        if parameter is not None and isinstance(value, Tensor):
-            state[prefix + name] = _fitted(prefix + name, parameter, value)
+        if parameter is None or not isinstance(value, Tensor):
+            continue
+        if metadata.get("assign_to_params_buffers"):  # a new adapter on meta may be assigned
+            raise StateError(
+                expected(
+                    f"load_state_dict(..., assign=False) for {prefix + name!r}",
+                    "assign=True, which would replace shards by unsharded tensors",
+                    hint="leave assign out; values are copied into the shards",
+                )
+            )
+        state[prefix + name] = _fitted(prefix + name, parameter, value)
 
 
 def _load_state_dict(

@@ -108,7 +108,7 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
         raise ConfigError(
             expected(
                 "an Accelerator that leaves torch.compile out",
-                f"dynamo_backend={backend} ({_source('ACCELERATE_DYNAMO_BACKEND')})",
+                f"dynamo_backend={backend} ({_source('ACCELERATE_DYNAMO_BACKEND', backend)})",
                 hint="leave dynamo_backend out, and compile blocks yourself: block.compile()",
             )
         )
@@ -117,7 +117,7 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
 def _check_precision(accelerator: Any, precision: Any) -> None:
     """Raise `ConfigError` unless the accelerator's and `shard`'s precision mean the same."""
     mixed = accelerator.mixed_precision
-    source = _source("ACCELERATE_MIXED_PRECISION")
+    source = _source("ACCELERATE_MIXED_PRECISION", mixed)
     if mixed not in COMPUTE:
         raise ConfigError(
             expected(
@@ -145,9 +145,9 @@ def _check_precision(accelerator: Any, precision: Any) -> None:
         )
 
 
-def _source(variable: str) -> str:
-    """Name where a setting of the accelerator came from."""
-    if variable in os.environ:
+def _source(variable: str, value: str) -> str:
+    """Name where a setting of the accelerator came from: an argument goes before a variable."""
+    if os.environ.get(variable, "").lower() == value.lower():
         return f"the environment variable {variable}={os.environ[variable]}"
     return "an argument of Accelerator"
 

@@ -11,6 +11,7 @@ no such list for optimizers, so `LocalState` makes their part of that work an em
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -79,13 +80,28 @@ class _Adopted:
     model: ReferenceType[nn.Module]
     states: tuple[LocalState, ...]
 
-    def alive(self, models: list[nn.Module]) -> tuple[nn.Module, list[Optimizer]] | None:
-        """Return the model, if it is one of `models`, and its optimizers."""
+    def alive(self) -> tuple[nn.Module, list[Optimizer]] | None:
+        """Return the model and its optimizers; None if it is gone."""
         model = self.model()
-        if model is None or not any(each is model for each in models):
+        if model is None:
             return None
         found = [state.optimizer() for state in self.states]
         return model, [optimizer for optimizer in found if optimizer is not None]
+
+
+class _LastHook:
+    """Keeps one hook of an accelerator the last one: hooks of users work on all models."""
+
+    def __init__(self, register: Callable[[Any], Any], hook: Callable[..., None]) -> None:
+        self._register, self._hook = register, hook
+        self._handle = register(hook)
+
+    def register(self, hook: Callable[..., None]) -> Any:
+        """Register a hook of the user before ours."""
+        handle = self._register(hook)
+        self._handle.remove()
+        self._handle = self._register(self._hook)
+        return handle
 
 
 class AdoptedModels:
@@ -95,8 +111,10 @@ class AdoptedModels:
         self._adopted: list[_Adopted] = []
         self._gather_others = accelerator.get_state_dict
         accelerator.get_state_dict = self.get_state_dict
-        accelerator.register_save_state_pre_hook(self._save)
-        accelerator.register_load_state_pre_hook(self._load)
+        saving = _LastHook(accelerator.register_save_state_pre_hook, self._save)
+        loading = _LastHook(accelerator.register_load_state_pre_hook, self._load)
+        accelerator.register_save_state_pre_hook = saving.register
+        accelerator.register_load_state_pre_hook = loading.register
 
     @staticmethod
     def of(accelerator: Any) -> AdoptedModels:
@@ -122,8 +140,8 @@ class AdoptedModels:
     def _save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Save every adopted model. A collective."""
         for number, adopted in enumerate(self._adopted):
-            found = adopted.alive(models)
-            if found is None:
+            found = adopted.alive()
+            if found is None or not _has(models, found[0]):
                 continue
             model, optimizers = found
             group = engine_of(model).group
@@ -142,7 +160,7 @@ class AdoptedModels:
     def _load(self, models: list[nn.Module], input_dir: str) -> None:
         """Load every adopted model, and leave the others to Accelerate. A collective."""
         for number, adopted in enumerate(self._adopted):
-            found = adopted.alive(models)
+            found = adopted.alive()
             if found is None:
                 continue
             model, optimizers = found
@@ -150,8 +168,13 @@ class AdoptedModels:
             saves = agreement.gather_together(
                 engine_of(model).group, lambda folder=folder: _saves(folder)
             )[0]
-            load(folder / saves[-1][1] if saves else folder, model, optimizers)
+            if saves or _has(models, model):  # a hook may have taken out a model that it has loaded
+                load(folder / saves[-1][1] if saves else folder, model, optimizers)
         models[:] = [model for model in models if not is_sharded(model)]
+
+
+def _has(models: list[nn.Module], model: nn.Module) -> bool:
+    return any(each is model for each in models)
 
 
 def _saves(folder: Path) -> list[tuple[int, str]]:

@@ -58,6 +58,7 @@ def mark_prepared(module: nn.Module) -> nn.Module:
         show_heads(module)
     marks[PREPARED] = True
     marks["no_sync"] = partial(_no_sync, ref(module))
+    marks["join_hook"] = _refuse_join
     if engine.recipe.shards_parameters and engine.group.world_size > 1:
         for part in module.modules():  # `generate` is often called on a part, as of an adapter
             if callable(getattr(part, "generate", None)):
@@ -68,6 +69,18 @@ def mark_prepared(module: nn.Module) -> nn.Module:
 def is_prepared(module: nn.Module) -> bool:
     """True if `mark_prepared` has marked the module, or Accelerate has."""
     return bool(module.__dict__.get(PREPARED))
+
+
+def _refuse_join(**_: object) -> None:
+    """`join_hook` of the module: `torch.distributed.algorithms.Join` and Accelerate call it."""
+    raise StateError(
+        expected(
+            "as many batches on every rank",
+            "join_uneven_inputs with a sharded module, whose ranks need each other's shards",
+            hint="leave join_uneven_inputs out. Accelerate makes batches even unless "
+            "even_batches=False; a DataLoader has drop_last=True",
+        )
+    )
 
 
 def _no_sync(alive: ReferenceType[nn.Module]) -> AbstractContextManager[None]:
