@@ -36,13 +36,13 @@ class Mine(onefold.hf.TrainerMixin, Trainer):
     pass
 
 
-def assert_as(found: Any, wanted: Any) -> None:
+def assert_as(found: Any, wanted: Any, loss: float = LOSS, weight: float = WEIGHT) -> None:
     """Two runs' logs and weights agree."""
     assert len(found[0]) == len(wanted[0]) > 0
-    np.testing.assert_allclose(found[0], wanted[0], rtol=LOSS)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=loss)
     for name, value in wanted[1].items():
         most = float((found[1][name] - value).abs().max())
-        assert most <= WEIGHT * float(value.abs().max()), name
+        assert most <= weight * float(value.abs().max()), name
 
 
 def _train(folder: Path, *callbacks: Any, **options: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -125,9 +125,17 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _precise_gpt2() -> nn.Module:
+    """In fp64. Keys' biases have no gradient but rounding, whose sign AdamW makes a full step.
+
+    So in fp32 their weights differ by 3e-4 after 4 steps, and 1e-7 with `adam_epsilon=1e-3`.
+    """
+    return gpt2().double()
+
+
 def _others(rank: int, folder: Path) -> None:
+    kinds: list[list[Any]] = [[], [onefold.hf.Callback(stage=3)]]
     for name, options in OTHERS.items():
-        kinds: list[list[Any]] = [[], [onefold.hf.Callback(stage=3)]]
         runs = []
         for callbacks in kinds:
             trainer = trainer_of(folder, *callbacks, **options)
@@ -145,6 +153,8 @@ def _others(rank: int, folder: Path) -> None:
         except AssertionError as error:
             error.add_note(name)
             raise
+    tied = [_train(folder, *callbacks, build=_precise_gpt2) for callbacks in kinds]
+    assert_as(tied[1], tied[0], loss=1e-13, weight=1e-10)
 
 
 def test_other_models_and_arguments_train_as_ddp(tmp_path):
