@@ -363,6 +363,42 @@ def test_precisions_of_lightning_compute_what_ddp_does():
     on_ranks(2, _precisions)
 
 
+def _packed(kind: str) -> None:
+    """Adapters on a base that bitsandbytes has packed."""
+    from tests import test_quantised as packed
+
+    class Packed(pl.LightningModule):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.net, self.losses = packed.quantised(kind), []
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            loss = self.net(batch[0]).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(packed.adapters(self.net), lr=1e-2, fused=True)
+
+    values = torch.randn(24, packed.WIDTH, generator=torch.Generator().manual_seed(1))
+    data = DataLoader(TensorDataset(values), batch_size=2)
+    plain, sharded = Packed(kind), Packed(kind)
+    for module, strategy in ((plain, ddp()), (sharded, Strategy(stage=3, offload="cpu"))):
+        trainer(strategy, max_epochs=1).fit(module, data)
+    assert len(sharded.losses) == 24 // 2 // dist.get_world_size()
+    assert sharded.losses == pytest.approx(plain.losses, rel=1e-6)
+    pairs = zip(packed.adapters(sharded.net), packed.adapters(plain.net), strict=True)
+    for ours, theirs in pairs:
+        assert (ours.full_tensor() - theirs).norm() <= 5e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "int8"), (3, "nf4")])
+def test_adapters_on_a_packed_base_are_fitted_as_under_ddp(world_size, kind):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    on_ranks(world_size, _packed, kind)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
