@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -75,10 +76,14 @@ def _save_and_resume(rank: int, folder: Path, kind: type) -> None:
 
 def _resume_elsewhere(rank: int, folder: Path, kind: type) -> None:
     wanted, world_size = torch.load(folder / "wanted"), dist.get_world_size()
+    start = str(folder / "moved" / "checkpoint-4")
+    with pytest.raises(
+        pickle.UnpicklingError, match="ResumeWithOnefoldCallback was not an allowed"
+    ):
+        trainer_of(folder, max_steps=5).train(resume_from_checkpoint=start)  # a plain Trainer
     for options in _elsewhere(kind)[world_size]:
         if options.get("offload") == "disk":
             options["offload"] = f"disk:{folder}"
-        start = str(folder / "moved" / "checkpoint-4")
         more = {} if kind is Mine else {"resume_from_checkpoint": start}
         trainer = trainer_of(
             folder / "elsewhere", onefold.hf.Callback(**options), kind=kind,
