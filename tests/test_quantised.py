@@ -441,9 +441,16 @@ def evaluated_here() -> nn.Module:
     return module
 
 
+def on_meta(kind: str) -> nn.Module:
+    with torch.device("meta"):
+        return Model(kind)
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
+        (partial(on_meta, "nf4"), r"Params4bit on meta.*\n.*from_pretrained"),
+        (partial(on_meta, "int8"), r"Int8Params on meta.*\n.*from_pretrained"),
         (lambda: Model("nf4"), "not quantised yet"),
         (lambda: Model("int8"), "not quantised yet"),
         (lambda: bnb.nn.Linear8bitLt(8, 8).to("cpu"), "has_fp16_weights=True"),
