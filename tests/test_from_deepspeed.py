@@ -16,6 +16,7 @@ from torch import nn
 import onefold
 from onefold import Offload, Precision, Wire
 from onefold.deepspeed.keys import KEYS, SECTIONS, Fate
+from tests.ranks import run_ranks
 
 TOOL = Path(__file__).parent.parent / "docs" / "tools" / "deepspeed_keys.py"
 
@@ -268,6 +269,26 @@ def test_every_key_becomes_an_argument_is_named_or_is_refused(name):
     else:
         assert found == {"stage": 3}
         assert name.removesuffix(".*") in told
+
+
+def test_a_second_shard_in_the_node_is_left_out_on_one_host_by_name(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    second = {"zero_hpz_partition_size": 2}
+    found, told = converted(zero(**second))
+    assert found == {"stage": 3}
+    assert "zero_hpz_partition_size: none, as the launcher started all ranks on one host" in told
+    found, told = converted(zero(**second, zero_quantized_weights=True))
+    assert found == {"stage": 3, "wire": Wire(weights="int8")}
+    both = zero(**second, zero_quantized_weights=True, zero_quantized_gradients=True)
+    assert converted(both) == ({"stage": 3, "wire": "zero++"}, ""), "a name adapts by itself"
+    coded = zero(mics_shard_size=2, zero_quantized_weights=True)
+    assert "mics_shard_size: none" in converted(coded)[1]
+    for config in (zero(**second), coded):
+        arguments, _ = converted(config)
+        run_ranks(2, lambda rank, given=arguments: onefold.shard(nn.Linear(4, 4), **given))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert converted(zero(**second))[0] == {"stage": 3, "wire": Wire(secondary="weights")}
 
 
 def test_the_page_has_the_tables_of_the_code():

@@ -63,8 +63,11 @@ class Loop:
 
     def __init__(self, stage: int | None, steps: int = 2, **options: Any) -> None:
         precision = options.pop("mixed_precision", None)
+        plugin = accelerate.utils.GradientAccumulationPlugin(
+            num_steps=steps, sync_each_batch=options.pop("sync_each_batch", False)
+        )
         self.accelerator = accelerate.Accelerator(
-            cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision
+            cpu=True, gradient_accumulation_plugin=plugin, mixed_precision=precision
         )
         self.plain, optimizer = build()
         if stage is not None:
@@ -110,18 +113,24 @@ def assert_close(found: tuple[list[float], dict[str, Tensor]], wanted: Any) -> N
 
 def every_stage(rank: int) -> dict[Any, Any]:
     found = {}
-    for stage in (None, *STAGES):
-        loop = Loop(stage)
-        found[stage] = (loop.epoch() + loop.epoch(), loop.weights())
+    for stage, syncs in (
+        (None, False),
+        *((stage, False) for stage in STAGES),
+        (0, True),
+        (3, True),
+    ):
+        loop = Loop(stage, sync_each_batch=syncs)
+        found[stage, syncs] = (loop.epoch() + loop.epoch(), loop.weights())
         loop.accelerator.free_memory()
     return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_norms_and_weights_are_those_of_ddp_at_every_stage(world_size):
+    """With `sync_each_batch`, too, which reduces every micro-batch."""
     for found in run_forks(world_size, every_stage):
-        for stage in STAGES:
-            assert_close(found[stage], found[None])
+        for each in found.values():
+            assert_close(each, found[None, False])
 
 
 # saved states

@@ -174,27 +174,38 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(text.split()))) + 0.1 * text.count("w1") for text in completions]
 
 
-def grpo(rank: int, folder: Any) -> Any:
-    """The reference model is TRL's own copy from a folder, in shards afterwards."""
+def grpo(rank: int, folder: Any, ways: list[tuple[int | None, bool]]) -> Any:
+    """Losses, and the tokens of each generation, by stage.
+
+    The reference model is TRL's own copy from a folder, in shards afterwards.
+    """
     if rank == 0:
         llama().save_pretrained(folder / "model")
     torch.distributed.barrier()
     found = {}
-    for stage, gathers in ((None, True), (0, True), (2, True), (3, True), (3, False)):
+    for stage, gathers in ways:
+        tokens: list[Any] = []
+
+        def score(
+            completions: list[str], completion_ids: Any, kept: Any = tokens, **_: Any
+        ) -> list[float]:
+            kept.append(completion_ids)
+            return reward(completions)
+
         given = arguments(
             trl.GRPOConfig, folder, max_completion_length=6, num_generations=2, beta=0.1,
             per_device_train_batch_size=4, ds3_gather_for_generation=gathers,
         )  # fmt: skip
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
         trainer = trl.GRPOTrainer(
-            model, reward, args=given, callbacks=callbacks(stage),
+            model, score, args=given, callbacks=callbacks(stage),
             train_dataset=datasets.Dataset.from_dict({"prompt": sentences(24, 3)}),
             processing_class=tokenizer(),
         )  # fmt: skip
         if stage is not None:
             adopt_trainer(trainer)
             assert all(isinstance(p, DTensor) for p in trainer.ref_model.parameters())
-        found[stage if gathers else "by unit"] = losses(trainer)
+        found[stage if gathers else "by unit"] = losses(trainer), tokens
     return found
 
 
@@ -328,11 +339,21 @@ def test_a_copy_of_a_sharded_model_is_an_error_that_says_what_to_do():
     run_forks(2, copy_of_a_sharded_model)
 
 
-def test_grpo_with_its_generation_has_the_losses_of_ddp(tmp_path):
-    for found in run_forks(2, grpo, tmp_path):
-        for stage, told in found.items():
-            for now, wanted in zip(told, found[None], strict=True):
-                assert now == pytest.approx(wanted, rel=1e-4, abs=1e-6), stage
+@pytest.mark.parametrize(
+    ("world_size", "ways"),
+    [
+        (2, [(None, True), (0, True), (2, True), (3, True), (3, False)]),
+        (3, [(None, True), (3, True)]),
+    ],
+)
+def test_grpo_generates_the_tokens_and_has_the_losses_of_ddp(world_size, ways, tmp_path):
+    for found in run_forks(world_size, grpo, tmp_path, ways):
+        wanted, tokens = found[None]
+        assert len(tokens) > 2
+        for stage, (told, generated) in found.items():
+            assert generated == tokens, stage
+            for now, then in zip(told, wanted, strict=True):
+                assert now == pytest.approx(then, rel=1e-6, abs=1e-8), stage
 
 
 def test_the_example_of_sft_learns():

@@ -245,3 +245,22 @@ def test_one_process_is_what_the_plain_script_is():
 def _reseeded(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(9)
     return build()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="device_map finds one device, a CPU")
+def test_a_device_map_of_one_device_is_a_model_as_any_other(tmp_path):
+    """Of several devices it is refused: see tests/test_hf_trainer.py."""
+    seeded(llama).save_pretrained(tmp_path)
+    words = torch.arange(12).reshape(2, 6)
+    wanted = seeded(llama)(input_ids=words, labels=words).loss
+
+    def body(rank: int) -> None:
+        with torch.no_grad():
+            found = onefold.shard(models[rank])(input_ids=words, labels=words).loss
+        torch.testing.assert_close(found, wanted.detach())
+
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto")
+        for _ in range(2)
+    ]
+    run_ranks(2, body)

@@ -27,13 +27,15 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     EarlyStopping,
     ModelCheckpoint,
     OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision  # noqa: E402
 from lightning.pytorch.plugins.precision import FSDPPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.utilities import grad_norm  # noqa: E402
 
-from onefold.lightning import Strategy  # noqa: E402
+from onefold.lightning import Strategy, as_file  # noqa: E402
 from onefold.lightning.fabric import FabricStrategy  # noqa: E402
 
 pytestmark = pytest.mark.process
@@ -363,6 +365,42 @@ def test_precisions_of_lightning_compute_what_ddp_does():
     on_ranks(2, _precisions)
 
 
+def _packed(kind: str) -> None:
+    """Adapters on a base that bitsandbytes has packed."""
+    from tests import test_quantised as packed
+
+    class Packed(pl.LightningModule):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.net, self.losses = packed.quantised(kind), []
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            loss = self.net(batch[0]).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(packed.adapters(self.net), lr=1e-2, fused=True)
+
+    values = torch.randn(24, packed.WIDTH, generator=torch.Generator().manual_seed(1))
+    data = DataLoader(TensorDataset(values), batch_size=2)
+    plain, sharded = Packed(kind), Packed(kind)
+    for module, strategy in ((plain, ddp()), (sharded, Strategy(stage=3, offload="cpu"))):
+        trainer(strategy, max_epochs=1).fit(module, data)
+    assert len(sharded.losses) == 24 // 2 // dist.get_world_size()
+    assert sharded.losses == pytest.approx(plain.losses, rel=1e-6)
+    pairs = zip(packed.adapters(sharded.net), packed.adapters(plain.net), strict=True)
+    for ours, theirs in pairs:
+        assert (ours.full_tensor() - theirs).norm() <= 5e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "int8"), (3, "nf4")])
+def test_adapters_on_a_packed_base_are_fitted_as_under_ddp(world_size, kind):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    on_ranks(world_size, _packed, kind)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -410,9 +448,13 @@ def _wrapped() -> None:
     with pytest.raises(onefold.ConfigError, match="one of DistributedDataParallel") as caught:
         fitted(Strategy(), Wrapped)
     assert f"raised on rank {dist.get_rank()} of 2" in caught.value.__notes__
+    for callback in (StochasticWeightAveraging(0.1), WeightAveraging()):
+        words = rf"{type(callback).__name__}\nhint: onefold.ema"
+        with pytest.raises(onefold.ConfigError, match=words):
+            fitted(Strategy(), callbacks=[callback])
 
 
-def test_a_module_that_is_wrapped_is_refused_on_every_rank():
+def test_a_module_that_is_wrapped_or_averaged_in_a_copy_is_refused_on_every_rank():
     on_ranks(2, _wrapped)
 
 
@@ -510,6 +552,36 @@ def test_a_run_resumes_at_any_stage_and_number_of_ranks_and_from_a_single_file(t
     """Bitwise at the same number of ranks; at others, on the same global batches."""
     on_ranks(2, _begins, tmp_path)
     on_ranks(1, _resumes, tmp_path, "half.ckpt", 2, 5e-5)
+
+
+class Tied(Normed):
+    """Two modules share a weight."""
+
+    def build(self) -> None:
+        super().build()
+        self.twin = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.twin.weight = self.frozen.weight
+
+
+def _writes(folder: Path) -> None:
+    run = fitted(Strategy(stage=3), Tied, limit_train_batches=2)
+    run.trainer.save_checkpoint(folder / "a.ckpt")
+    torch.save(weights(run), folder / "wanted")
+
+
+def test_load_from_checkpoint_reads_a_directory_as_a_file(tmp_path):
+    on_ranks(2, _writes, tmp_path)
+    wanted = torch.load(tmp_path / "wanted")
+    with as_file(tmp_path / "a.ckpt", weights_only=False) as file:
+        opened = Tied.load_from_checkpoint(file, weights_only=False, num_blocks=3)
+    found = opened.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert opened.twin.weight is opened.frozen.weight
+    with pytest.raises(onefold.CheckpointError, match="nothing there"):
+        as_file(tmp_path / "none.ckpt")
+    with pytest.raises(IsADirectoryError):  # a class method, which no strategy sees
+        Tied.load_from_checkpoint(tmp_path / "a.ckpt")
 
 
 class Unwritable(Net):
@@ -708,5 +780,5 @@ def test_the_room_does_not_hide_the_library():
     import onefold.lightning as ours
 
     assert lightning.__file__ != ours.__file__
-    assert ours.__all__ == ["Strategy"]
+    assert ours.__all__ == ["Strategy", "as_file"]
     assert onefold.lightning is ours

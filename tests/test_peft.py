@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -327,6 +329,42 @@ def test_merging_outside_of_unsharded_is_an_error_that_names_it():
     assert all("q_proj.base_layer.weight" in said for said in run_ranks(2, body))
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_merging_without_writeback_warns_that_it_is_discarded(order):
+    fresh = adapted()
+
+    def body(rank: int) -> None:
+        model = adapted() if order == "before" else adapted_after(fresh, llama, lora)
+        if order == "before":
+            onefold.shard(model)
+        with onefold.unsharded(model):  # comes out as it went in
+            model.merge_adapter()
+            model.unmerge_adapter()
+        with onefold.unsharded(model, writeback=True), onefold.unsharded(model):
+            model.merge_adapter()
+            model.unmerge_adapter()
+        if rank == 0:
+            seen.append(len(caught))
+        dist.barrier()
+        logits(model)
+        numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        told = onefold.report(model).notes
+        assert [note[: note.find(" joined")] for note in told] == (
+            [f"{numel:,d} parameters"] if order == "after" else []
+        )
+        with onefold.unsharded(model):
+            model.merge_adapter() if order == "after" else model.merge_and_unload()
+
+    seen: list[int] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", "adapters of 6 layers were merged, or taken out")
+        run_ranks(2, body)
+    assert seen == [0]
+    assert len(caught) == 2
+    assert {Path(each.filename).name for each in caught} == {Path(__file__).name}
+
+
 # loading
 
 
@@ -486,6 +524,37 @@ def test_saving_gathers_adapters_alone(tmp_path):
 
     for world_size in (2, 3):
         run_ranks(world_size, body, world_size)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # of safetensors
+def test_embeddings_are_saved_whole_or_named(tmp_path):
+    """PEFT saves embeddings that have adapters, and all of them where a user asks for it."""
+    plain = adapted(config=lambda: lora(["q_proj", "embed_tokens", "lm_head"]))
+    plain.save_pretrained(tmp_path / "adapted")
+    adapted().save_pretrained(tmp_path / "asked", save_embedding_layers=True)
+
+    def body(rank: int, order: str) -> None:
+        config = partial(lora, ["q_proj", "embed_tokens", "lm_head"])
+        if order == "before":
+            model = adapted(config=config)
+            onefold.shard(model)
+        else:
+            model = adapted_after(plain, llama, config)
+        model.save_pretrained(tmp_path / order, is_main_process=rank == 0)
+        model = onefold.shard(adapted())
+        options = {"is_main_process": rank == 0, "save_embedding_layers": True}
+        named = pytest.raises(onefold.StateError, match=r"inside `with onefold\.unsharded")
+        with named if rank == 0 else nullcontext():
+            model.save_pretrained(tmp_path / "refused", **options)
+        with onefold.unsharded(model):
+            model.save_pretrained(tmp_path / "found", **options)
+
+    name = "adapter_model.safetensors"
+    for order in ("before", "after"):
+        run_ranks(2, body, order)
+        assert (tmp_path / order / name).read_bytes() == (tmp_path / "adapted" / name).read_bytes()
+    assert (tmp_path / "found" / name).read_bytes() == (tmp_path / "asked" / name).read_bytes()
 
 
 # the mesh

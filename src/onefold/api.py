@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from onefold.build.coding import code_frozen
 from onefold.build.inference import examine_stream
 from onefold.build.resolve import Choices, examine, examine_together, resolve
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
+from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
@@ -182,10 +184,14 @@ def unsharded(module: nn.Module, writeback: bool = False) -> Iterator[None]:
 
     Args:
         module: one that `shard` has sharded.
-        writeback: keep edits, which every rank makes alike; False discards them.
+        writeback: keep edits, which every rank makes alike; False discards them, with a warning if
+            PEFT has merged adapters.
     """
-    with whole_parameters.unsharded(engine_of(module), writeback=writeback):
+    engine = engine_of(module)
+    merges = [] if writeback or engine.is_unsharded else adapters.merges_of(module)
+    with whole_parameters.unsharded(engine, writeback=writeback):
         yield
+    adapters.warn_of_lost_merges(merges)
 
 
 def report(module: nn.Module) -> Report:
@@ -230,12 +236,19 @@ def _predicted_peaks(engine: Engine) -> dict[str, int]:
 
 
 def _notes(engine: Engine) -> tuple[str, ...]:
-    """Name messages that the run could save."""
+    """Name messages that the run could save, and bytes that no plan knows."""
+    notes: list[str] = []
     policy, most = engine.policy, engine.most_backwards
-    could_wait = policy.defers_reduction or policy.sums_rest
-    if most < 2 or not could_wait or engine.group.world_size == 1:
-        return ()
-    return (
-        f"{most} backwards ran before a step without onefold.accumulate, and each one sent its "
-        "gradients: put all but the last inside `with onefold.accumulate(module):`",
-    )
+    if most > 1 and (policy.defers_reduction or policy.sums_rest) and engine.group.world_size > 1:
+        notes.append(
+            f"{most} backwards ran before a step without onefold.accumulate, and each one sent its "
+            "gradients: put all but the last inside `with onefold.accumulate(module):`"
+        )
+    later = [p for unit in engine.units[engine.num_planned :] for p in unit.parameters if p.places]
+    if later:
+        numel = sum(math.prod(parameter.slot.shape) for parameter in later)
+        notes.append(
+            f"{numel:,d} parameters joined after onefold.shard: each rank holds all of them and "
+            "their states, 16 bytes a parameter with AdamW in fp32. Predicted bytes leave them out"
+        )
+    return tuple(notes)

@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,13 +51,18 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[s
     found = Settings(dict(_flat(_read(config), "")))
     _refuse(found)
     stage = _stage(found)
+    wire = _wire(found, stage)
+    fitted = _without_nodes(wire) if _is_one_host() else wire
     arguments = {
         "stage": stage,
         "precision": _precision(found),
         "offload": _offload(found, stage),
-        "wire": _wire(found, stage),
+        "wire": fitted,
     }
     lines = found.ignored()
+    if fitted != wire:
+        name = "zero_hpz_partition_size" if wire.secondary == "weights" else "mics_shard_size"
+        lines.append(f"{_ZERO}.{name}: none, as the launcher started all ranks on one host")
     if lines:
         warnings.warn(
             "of the DeepSpeed configuration, these keys become no argument of onefold.shard:\n  "
@@ -291,3 +296,17 @@ def _wire(found: Settings, stage: Any) -> Any:
         secondary="optimizer" if is_mics else "weights" if has_second else None, feedback=feedback,
     )  # fmt: skip
     return None if wire.is_plain else wire
+
+
+def _without_nodes(wire: Any) -> Any:
+    """Leave out the second shard inside a node, which the mesh of one host does not have."""
+    if not isinstance(wire, Wire) or not wire.secondary:
+        return wire
+    wire = replace(wire, secondary=None)
+    return None if wire.is_plain else wire
+
+
+def _is_one_host() -> bool:
+    """True if a launcher says so."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    return ranks.isdecimal() and ranks == os.environ.get("LOCAL_WORLD_SIZE")

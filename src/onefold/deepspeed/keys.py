@@ -115,7 +115,7 @@ _WIRE = (
     ConfigKey(f"{_ZERO}.zero_quantized_gradients", Fate.ARGUMENT,
         '`wire=Wire(gradients="int4")`; `"zero++"` with both others'),
     ConfigKey(f"{_ZERO}.zero_hpz_partition_size", Fate.ARGUMENT,
-        '`wire=Wire(secondary="weights")`, with several nodes; the launcher knows their ranks'),
+        '`wire=Wire(secondary="weights")`, with several nodes; nothing on one host'),
     ConfigKey(f"{_ZERO}.zero_quantized_nontrainable_weights", Fate.NONE,
         "none: frozen weights rest in their own dtype"),
     ConfigKey(f"{_ZERO}.mics_shard_size", Fate.ARGUMENT,

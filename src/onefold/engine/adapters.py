@@ -6,6 +6,7 @@ never the base. `peft_config`, a dict with the names of the adapters, is PEFT's 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 from weakref import ref
@@ -31,10 +32,12 @@ def show_whole(module: nn.Module, engine: Engine) -> None:
         if engine is None or not getattr(root, "peft_config", None) or engine.are_adapters_known():
             return
         wanted: dict[str, UnitParameter] = {}
+        bases = _adapted_embeddings(root)
         for name, sharded in root.named_parameters(remove_duplicate=False):
             parameter, shown = engine.by_sharded.get(id(sharded)), state.get(prefix + name)
             is_detached = isinstance(shown, DTensor) and shown is not sharded
-            if parameter and is_detached and _is_of_adapter(name, root, sharded):
+            is_saved = id(sharded) in bases or _is_of_adapter(name, root, sharded)
+            if parameter and is_detached and is_saved:
                 wanted[prefix + name] = parameter
         whole = gathered(wanted.values())
         state.update({name: whole[parameter] for name, parameter in wanted.items()})
@@ -46,6 +49,39 @@ def _is_of_adapter(name: str, root: nn.Module, sharded: nn.Parameter) -> bool:
     """True for parameters of an adapter, active or not, and for others that train beside it."""
     names: Iterable[str] = getattr(root, "peft_config", {})
     return sharded.requires_grad or any(part in names for part in name.split("."))
+
+
+def _adapted_embeddings(root: nn.Module) -> set[int]:
+    """The ids of weights of embeddings and heads under LoRA: PEFT saves those, too."""
+    found: set[int] = set()
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        find: Any = getattr(root, name, None)
+        layer = find() if callable(find) else None
+        if getattr(layer, "lora_A", None) is not None:
+            base: Any = getattr(layer, "base_layer", None)
+            found.update(map(id, base.parameters()))
+    return found
+
+
+Merges = list[tuple[nn.Module, list[str]]]
+
+
+def merges_of(module: nn.Module) -> Merges:
+    """Return PEFT's layers, and the names of the adapters that are merged into each now."""
+    parts = [(part, getattr(part, "merged_adapters", None)) for part in module.modules()]
+    return [(part, list(names)) for part, names in parts if isinstance(names, list)]
+
+
+def warn_of_lost_merges(before: Merges) -> None:
+    """Warn if adapters were merged, or taken out, since `before`: these edits are discarded."""
+    changed = sum(getattr(part, "merged_adapters", names) != names for part, names in before)
+    if changed:
+        warnings.warn(
+            f"adapters of {changed} layers were merged, or taken out, inside onefold.unsharded "
+            "without writeback=True: the sharded weights stay as they were before. To keep merged "
+            "weights, write `with onefold.unsharded(module, writeback=True):`",
+            stacklevel=4,  # of the line with `with`
+        )
 
 
 @torch.no_grad()

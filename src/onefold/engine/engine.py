@@ -58,6 +58,7 @@ class Engine:
         self.marks = Marks(context.ledger)
         policy = self.policy = policy_of(recipe)
         units = self.units = build(self)  # units refer to the engine, weakly
+        self.num_planned = len(units)  # adapters that join later come after these
         self.saved = _saved_activations(module, units, context)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         self.schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))

@@ -32,7 +32,7 @@ from onefold.hf.arguments import (
 from onefold.hf.autocast import run_under_autocast
 from onefold.hf.conflicts import refuse_other_engines
 from onefold.hf.prepared import mark_prepared
-from onefold.hf.run_state import RunState, folders_of
+from onefold.hf.run_state import ResumeWithOnefoldCallback, RunState, folders_of
 from onefold.hf.whole_weights import WholeWeights
 from onefold.layout.units import UnitChoice
 from onefold.versions import warn_if_untested
@@ -119,6 +119,7 @@ class Callback(TrainerCallback):
         units: UnitChoice = None,
     ) -> None:
         warn_if_untested("transformers", "accelerate")
+        ResumeWithOnefoldCallback.allow()
         self.choices = CallbackChoices(stage, precision, offload, wire, units)
         self.saves_by_event = True  # False: `TrainerMixin` saves
         self._run: RunState | None = None  # while training

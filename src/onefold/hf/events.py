@@ -7,10 +7,15 @@ all ranks are joined, and at its beginning a rank that has left is found, and na
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch.distributed import distributed_c10d
+
 from onefold.engine.engine import Engine
-from onefold.errors import StateError, expected
+from onefold.errors import OnefoldError, StateError, WireError, expected
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate")
 
@@ -64,3 +69,26 @@ def agree(engine: Engine, event: str, step: int, control: Any) -> None:
     for name, votes in zip(FLAGS, zip(*everyone, strict=True), strict=True):
         if any(votes):
             setattr(control, name, True)
+
+
+@contextmanager
+def name_lost_ranks(engine: Engine) -> Iterator[None]:
+    """Raise `WireError` where torch's own collectives fail, as Accelerate uses them.
+
+    Another rank has then raised an error in the user's code, and its process has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if isinstance(error, OnefoldError) or last.filename != distributed_c10d.__file__:
+            raise
+        raise WireError(
+            expected(
+                "every rank to stay in the training",
+                f"{str(error).splitlines()[0]}, in torch.distributed.{last.name}",
+                where=f"rank {engine.group.rank}",
+                hint="a rank has ended or left the training: look for the first error among the "
+                "other ranks",
+            )
+        ) from error

@@ -13,6 +13,7 @@ from torch import nn
 from onefold.checkpoint.agreement import together
 from onefold.checkpoint.load import load
 from onefold.engine.registry import engine_of, is_sharded
+from onefold.hf import events
 from onefold.hf.callback import Callback
 from onefold.hf.run_state import FOLDER, RunState
 from onefold.hf.whole_weights import WholeWeights, is_peft
@@ -97,7 +98,8 @@ class TrainerMixin(_Base):
         """See `Trainer.train`. True resumes from the newest checkpoint that is complete."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest(Path(str(self.args.output_dir))) or True
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with events.name_lost_ranks(engine_of(self._module)):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None

@@ -1,7 +1,8 @@
 """The sharded part of a Trainer's checkpoint: masters, moments and weights, each rank its own.
 
 checkpoint-40/model.safetensors ...   Trainer's own files
-checkpoint-40/optimizer.pt            param groups, and which checkpoint below they belong to
+checkpoint-40/optimizer.pt            param groups, and which checkpoint below they belong to;
+                                      torch refuses it by name where no `Callback` was built
 checkpoint-40/onefold/                what onefold.save writes; loads at any world size
 .onefold-state-40/                    the same, until Trainer has made its folder
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,6 +30,20 @@ FOLDER = "onefold"
 _STAGED = ".onefold-state-"
 _MARK = "onefold"
 """The key of the first param group by which a loaded `optimizer.pt` names its checkpoint."""
+_NEEDS = "onefold_needs"
+
+
+class ResumeWithOnefoldCallback:
+    """Named in `optimizer.pt`, so that a plain Trainer does not go on with moments of zero.
+
+    A Trainer loads that file with `weights_only=True`. torch then refuses classes that are not
+    allowed, and its error has the name of this one. `Callback` allows it.
+    """
+
+    @classmethod
+    def allow(cls) -> None:
+        """Let this process load `optimizer.pt` of sharded runs."""
+        torch.serialization.add_safe_globals([cls])
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
@@ -91,14 +107,16 @@ class RunState:
         if self._mark is None:
             return None
         groups = [dict(group) for group in state_dict["param_groups"]]
-        groups[0][_MARK] = self._mark
+        groups[0] |= {_MARK: self._mark, _NEEDS: ResumeWithOnefoldCallback}
         return {"state": {}, "param_groups": groups}
 
     # resume
 
     def take_mark(self) -> dict[str, str] | None:
         """Return, and remove, what a loaded `optimizer.pt` says about its checkpoint."""
-        return self._optimizer.param_groups[0].pop(_MARK, None)
+        group = self._optimizer.param_groups[0]
+        group.pop(_NEEDS, None)
+        return group.pop(_MARK, None)
 
     def resume(self, mark: dict[str, str], folders: Iterator[Path]) -> None:
         """Load the state that belongs to a mark from one of `folders`. A collective.

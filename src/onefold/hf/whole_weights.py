@@ -196,8 +196,8 @@ def _save_pretrained(
     except WireError as error:
         raise StateError(
             expected(
-                "every rank in save_pretrained, as the weights have changed since the last save",
-                str(error).partition("\n")[0],
+                "every rank in save_pretrained, as rank 0 has no whole weights, or older ones",
+                "this rank alone",
                 where=f"rank {engine.group.rank}",
                 hint="call save_pretrained on every rank; for trainer.save_model() before or in "
                 "the middle of training derive the trainer from onefold.hf.TrainerMixin",

@@ -144,6 +144,12 @@ def problem_of(weight: Tensor, owners: list[tuple[nn.Module, str]]) -> tuple[str
             f"an Int8Params in a {type(owners[0][0]).__name__}",
             "only the weights of Linear8bitLt can rest in int8",
         )
+    if weight.is_meta:
+        return (
+            f"a {type(weight).__name__} on meta, which has no bytes to cut",
+            "build the model on the CPU of every process, without torch.device('meta'): "
+            "from_pretrained(..., quantization_config=) packs it there, then call onefold.shard",
+        )
     tables = tables_of(*owners[0], fqn="")
     if not tables or (weight.dtype.itemsize > 1 and not own.get("bnb_quantized")):
         return (

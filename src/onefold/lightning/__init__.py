@@ -5,6 +5,7 @@ Needs the `lightning` extra. Lightning's own classes are used as they are: nothi
 
 from __future__ import annotations
 
+from onefold.lightning.checkpoints import as_file
 from onefold.lightning.strategy import Strategy
 
-__all__ = ["Strategy"]
+__all__ = ["Strategy", "as_file"]

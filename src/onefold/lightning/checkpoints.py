@@ -6,6 +6,8 @@ Lightning writes again and again (`last.ckpt`), stays until then:
     last.ckpt          the checkpoint
     .last.ckpt.new     its successor, complete; `read` takes it if a kill left no last.ckpt
     .last.ckpt.old     its predecessor, about to be deleted
+
+`as_file` makes the single file of it that `load_from_checkpoint` reads.
 """
 
 from __future__ import annotations
@@ -13,20 +15,30 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from onefold.checkpoint.agreement import on_rank_0, refusal
+from onefold.checkpoint.contents import MODEL
+from onefold.checkpoint.directory import find
+from onefold.checkpoint.inspect import inspect
 from onefold.checkpoint.load import load
-from onefold.checkpoint.save import save
+from onefold.checkpoint.save import first_failure, planning, save
+from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.engine.registry import engine_of
+from onefold.errors import CheckpointError
 
 _KEY = "lightning"
+_TIED = "tied"
 
 
 def write(
@@ -39,7 +51,7 @@ def write(
     """
     group = engine_of(module).group
     draft = _beside(path, "new")
-    extra: dict[str, bytes] = {}
+    extra: dict[str, Any] = {_TIED: _tied_names(module)}
 
     def prepare() -> None:
         extra[_KEY] = _packed(rest)
@@ -71,12 +83,65 @@ def read(
     mine = extra.get(_KEY) if isinstance(extra, dict) else None
     packed = group.all_gather_object(mine)[0] if group.world_size > 1 else mine  # of rank 0
     if not isinstance(packed, bytes):
-        raise refusal(
-            f"a checkpoint of Lightning at {str(path)!r}",
-            "one without Lightning's own state",
-            hint="onefold.load reads it into a sharded module",
-        )
+        raise _of_another(path)
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=weights_only)
+
+
+def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> IO[bytes]:
+    """Open a directory checkpoint as the single file that `load_from_checkpoint` reads.
+
+    Needs one process, and memory for the weights. Optimizer states stay behind.
+
+    Args:
+        path: a directory that a Trainer with `Strategy` has written.
+        weights_only: see `torch.load`; of Lightning's own state, as hyper-parameters.
+
+    Raises:
+        CheckpointError: no such checkpoint, or a damaged one.
+
+    Example:
+        >>> with onefold.lightning.as_file("last.ckpt") as file:
+        ...     module = MyModule.load_from_checkpoint(file)
+    """
+    found = find(Path(path).absolute())[0]
+    extra = inspect(found.path, verify=False).extra
+    if not isinstance(extra, dict) or _KEY not in extra:
+        raise _of_another(Path(path))
+    metadata = read_metadata(found)
+    weights: dict[str, Any] = {
+        name: torch.empty(saved.size, dtype=saved.properties.dtype)
+        for name, saved in metadata.state_dict_metadata.items()
+        if name.startswith(f"{MODEL}.") and isinstance(saved, TensorStorageMetadata)
+    }
+    try:
+        with planning():
+            reader = Reader(found, metadata)
+            dcp.load(weights, storage_reader=reader, planner=ReadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        raise first_failure(error) from error
+    state = {name.removeprefix(f"{MODEL}."): value for name, value in weights.items()}
+    state |= {name: state[first] for name, first in extra.get(_TIED, {}).items()}
+    rest = torch.load(io.BytesIO(extra[_KEY]), map_location="cpu", weights_only=weights_only)
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    torch.save(rest | {"state_dict": state}, file)
+    file.seek(0)
+    return file
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Return other names of parameters, with the name under which each is saved."""
+    known = engine_of(module).by_sharded
+    named = module.named_parameters(remove_duplicate=False)
+    fqns = {name: known[id(p)].fqn for name, p in named if id(p) in known}
+    return {name: fqn for name, fqn in fqns.items() if name != fqn}
+
+
+def _of_another(path: Path) -> CheckpointError:
+    return refusal(
+        f"a checkpoint of Lightning at {str(path)!r}",
+        "one without Lightning's own state",
+        hint="onefold.load reads it into a sharded module",
+    )
 
 
 def _beside(path: Path, role: str) -> Path:

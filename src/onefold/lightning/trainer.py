@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -56,6 +57,8 @@ class TrainerStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         module, optimizers = self._module, []
         fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            _refuse_copies(trainer)
         if not is_sharded(module):
             if fits and self._layer_sync:
                 self._layer_sync.apply(module)
@@ -206,3 +209,17 @@ class TrainerStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _refuse_copies(trainer: Trainer) -> None:
+    """Raise `ConfigError` for callbacks that average weights in a copy of the whole module."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ConfigError(
+                expected(
+                    "callbacks that keep no copy of the module",
+                    f"a {type(callback).__name__}",
+                    hint="onefold.ema(module, decay=...) averages sharded weights: see "
+                    "docs/guides/ema.md",
+                )
+            )

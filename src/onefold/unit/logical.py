@@ -284,6 +284,9 @@ class _Shard:
         plain = dtensor_over(kind_over(self._spec), self._local_tensor, self._spec)
         return plain.__reduce_ex__(protocol)
 
+    def untyped_storage(self) -> Any:
+        raise refusals.no_storage(tuple(self._spec.shape))
+
 
 class DetachedShard(_Shard, DTensor):
     """A shard in the state dict of a module whose ranks hold equal parts."""

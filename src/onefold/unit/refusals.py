@@ -78,6 +78,19 @@ def no_copy(fqn: str) -> StateError:
     )
 
 
+def no_storage(shape: tuple[int, ...]) -> StateError:
+    """The error for the memory of a shard, as safetensors asks for it to write a file."""
+    return StateError(
+        expected(
+            "unsharded tensors to write into a file",
+            f"this rank's rows of a sharded parameter {list(shape)}",
+            hint="save inside `with onefold.unsharded(module):`, or pass "
+            "state_dict=onefold.full_state_dict(module); PEFT's save_embedding_layers=True needs "
+            "the first",
+        )
+    )
+
+
 def mixed_write(label: str) -> StateError:
     """The error for an in-place operation of a sharded tensor and a plain one."""
     return StateError(

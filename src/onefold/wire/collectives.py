@@ -15,6 +15,8 @@ from onefold.ticket import Ticket, Waitable
 from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, Lanes
 from onefold.wire.peers import Peers
 
+MESSAGE, VOTE = "a message to all ranks", "a vote of all ranks"
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -102,7 +104,7 @@ class Group:
         """Replace `tensor` by its maximum over the ranks; blocks."""
         if self.peers is not None and tensor.device.type == "cpu":
             work = self._begin(lambda lanes: lanes.all_reduce_max(tensor))
-            Ticket(self.track([work], "a vote of all ranks")).wait()
+            _wait(self.track([work], VOTE), VOTE)
         elif self.handle is not None:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
 
@@ -126,8 +128,11 @@ class Group:
         return [pickle.loads(each[:size].numpy().tobytes()) for each, size in pairs]
 
     def _gather_now(self, out: torch.Tensor, shard: torch.Tensor) -> None:
-        work = self.all_gather(out, shard)
-        Ticket(self.track([work], "a message to all ranks")).wait()
+        _wait(self.track([self.all_gather(out, shard)], MESSAGE), MESSAGE)
+
+
+def _wait(works: Sequence[Waitable], label: str) -> None:
+    Ticket(works, label=label).wait()
 
 
 def _not_begun(error: RuntimeError) -> str:
