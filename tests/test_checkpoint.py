@@ -7,7 +7,6 @@ import os
 import random
 import resource
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,6 @@ from torch.distributed.checkpoint import filesystem
 import onefold
 from onefold import CheckpointError
 from onefold.engine.registry import engine_of
-from tests.forking import HANG_S
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_processes, run_ranks, seeded
 
@@ -447,19 +445,6 @@ def test_a_save_that_goes_on_is_not_taken_for_one_that_was_cut_off(tmp_path):
     (tmp_path / "latest").symlink_to(tmp_path / "a")
     prune(tmp_path / "other", keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "other"]
-
-
-def test_a_script_that_ends_with_a_background_save_completes_it(tmp_path):
-    code = (
-        "import torch, onefold; m = torch.nn.Linear(1024, 2048)\n"
-        "o = torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9); onefold.shard(m, o)\n"
-        f"onefold.save({str(tmp_path / 'a')!r}, m, o, wait=False, keep=1)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "a" / "manifest.json").exists()
 
 
 def test_a_save_changes_how_torch_saves_on_no_other_thread(tmp_path, monkeypatch):
@@ -1082,7 +1067,7 @@ def test_a_file_that_may_not_grow_fails_a_save_past_the_page_cache(tmp_path):
 
 def test_torch_reads_what_we_write_into_an_fsdp_module_and_the_reverse(tmp_path):
     """Plain `torch.distributed.checkpoint`, FSDP2 and its state dicts, tied weights included."""
-    run_processes(2, with_fsdp, tmp_path, start_method="spawn")
+    run_processes(2, with_fsdp, tmp_path)
 
 
 def with_fsdp(rank: int, path: Path) -> None:
