@@ -7,6 +7,7 @@ environments and signals are those of fresh ones, which a few tests start all th
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import runpy
@@ -194,6 +195,7 @@ def _run_python(args: Sequence[str]) -> None:
 def _be(body: Callable[[], Any], out: int, err: int) -> None:
     """Be a process that calls `body`: with signals, output and warnings of one that just began."""
     code: Any = 1
+    gc.freeze()  # see tests/ranks.py
     try:
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
