@@ -107,7 +107,7 @@ def assert_close(found: tuple[list[float], dict[str, Tensor]], wanted: Any) -> N
 
 def every_stage(rank: int) -> dict[Any, Any]:
     found = {}
-    for stage in (None, *STAGES):
+    for stage in (None, *STAGES) if torch.distributed.get_world_size() == 2 else (None, 0, 3):
         loop = Loop(stage)
         found[stage] = (loop.epoch() + loop.epoch(), loop.weights())
         loop.accelerator.free_memory()
@@ -117,7 +117,8 @@ def every_stage(rank: int) -> dict[Any, Any]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_norms_and_weights_are_those_of_ddp_at_every_stage(world_size):
     for found in run_forks(world_size, every_stage):
-        for stage in STAGES:
+        assert found.keys() >= {None, 0, 3}
+        for stage in found.keys() - {None}:
             assert_close(found[stage], found[None])
 
 
