@@ -7,6 +7,7 @@ environments and signals are those of fresh ones, which a few tests start all th
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import runpy
@@ -32,21 +33,23 @@ POLL_S = 0.02
 
 
 def onefold(
-    *arguments: str, cwd: Path | None = None, timeout_s: float = HANG_S
+    *arguments: str, cwd: Path | None = None, timeout_s: float = HANG_S, out: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`onefold *arguments`, up to its end."""
-    return begin(*arguments, cwd=cwd, timeout_s=timeout_s).end()
+    return begin(*arguments, cwd=cwd, timeout_s=timeout_s, out=out).end()
 
 
-def begin(*arguments: str, cwd: Path | None = None, timeout_s: float = HANG_S) -> Command:
-    """`onefold *arguments`, which goes on beside the test."""
+def begin(
+    *arguments: str, cwd: Path | None = None, timeout_s: float = HANG_S, out: int | None = None
+) -> Command:
+    """`onefold *arguments`, which goes on beside the test; `out` is its stdout, else a file."""
 
     def body() -> Any:
         from onefold.cli.main import main
 
         return main(list(arguments))
 
-    return Command(body, ["onefold", *arguments], cwd, timeout_s, forks_ranks=True)
+    return Command(body, ["onefold", *arguments], cwd, timeout_s, forks_ranks=True, out=out)
 
 
 def torchrun(
@@ -112,7 +115,7 @@ class Command(Forked):
 
     def __init__(
         self, body: Callable[[], Any], argv: list[str], cwd: Path | None, timeout_s: float, *,
-        forks_ranks: bool,
+        forks_ranks: bool, out: int | None = None,
     ) -> None:  # fmt: skip
         self._out: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `end`
         self._err: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -126,7 +129,7 @@ class Command(Forked):
                 os.chdir(cwd)
                 sys.path.insert(0, str(cwd))  # as `python -m` has it
             sys.argv = argv
-            _be(body, self._out.fileno(), self._err.fileno())
+            _be(body, self._out.fileno() if out is None else out, self._err.fileno())
 
         super().__init__(be, argv)
 
@@ -192,6 +195,7 @@ def _run_python(args: Sequence[str]) -> None:
 def _be(body: Callable[[], Any], out: int, err: int) -> None:
     """Be a process that calls `body`: with signals, output and warnings of one that just began."""
     code: Any = 1
+    gc.freeze()  # see tests/ranks.py
     try:
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):

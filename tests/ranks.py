@@ -6,6 +6,7 @@ torch's threaded process group is private to torch's own tests; only this file t
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import sys
 import tempfile
@@ -123,6 +124,7 @@ def shorten_timeout(seconds: float) -> None:
 def _process(
     rank: int, world_size: int, url: str, timeout_s: float, body: Callable[..., None], args: Any
 ) -> None:
+    gc.freeze()  # else the collector looks through, and so copies, all that the tests have left
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -59,7 +59,10 @@ def close(got, wanted, within=1e-5):
 
 @pytest.mark.parametrize(("stage", "secondary"), PLACES)
 def test_a_run_goes_on_from_any_placement_in_any_other(stage, secondary, tmp_path):
-    """Bit for bit on the same mesh; on one axis, which sums in another order, to 1e-5."""
+    """Bit for bit on the same mesh; on one axis, which sums in another order, to 1e-5.
+
+    In itself and in the next two of the others: a load knows nothing of the save but its cuts.
+    """
 
     def save(rank):
         module, optimizer = start((2, 2), stage, Wire(secondary=secondary))
@@ -79,14 +82,18 @@ def test_a_run_goes_on_from_any_placement_in_any_other(stage, secondary, tmp_pat
         return whole_weights(module)
 
     wanted = run_ranks(4, save)[0]
-    for other_stage, other in PLACES:
+    at = PLACES.index((stage, secondary))
+    for other_stage, other in (PLACES * 2)[at : at + 3]:
         for got in run_ranks(4, resume, (2, 2), other_stage, other):
             same(got, wanted)
-    close(run_ranks(4, resume, None, 3, None)[0], wanted)
+    if stage < 3 or secondary == "weights":
+        close(run_ranks(4, resume, None, 3, None)[0], wanted)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (3, 2)])
-@pytest.mark.parametrize(("stage", "secondary"), PLACES)
+@pytest.mark.parametrize(
+    ("shape", "stage", "secondary"),
+    [((2, 2), *place) for place in PLACES] + [((3, 2), 3, "gradients"), ((3, 2), 1, "optimizer")],
+)
 def test_saving_between_micro_batches_changes_nothing(shape, stage, secondary, tmp_path):
     world = shape[0] * shape[1]
     batches = [batch.chunk(3) for batch in token_batches(3, rows=world * 3)]
@@ -114,8 +121,8 @@ def test_saving_between_micro_batches_changes_nothing(shape, stage, secondary, t
     wanted = run_ranks(world, run, False)[0]
     for got in run_ranks(world, run, True):
         close(got, wanted)
-    elsewhere = [(shape, 3, "gradients"), (None, 2, None)] if shape == (2, 2) else []
-    for place in [(shape, stage, secondary), *elsewhere]:
+    elsewhere = {"weights": [(shape, 3, "gradients")], "optimizer": [(None, 2, None)]}
+    for place in [(shape, stage, secondary), *elsewhere.get(secondary, [])]:
         for got in run_ranks(world, resume, *place):
             close(got, wanted)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from onefold.config import Precision
 from onefold.errors import ConfigError
 from onefold.planner.calibrate import Sample, calibrate, middle
 from onefold.planner.calibration import (
@@ -211,9 +212,12 @@ def test_of_several_runs_the_middle_one_counts():
 impatient = partial(calibrate, patience=0, runs=1)  # the bounds below are wide
 
 
+SAMPLE = Sample(model="tiny", seq=64, rows=1, precision=Precision())
+
+
 @pytest.fixture(scope="module")
 def measured() -> Calibration:
-    return impatient(Sample(model="tiny", seq=64, rows=2), (1, 2))
+    return impatient(SAMPLE, (1, 2))
 
 
 @pytest.mark.process
@@ -245,7 +249,7 @@ def test_real_ranks_reach_plausible_rates_alone_and_together(measured):
 def test_what_runs_is_what_a_trace_without_values_counts(measured):
     from onefold.models.loader import build_model
 
-    seen = trace(build_model("tiny", 64), tokens_of(2, 64))
+    seen = trace(build_model("tiny", 64), tokens_of(SAMPLE.rows, SAMPLE.seq))
     flops = sum(unit.forward.flops + unit.backward.flops for unit in seen.units)
     attended = sum(u.forward.attention_flops + u.backward.attention_flops for u in seen.units)
     for speeds in measured.speeds:
@@ -255,8 +259,14 @@ def test_what_runs_is_what_a_trace_without_values_counts(measured):
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
-def test_a_plan_that_calibrates_tells_step_times_of_this_machine(monkeypatch):
-    monkeypatch.setattr("onefold.planner.planning.measured_here", impatient)
+def test_a_plan_that_calibrates_tells_step_times_of_this_machine(measured, monkeypatch):
+    """It asks for the very ranks and the sample that are measured here."""
+
+    def measured_here(sample: Sample, worlds: list[int]) -> Calibration:
+        assert (sample, worlds) == (SAMPLE, [2])
+        return replace(measured, speeds=measured.speeds[1:])
+
+    monkeypatch.setattr("onefold.planner.planning.measured_here", measured_here)
     done = onefold("plan", "--seq", "64", "--calibrate", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

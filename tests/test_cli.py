@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from onefold.cli.arguments import one_line, real, whole
 from onefold.cli.main import main
 from onefold.errors import ConfigError
-from tests.commands import onefold, torchrun
+from tests.commands import begin, onefold, torchrun
 from tests.forking import HANG_S
 
 ONEFOLD = [sys.executable, "-m", "onefold"]
@@ -150,16 +151,31 @@ def test_without_a_command_it_shows_its_commands(capsys):
     assert all(word in shown for word in ("train", "check", "doctor"))
 
 
+@pytest.fixture
+def unread() -> Iterator[int]:
+    """The end of a pipe that nobody reads, as of `onefold doctor | head -1`."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    yield theirs
+    os.close(theirs)
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("arguments", [[], ["plan", "--help"], ["doctor"], ["check", "--json"]])
-def test_a_reader_that_has_left_ends_the_command_without_a_word(arguments, step_device):
-    """As `onefold doctor | head -1` does: the exit code is that of SIGPIPE."""
-    unread, theirs = os.pipe()
-    os.close(unread)
-    done = subprocess.run([*ONEFOLD, *arguments], cwd=step_device, stdout=theirs,
+@pytest.mark.parametrize("arguments", [[], ["plan", "--help"]])
+def test_a_reader_that_has_left_ends_the_command_without_a_word(arguments, unread, step_device):
+    """The exit code is that of SIGPIPE."""
+    done = subprocess.run([*ONEFOLD, *arguments], cwd=step_device, stdout=unread,
                           stderr=subprocess.PIPE, text=True, timeout=HANG_S,
                           env={**os.environ, "PYTHONUNBUFFERED": ""})  # fmt: skip
-    os.close(theirs)
+    assert done.stderr == ""
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", [["doctor"], ["check", "--steps", "1", "--json"]])
+def test_a_reader_that_has_left_ends_ranks_too(arguments, unread, step_device):
+    """A launcher prints what its ranks measured; of a check, rank 0 prints."""
+    done = onefold(*arguments, cwd=step_device, out=unread)
     assert done.stderr == ""
     assert done.returncode == 128 + signal.SIGPIPE
 
@@ -320,9 +336,9 @@ def test_on_a_terminal_progress_is_a_bar(step_device):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("delay_s", [0.0, 0.5, None])
-def test_an_interrupt_ends_all_ranks_within_seconds_with_one_line(step_device, delay_s):
-    """While it starts, from when it loads torch; and (None) a second after it began to train.
+@pytest.mark.parametrize("delay_s", [0.0, 0.5])
+def test_an_interrupt_at_the_start_ends_the_command_with_one_line(step_device, delay_s):
+    """While it starts, from when it loads torch.
 
     An interrupt in the first tenths of a second ends Python's own start, as it ends any script's.
     """
@@ -330,20 +346,37 @@ def test_an_interrupt_ends_all_ranks_within_seconds_with_one_line(step_device, d
         [*ONEFOLD, "train", "--steps", "100000"], cwd=step_device, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-    if delay_s is None:
-        for _ in range(3):  # what is told before the first step
-            running.stdout.readline()
     wait_for_torch(running)
-    time.sleep(1 if delay_s is None else delay_s)
+    time.sleep(delay_s)
     assert running.poll() is None
     os.killpg(running.pid, signal.SIGINT)
     _, errors = running.communicate(timeout=HANG_S)  # 100,000 steps take hours
     assert running.returncode == 130
     assert errors == "onefold train: interrupted\n"
+    assert_none_is_left(step_device)
+
+
+@pytest.mark.process
+def test_an_interrupt_ends_all_ranks_within_seconds_with_one_line(step_device):
+    """A second after it began to train. Its ranks have sessions of their own, as torch starts them:
+    a terminal's interrupt reaches the launcher alone."""
+    running = begin("train", "--steps", "100000", cwd=step_device)
+    running.until(lambda out: out.count("\n") >= 3)  # what is told before the first step
+    time.sleep(1)
+    assert running.poll() is None
+    os.kill(running.pid, signal.SIGINT)
+    done = running.end()
+    assert done.returncode == 130
+    assert done.stderr == "onefold train: interrupted\n"
+    assert_none_is_left(step_device)
+
+
+def assert_none_is_left(folder: Path) -> None:
+    """No process that works in the folder, within minutes."""
     deadline = time.monotonic() + HANG_S
-    while processes_below(step_device) and time.monotonic() < deadline:
+    while processes_below(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert processes_below(step_device) == []
+    assert processes_below(folder) == []
 
 
 @pytest.mark.process

@@ -62,7 +62,7 @@ def test_a_run_that_was_cut_in_two_is_the_run_that_was_not(saved, tmp_path):
 
 def begin_and_stop(folder: Path, stop: signal.Signals, *flags: str) -> tuple[int, str]:
     """A run of two ranks that is stopped once it trains: the step it saved, what it told."""
-    process = begin("train", *SMALL, "--steps", "400", "--checkpoint", str(folder), *flags)
+    process = begin("train", *SMALL, "--steps", "150", "--checkpoint", str(folder), *flags)
     process.until(lambda told: " loss " in told)
     os.kill(process.pid, stop)
     done = process.end()

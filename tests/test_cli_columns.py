@@ -94,17 +94,27 @@ def test_what_is_read_back_prints_80_columns(trained, command, capsys, monkeypat
     assert too_wide(capsys.readouterr().out.replace(str(trained), "")) == []
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("command", [
+MEASURES = [
     ("doctor",), ("bench", "cpu", "--seconds", "0.1"), ("bench", "link", "--seconds", "0.1"),
     ("bench", "disk", "--seconds", "0.1", "--mib", "8"),
-])  # fmt: skip
-def test_what_measures_prints_80_columns(tmp_path, command):
-    """In fresh processes: torch's threads do not survive a fork."""
-    done = subprocess.run([sys.executable, "-m", "onefold", *command], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=HANG_S)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.process
+def test_what_measures_prints_80_columns(tmp_path):
+    """In forks of a fresh process: torch's threads do not survive a fork of one that used them."""
+    code = (
+        "import json; from pathlib import Path; from tests.commands import onefold\n"
+        f"ended = [onefold(*command, cwd=Path({str(tmp_path)!r})) for command in {MEASURES}]\n"
+        "print(json.dumps([(done.returncode, done.stdout, done.stderr) for done in ended]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent,
+                          capture_output=True, text=True, timeout=4 * HANG_S)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert too_wide(done.stdout) == []
+    for command, (code, out, errors) in zip(MEASURES, json.loads(done.stdout), strict=True):
+        assert code == 0, errors
+        assert len(out.splitlines()) > 3, command
+        assert too_wide(out) == [], command
 
 
 @pytest.mark.process

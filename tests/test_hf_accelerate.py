@@ -113,12 +113,8 @@ def assert_close(found: tuple[list[float], dict[str, Tensor]], wanted: Any) -> N
 
 def every_stage(rank: int) -> dict[Any, Any]:
     found = {}
-    for stage, syncs in (
-        (None, False),
-        *((stage, False) for stage in STAGES),
-        (0, True),
-        (3, True),
-    ):
+    stages = STAGES if torch.distributed.get_world_size() == 2 else (0, 3)
+    for stage, syncs in ((None, False), *((each, False) for each in stages), (0, True), (3, True)):
         loop = Loop(stage, sync_each_batch=syncs)
         found[stage, syncs] = (loop.epoch() + loop.epoch(), loop.weights())
         loop.accelerator.free_memory()
@@ -129,6 +125,7 @@ def every_stage(rank: int) -> dict[Any, Any]:
 def test_losses_norms_and_weights_are_those_of_ddp_at_every_stage(world_size):
     """With `sync_each_batch`, too, which reduces every micro-batch."""
     for found in run_forks(world_size, every_stage):
+        assert found.keys() >= {(None, False), (0, False), (3, True)}
         for each in found.values():
             assert_close(each, found[None, False])
 

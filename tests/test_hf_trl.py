@@ -78,7 +78,8 @@ def callbacks(stage: int | None) -> list[Any]:
 
 def sft(rank: int, folder: Any) -> dict[Any, Any]:
     found = {}
-    for stage in (None, 0, 1, 2, 3):
+    stages = (None, 0, 1, 2, 3) if torch.distributed.get_world_size() == 2 else (None, 0, 3)
+    for stage in stages:
         trainer = trl.SFTTrainer(
             llama(), args=arguments(trl.SFTConfig, folder, max_length=8),
             train_dataset=datasets.Dataset.from_dict({"text": sentences(24)}),
@@ -147,6 +148,8 @@ def dpo(rank: int, folder: Any, sharded: tuple[int | None, bool], **options: Any
 
 def every_dpo(rank: int, folder: Any) -> Any:
     ways = {None: (None, False), "early": (3, True), "late": (3, False), 2: (2, True)}
+    if torch.distributed.get_world_size() > 2:
+        del ways["late"], ways[2]
     return {name: dpo(rank, folder, way) for name, way in ways.items()}
 
 

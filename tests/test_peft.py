@@ -173,7 +173,8 @@ def test_a_tuner_trains_and_saves_as_in_one_process(tuner, order, tmp_path):
         file = file_of(model, tmp_path / f"{world_size}-{rank} trained")
         return found, onefold.full_state_dict(model, rank0_only=False), file
 
-    for world_size, stage in ((2, 3), (3, 1)):
+    is_first = (list(TUNERS).index(tuner) + (order == "before")) % 2 == 0
+    for world_size, stage in ((2, 3),) if is_first else ((3, 1),):  # each tuner meets both
         results = run_ranks(world_size, body, world_size, stage)
         mean = torch.stack([found for found, _, _ in results]).mean(0)
         torch.testing.assert_close(mean, losses, rtol=1e-5, atol=0)

@@ -124,10 +124,16 @@ def resting(found: Forecast, kind: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("shape", "precision", "accumulate"), [((2, 2), "bf16", 2), ((2, 3), None, 1)]
+    ("stage", "name", "shape", "precision", "accumulate"),
+    [
+        (stage, name, *condition)
+        for stage, name in CASES
+        for index, condition in enumerate([((2, 2), "bf16", 2), ((2, 3), None, 1)])
+        if stage == 3 or list(NAMES).index(name) % 2 == (index + stage) % 2
+    ],
 )
-@pytest.mark.parametrize(("stage", "name"), CASES)
 def test_bytes_held_and_sent_are_those_of_the_plan(stage, name, shape, precision, accumulate):
+    """Both conditions meet every wire at stage 3, and stages 1 and 2 with wires in turn."""
     chosen = precision_of(precision)
     recipe = recipe_of(shape, stage, name, precision=chosen)
     report = run_ranks(shape[0] * shape[1], run, shape, recipe, name, accumulate)[0]
