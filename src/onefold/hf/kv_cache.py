@@ -66,7 +66,8 @@ class KVCache(DynamicCache):
 
     Memory beyond the budgets, with L bytes of keys and values in one layer: L that its attention
     reads, at most L + 8 MiB of the next layer on their way from far tiers, 8 MiB or one block for
-    writes, and one block for each layer. A block holds at least 64 KiB of each sequence.
+    writes, and one block for each layer. A block holds at least 64 KiB of each sequence. Sequences
+    that were removed from the batch still count in full blocks.
 
     One object serves one model and one batch at a time. `reset()` frees memory and disk space.
     Deleting the object does too. For an encoder-decoder model, give
@@ -121,6 +122,15 @@ class KVCache(DynamicCache):
             for kind, more in zip(types, arguments, strict=True)
         ]
         Cache.__init__(self, layers=layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add tokens [batch, heads, tokens, width] of a layer; return its keys and values."""
+        if self.layer_class_to_replicate is None and layer_idx >= len(self.layers):
+            wanted, hint = f"a model of {len(self.layers)} layers", "give config= of this model"
+            raise ConfigError(expected(wanted, f"its layer {layer_idx}", hint=hint))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reset(self) -> None:
         """Forget all tokens; free their memory and disk space."""

@@ -148,8 +148,11 @@ class SwapFile:
             os.close(fd)
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # of a file that could not be made
+        # of a file that could not be made; or the interpreter ends, and this module has no names
+        try:  # noqa: SIM105 - `suppress` is such a name
             self.close()
+        except AttributeError:
+            pass
 
 
 _HINTS = {
