@@ -31,6 +31,7 @@ class Kind(StrEnum):
     OPTIMIZER = "optimizer"  # exp_avg, exp_avg_sq and their like
     AVERAGE = "ema"  # of weights over the steps, by `onefold.ema`
     ACTIVATION = "activation"  # what backward needs of forward, where it was moved off the device
+    CACHE = "kv_cache"  # keys and values of past tokens, in generation
     STAGING = "staging"  # slots through which bytes pass to and from far tiers
     WIRE = "wire"  # receive and staging buffers of collectives
 

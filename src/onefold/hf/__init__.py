@@ -1,6 +1,7 @@
-"""Train with Hugging Face libraries: Trainer, TRL, PEFT and raw Accelerate loops.
+"""Train with Hugging Face libraries: Trainer, TRL, PEFT and raw Accelerate loops. Generate.
 
     trainer = Trainer(model=model, args=args, callbacks=[onefold.hf.Callback(stage=3)])
+    model.generate(**inputs, past_key_values=onefold.hf.KVCache(budget=2 << 30, disk=folder))
 
 Names are resolved on first use, so `import onefold.hf` imports none of these libraries.
 """
@@ -14,18 +15,20 @@ if TYPE_CHECKING:
     from onefold.hf.accelerate import adopt
     from onefold.hf.callback import Callback
     from onefold.hf.frozen import adopt_frozen
+    from onefold.hf.kv_cache import KVCache
     from onefold.hf.mixin import TrainerMixin
     from onefold.hf.trl import adopt_trainer
 
 _HOMES = {
     "Callback": "onefold.hf.callback",
+    "KVCache": "onefold.hf.kv_cache",
     "TrainerMixin": "onefold.hf.mixin",
     "adopt": "onefold.hf.accelerate",
     "adopt_frozen": "onefold.hf.frozen",
     "adopt_trainer": "onefold.hf.trl",
 }
 
-__all__ = ["Callback", "TrainerMixin", "adopt", "adopt_frozen", "adopt_trainer"]
+__all__ = ["Callback", "KVCache", "TrainerMixin", "adopt", "adopt_frozen", "adopt_trainer"]
 
 
 def __getattr__(name: str) -> Any:

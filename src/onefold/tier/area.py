@@ -33,8 +33,9 @@ class Lease:
 class Area:
     """Free bytes of several grounds (files, arenas). Offsets and lengths are whole pages."""
 
-    def __init__(self, tier: str, ledger: Ledger) -> None:
+    def __init__(self, tier: str, ledger: Ledger, kind: Kind = Kind.ACTIVATION) -> None:
         self._tier = tier
+        self._kind = kind
         self._ledger = ledger
         self._free: list[list[tuple[int, int]]] = []  # of each ground: (start, stop), in order
         self._lock = Lock()
@@ -48,7 +49,7 @@ class Area:
 
     def give(self, lease: Lease) -> None:
         """End a lease."""
-        self._ledger.add(Kind.ACTIVATION, self._tier, -lease.nbytes, is_mapped=True)
+        self._ledger.add(self._kind, self._tier, -lease.nbytes, is_mapped=True)
         self._given.append((lease.ground, lease.offset, lease.nbytes))
 
     def take(self, nbytes: int, first: int = 0) -> Lease | None:
@@ -60,7 +61,7 @@ class Area:
             for ground in ((first + turn) % num_grounds for turn in range(num_grounds)):
                 start = self._cut(self._free[ground], nbytes)
                 if start is not None:
-                    self._ledger.add(Kind.ACTIVATION, self._tier, nbytes, is_mapped=True)
+                    self._ledger.add(self._kind, self._tier, nbytes, is_mapped=True)
                     return Lease(self, ground, start, nbytes)
         return None
 

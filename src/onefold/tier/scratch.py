@@ -1,4 +1,4 @@
-"""Tiers for activations: bytes that are written and read once within a step.
+"""Tiers for activations and KV caches: bytes in leased places, moved beside the compute.
 
 [Note: threads of a transfer] Workers and the waiting thread share the pieces of a disk transfer;
 each piece runs once (tier/workers.py). Pieces hold the lease of their place (tier/area.py), even if
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError
-from onefold.ledger import Ledger
+from onefold.ledger import Kind, Ledger
 from onefold.tier.area import Area, Lease
 from onefold.tier.cpu import HostStore
 from onefold.tier.disk import SwapFile, page_view
@@ -48,14 +48,14 @@ class DiskScratch:
 
     def __init__(
         self, files: Sequence[SwapFile], workers: Workers, slots: SlotPool, device: torch.device,
-        ledger: Ledger,
+        ledger: Ledger, kind: Kind = Kind.ACTIVATION,
     ) -> None:  # fmt: skip
         self._files = list(files)
         self._workers = workers
         self._slots = slots
         self._device = device
         self._stream = torch.Stream(device) if device.type != "cpu" else None
-        self._area = Area(self.name, ledger)
+        self._area = Area(self.name, ledger, kind)
         self._moved_nbytes = 0  # since the heap was trimmed
         self._counting = Lock()
         self._turn = 0
@@ -68,18 +68,23 @@ class DiskScratch:
         grow = self._files[ground].extend
         return self._area.take_or_grow(full, ground, lambda: (ground, grow(full), full))
 
-    def write(self, lease: Lease, source: Tensor, then: Callable[[], None]) -> Pieces:
+    def write(self, lease: Lease, source: Tensor, then: Callable[[], None], at: int = 0) -> Pieces:
         """Begin to write `source` [nbytes, uint8], which the transfer keeps alive.
 
-        A worker or the waiting thread calls `then` when `source` may be freed.
+        A worker or the waiting thread calls `then` when `source` may be freed. The first byte goes
+        to byte `at` of the place, a whole page.
         """
-        file, ready = self._files[lease.ground], self._mark()
+        file, ready, offset = self._files[lease.ground], self._mark(), lease.offset + at
 
         def piece(start: int, stop: int) -> None:
+            part = source[start:stop]
+            if _is_whole_pages(part):
+                file.write(offset + start, page_view(part))
+                return
             with self._slots.lend(PIECE_NBYTES) as slot:
                 staged = slot.tensor(stop - start, torch.uint8)
-                self._copy(staged, source[start:stop], ready)
-                file.write(lease.offset + start, page_view(staged))
+                self._copy(staged, part, ready)
+                file.write(offset + start, page_view(staged))
 
         def written() -> None:
             then()
@@ -89,19 +94,26 @@ class DiskScratch:
 
     def read(self, lease: Lease, nbytes: int) -> tuple[Tensor, Pieces]:
         """Begin to read into new memory [nbytes, uint8] of the computing device."""
-        file, ready = self._files[lease.ground], self._mark()
         into = self._allocate(nbytes)
+        return into, self._read(lease, into, 0, lambda: self._note_moved(nbytes))
+
+    def read_into(self, lease: Lease, into: Tensor, at: int = 0) -> Pieces:
+        """Begin to fill `into` [nbytes, uint8], page-aligned, from byte `at` of the place."""
+        return self._read(lease, into, at, None)
+
+    def _read(self, lease: Lease, into: Tensor, at: int, then: Callable[[], None] | None) -> Pieces:
+        file, ready, offset = self._files[lease.ground], self._mark(), lease.offset + at
 
         def piece(start: int, stop: int) -> None:
             if self._stream is None:
-                file.read(lease.offset + start, page_view(into[start:stop]))
+                file.read(offset + start, page_view(into[start:stop]))
                 return
             with self._slots.lend(PIECE_NBYTES) as slot:
                 staged = slot.tensor(stop - start, torch.uint8)
-                file.read(lease.offset + start, page_view(staged))
+                file.read(offset + start, page_view(staged))
                 self._copy(into[start:stop], staged, ready)
 
-        return into, Pieces(self._workers, nbytes, piece, lambda: self._note_moved(nbytes))
+        return Pieces(self._workers, len(into), piece, then)
 
     def _note_moved(self, nbytes: int) -> None:
         """Count bytes that left CPU memory; trim the heap now and then, beside the compute."""
@@ -139,6 +151,12 @@ class DiskScratch:
         with self._stream:
             self._stream.wait_event(ready)
             into.copy_(source)  # to or from pageable memory: waits for the stream
+
+
+def _is_whole_pages(flat: Tensor) -> bool:
+    """True if the bytes of a flat tensor can be written past the page cache as they lie."""
+    is_aligned = flat.device.type == "cpu" and flat.data_ptr() % PAGE_NBYTES == 0
+    return is_aligned and flat.nbytes % PAGE_NBYTES == 0
 
 
 class Pieces:
@@ -219,11 +237,11 @@ class HostScratch:
 
     name = "cpu"
 
-    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, kind: Kind = Kind.ACTIVATION) -> None:
         self._device = device
         self._stream = torch.Stream(device)
         self._arenas: list[Tensor] = []
-        self._area = Area(self.name, ledger)
+        self._area = Area(self.name, ledger, kind)
 
     def take(self, nbytes: int) -> Lease:
         """See `DiskScratch.take`."""
@@ -235,16 +253,23 @@ class HostScratch:
         self._arenas.append(HostStore(length).allocate(length, torch.uint8).tensor)
         return len(self._arenas) - 1, 0, length
 
-    def write(self, lease: Lease, source: Tensor, then: Callable[[], None]) -> StreamCopy:
+    def write(
+        self, lease: Lease, source: Tensor, then: Callable[[], None], at: int = 0
+    ) -> StreamCopy:
         """See `DiskScratch.write`. The waiting thread calls `then`."""
-        host = self._arenas[lease.ground][lease.offset : lease.offset + len(source)]
-        return StreamCopy(self._stream, host, source, source, then)
+        return StreamCopy(self._stream, self._bytes(lease, at, len(source)), source, source, then)
 
     def read(self, lease: Lease, nbytes: int) -> tuple[Tensor, StreamCopy]:
         """See `DiskScratch.read`."""
-        host = self._arenas[lease.ground][lease.offset : lease.offset + nbytes]
         into = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return into, StreamCopy(self._stream, into, host, into)
+        return into, self.read_into(lease, into)
+
+    def read_into(self, lease: Lease, into: Tensor, at: int = 0) -> StreamCopy:
+        """See `DiskScratch.read_into`."""
+        return StreamCopy(self._stream, into, self._bytes(lease, at, len(into)), into)
+
+    def _bytes(self, lease: Lease, at: int, nbytes: int) -> Tensor:
+        return self._arenas[lease.ground][lease.offset + at : lease.offset + at + nbytes]
 
 
 class StreamCopy:

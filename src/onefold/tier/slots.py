@@ -28,18 +28,19 @@ HUGE_NBYTES = 2 << 20
 class Room:
     """Memory [nbytes, uint8] of a tier, counted in the ledger while it lives."""
 
-    __slots__ = ("_flat", "_ledger", "_tier", "nbytes")
+    __slots__ = ("_flat", "_kind", "_ledger", "_tier", "nbytes")
 
-    def __init__(self, flat: Tensor, tier: str, ledger: Ledger) -> None:
+    def __init__(self, flat: Tensor, tier: str, ledger: Ledger, kind: Kind = Kind.STAGING) -> None:
         self._flat = flat
         self._tier = tier
         self._ledger = ledger
+        self._kind = kind
         self.nbytes = flat.nbytes
-        ledger.add(Kind.STAGING, tier, self.nbytes, is_mapped=tier == "cpu")
+        ledger.add(kind, tier, self.nbytes, is_mapped=tier == "cpu")
 
     def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_over():
-            self._ledger.add(Kind.STAGING, self._tier, -self.nbytes, is_mapped=self._tier == "cpu")
+            self._ledger.add(self._kind, self._tier, -self.nbytes, is_mapped=self._tier == "cpu")
 
     def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
         """Return the bytes from `start` as a flat tensor [numel]."""
