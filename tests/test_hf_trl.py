@@ -179,7 +179,7 @@ def grpo(rank: int, folder: Any) -> Any:
     if rank == 0:
         llama().save_pretrained(folder / "model")
     torch.distributed.barrier()
-    found = {}
+    found, sent = {}, {}
     for stage, gathers in ((None, True), (0, True), (2, True), (3, True), (3, False)):
         given = arguments(
             trl.GRPOConfig, folder, max_completion_length=6, num_generations=2, beta=0.1,
@@ -195,6 +195,9 @@ def grpo(rank: int, folder: Any) -> Any:
             adopt_trainer(trainer)
             assert all(isinstance(p, DTensor) for p in trainer.ref_model.parameters())
         found[stage if gathers else "by unit"] = losses(trainer)
+        if stage == 3:
+            sent[gathers] = onefold.report(trainer.model).traffic["gather"].calls
+    assert sent[True] < sent[False] / 2, "a generation gathers once, or once a token"
     return found
 
 
