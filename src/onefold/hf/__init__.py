@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from onefold.hf.callback import Callback
     from onefold.hf.frozen import adopt_frozen
     from onefold.hf.mixin import TrainerMixin
+    from onefold.hf.prefilling import prefill
     from onefold.hf.trl import adopt_trainer
 
 _HOMES = {
@@ -23,9 +24,10 @@ _HOMES = {
     "adopt": "onefold.hf.accelerate",
     "adopt_frozen": "onefold.hf.frozen",
     "adopt_trainer": "onefold.hf.trl",
+    "prefill": "onefold.hf.prefilling",
 }
 
-__all__ = ["Callback", "TrainerMixin", "adopt", "adopt_frozen", "adopt_trainer"]
+__all__ = ["Callback", "TrainerMixin", "adopt", "adopt_frozen", "adopt_trainer", "prefill"]
 
 
 def __getattr__(name: str) -> Any:
