@@ -185,7 +185,7 @@ def grpo(rank: int, folder: Any, ways: list[tuple[int | None, bool]]) -> Any:
     if rank == 0:
         llama().save_pretrained(folder / "model")
     torch.distributed.barrier()
-    found = {}
+    found, sent = {}, {}
     for stage, gathers in ways:
         tokens: list[Any] = []
 
@@ -209,6 +209,10 @@ def grpo(rank: int, folder: Any, ways: list[tuple[int | None, bool]]) -> Any:
             adopt_trainer(trainer)
             assert all(isinstance(p, DTensor) for p in trainer.ref_model.parameters())
         found[stage if gathers else "by unit"] = losses(trainer), tokens
+        if stage == 3:
+            sent[gathers] = onefold.report(trainer.model).traffic["gather"].calls
+    if len(sent) == 2:
+        assert sent[True] < sent[False] / 2, "a generation gathers once, or once a token"
     return found
 
 

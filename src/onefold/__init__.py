@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onefold.api import accumulate, report, shard, stream, unsharded
+    from onefold.api import accumulate, generating, report, shard, stream, unsharded
     from onefold.checkpoint.full import full_state_dict
     from onefold.checkpoint.load import load
     from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
@@ -39,6 +39,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "accumulate": "onefold.api",
+    "generating": "onefold.api",
     "report": "onefold.api",
     "shard": "onefold.api",
     "stream": "onefold.api",
@@ -87,6 +88,7 @@ __all__ = [
     "ema",
     "from_deepspeed",
     "full_state_dict",
+    "generating",
     "load",
     "load_pretrained",
     "plan",

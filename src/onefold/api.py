@@ -18,12 +18,14 @@ from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
+from onefold.engine.keeping import keeping
 from onefold.engine.registry import engine_of
 from onefold.layout.units import UnitChoice
 from onefold.ledger import Kind
 from onefold.mesh import ranks as meshes
 from onefold.mesh.meeting import as_timeout, meet
 from onefold.mesh.ranks import TIMEOUT
+from onefold.planner.auto import room_to_keep
 from onefold.recording.report import Report, copied, snapshot, unit_lines
 from onefold.wire_config import WireChoice
 
@@ -194,6 +196,40 @@ def unsharded(module: nn.Module, writeback: bool = False) -> Iterator[None]:
     adapters.warn_of_lost_merges(merges)
 
 
+@contextmanager
+def generating(module: nn.Module, budget: int | None = None) -> Iterator[None]:
+    """Keep weights unsharded between forwards without gradients: to generate or evaluate.
+
+    A collective on entry. At stage 3 every forward gathers every unit, so that `generate` of n
+    tokens gathers n times. In this block each unit that fits is gathered once. The others are
+    gathered in every forward. Weights, tokens and training are the same, bit for bit, with and
+    without it. Kept weights are freed at the end of the block, and earlier where training goes on:
+    a forward with gradients, an optimizer step, a save or a load. Without sharded parameters
+    (stages 0 to 2) nothing changes.
+
+    Random number generators are the caller's: sampling advances the generator that dropout uses.
+
+    Args:
+        module: one that `shard` has sharded.
+        budget: bytes of unsharded weights, at most. Default, and upper limit: three quarters of
+            the free memory of the rank that has the least, where the others leave room for
+            activations and a cache of keys and values.
+
+    Raises:
+        StateError: inside a forward or backward of the module.
+        ConfigError: a budget that is no number of bytes.
+
+    Example:
+        >>> with onefold.generating(model):
+        ...     tokens = model.generate(prompt, max_new_tokens=100)
+    """
+    engine = engine_of(module)
+    with keeping(
+        engine, room_to_keep(engine.recipe, engine.context.store.device, engine.group, budget)
+    ):
+        yield
+
+
 def report(module: nn.Module) -> Report:
     """Report this rank's bytes by kind and tier, now and at the peak, and the bytes it sent.
 
@@ -225,6 +261,9 @@ def report(module: nn.Module) -> Report:
 def _predicted_peaks(engine: Engine) -> dict[str, int]:
     """Predicted peaks by kind; averages of `onefold.ema`, which no plan knows, as they are."""
     found = engine.expected_peaks(accumulates=engine.has_accumulated)
+    more = engine.most_kept - found.get(Kind.UNSHARDED, 0)
+    if more > 0 and found:
+        found = {**found, Kind.UNSHARDED: engine.most_kept, "all": found["all"] + more}
     averages = sum(
         usage.now
         for (kind, tier), usage in engine.ledger.usage.items()

@@ -54,6 +54,7 @@ class Engine:
         self.description = description  # of the offload plan, and why
         self.expected_peaks = expected_peaks
         self.has_accumulated = self.is_accumulating = False
+        self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more
         self.ledger, self.group = context.ledger, context.routes.group
         self.marks = Marks(context.ledger)
         policy = self.policy = policy_of(recipe)

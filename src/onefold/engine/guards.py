@@ -12,11 +12,19 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.engine.engine import NO_COPY, Engine
 from onefold.errors import StateError, expected
 from onefold.unit.parameter import UnitParameter
+
+GENERATES_TOGETHER = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}
+"""Attributes of a model of transformers that is gathered in every forward.
+
+`generate` reads the first: all ranks then run until the last one has finished. Dynamo reads both:
+without the second it does not trace the module.
+"""
 
 
 def install(module: nn.Module, engine: Engine) -> None:
@@ -44,6 +52,20 @@ def guard_parts(module: nn.Module, engine: Engine) -> None:
             part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
             if callable(getattr(part, "resize_token_embeddings", None)):  # of transformers
                 part.__dict__["resize_token_embeddings"] = _refuse_resize
+            if _must_run_together(part, engine):
+                part.__dict__.update(GENERATES_TOGETHER)
+
+
+def _must_run_together(part: nn.Module, engine: Engine) -> bool:
+    """True for a part whose `generate` would hang where one rank has finished before the others.
+
+    The class is asked: wrappers of adapters pass on the attributes of the model inside. `generate`
+    asks all ranks of the process group, so these must be the ranks of the module.
+    """
+    group, is_gathered = engine.group, engine.recipe.shards_parameters
+    if not is_gathered or group.world_size == 1 or group.world_size != dist.get_world_size():
+        return False
+    return callable(getattr(type(part), "generate", None))
 
 
 def _refuse_resize(*_: object, **__: object) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from onefold.hf.frozen import adopt_frozen
     from onefold.hf.kv_cache import KVCache
     from onefold.hf.mixin import TrainerMixin
+    from onefold.hf.prefilling import prefill
     from onefold.hf.trl import adopt_trainer
 
 _HOMES = {
@@ -26,9 +27,18 @@ _HOMES = {
     "adopt": "onefold.hf.accelerate",
     "adopt_frozen": "onefold.hf.frozen",
     "adopt_trainer": "onefold.hf.trl",
+    "prefill": "onefold.hf.prefilling",
 }
 
-__all__ = ["Callback", "KVCache", "TrainerMixin", "adopt", "adopt_frozen", "adopt_trainer"]
+__all__ = [
+    "Callback",
+    "KVCache",
+    "TrainerMixin",
+    "adopt",
+    "adopt_frozen",
+    "adopt_trainer",
+    "prefill",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ from onefold.hf.arguments import (
 )
 from onefold.hf.autocast import run_under_autocast
 from onefold.hf.conflicts import refuse_other_engines
+from onefold.hf.generation import PredictedGenerations
 from onefold.hf.prepared import mark_prepared
 from onefold.hf.run_state import ResumeWithOnefoldCallback, RunState, folders_of
 from onefold.hf.whole_weights import WholeWeights
@@ -123,6 +124,7 @@ class Callback(TrainerCallback):
         self.choices = CallbackChoices(stage, precision, offload, wire, units)
         self.saves_by_event = True  # False: `TrainerMixin` saves
         self._run: RunState | None = None  # while training
+        self._generations = PredictedGenerations()
 
     # the model
 
@@ -180,6 +182,7 @@ class Callback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Find a rank that has left the loop."""
+        self._generations.end()
         events.agree(engine_of(kwargs["model"]), events.STEP_BEGIN, state.global_step, control)
         self.whole(kwargs["model"], args).drop_if_stale()
 
@@ -188,17 +191,33 @@ class Callback(TrainerCallback):
     ) -> None:
         """Agree on flags; make a save ready."""
         self._before_save(events.STEP_END, args, state, control, kwargs["model"])
+        self._before_evaluation(args, control, kwargs["model"])
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Agree on flags; make a save ready."""
         self._before_save(events.EPOCH_END, args, state, control, kwargs["model"])
+        self._before_evaluation(args, control, kwargs["model"])
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Keep weights for the next batch, if predictions are generated."""
+        self._generations.begin(kwargs["model"], args)
+
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Free weights that were kept for predictions."""
+        self._generations.end()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """In training: agree on flags; make the save of a new best model ready."""
+        self._generations.end()
         if self._run is None:
             return
         if args.save_strategy == SaveStrategy.BEST:
@@ -236,6 +255,12 @@ class Callback(TrainerCallback):
             self.whole(model, args).take()
             if not args.save_only_model and not self._run.is_staged:
                 self._run.stage(Path(str(args.output_dir)), state.global_step)
+
+    def _before_evaluation(
+        self, args: TrainingArguments, control: TrainerControl, model: nn.Module
+    ) -> None:
+        if control.should_evaluate:
+            self._generations.begin(model, args)
 
     @property
     def run(self) -> RunState | None:

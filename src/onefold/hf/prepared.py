@@ -1,8 +1,7 @@
 """Make a sharded module one that Accelerate takes as prepared, and leaves as it is.
 
 Accelerate returns a module that carries `_is_accelerate_prepared` without a wrapper, and calls
-`no_sync` of any module that has one for micro-batches that are not the last of a step. `generate`
-lets ranks that have finished run on with the others if a module says that it is sharded.
+`no_sync` of any module that has one for micro-batches that are not the last of a step.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ COMPUTE: dict[str, torch.dtype | None] = {
 }
 """The dtype of a forward under autocast, by Accelerate's `mixed_precision`."""
 
-GATHERS_TO_GENERATE = "_is_fsdp_managed_module"
-"""Read by `generate`, which then runs all ranks until the last one has finished."""
-
 
 def mark_prepared(module: nn.Module) -> nn.Module:
     """Let Accelerate use a sharded module as it is. Calling it again changes nothing.
@@ -52,17 +48,13 @@ def mark_prepared(module: nn.Module) -> nn.Module:
     Example:
         >>> mark_prepared(onefold.shard(model, stage=3))
     """
-    engine = engine_of(module)
+    engine_of(module)
     marks = module.__dict__
     if PREPARED not in marks:
         show_heads(module)
     marks[PREPARED] = True
     marks["no_sync"] = partial(_no_sync, ref(module))
     marks["join_hook"] = _refuse_join
-    if engine.recipe.shards_parameters and engine.group.world_size > 1:
-        for part in module.modules():  # `generate` is often called on a part, as of an adapter
-            if callable(getattr(part, "generate", None)):
-                part.__dict__[GATHERS_TO_GENERATE] = True
     return module
 
 

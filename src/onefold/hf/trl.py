@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from onefold.api import unsharded
+from onefold.api import generating, unsharded
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import StateError, expected
 from onefold.hf.frozen import adopt_frozen
@@ -29,7 +29,7 @@ def adopt_trainer(trainer: Any, **shard_arguments: Any) -> Any:
     Shards the frozen models that the trainer holds: reference, teacher and reward models. Weights
     for an inference server (vLLM) are gathered one by one, tied weights once; those of a model
     with adapters are merged in a full copy. With `ds3_gather_for_generation=True`, TRL's default,
-    `generate` runs on a full copy of the weights too: faster, where the memory is there.
+    weights that fit are kept over a generation: see `onefold.generating`.
 
     Args:
         trainer: built with `onefold.hf.Callback`, or with a model that is sharded already.
@@ -59,10 +59,11 @@ def adopt_trainer(trainer: Any, **shard_arguments: Any) -> Any:
         _freeze(getattr(trainer, name, None), shard_arguments)
     for each in getattr(trainer, "reward_funcs", None) or []:
         _freeze(each, shard_arguments)
-    gathers = bool(getattr(trainer.args, "ds3_gather_for_generation", True))
+    keeps = bool(getattr(trainer.args, "ds3_gather_for_generation", True))
+    is_batched = bool(getattr(trainer.args, "use_transformers_continuous_batching", False))
     for holder in (trainer, getattr(trainer, "vllm_generation", None)):
         if holder is not None and BACKEND in holder.__dict__:
-            setattr(holder, BACKEND, ShardedBackend(model, gathers_to_generate=gathers))
+            setattr(holder, BACKEND, ShardedBackend(model, keeps=keeps, is_batched=is_batched))
     return trainer
 
 
@@ -83,9 +84,11 @@ class ShardedBackend:
     is_zero3 = is_fsdp = False
     fsdp_version = None
 
-    def __init__(self, model: nn.Module, *, gathers_to_generate: bool) -> None:
+    def __init__(self, model: nn.Module, *, keeps: bool, is_batched: bool) -> None:
+        """`keeps`: weights are kept over a generation. `is_batched`: by continuous batching."""
         self._model = ref(model)
-        self._gathers = gathers_to_generate
+        self._keeps = keeps
+        self._is_batched = is_batched
 
     @contextmanager
     def gather_params(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -103,10 +106,14 @@ class ShardedBackend:
 
     @contextmanager
     def summon_full_params(self, module: nn.Module, **_: Any) -> Iterator[None]:
-        """Show a module's unsharded parameters while it generates. A collective."""
-        with ExitStack() as shown:
-            if self._gathers and is_sharded(module):
-                shown.enter_context(unsharded(module))
+        """Keep a module's unsharded weights while it generates. A collective.
+
+        Continuous batching gets a full copy: it casts the module, and each rank runs at its own
+        pace.
+        """
+        with ExitStack() as kept:
+            if self._keeps and is_sharded(module):
+                kept.enter_context(unsharded(module) if self._is_batched else generating(module))
             yield
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from onefold.config import Offload, stage_of
+from onefold.errors import ConfigError, expected
 from onefold.host import free_host_nbytes
 from onefold.planner.candidates import OFFLOADS, WAYS
 from onefold.planner.estimate import bare
@@ -102,6 +103,20 @@ def lowest_stage(
         before = f"stage {number} would hold {format_bytes(need)}, "
     hint = "offload more, or take more ranks"
     return None, f"{before}of {format_bytes(free)} free, and no stage holds less: {hint}"
+
+
+def room_to_keep(recipe: Recipe, device: torch.device, group: Group, budget: int | None) -> int:
+    """Return the bytes of unsharded weights that every rank may keep. A collective."""
+    if budget is not None and (not isinstance(budget, int) or budget < 0):  # pyright: ignore
+        raise ConfigError(expected("a budget in bytes, from 0 on", repr(budget), hint="e.g. 2**30"))
+    if not recipe.frees_after_forward:
+        return 0  # nothing is freed
+    free = free_nbytes(device, recipe.local_world_size)
+    room = int((1 - ACTIVATIONS_SHARE) * free)
+    if budget is not None:
+        room = min(room, budget)
+    rooms: list[Any] = group.all_gather_object(room) if group.world_size > 1 else [room]
+    return min(rooms)
 
 
 def least_fraction(

@@ -1,0 +1,194 @@
+"""Run all chunks of a prompt through one block before the next one.
+
+`GenerationConfig.prefill_chunk_size` runs the model once for each chunk, so each chunk gathers, or
+streams, all weights. Here each chunk is a forward of the model as well, with its own mask and
+positions, in a thread of its own: it halts where a block starts, until the chunks before it have
+left that block. One thread runs at a time, in the same order on every rank. So any decoder whose
+layers fill the cache in their order gives the same keys and values, bit for bit, as chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import accumulate
+from threading import Semaphore, Thread, current_thread
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from onefold.engine.engine import Engine
+from onefold.engine.registry import find_engine
+from onefold.errors import ConfigError, expected
+
+
+def prefill(
+    model: nn.Module, input_ids: Tensor, *, chunk: int, attention_mask: Tensor | None = None
+) -> DynamicCache:
+    """Compute keys and values of a prompt in chunks; gather each unit once. A collective.
+
+    The last token is left for `generate`, which starts from the cache. Ranks may have prompts of
+    different lengths. A chunk's activations are those of `chunk` tokens; besides, each chunk keeps
+    its hidden states between two blocks.
+
+    Args:
+        model: a decoder of transformers, sharded or not.
+        input_ids: the prompt [rows, tokens].
+        chunk: tokens of a chunk.
+        attention_mask: 0 for padding on the left [rows, tokens].
+
+    Returns:
+        The cache of all tokens but the last one, for `generate(past_key_values=)`.
+
+    Raises:
+        ConfigError: an encoder-decoder, a chunk below one token.
+
+    Example:
+        >>> cache = onefold.hf.prefill(model, ids, chunk=512)
+        >>> tokens = model.generate(ids, past_key_values=cache, max_new_tokens=100)
+    """
+    config: Any = model.config
+    if config.is_encoder_decoder or chunk < 1:
+        got = "an encoder-decoder" if config.is_encoder_decoder else f"chunk={chunk}"
+        hint = "generate() reads a short prompt, or an encoder's input, in one pass"
+        raise ConfigError(expected("a decoder, and chunks of one token or more", got, hint=hint))
+    cache = DynamicCache(config=config)
+    names = inspect.signature(model.forward).parameters
+    parts = [part for part in input_ids[:, :-1].split(chunk, dim=1) if part.shape[1]]
+    ends = accumulate(part.shape[1] for part in parts)
+    forwards = [
+        partial(model, **_inputs(part, end, attention_mask, names), past_key_values=cache)
+        for part, end in zip(parts, ends, strict=True)
+    ]
+    engine = find_engine(model)
+    if engine is None or not engine.policy.frees_after_forward or len(forwards) < 2:
+        with torch.no_grad():
+            for forward in forwards:
+                forward()
+    else:
+        _by_block(engine, _blocks(model), _lead(config), forwards)
+    return cache
+
+
+def _inputs(part: Tensor, end: int, mask: Tensor | None, names: Any) -> dict[str, Any]:
+    """Arguments of one chunk, which ends before token `end`, as `generate` would make them."""
+    given: dict[str, Any] = {"input_ids": part, "use_cache": True}
+    if "logits_to_keep" in names:
+        given["logits_to_keep"] = 1
+    if mask is not None:
+        given["attention_mask"] = mask[:, :end]
+        if "position_ids" in names:
+            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+            given["position_ids"] = positions[:, end - part.shape[1] : end]
+    return given
+
+
+def _blocks(model: nn.Module) -> Sequence[nn.Module]:
+    """The list of blocks: the one with the most parameters, the outermost of several."""
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
+    found = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=[model])
+    return list(found)
+
+
+def _lead(config: Any) -> int:
+    """The first block by which each kind of cache layer was met: masks are made of their lengths.
+
+    A chunk may start once the chunk before it has left that block.
+    """
+    kinds: list[str] = getattr(config.get_text_config(), "layer_types", None) or [""]
+    return max(kinds.index(kind) for kind in set(kinds))
+
+
+def _by_block(
+    engine: Engine, blocks: Sequence[nn.Module], lead: int, forwards: Sequence[Callable[[], Any]]
+) -> None:
+    """Run forwards block by block; keep units until the last forward is through with them."""
+    schedule, before = engine.schedule, engine.schedule.kept
+    used = [_units_of(engine, block) for block in blocks]
+    tied = {i for i, unit in enumerate(engine.units) for p in unit.parameters if len(p.places) > 1}
+    with ExitStack() as stack:
+        stack.callback(lambda: engine.hands.do(schedule.keep(before)))
+        engine.hands.do(schedule.keep(frozenset(range(len(engine.units)))))
+        walks = [stack.enter_context(_walk(forward)) for forward in forwards]
+        for block in blocks[lead + 1 :]:
+            stack.enter_context(block.register_forward_pre_hook(_halt, prepend=True))
+        for stage in range(lead, len(blocks)):
+            for walk in walks:
+                walk.resume()
+            later = frozenset[int]().union(*used[stage + 1 :])
+            held = {i for i, unit in enumerate(engine.units) if unit.unsharded.is_held}
+            engine.hands.do(schedule.keep(schedule.kept - (held - later - tied - before)))
+
+
+def _units_of(engine: Engine, block: nn.Module) -> frozenset[int]:
+    known = (engine.by_sharded.get(id(tensor)) for tensor in block.parameters())
+    found = {id(parameter.unit) for parameter in known if parameter is not None}
+    return frozenset(i for i, unit in enumerate(engine.units) if id(unit) in found)
+
+
+class _Ended(Exception):
+    """Another chunk has failed: this one ends, too."""
+
+
+class _Walk(Thread):
+    """One forward, which runs between two halts while the caller waits."""
+
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        super().__init__(name="onefold prefill", daemon=True)
+        self._forward = forward
+        self._go, self._halted = Semaphore(0), Semaphore(0)
+        self._error: BaseException | None = None
+        self._is_ending = False
+        self._threads = torch.get_num_threads()  # a thread has this setting for itself
+
+    def run(self) -> None:
+        self._go.acquire()
+        try:
+            torch.set_num_threads(self._threads)
+            if not self._is_ending:
+                with torch.no_grad():
+                    self._forward()
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._error = error
+        self._halted.release()
+
+    def resume(self) -> None:
+        """Run to the next halt, or to the end. Raises the error of the forward."""
+        self._go.release()
+        self._halted.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def halt(self) -> None:
+        """Let the caller run on; return when it resumes this walk."""
+        self._halted.release()
+        self._go.acquire()
+        if self._is_ending:
+            raise _Ended
+
+    def end(self) -> None:
+        self._is_ending = True
+        self._go.release()
+        self.join()
+
+
+@contextmanager
+def _walk(forward: Callable[[], Any]) -> Iterator[_Walk]:
+    walk = _Walk(forward)
+    walk.start()
+    try:
+        yield walk
+    finally:
+        walk.end()
+
+
+def _halt(*_: object) -> None:
+    walk = current_thread()
+    assert isinstance(walk, _Walk), "the module runs inside prefill alone"
+    walk.halt()
