@@ -1,7 +1,7 @@
 """Code weights in place, before they are planned.
 
-    code_frozen         frozen weights of plain Linears, in a codec of the wire: Precision.frozen
-    code_for_products   matrices that modules multiply with, in formats of torch's kernels
+code_frozen         frozen weights of plain Linears, in a codec of the wire: Precision.frozen
+code_for_products   matrices that modules multiply with, in formats of torch's kernels
 """
 
 from __future__ import annotations

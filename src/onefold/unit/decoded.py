@@ -24,7 +24,11 @@ class DecodedWeight:
 
     def __init__(self, coded: CodedWeight, message: Tensor, context: Context) -> None:
         """`message`: uint8 [nbytes], a view of the unit's full buffer."""
-        self.word, self.shape, self.dtype = coded.word, coded.shape_of_numbers, coded.dtype_of_numbers
+        self.word, self.shape, self.dtype = (
+            coded.word,
+            coded.shape_of_numbers,
+            coded.dtype_of_numbers,
+        )
         self.compute_dtype = context.compute or self.dtype
         self.is_multiplied, self.is_transposed = coded.is_multiplied, coded.is_transposed
         self.message, self._format = message, format_of(coded.word)

@@ -24,9 +24,18 @@ long: it crashes, or is wrong. Nothing checks it.
 reads where they went, so decoding needs no copy of that table. Bytes are for the processor that
 packed them: they are never saved.
 
-Which way is faster was measured on two cores with AVX512, 4096 x 4096: the kernels beat torch's
-bf16 product up to 8 rows of inputs (int8). Above it, and for other dtypes than bf16, for which the
-kernels have scalar loops, blocks of rows are decoded where the cache holds them.
+[Note: rows] Which way is faster was measured on a core with AVX512, 4096 x 4096 in bf16, ms:
+
+    rows of inputs                   1     8    16    32    64   128   256
+    F.linear, exact                2.0   2.2   6.5   8.8  11.3  23.5  36.7
+    int8: kernel                   1.2   2.3   8.4  16.7  38.9  74.5   126
+    int8: decode blocks            3.7   5.6    10    15    25    26    46
+    int4: kernel                   0.5   1.7   7.4  13.3  49.2  62.4   105
+    int4: decode blocks             17 more than F.linear
+
+So the kernels serve up to 16 and 32 rows. Above them, and for other dtypes than bf16, for which the
+kernels have scalar loops (10 to 50 times slower), blocks of rows are decoded where a cache holds
+them, and F.linear multiplies.
 """
 
 from __future__ import annotations
@@ -169,7 +178,7 @@ class MatrixFormat:
 class Int8Rows(MatrixFormat):
     """One scale for each row: `aten._weight_int8pack_mm`."""
 
-    kernel_rows: ClassVar[int] = 8
+    kernel_rows: ClassVar[int] = 16
 
     def rows(self, parts: MatrixParts, block: slice, dtype: torch.dtype) -> Tensor:
         """See `MatrixFormat`."""
@@ -190,7 +199,7 @@ class Int8Rows(MatrixFormat):
             is_bad = ~largest.isfinite()
             largest.div_(largest.new_full((), LARGEST["int8"])).clamp_(min=SMALLEST_SCALE)
             scales = parts.table[block].copy_(largest).masked_fill_(is_bad, torch.nan)
-            x.mul_(scales.float().reciprocal_().unsqueeze(1)).nan_to_num_(0.0, 0.0, 0.0)
+            x.div_(scales.float().unsqueeze(1)).nan_to_num_(0.0, 0.0, 0.0)
             payload[block, : x.shape[1]].copy_(x.round_())
 
     def _kernel(self, x: Tensor, parts: MatrixParts) -> Tensor:
@@ -206,7 +215,7 @@ class Int4Groups(MatrixFormat):
     On CUDA `aten._weight_int4pack_mm`, whose tiles differ; no test has run that path.
     """
 
-    kernel_rows: ClassVar[int] = 256
+    kernel_rows: ClassVar[int] = 32
     group: ClassVar[int] = 64
 
     def rows(self, parts: MatrixParts, block: slice, dtype: torch.dtype) -> Tensor:
@@ -217,8 +226,8 @@ class Int4Groups(MatrixFormat):
         table = self._table(parts)[:, padded].to(dtype)
         scales, zeros = table.transpose(0, 1).unbind(-1)  # [rows, groups] each
         numbers = q.view(len(q), -1, self.group).to(dtype)
-        numbers = torch.addcmul(zeros.unsqueeze(2), numbers, scales.unsqueeze(2))
-        return numbers.reshape(len(q), -1)[: block.stop - block.start, : parts.shape[1]]
+        numbers.mul_(scales.unsqueeze(2)).add_(zeros.unsqueeze(2))  # addcmul is 20 times slower
+        return numbers.view(len(q), -1)[: block.stop - block.start, : parts.shape[1]]
 
     def _nbytes(self, rows: int, columns: int) -> tuple[int, int]:
         numel = round_up(rows, 64) * round_up(columns, self.group)

@@ -128,15 +128,15 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     shown = {id(leaf): leaf for leaf in leaves if isinstance(leaf, PackedMatrix)}
     numbers = {key: _numbers_of(leaf) for key, leaf in shown.items()}
     versions = [each._version for each in numbers.values()]
-    plain_args, plain_kwargs = tree_map(
-        lambda leaf: numbers.get(id(leaf), leaf), (args, kwargs)
-    )
+    plain_args, plain_kwargs = tree_map(lambda leaf: numbers.get(id(leaf), leaf), (args, kwargs))
     with torch.set_grad_enabled(False):
         outputs = func(*plain_args, **plain_kwargs)
     label = next(iter(shown.values()))._onefold_product.label
     if versions != [each._version for each in numbers.values()]:
         raise refusals.edit_of_packed(label)
-    sources = [x for x in leaves if isinstance(x, Tensor) and id(x) not in shown and x.requires_grad]
+    sources = [
+        x for x in leaves if isinstance(x, Tensor) and id(x) not in shown and x.requires_grad
+    ]
     if not sources or not torch.is_grad_enabled():
         return outputs
     return tree_map(
@@ -158,10 +158,10 @@ class _NoBackward(torch.autograd.Function):
     """Passes `output` on; a backward through it is an error."""
 
     @staticmethod
-    def forward(ctx: Any, label: str, output: Tensor, *sources: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, label: str, output: Tensor, *_: Tensor) -> Tensor:  # type: ignore[override]
         ctx.label = label
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *_: Tensor) -> Any:  # type: ignore[override]
         raise refusals.no_backward(ctx.label)
