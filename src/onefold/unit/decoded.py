@@ -35,6 +35,7 @@ class DecodedWeight:
         self._context = context
         self._buffer: Buffer | None = None
         self._view: Tensor  # the numbers, once there is a buffer
+        self._target: Tensor  # the same memory as it is decoded to
         if not self.is_multiplied:
             self._make_room().release()
 
@@ -56,7 +57,8 @@ class DecodedWeight:
                 self._buffer = Buffer(
                     numel, self.compute_dtype, Kind.UNSHARDED, context.store, context.ledger
                 )
-                self._view = self._turned(self._buffer.view(0, self.shape_in_message))
+                self._target = self._buffer.view(0, self.shape_in_message)
+                self._view = self._turned(self._target.data)  # a refill is no edit of it
             self._buffer.release()
         return self._buffer
 
@@ -74,7 +76,7 @@ class DecodedWeight:
         room = self._make_room()
         if not room.is_held:
             room.reallocate()
-            self._format.decode(self.message, self._turned(self._view))
+            self._format.decode(self.message, self._target)
 
     def release(self) -> None:
         """Free the numbers."""
