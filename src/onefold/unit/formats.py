@@ -96,11 +96,11 @@ class BlockFormat:
 
 
 class MatrixParts(NamedTuple):
-    """Views of the message of one matrix."""
+    """Views of the message of one matrix, as kernels take them."""
 
     shape: tuple[int, int]  # N, K
-    payload: Tensor
-    table: Tensor  # bf16
+    payload: Tensor  # int8 [N, K'], or uint8 [N', K' / 2] in tiles
+    table: Tensor  # bf16 [N], or [K' / 64, N', 2]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,9 @@ class MatrixFormat:
         payload, table = self._nbytes(rows, columns)
         return [
             MatrixParts(
-                (rows, columns), one[:payload], one[payload : payload + table].view(torch.bfloat16)
+                (rows, columns),
+                self._shaped_payload(one[:payload], rows),
+                self._shaped_table(one[payload : payload + table].view(torch.bfloat16), rows),
             )
             for one in message.view(prod(shape[:-2]), -1)
         ]
@@ -167,6 +169,12 @@ class MatrixFormat:
     def _nbytes(self, rows: int, columns: int) -> tuple[int, int]:
         raise NotImplementedError
 
+    def _shaped_payload(self, payload: Tensor, rows: int) -> Tensor:
+        raise NotImplementedError
+
+    def _shaped_table(self, table: Tensor, rows: int) -> Tensor:
+        raise NotImplementedError
+
     def _encode(self, matrix: Tensor, parts: MatrixParts) -> None:
         raise NotImplementedError
 
@@ -182,17 +190,19 @@ class Int8Rows(MatrixFormat):
 
     def rows(self, parts: MatrixParts, block: slice, dtype: torch.dtype) -> Tensor:
         """See `MatrixFormat`."""
-        payload = self._matrix(parts)[block, : parts.shape[1]]
+        payload = parts.payload[block, : parts.shape[1]]
         return payload.to(dtype).mul_(parts.table[block, None])
 
     def _nbytes(self, rows: int, columns: int) -> tuple[int, int]:
         return rows * round_up(columns, 16), rows * 2
 
-    def _matrix(self, parts: MatrixParts) -> Tensor:
-        return parts.payload.view(torch.int8).view(parts.shape[0], -1)
+    def _shaped_payload(self, payload: Tensor, rows: int) -> Tensor:
+        return payload.view(torch.int8).view(rows, -1)
+
+    def _shaped_table(self, table: Tensor, rows: int) -> Tensor:
+        return table
 
     def _encode(self, matrix: Tensor, parts: MatrixParts) -> None:
-        payload = self._matrix(parts)
         for block in self.blocks(parts):
             x = matrix[block].to(torch.float32, copy=True)
             largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))
@@ -200,12 +210,12 @@ class Int8Rows(MatrixFormat):
             largest.div_(largest.new_full((), LARGEST["int8"])).clamp_(min=SMALLEST_SCALE)
             scales = parts.table[block].copy_(largest).masked_fill_(is_bad, torch.nan)
             x.div_(scales.float().unsqueeze(1)).nan_to_num_(0.0, 0.0, 0.0)
-            payload[block, : x.shape[1]].copy_(x.round_())
+            parts.payload[block, : x.shape[1]].copy_(x.round_())
 
     def _kernel(self, x: Tensor, parts: MatrixParts) -> Tensor:
-        payload = self._matrix(parts)
-        x = F.pad(x, (0, payload.shape[1] - x.shape[1])) if x.shape[1] % 16 else x.contiguous()
-        return torch.ops.aten._weight_int8pack_mm(x, payload, parts.table)
+        padding = parts.payload.shape[1] - x.shape[1]
+        x = F.pad(x, (0, padding)) if padding else x.contiguous()
+        return torch.ops.aten._weight_int8pack_mm(x, parts.payload, parts.table)
 
 
 @dataclass(frozen=True)
@@ -221,9 +231,8 @@ class Int4Groups(MatrixFormat):
     def rows(self, parts: MatrixParts, block: slice, dtype: torch.dtype) -> Tensor:
         """See `MatrixFormat`."""
         padded = slice(block.start, round_up(block.stop, 64))
-        width = round_up(parts.shape[1], self.group)
-        q = _unpacked(parts.payload.view(-1, width // 2)[padded], self.device_type)
-        table = self._table(parts)[:, padded].to(dtype)
+        q = _unpacked(parts.payload[padded], self.device_type)
+        table = parts.table[:, padded].to(dtype)
         scales, zeros = table.transpose(0, 1).unbind(-1)  # [rows, groups] each
         numbers = q.view(len(q), -1, self.group).to(dtype)
         numbers.mul_(scales.unsqueeze(2)).add_(zeros.unsqueeze(2))  # addcmul is 20 times slower
@@ -233,12 +242,14 @@ class Int4Groups(MatrixFormat):
         numel = round_up(rows, 64) * round_up(columns, self.group)
         return numel // 2, numel // self.group * 4
 
-    def _table(self, parts: MatrixParts) -> Tensor:
-        return parts.table.view(-1, round_up(parts.shape[0], 64), 2)
+    def _shaped_payload(self, payload: Tensor, rows: int) -> Tensor:
+        return payload.view(round_up(rows, 64), -1)
+
+    def _shaped_table(self, table: Tensor, rows: int) -> Tensor:
+        return table.view(-1, round_up(rows, 64), 2)
 
     def _encode(self, matrix: Tensor, parts: MatrixParts) -> None:
         width = round_up(parts.shape[1], self.group)
-        payload, table = parts.payload.view(-1, width // 2), self._table(parts)
         for block in self.blocks(parts):
             padded = slice(block.start, round_up(block.stop, 64))
             x = matrix.new_zeros(padded.stop - padded.start, width, dtype=torch.float32)
@@ -250,21 +261,22 @@ class Int4Groups(MatrixFormat):
             zeros = least.add_(scales.float(), alpha=8).bfloat16()
             x.sub_(zeros.float().unsqueeze(2)).div_(scales.float().unsqueeze(2))
             x.nan_to_num_(0.0, 0.0, 0.0).round_().add_(8).clamp_(0, 15)
-            payload[padded].copy_(_packed(x.view(len(x), -1), self.device_type))
+            parts.payload[padded].copy_(_packed(x.view(len(x), -1), self.device_type))
             scales.masked_fill_(is_bad, torch.nan)
-            table[:, padded] = torch.stack([scales, zeros], -1).transpose(0, 1)
+            parts.table[:, padded] = torch.stack([scales, zeros], -1).transpose(0, 1)
 
     def _kernel(self, x: Tensor, parts: MatrixParts) -> Tensor:
-        width = round_up(parts.shape[1], self.group)
-        x = F.pad(x, (0, width - x.shape[1])) if x.shape[1] != width else x.contiguous()
-        table = self._table(parts)
+        padding = parts.payload.shape[1] * 2 - x.shape[1]
+        x = F.pad(x, (0, padding)) if padding else x.contiguous()
         if self.device_type == "cuda":
             _, columns = _tile("cuda")
-            packed = parts.payload.view(torch.int32).view(-1, width // columns, 32, columns // 32)
-            found = torch.ops.aten._weight_int4pack_mm(x, packed, self.group, table)
+            tiles = len(parts.payload) // 8, parts.payload.shape[1] * 2 // columns
+            packed = parts.payload.view(torch.int32).view(*tiles, 32, columns // 32)
+            found = torch.ops.aten._weight_int4pack_mm(x, packed, self.group, parts.table)
         else:
-            payload = parts.payload.view(-1, width // 2)
-            found = torch.ops.aten._weight_int4pack_mm_for_cpu(x, payload, self.group, table)
+            found = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x, parts.payload, self.group, parts.table
+            )
         return found[:, : parts.shape[0]]
 
 
