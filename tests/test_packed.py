@@ -237,6 +237,22 @@ def test_logits_are_bitwise_those_of_one_process_that_calls_the_kernels(rest):
     assert error < {"int8": 0.02, "int4": 0.2}[rest]
 
 
+@pytest.mark.parametrize("rest", RESTS)
+def test_a_streamed_module_multiplies_packed_weights_from_any_tier(rest, tmp_path):
+    (wanted,) = run_ranks(1, lambda rank: sharded(rest)(tokens(3)))
+
+    def run(rank: int, choices: Any) -> Any:
+        module = onefold.stream(model(), rest=rest, **choices)
+        found = [module(tokens(3)) for _ in range(2)]
+        assert not any(unit.decoded for unit in engine_of(module).units)
+        return found
+
+    for choices in ({"budget": 1 << 30}, {"budget": 120_000, "offload": f"disk:{tmp_path}"}):
+        for world_size in (1, 2):
+            for found in run_ranks(world_size, run, choices):
+                assert all(torch.equal(each, wanted) for each in found)
+
+
 def test_modules_see_a_weight_with_the_shape_dtype_and_numbers_of_a_plain_one():
     def run(rank: int) -> None:
         module = sharded("int8")
