@@ -148,7 +148,7 @@ def nbytes_at_rest(module: nn.Module) -> int:
 
 def main() -> int:
     """Measure, print, and keep the result; 1 if a ratio is below what is wanted."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -104,7 +104,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def model(dtype: torch.dtype = torch.bfloat16) -> Any:
     return seeded(Model).to(dtype).requires_grad_(False)
 
 
@@ -112,7 +112,7 @@ def tokens(rows: int) -> Tensor:
     return torch.arange(rows) * 7 % 50
 
 
-def sharded(rest: str, **choices: Any) -> nn.Module:
+def sharded(rest: str, **choices: Any) -> Any:
     made = model()
     assert [kept.fqn for kept in code_for_products(made, rest)] == ["embed.weight"]
     return onefold.shard(made, stage=3, **choices)

@@ -35,7 +35,7 @@ class Product:
             raise refusals.released(self.label)
         product = self._format.linear(x.detach(), matrix)
         if torch.is_grad_enabled() and x.requires_grad:
-            return _NoBackward.apply(self.label, product, x)  # type: ignore[no-any-return]
+            return _WithoutGradient.apply(self.label, product, x)  # type: ignore[no-any-return]
         return product
 
 
@@ -140,7 +140,8 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not sources or not torch.is_grad_enabled():
         return outputs
     return tree_map(
-        lambda out: _NoBackward.apply(label, out, *sources) if _has_gradient(out) else out, outputs
+        lambda out: _WithoutGradient.apply(label, out, *sources) if _has_gradient(out) else out,
+        outputs,
     )
 
 
@@ -154,7 +155,7 @@ def _has_gradient(output: Any) -> bool:
     return isinstance(output, Tensor) and output.is_floating_point()
 
 
-class _NoBackward(torch.autograd.Function):
+class _WithoutGradient(torch.autograd.Function):
     """Passes `output` on; a backward through it is an error."""
 
     @staticmethod
