@@ -296,7 +296,7 @@ def test_edits_backwards_and_other_files_are_named_errors(tmp_path):
     class Editing(Model):
         def forward(self, tokens: Tensor) -> Tensor:
             with torch.no_grad():
-                self.blocks[0].up.weight.mul_(2)
+                self.get_parameter("blocks.0.up.weight").mul_(2)
             return super().forward(tokens)
 
     def run(rank: int) -> None:
