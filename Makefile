@@ -54,6 +54,7 @@ bench: $(VENV)/peers.done
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/offload.py
+	$(BIN)/python benchmarks/packed.py
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/readme.py

@@ -43,7 +43,7 @@ class Member:
         compute = precision.compute if dtype.is_floating_point and not is_packed else None
         shape, requires_grad, decoded = tuple(parameter.shape), parameter.requires_grad, 0
         numbers = getattr(parameter, "shape_of_numbers", None)
-        if numbers is not None:  # a coded weight
+        if numbers is not None and not getattr(parameter, "is_multiplied", False):  # coded
             own: torch.dtype = getattr(parameter, "dtype_of_numbers", dtype)
             decoded = prod(numbers) * (precision.compute or own).itemsize
         return Member(fqn, shape, dtype, compute or dtype, requires_grad, is_packed, decoded)

@@ -1,55 +1,170 @@
-"""Code frozen weights of plain Linears in place, before they are planned: `Precision.frozen`."""
+"""Code weights in place, before they are planned.
+
+code_frozen         frozen weights of plain Linears, in a codec of the wire: Precision.frozen
+code_for_products   matrices that modules multiply with, in formats of torch's kernels
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.engine.joining import replace_parameters
 from onefold.errors import ConfigError, expected
+from onefold.layout.cut import Box
 from onefold.layout.packed import CodedWeight
 from onefold.layout.units import Owned, owned_parameters
-from onefold.unit.init import PROMISED
-from onefold.wire.codec import Codec, codec_of
+from onefold.unit.formats import described, encode
+from onefold.unit.init import PROMISED, Values
+
+FORMAT_WORDS = {
+    ("int8", "cpu"): "int8 rows",
+    ("int8", "cuda"): "int8 rows",
+    ("int4", "cpu"): "int4 groups",
+    ("int4", "cuda"): "int4 groups (cuda)",
+}
+"""Formats by what a user asks for, and by the type of the device that computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptExact:
+    """A weight of two or more dimensions that rests exact, and the reason."""
+
+    fqn: str
+    reason: str
 
 
 def code_frozen(module: nn.Module, optimizers: Sequence[Optimizer], word: str) -> None:
     """Replace each frozen weight of plain Linears by its bytes, in modules and optimizers."""
-    codec = codec_of(word)
     for owned in owned_parameters(module):
-        if not _can_be_coded(owned):
+        parameter = owned.parameter
+        is_frozen_matrix = parameter.dim() == 2 and not parameter.requires_grad
+        if not is_frozen_matrix or owned.is_packed or not parameter.is_floating_point():
             continue
-        if owned.parameter.is_meta or PROMISED in module.__dict__:
-            raise ConfigError(
-                expected(
-                    f"frozen weight {owned.fqn!r} to have its values before it is coded",
-                    "one on the meta device, or one that load_pretrained has promised",
-                    hint="load the module on the CPU, or leave Precision(frozen=) out",
-                )
-            )
-        coded = _coded(owned.parameter, codec, word)
-        for part, name in owned.owners:
-            part._parameters[name] = coded
+        if not all(isinstance(part, nn.Linear) and name == "weight" for part, name in owned.owners):
+            continue
+        if parameter.is_meta or PROMISED in module.__dict__:
+            raise _without_values(owned.fqn, "Precision(frozen=)")
+        coded = _replace(owned, _coded(parameter, described(parameter, word)))
         for each in optimizers:
-            replace_parameters(each, {id(owned.parameter): coded}, [owned.parameter])
+            replace_parameters(each, {id(parameter): coded}, [parameter])
 
 
-def _can_be_coded(owned: Owned) -> bool:
-    parameter = owned.parameter
-    is_frozen_matrix = parameter.dim() == 2 and not parameter.requires_grad
-    return (
-        is_frozen_matrix
-        and parameter.is_floating_point()
-        and not owned.is_packed
-        and all(isinstance(part, nn.Linear) and name == "weight" for part, name in owned.owners)
+def code_for_products(module: nn.Module, rest: str, device_type: str = "cpu") -> list[KeptExact]:
+    """Replace each matrix that modules multiply with by its bytes; return weights kept exact.
+
+    Matrices of nn.Linear, of transformers' Conv1D (transposed), and its stacks of experts. Those
+    that a module on `meta` will read from files (`onefold.load_pretrained`) are coded while they
+    are read: no more than one of them is exact in memory. All others are coded one by one.
+
+    Args:
+        module: one that is not sharded yet.
+        rest: "int8" or "int4".
+        device_type: of the device that computes.
+
+    Raises:
+        ConfigError: another word or device, or a matrix on `meta` that no file was promised for.
+    """
+    word = FORMAT_WORDS.get((rest, device_type))
+    if word is None:
+        hint = "rest=None keeps weights exact"
+        got = f"{rest!r} on {device_type}"
+        raise ConfigError(expected("int8 or int4, on cpu or cuda", got, hint=hint))
+    promised: Values | None = module.__dict__.get(PROMISED)
+    coding = None if promised is None else CodedValues(promised)
+    kept: list[KeptExact] = []
+    for owned in owned_parameters(module):
+        parameter = owned.parameter
+        if parameter.dim() < 2 or owned.is_packed:
+            continue
+        why = _why_exact(owned)
+        about = None if why else described(
+            parameter, word, is_multiplied=True, is_transposed=_is_conv1d(owned)
+        )  # fmt: skip
+        if about is None or about.nbytes >= parameter.nbytes:
+            kept.append(KeptExact(owned.fqn, why or f"too small: {rest} would need more bytes"))
+        elif coding is not None and owned.fqn in coding:
+            coding.add(owned.fqn, about)
+            _replace(owned, about)
+        elif parameter.is_meta:
+            raise _without_values(owned.fqn, f"rest={rest!r}")
+        else:
+            _replace(owned, _coded(parameter, about))
+    if coding is not None:
+        module.__dict__[PROMISED] = coding
+    return kept
+
+
+class CodedValues:
+    """Values that are coded while they are read: one weight at a time is exact in memory."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._coded: dict[str, CodedWeight] = {}
+
+    def add(self, name: str, about: CodedWeight) -> None:
+        """Code this one, as described."""
+        self._coded[name] = about
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def fill(self, name: str, box: Box | None, out: Tensor) -> None:
+        """See `Values`: a box of a coded weight is one of its message."""
+        about = self._coded.get(name)
+        if about is None:
+            self._values.fill(name, box, out)
+            return
+        exact = torch.empty(about.shape_of_numbers, dtype=about.dtype_of_numbers)
+        self._values.fill(name, None, exact)
+        (start,), (length,) = box or ((0,), (len(about),))
+        out.copy_(encode(about, exact)[start : start + length])
+
+
+def _why_exact(owned: Owned) -> str:
+    """The reason for which a weight stays exact; none for one that may be coded."""
+    kinds = sorted({type(part).__name__ for part, _ in owned.owners})
+    if not owned.parameter.is_floating_point():
+        return f"dtype {owned.parameter.dtype}"
+    if any(isinstance(part, nn.Embedding) for part, _ in owned.owners):
+        is_tied = len(kinds) > 1
+        return "an embedding, which shares it with the head" if is_tied else "an embedding"
+    is_of_linears = all(isinstance(part, nn.Linear) and n == "weight" for part, n in owned.owners)
+    if is_of_linears or _is_conv1d(owned) or _is_stack_of_experts(owned):
+        return ""
+    return f"a weight of {', '.join(kinds)}"
+
+
+def _is_conv1d(owned: Owned) -> bool:
+    return all(type(p).__name__ == "Conv1D" and n == "weight" for p, n in owned.owners)
+
+
+def _is_stack_of_experts(owned: Owned) -> bool:
+    """True for [experts, out, in], or [experts, in, out], of transformers' experts."""
+    return owned.parameter.dim() == 3 and all(
+        type(part).__name__.endswith("Experts") for part, _ in owned.owners
     )
 
 
-def _coded(parameter: nn.Parameter, codec: Codec, word: str) -> CodedWeight:
-    values = parameter.detach()
-    message = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
-    codec.encode(values.reshape(-1), message)
-    return CodedWeight.of(message, word, values)
+def _coded(parameter: nn.Parameter, about: CodedWeight) -> CodedWeight:
+    return about.over(encode(about, parameter))
+
+
+def _replace(owned: Owned, coded: CodedWeight) -> CodedWeight:
+    for part, name in owned.owners:
+        part._parameters[name] = coded
+    return coded
+
+
+def _without_values(fqn: str, argument: str) -> ConfigError:
+    return ConfigError(
+        expected(
+            f"weight {fqn!r} to have its values before it is coded",
+            "one on the meta device, or one that load_pretrained has promised",
+            hint=f"load the module on the CPU, or leave {argument} out",
+        )
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from onefold.build import checks
-from onefold.build.coding import code_frozen
+from onefold.build.coding import code_for_products
 from onefold.build.resolve import Asked, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.errors import ConfigError, expected
@@ -33,7 +33,7 @@ def examine_stream(
     for parameter in uncompiled(module).parameters():
         parameter.requires_grad_(False)
     if rest is not None:
-        code_frozen(uncompiled(module), [], rest)
+        code_for_products(uncompiled(module), rest)
     budget = _agreed(budget, choices, ranks)
     return examine_together(
         ranks, lambda: examine(module, None, _tiled(module, budget, rest, offload))

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from onefold.engine.registry import engine_of
 from onefold.errors import StateError, expected
 from onefold.layout.units import uncompiled
+from onefold.unit.decoded import DecodedWeight
 
 
 def full_state_dict(
@@ -55,18 +56,23 @@ def full_state_dict(
         engine.group.all_gather_object(len(shown))
     is_wanted = engine.group.rank == 0 or not rank0_only
     owners = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    packed = {
+        key: parameter.decoded
+        for key, parameter in engine.by_sharded.items()
+        if parameter.decoded is not None and parameter.decoded.is_multiplied
+    }
     found: dict[str, Any] = {}
     gathered: dict[int, Any] = {}
     for name, value in shown.items():
         owner = owners.get(name, id(value))
         if owner not in gathered:
-            gathered[owner] = _plain(value, is_wanted=is_wanted, cpu=cpu)
+            gathered[owner] = _plain(value, packed.get(owner), is_wanted=is_wanted, cpu=cpu)
         if is_wanted:
             found[name] = gathered[owner]
     return found
 
 
-def _plain(value: Any, *, is_wanted: bool, cpu: bool) -> Any:
+def _plain(value: Any, decoded: DecodedWeight | None, *, is_wanted: bool, cpu: bool) -> Any:
     """An entry of a state dict on its own; None where nobody wants it."""
     if not isinstance(value, torch.Tensor):  # of get_extra_state()
         return value
@@ -74,5 +80,7 @@ def _plain(value: Any, *, is_wanted: bool, cpu: bool) -> Any:
     full = value.full_tensor() if isinstance(value, DTensor) else value
     if not is_wanted:
         return None
+    if decoded is not None:
+        return decoded.plain(full).to("cpu" if cpu else full.device)
     # a gathered tensor is nobody else's, but for a world of one
     return full.to("cpu" if cpu else full.device, copy=True)

@@ -183,9 +183,10 @@ def _refuse_coded(model: ShardedModel) -> None:
     """Raise `CheckpointError` for frozen weights in a codec that other libraries do not read."""
     for parameter in model.parameters():
         if parameter.decoded is not None:
+            argument = "rest=" if parameter.decoded.is_multiplied else "Precision(frozen=)"
             raise agreement.refusal(
                 f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
-                "one that Precision(frozen=) has coded",
+                f"one that {argument} has coded",
                 hint="save the module inside `with onefold.unsharded(module):`, which decodes it",
             )
 

@@ -93,6 +93,7 @@ def save(
         draft = Draft(Path(os.path.abspath(directory)))
         model = ShardedModel.of(engine, module, optimizer)
         model = model if frozen else model.trainable()
+        _refuse_multiplied(model)
         model.wait_steps()
         if model.rank == 0:
             draft.check()
@@ -120,6 +121,18 @@ def save(
     ticket = Ticket([thread], label=f"save of {job.draft.target.name!r}")
     module.__dict__[PENDING] = ticket
     return ticket
+
+
+def _refuse_multiplied(model: ShardedModel) -> None:
+    """Raise `CheckpointError` for bytes that the kernels of another processor would not read."""
+    for parameter in model.parameters():
+        if parameter.decoded is not None and parameter.decoded.is_multiplied:
+            raise refusal(
+                f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
+                "one that rest= has packed for this processor",
+                hint="keep the files that it was read from, or save "
+                "onefold.full_state_dict(module), which decodes it",
+            )
 
 
 def finish_pending(module: nn.Module, engine: Engine) -> None:

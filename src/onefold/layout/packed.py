@@ -44,15 +44,27 @@ class SideTable:
 class CodedWeight(nn.Parameter):
     """The bytes [nbytes] of a frozen weight that Onefold has coded, and what they decode to."""
 
-    word: str  # of the codec
+    word: str  # of the format
     shape_of_numbers: torch.Size
     dtype_of_numbers: torch.dtype
+    is_multiplied = False  # modules multiply with the bytes, rather than with decoded numbers
+    is_transposed = False  # the bytes are of the transposed matrix: [out, in] of [in, out]
 
     @staticmethod
-    def of(message: Tensor, word: str, numbers: Tensor) -> CodedWeight:
+    def of(
+        message: Tensor, word: str, numbers: Tensor, *, is_multiplied: bool = False,
+        is_transposed: bool = False,
+    ) -> CodedWeight:  # fmt: skip
         """Describe a message of `numbers`."""
         made = CodedWeight(message, requires_grad=False)
         made.word, made.shape_of_numbers, made.dtype_of_numbers = word, numbers.shape, numbers.dtype
+        made.is_multiplied, made.is_transposed = is_multiplied, is_transposed
+        return made
+
+    def over(self, message: Tensor) -> CodedWeight:
+        """The same description of other bytes."""
+        made = CodedWeight(message, requires_grad=False)
+        vars(made).update(vars(self))
         return made
 
 

@@ -94,7 +94,17 @@ class UnitPlan:
     @property
     def is_coded(self) -> bool:
         """True if some weights are decoded before modules compute with them."""
-        return any(isinstance(each.parameter, packed.CodedWeight) for each in self.members)
+        return any(not each.is_multiplied for each in self._coded)
+
+    @property
+    def is_multiplied(self) -> bool:
+        """True if modules multiply with the bytes of some weights."""
+        return any(each.is_multiplied for each in self._coded)
+
+    @property
+    def _coded(self) -> list[packed.CodedWeight]:
+        found = (each.parameter for each in self.members)
+        return [each for each in found if isinstance(each, packed.CodedWeight)]
 
     def joins(self, other: UnitPlan) -> bool:
         """True if the same modules use both units, so that both are gathered for them."""

@@ -110,6 +110,11 @@ def is_passive(func: Callable[..., Any]) -> bool:
     return func in _PASSIVE
 
 
+def reads_values(func: Callable[..., Any]) -> bool:
+    """True for a passive function that reads or writes values."""
+    return func in _VALUES
+
+
 def _dispatch(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Box
+from onefold.layout.packed import CodedWeight
 from onefold.layout.units import Owned, UnitPlan
 from onefold.wire.collectives import Group
 
@@ -199,7 +200,10 @@ def _replace(owned: Owned, value: Tensor) -> None:
     """A real parameter in place of a meta one, for all its owners."""
     original = owned.parameter
     shown = value.expand(original.shape)
-    real = nn.Parameter(shown, requires_grad=original.requires_grad)
+    if isinstance(original, CodedWeight):
+        real: nn.Parameter = original.over(shown)
+    else:
+        real = nn.Parameter(shown, requires_grad=original.requires_grad)
     for module, name in owned.owners:
         module._parameters[name] = real
     owned.parameter = real

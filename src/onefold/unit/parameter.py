@@ -22,10 +22,11 @@ from onefold.errors import StateError
 from onefold.layout import packed
 from onefold.layout.rows import Slot
 from onefold.layout.units import Owned
-from onefold.unit import dtensors, logical, refusals
+from onefold.unit import dtensors, logical, products, refusals
 from onefold.unit.decoded import DecodedWeight
 from onefold.unit.dtensors import ParameterHome
 from onefold.unit.grad_hooks import DirectUse, on_accumulated
+from onefold.unit.products import PackedMatrix
 from onefold.unit.spec import UnitSpec
 from onefold.wire.collectives import Group
 
@@ -204,6 +205,9 @@ class UnitParameter:
         if isinstance(original, packed.CodedWeight):
             message = full(self.slot.full_offset, self.slot.shape)
             self.decoded = DecodedWeight(original, message, self.spec.context)
+            if self.decoded.is_multiplied:
+                self._kind = PackedMatrix
+                self._attributes = products.attributes_of(self.decoded, self.label)
         elif self.spec.is_packed:
             self._kind, self._attributes = type(original), packed.attributes_of(original)
             vars(original).update(self._attributes)
@@ -214,7 +218,7 @@ class UnitParameter:
         else:
             view = self._bare = full(self.slot.full_offset, self.slot.shape)
             if self.decoded is not None:
-                view = self.decoded.view
+                view = products.shown_of(self.decoded)
             self.unsharded = nn.Parameter(view, requires_grad=False)
             vars(self.unsharded).update(self._attributes)
             dtensors.introduce(self.unsharded, ref(self))

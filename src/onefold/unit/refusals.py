@@ -66,6 +66,43 @@ def direct_use(fqn: str, where: str) -> StateError:
     )
 
 
+def no_backward(label: str) -> StateError:
+    """The error for a gradient that would have to pass a weight that rests packed."""
+    return StateError(
+        expected(
+            "no backward through a weight that rests packed for inference",
+            "a backward",
+            where=label,
+            hint="run the module under torch.no_grad(), or shard it with "
+            "Precision(frozen=) to train adapters",
+        )
+    )
+
+
+def edit_of_packed(label: str) -> StateError:
+    """The error for an edit of numbers that were decoded from packed bytes."""
+    return StateError(
+        expected(
+            "packed weights to be read alone",
+            "an edit of coded numbers in a forward",
+            where=label,
+            hint="edit weights inside `with onefold.unsharded(module, writeback=True):`",
+        )
+    )
+
+
+def released(label: str) -> StateError:
+    """The error for a matrix of a stack that was kept after its unit was resharded."""
+    return StateError(
+        expected(
+            "a packed matrix to be used while its module runs",
+            "one whose bytes were freed",
+            where=label,
+            hint="take matrices of a stack anew in each forward",
+        )
+    )
+
+
 def no_copy(fqn: str) -> StateError:
     """The error for a copy of a sharded parameter, or of a module that holds it."""
     return StateError(

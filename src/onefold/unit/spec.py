@@ -62,7 +62,9 @@ class UnitSpec:
             is_resident=is_resident,
             steps_in_blocks=steps_in_blocks,
             is_packed=plan.is_packed,
-            computes_on_sharded=is_resident and is_alone and not steps_in_blocks,
+            computes_on_sharded=(
+                is_resident and is_alone and not steps_in_blocks and not plan.is_multiplied
+            ),
             is_trained=plan.is_trained,
         )
 

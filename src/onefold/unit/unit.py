@@ -93,7 +93,8 @@ class Unit(UnitWeights):
             UnitParameter(self, self.spec, number, self.weight.tensor, member)
             for number, member in enumerate(plan.members)
         ]
-        self.decoded: list[DecodedWeight] = []
+        self.decoded: list[DecodedWeight] = []  # before modules compute with them
+        self.multiplied: list[DecodedWeight] = []  # only where an operation asks for numbers
         self.gather = gather_of(self, is_tiled=self.is_tiled)
         is_exact = self.gather.is_exact
         self.exact_gather = self.gather if is_exact else UnitGather(self, context.transport)
@@ -129,7 +130,9 @@ class Unit(UnitWeights):
                     parameter.local.copy_(parameter.own_piece(original.detach()))
             for parameter, original in pairs:
                 parameter.build(original, self.unsharded.view)
-                self.decoded += [parameter.decoded] if parameter.decoded else []
+                if parameter.decoded is not None:
+                    is_multiplied = parameter.decoded.is_multiplied
+                    (self.multiplied if is_multiplied else self.decoded).append(parameter.decoded)
                 self._counted.append(parameter.sharded)
             self._read(given, values)
         if not self.is_resident:
@@ -213,6 +216,8 @@ class Unit(UnitWeights):
             self._keep_edits()
             for parameter in self.parameters:
                 parameter.show(parameter.sharded)
+            for weight in self.multiplied:
+                weight.release()
             self.state = UnitState.RESTING
         if release and self.state is UnitState.RESTING and not self.is_resident:
             with suppress(TierError):  # nobody used what it was to bring
