@@ -428,3 +428,63 @@ def test_a_file_that_is_cut_while_it_is_read_is_a_named_error(tmp_path):
         with pytest.raises(TierError, match=r"model\.safetensors"):
             for _ in range(2):
                 module(batch)
+
+
+# tables and heads
+
+
+class Wide(nn.Module):
+    """Tables and a head of more bytes than a block, as of a large vocabulary."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9001, 64)
+        self.positions = nn.Embedding(5000, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+        self.head = nn.Linear(64, 9001, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[-1]))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("offload", ["disk:PATH", "disk"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rows_of_tables_alone_are_read_and_heads_come_in_row_blocks(
+    world_size, tied, offload, tmp_path
+):
+    resident = seeded(Wide, tied).eval()
+    if offload == "disk":
+        onefold.save_pretrained(onefold.shard(seeded(Wide, tied), stage=3), tmp_path / "saved")
+
+    def body(rank: int) -> tuple[int, int]:
+        module = seeded(Wide, tied).eval()
+        if offload == "disk":
+            with torch.device("meta"):
+                module = Wide(tied).eval()
+            onefold.load_pretrained(module, tmp_path / "saved")
+        tiers = offload.replace("PATH", str(tmp_path))
+        onefold.stream(module, budget=3 << 20, offload=tiers)
+        generator = torch.Generator().manual_seed(rank)
+        read = 0
+        with torch.no_grad():
+            for length in (7, 7, 1, 0):  # the ranks' tokens differ
+                tokens = torch.randint(0, 9001, (2, length), generator=generator)
+                before = read_nbytes(module)
+                found = module(tokens)
+                read = max(read, read_nbytes(module) - before)
+                assert torch.allclose(found, resident(tokens), rtol=1e-5, atol=1e-6)
+            with pytest.raises(IndexError, match="out of range"):
+                module(torch.tensor([[9001]]))
+        return read, unsharded_peak(module)
+
+    head = 9001 * 64 * 4
+    for read, peak in run_ranks(world_size, body):
+        rows = 21 * world_size * (2 * 4096 + 256 * 64)
+        assert read <= (head + 5 * 20480 + head // 8) / world_size + rows
+        assert peak <= 3 << 20

@@ -112,11 +112,7 @@ def test_a_tiled_weight_is_never_whole(tmp_path):
         optimizer = torch.optim.AdamW(module.parameters())
         tile = 64 * 1024
         onefold.shard(module, optimizer, units=list(module), offload=Offload(tile=tile))
-        before = onefold.report(module).memory["unsharded"]["device"].peak
-        ledger = engine_of(module).ledger
-        ledger.usage.clear()
         module(torch.ones(4, 64)).sum().backward()
-        assert before >= 64 * 4096 * 4  # a room is named for each unit when it is made
         peak = onefold.report(module).memory["unsharded"]["device"].peak
         assert peak < 3 * tile + 2 * 4096 * 4  # two tiles, and the biases of both layers
 

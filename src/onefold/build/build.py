@@ -114,6 +114,7 @@ def _context(resolved: Resolved, store: Store, ledger: Ledger, tiers: Tiers) -> 
         master=precision.master,
         tiers=tiers,
         shares=recipe.shares,
+        is_inference=recipe.inference is not None,
         reads_directly=recipe.reads_directly,
         phase=ranks.phase,
     )

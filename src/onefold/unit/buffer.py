@@ -69,7 +69,9 @@ class Buffer:
         ledger: Ledger,
         *,
         is_brief: bool = False,
+        is_counted: bool = True,
     ) -> None:
+        """`is_counted` False: nobody touches the bytes, which take no memory, before `release`."""
         self._kind = kind
         self._ledger = ledger
         self._nbytes = numel * dtype.itemsize
@@ -80,8 +82,9 @@ class Buffer:
         self._nbytes = self.tensor.nbytes
         is_mapped = self._allocation.is_mapped
         self._account = Account(self, kind, self.tier, ledger, is_mapped=is_mapped)
-        self._account.set(self._nbytes)
         self.is_held = True  # the buffer has its bytes
+        if is_counted:
+            self._account.set(self._nbytes)
         self._numels: list[int] = []
         self._parts: Sequence[Tensor] = ()
 

@@ -145,6 +145,7 @@ class Context:
     master: torch.dtype
     tiers: Tiers
     shares: Shares = None  # of resting state, by rank; None cuts evenly
+    is_inference: bool = False
     reads_directly: bool = False  # files into unsharded weights, which begin and end with a page
     tags: TagBoard = field(default_factory=TagBoard)
     phase: PhaseNow = field(default_factory=PhaseNow)  # of this rank, for the lanes

@@ -9,6 +9,7 @@ or `F.embedding`, and the parameter passes the call on to `TiledWeight.use`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,7 +79,9 @@ class TiledWeight:
         numel = max(tile.num_rows for tile in self.tiles) * self.num_columns
         numel += self._context.world_size  # for tags
         store, ledger = self._context.store, self._context.ledger
-        self._rooms = [Buffer(numel, self.dtype, Kind.UNSHARDED, store, ledger) for _ in "ab"]
+        self._rooms = [
+            Buffer(numel, self.dtype, Kind.UNSHARDED, store, ledger, is_counted=False) for _ in "ab"
+        ]
         for room in self._rooms:
             room.release()
         self._open: WeakSet[_Use] = WeakSet()  # uses whose backward is still to come
@@ -120,6 +123,9 @@ class TiledWeight:
     ) -> Tensor:  # fmt: skip
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise self._refused("an Embedding with max_norm, scale_grad_by_freq or sparse")
+        if self._context.is_inference:
+            _check_rows(tokens, self.num_rows)
+            return self._rows_of(tokens)
         if padding_idx is not None and padding_idx < 0:
             padding_idx += self.num_rows
         return _Embedding.apply(tokens, self._anchor(), self, padding_idx)  # type: ignore[no-untyped-call, no-any-return]
@@ -160,11 +166,53 @@ class TiledWeight:
         before = sum(stop - start for start, stop in tile.rows[:rank]) * self.num_columns
         own = room.tensor[before : before + tile.own[1] - tile.own[0]]
         tags = room.tensor[numel : numel + world_size]
+        if world_size == 1 and self._gather.weights.weight.far is not None:
+            self._gather.weights.wait_step()
+            return Ticket([context.tiers.fetchers.give(lambda: self._copy_near(tile.own, own))])
         self._gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags, rank)
         if world_size == 1:
             return DONE
         label = f"gather of a tile of {self._parameter.fqn!r} on rank {rank}"
         return context.transport.gather(room.tensor[: numel + world_size], tile.gather, label)
+
+    def _rows_of(self, tokens: Tensor) -> Tensor:
+        """The rows of the tokens [...] of this rank: [..., C]. A collective that moves them alone.
+
+        Each rank reads the rows that it holds of all ranks' tokens, and ranks gather those.
+        """
+        context = self._context
+        mine = torch.unique(tokens)
+        group = context.transport.group
+        wanted = mine.tolist()
+        if context.world_size > 1:
+            everyone: list[Any] = group.all_gather_object(wanted)
+            wanted = sorted(set().union(*everyone))
+        found = torch.tensor(wanted, dtype=mine.dtype, device=mine.device)
+        bounds = [self._parameter.slot.rows(rank) for rank in range(context.world_size)]
+        ends = [0, *(bisect_left(wanted, stop) for _, stop in bounds)]
+        columns, first = self.num_columns, bounds[context.rank][0]
+        own_rows = slice(ends[context.rank], ends[context.rank + 1])
+        numel, store = len(wanted) * columns, context.store
+        room = Buffer(numel + context.world_size, self.dtype, Kind.UNSHARDED, store, context.ledger)
+        flat = room.tensor
+        rows = flat[:numel].view(len(wanted), columns)
+
+        def bring() -> None:
+            for row, into in zip(wanted[own_rows], rows[own_rows], strict=True):
+                at = (row - first) * columns
+                self._copy_near((at, at + columns), into)
+
+        self._gather.bring_and_tag(bring, flat[numel:], context.rank)
+        if context.world_size > 1:
+            pieces = tuple((a * columns, b * columns) for a, b in pairwise(ends))
+            name = self._parameter.fqn
+            region, tags = Slot(name, (numel,), 0, pieces, ()), tags_of(context.world_size)
+            itemsize = self.dtype.itemsize
+            layout = MessageLayout([region, tags], [0, numel], group, itemsize, name)
+            label = f"gather of rows of {name!r} on {context.where}"
+            context.transport.gather(flat, layout, label).wait()
+            self._gather.check_tags(flat[numel:])
+        return F.embedding(torch.searchsorted(found, tokens), rows)
 
     def _copy_near(self, span: tuple[int, int], into: Tensor) -> None:
         """Own elements [start, stop) of the weight at rest, in the compute dtype."""
@@ -314,10 +362,7 @@ class _Embedding(torch.autograd.Function):
         ctx.use = tiled.opened() if anchor.requires_grad else None
         ctx.save_for_backward(tokens)
         flat = tokens.reshape(-1)
-        with suppress(RuntimeError):  # of an empty batch
-            low, high = (int(bound) for bound in torch.aminmax(flat))
-            if low < 0 or high >= tiled.num_rows:
-                raise IndexError("index out of range in self")
+        _check_rows(flat, tiled.num_rows)
         y = torch.empty(len(flat), tiled.num_columns, dtype=tiled.dtype, device=flat.device)
         for tile, weight in tiled.whole_tiles():
             for positions, rows in _found(flat, tile):
@@ -340,6 +385,14 @@ class _Embedding(torch.autograd.Function):
             reducer.finish()
             tiled.closed(ctx.use)
         return None, None, None, None
+
+
+def _check_rows(tokens: Tensor, num_rows: int) -> None:
+    """Raise the IndexError of `F.embedding` for tokens that are no rows."""
+    with suppress(RuntimeError):  # of an empty batch
+        low, high = (int(bound) for bound in torch.aminmax(tokens))
+        if low < 0 or high >= num_rows:
+            raise IndexError("index out of range in self")
 
 
 def _found(tokens: Tensor, tile: Tile) -> Iterator[tuple[Tensor, Tensor]]:

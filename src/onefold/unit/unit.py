@@ -102,8 +102,9 @@ class Unit(UnitWeights):
         if not self.is_resident:
             numel, ledger = self.gather.full_numel, context.ledger
             self.unsharded = Buffer(
-                numel, self.compute_dtype, Kind.UNSHARDED, context.store, ledger
-            )
+                numel, self.compute_dtype, Kind.UNSHARDED, context.store, ledger,
+                is_counted=not self.is_tiled,
+            )  # fmt: skip
         keeps_bytes = keeps_gradients and not self.steps_in_blocks
         self.gradient = UnitGradient(self, keeps_bytes=keeps_bytes)
         self.tiled: TiledWeight | None = None
