@@ -488,3 +488,15 @@ def test_rows_of_tables_alone_are_read_and_heads_come_in_row_blocks(
         rows = 21 * world_size * (2 * 4096 + 256 * 64)
         assert read <= (head + 5 * 20480 + head // 8) / world_size + rows
         assert peak <= 3 << 20
+
+
+def test_the_report_says_what_streams_and_what_rests_exact(tmp_path):
+    module = plain(tied=True)
+    streamed(module, 0.3, f"disk:{tmp_path}", rest="int8")
+    found = onefold.report(module)
+    lines = str(found).splitlines()
+    assert lines[0] == "streamed for inference, rank 0 of 1, 0 steps"
+    kept = sum(stays(module))
+    assert lines[1].endswith(f"on disk; {kept} of {len(stays(module))} units stay in device memory")
+    assert any("embed.weight rests exact: an embedding" in note for note in found.notes)
+    assert "backwards" not in str(found)

@@ -145,8 +145,9 @@ def stream(
     Source: ZeRO-Inference (DeepSpeed, 2022), ZeRO-Infinity (arXiv 2104.07857).
     """
     ranks = meet(meshes.resolve(mesh, TIMEOUT), None)
-    asked = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
+    asked, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
     build(asked.parts, resolve(asked, ranks))
+    engine_of(module).notes = tuple(f"{each.fqn} rests exact: {each.reason}" for each in exact)
     return module
 
 
@@ -255,6 +256,7 @@ def report(module: nn.Module) -> Report:
         traffic=copied(engine.ledger.traffic),
         last_step=copied(engine.ledger.last_step),
         units=unit_lines(engine.units),
+        is_inference=engine.is_inference,
     )
 
 
@@ -276,7 +278,7 @@ def _predicted_peaks(engine: Engine) -> dict[str, int]:
 
 def _notes(engine: Engine) -> tuple[str, ...]:
     """Name messages that the run could save, and bytes that no plan knows."""
-    notes: list[str] = []
+    notes = list(engine.notes)
     policy, most = engine.policy, engine.most_backwards
     if most > 1 and (policy.defers_reduction or policy.sums_rest) and engine.group.world_size > 1:
         notes.append(

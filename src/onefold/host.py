@@ -7,6 +7,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -45,7 +46,7 @@ def usable_cores() -> int:
 def memory_nbytes() -> tuple[int, int]:
     """Bytes of memory, total and free, within the limit of this container."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path, _ in _CGROUP_MEMORY:
+    for path, _ in _cgroup_memory():
         text = path.read_text().strip() if path.exists() else "max"
         if text.isdigit():
             total = min(total, int(text))
@@ -59,7 +60,7 @@ def free_host_nbytes() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         free = int(line.split()[1]) * 1024
-    for limit, used in _CGROUP_MEMORY:
+    for limit, used in _cgroup_memory():
         with suppress(OSError, ValueError):  # also "max", which is no number
             lines = (used.parent / "memory.stat").read_text().splitlines()
             stat = dict(line.split() for line in lines)
@@ -70,9 +71,23 @@ def free_host_nbytes() -> int:
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_MEMORY = (
-    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
-    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+    ("", "memory.max", "memory.current"),  # version 2
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
+
+
+def _cgroup_memory() -> Iterator[tuple[Path, Path]]:
+    """Files with the limit and the use of each group around this process, outermost first."""
+    own: list[str] = []
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "" or "memory" in controllers.split(","):
+                own.append(path.lstrip("/"))
+    for controller, limit, used in _CGROUP_MEMORY:
+        root = _CGROUP / controller
+        for folder in dict.fromkeys([root, *(root / path for path in own)]):
+            yield folder / limit, folder / used
 
 
 def in_bytes(nbytes: float) -> str:

@@ -6,10 +6,11 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from onefold.build import checks
-from onefold.build.coding import code_for_products
+from onefold.build.coding import KeptExact, code_for_products
 from onefold.build.resolve import Asked, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.errors import ConfigError, expected
@@ -25,19 +26,27 @@ MIN_TILE_NBYTES = 1 << 20
 
 def examine_stream(
     module: nn.Module, ranks: Ranks, *, budget: int | None, rest: str | None, offload: object
-) -> Asked:
-    """Check the arguments on all ranks, freeze the module and pack its weights. A collective."""
+) -> tuple[Asked, list[KeptExact]]:
+    """Check the arguments on all ranks, freeze the module and pack its weights. A collective.
+
+    Returns the module's recipe, and the matrices that could not be packed.
+    """
     choices = examine_together(
         ranks, lambda: examine(module, None, _checked(module, budget, rest, offload))
     )
     for parameter in uncompiled(module).parameters():
         parameter.requires_grad_(False)
-    if rest is not None:
-        code_for_products(uncompiled(module), rest)
-    budget = _agreed(budget, choices, ranks)
-    return examine_together(
-        ranks, lambda: examine(module, None, _tiled(module, budget, rest, offload))
+    device, exact = (
+        device_of(choices.parts.parameters, ranks.everyone, ranks.mesh),
+        list[KeptExact](),
     )
+    if rest is not None:
+        exact = code_for_products(uncompiled(module), rest, device.type)
+    room = _agreed(budget, device, ranks)
+    asked = examine_together(
+        ranks, lambda: examine(module, None, _tiled(module, room, rest, offload))
+    )
+    return asked, exact
 
 
 def _checked(module: nn.Module, budget: int | None, rest: str | None, offload: object) -> Choices:
@@ -98,12 +107,11 @@ def _tiers_of(offload: object) -> Offload:
     )
 
 
-def _agreed(budget: int | None, asked: Asked, ranks: Ranks) -> int:
+def _agreed(budget: int | None, device: torch.device, ranks: Ranks) -> int:
     """The budget, the same on every rank: by default the least that is free on one of them."""
     if budget is not None:
         return budget
     group = ranks.everyone
-    device = device_of(asked.parts.parameters, group, ranks.mesh)
     free = free_nbytes(device, local_place(group)[1])
     everyone: list[Any] = group.all_gather_object(free) if group.world_size > 1 else [free]
     return int((1 - ACTIVATIONS_SHARE) * min(everyone))

@@ -193,13 +193,17 @@ def _together(group: Group, body: Callable[[], T]) -> T:
 
 
 def describe(recipe: Recipe, budget: Budget, why_fraction: str) -> str:
-    """Describe for people where the state of a rank rests; empty where none is offloaded."""
+    """Describe for people where the state of a rank rests; empty where all is on the device."""
     if recipe.offload == Offload():
         return ""
-    away = sum(unit.numel for unit in recipe.units if unit.is_offloaded)
-    share = away / max(1, sum(unit.numel for unit in recipe.units))
     rest = {"on the device": budget.device, "in CPU memory": budget.cpu, "on disk": budget.disk}
     tiers = [f"{nbytes:,} bytes {where}" for where, nbytes in rest.items() if nbytes]
+    if recipe.inference is not None:
+        num_kept = sum(unit.stays for unit in recipe.units)
+        where = ["in the files of the checkpoint"] if recipe.reads_files else tiers
+        return f"{', '.join(where)}; {num_kept} of {len(recipe.units)} units stay in device memory"
+    away = sum(unit.numel for unit in recipe.units if unit.is_offloaded)
+    share = away / max(1, sum(unit.numel for unit in recipe.units))
     line = f"{', '.join(tiers)}; {share:.0%} of the optimizer state is off the device"
     return f"{line}: {why_fraction}" if why_fraction else line
 

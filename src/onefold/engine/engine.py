@@ -51,7 +51,7 @@ class Engine:
         self.are_adapters_known: Callable[[], bool] = lambda: False  # rank 0 has them whole now
         self.context = context
         self.recipe = recipe
-        self.description = description  # of the offload plan, and why
+        self.description, self.notes = description, tuple[str, ...]()  # of the plan, and exceptions
         self.expected_peaks = expected_peaks
         self.has_accumulated = self.is_accumulating = False
         self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more

@@ -45,6 +45,7 @@ class Report:
             are those of docs/concepts/memory.md, `control` is flags and 0-dim parameters,
             `whole_matrix` is the matrices that matrix optimizers exchange.
         last_step: the same for the last step.
+        is_inference: the module evaluates alone (`onefold.stream`).
     """
 
     stage: int
@@ -62,6 +63,12 @@ class Report:
     traffic: dict[str, Traffic]
     last_step: dict[str, Traffic]
     units: tuple[UnitLine, ...]
+    is_inference: bool = False
+
+    @property
+    def title(self) -> str:
+        """The use of the module, in two words."""
+        return "streamed for inference" if self.is_inference else f"stage {self.stage}"
 
     def nbytes(self, kind: str) -> int:
         """Bytes of one kind now, over all tiers."""
@@ -104,7 +111,7 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.steps} steps"]
+        lines = [f"{self.title}, rank {self.rank} of {self.world_size}, {self.steps} steps"]
         lines += [f"{self.skipped} steps skipped: gradients not finite"] * bool(self.skipped)
         lines += [f"planned: {self.offload}"] * bool(self.offload)
         lines += [f"note: {note}" for note in self.notes]

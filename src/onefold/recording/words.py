@@ -17,6 +17,7 @@ KINDS = {
     "secondary": "secondary weight shards of the node",
     "unsharded": "unsharded weights, gathered",
     "activation": "activations, offloaded",
+    "kv_cache": "keys and values of past tokens",
     "staging": "staging slots of offload tiers",
     "wire": "buffers of collectives",
     TORCH: "activations and temporaries (torch)",
