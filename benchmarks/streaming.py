@@ -9,6 +9,7 @@ cap      a Llama-shaped model with random weights in bf16, four times larger tha
          The kernel also limits the rate of reads (blkio cgroup), as disks of virtual machines have
          a rate of their own every second. A pass is compared with its bytes over the sequential
          rate, which is measured in the same process before and after.
+peer     ours and accelerate's in turns under the same memory limit, from the disk as it is.
 ranks    one rank, and two whose reads are limited apart: the time of a pass.
 budget   everything fits: streamed and plain generate() in turns.
 lookup   prompt lookup on repetitive text over a streamed model: tokens a pass, and tokens a second.
@@ -271,12 +272,24 @@ def run(asked: argparse.Namespace, case: str, groups: list[Path], **changes: Any
 
 
 def cap(asked: argparse.Namespace) -> dict[str, Any]:
-    """A model larger than a memory limit, by several ways."""
+    """A model larger than a memory limit, by several ways, from a disk of a steady rate."""
+    return capped(asked, asked.cases, asked.rate)
+
+
+def peer(asked: argparse.Namespace) -> dict[str, Any]:
+    """The same beside accelerate, from the disk as it is, twice in turns."""
+    turns = [capped(asked, ["files", "accelerate"], 0) for _ in range(2)]
+    return {str(number): turn for number, turn in enumerate(turns)}
+
+
+def capped(asked: argparse.Namespace, cases: list[str], rate: int) -> dict[str, Any]:
+    """Each case under the memory limit, and under a limit of reads where `rate` is not 0."""
     found: dict[str, Any] = {"resident": run(asked, "resident", [])}
-    for case in asked.cases:
+    for case in cases:
         forget_pages(asked.folder)
-        with memory_limit(asked.cap) as group, read_limit(asked.folder, asked.rate) as disk:
-            found[case] = run(asked, case, [group, disk])
+        limits = [read_limit(asked.folder, rate)] if rate else []
+        with memory_limit(asked.cap) as group, contexts(limits) as disks:
+            found[case] = run(asked, case, [group, *disks])
             found[case]["peak"] = peak_of(group)
         show_case(case, found[case], found["resident"], asked.cap)
         shutil.rmtree(asked.folder / "offload", ignore_errors=True)
@@ -392,7 +405,7 @@ def lookup(asked: argparse.Namespace) -> dict[str, Any]:
     return found | {"tokens a pass": per_pass, "gain": gain, "is_same": same}
 
 
-PARTS = {"cap": cap, "ranks": ranks, "budget": budget, "lookup": lookup}
+PARTS = {"cap": cap, "peer": peer, "ranks": ranks, "budget": budget, "lookup": lookup}
 
 
 def nbytes(text: str) -> int:
