@@ -1,0 +1,236 @@
+"""Predict the passes of a streamed module: the bytes that one reads, and those that it holds.
+
+The recipe says which units stay (planner/residency.py), and the engine's own schedule says when the
+others come and go. So a plan and the engine cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from onefold.engine.actions import Action, Verb
+from onefold.engine.calls import Call
+from onefold.engine.policy import UnitFacts, policy_of
+from onefold.engine.schedule import Schedule
+from onefold.engine.successors import Phase
+from onefold.layout.flat import UnitBytes, unit_bytes
+from onefold.layout.rows import round_up
+from onefold.planner.byte_counter import ByteCounter
+from onefold.recipe import Recipe
+from onefold.tier.slots import SlotPool
+from onefold.tier.store import GRAIN_NUMEL, PAGE_NBYTES, whole_pages
+
+NUM_PASSES = 4
+"""Passes that are played: the first reads units that stay, the second one knows the order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A module that uses units starts, or ends; or it uses a weight in row blocks."""
+
+    unit: int
+    verb: str  # "enter", "leave" or "blocks"
+    module: int = -1
+    num_modules: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PassBytes:
+    """The bytes of one rank. `peak`: unsharded weights and staging, and weights at rest there."""
+
+    read: int  # from the tier, in a pass
+    peak: int  # in the memory that computes
+    at_rest: int  # in the tier
+    stay: int  # unsharded, of units that stay
+
+
+def held_by(recipe: Recipe, rank: int | None = None) -> list[UnitBytes]:
+    """Return the bytes of each unit on a rank; None: the one with the largest share."""
+    return [
+        unit_bytes(unit.members, recipe, rank, is_tiled=unit.tile_nbytes > 0)
+        for unit in recipe.units
+    ]
+
+
+def streamed_nbytes(recipe: Recipe, rank: int | None = None, uses: Sequence[Use] = ()) -> int:
+    """Return the bytes that a pass reads from the tier: each unit that does not stay, once.
+
+    Where weights rest in the memory that computes, these are the bytes that come from other ranks.
+
+    Args:
+        recipe: with the units that stay.
+        rank: None: the one with the largest share.
+        uses: of weights in row blocks; without it each of them is used once.
+    """
+    found = 0
+    blocks = [use.unit for use in uses if use.verb == "blocks"]
+    for index, (unit, held) in enumerate(zip(recipe.units, held_by(recipe, rank), strict=True)):
+        if unit.tile_nbytes:
+            times = blocks.count(index) if uses else 1
+            found += times * _block_nbytes(recipe, index, held)[0]
+        elif not unit.stays:
+            found += _moved(recipe, held)
+    return found
+
+
+def _moved(recipe: Recipe, held: UnitBytes) -> int:
+    """Bytes that move where one unit is gathered."""
+    if recipe.offload.parameters == "disk":
+        return whole_pages(held.weight)
+    if recipe.rests_near:
+        return held.unsharded - held.unsharded // recipe.rest_world if held.unsharded else 0
+    return held.weight
+
+
+def _block_nbytes(recipe: Recipe, index: int, held: UnitBytes) -> tuple[int, int, int]:
+    """Bytes of a weight in row blocks: read in one use, both rooms, and the largest slot."""
+    unit = recipe.units[index]
+    member = unit.members[0]
+    columns = member.numel // member.shape[0]
+    height = max(1, unit.tile_nbytes // (columns * member.compute_itemsize * recipe.rest_world))
+    own_rows = -(-member.shape[0] // recipe.rest_world)
+    most = recipe.rest_world * min(height, own_rows) * columns + recipe.world_size
+    read = slot = 0
+    for first in range(0, own_rows, height):
+        start, stop = first * columns, min(first + height, own_rows) * columns
+        begin = start // GRAIN_NUMEL * GRAIN_NUMEL
+        end = min(round_up(stop, GRAIN_NUMEL), held.rest_numel)
+        nbytes = (end - begin) * member.itemsize
+        read, slot = read + whole_pages(nbytes), max(slot, round_up(nbytes, PAGE_NBYTES))
+    is_disk = recipe.offload.parameters == "disk"
+    near = 0 if recipe.rests_near else held.weight
+    return read if is_disk else near, 2 * most * member.compute_itemsize, slot if is_disk else 0
+
+
+def pass_bytes(recipe: Recipe, uses: Sequence[Use], rank: int | None = None) -> PassBytes:
+    """Play some passes of a module whose units are used in this order."""
+    held = held_by(recipe, rank)
+    player = _Player(recipe, held)
+    for _ in range(NUM_PASSES):
+        player.play(uses)
+    return PassBytes(
+        read=streamed_nbytes(recipe, rank, uses),
+        peak=player.peak,
+        at_rest=sum(each.weight for each in held),
+        stay=sum(
+            each.unsharded + each.decoded
+            for unit, each in zip(recipe.units, held, strict=True)
+            if unit.stays
+        ),
+    )
+
+
+class _Player:
+    """Executes the schedule's actions on byte counts: the counterpart of engine/hands.py."""
+
+    def __init__(self, recipe: Recipe, held: list[UnitBytes]) -> None:
+        self._recipe = recipe
+        self._held = held
+        facts = [
+            UnitFacts(
+                nbytes=each.unsharded + each.decoded,
+                is_resident=each.unsharded == 0,
+                is_tiled=unit.tile_nbytes > 0,
+                keeps_sums=recipe.is_sharded,
+            )
+            for unit, each in zip(recipe.units, held, strict=True)
+        ]
+        self._schedule = Schedule(policy_of(recipe), facts)
+        stays = frozenset(i for i, unit in enumerate(recipe.units) if unit.stays)
+        self._schedule.keep(stays)
+        self._counter = ByteCounter(recipe.device_type)
+        self._slots = SlotPool(cast("Any", lambda nbytes: _Slot(nbytes, self._counter)))
+        self._fetched: dict[int, Any] = {}
+        self._unsharded: set[int] = set()
+        self._decoded: set[int] = set()
+        if recipe.offload.parameters != "disk":
+            tier = "device" if recipe.rests_near else "cpu"
+            self._counter.add("weight", sum(each.weight for each in held), tier)
+        self._counter.see()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of the memory that computes."""
+        return self._counter.peak.memory_nbytes(self._recipe.device_type)
+
+    def play(self, uses: Sequence[Use]) -> None:
+        """Announce one pass."""
+        schedule, calls = self._schedule, dict[tuple[int, int], list[Call]]()
+        self._do(schedule.begin_forward(Phase.EVALUATION))
+        for use in uses:
+            key = use.unit, use.module
+            if use.verb == "enter":
+                call, actions = schedule.enter(use.unit, Phase.EVALUATION)
+                calls.setdefault(key, []).append(call)
+                self._do(actions)
+            elif use.verb == "leave":
+                call = calls[key].pop()
+                self._do(schedule.leave(call, use.module, use.num_modules, is_recompute=False))
+            else:
+                self._use_blocks(use.unit)
+        self._do(schedule.end_forward(Phase.EVALUATION))
+
+    def _use_blocks(self, index: int) -> None:
+        _, rooms, slot = _block_nbytes(self._recipe, index, self._held[index])
+        self._counter.add("unsharded", rooms)
+        if slot:
+            self._slots.give(self._slots.take(slot))
+        self._counter.see()
+        self._counter.add("unsharded", -rooms)
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for verb, index in actions:
+            if verb is Verb.FETCH:
+                self._fetch(index)
+            elif verb is Verb.GATHER:
+                self._gather(index)
+            elif verb is Verb.SHOW and index not in self._decoded:
+                self._decoded.add(index)
+                self._counter.add("unsharded", self._held[index].decoded)
+            elif verb is Verb.FREE:
+                self._free(index)
+            self._counter.see()
+
+    def _fetch(self, index: int) -> None:
+        is_far = self._recipe.offload.parameters == "disk" and not self._recipe.reads_directly
+        if is_far and index not in self._fetched and index not in self._unsharded:
+            self._fetched[index] = self._slots.take(self._held[index].weight)
+
+    def _gather(self, index: int) -> None:
+        if index not in self._unsharded:
+            self._unsharded.add(index)
+            self._counter.add("unsharded", self._held[index].unsharded)
+        self._fetch_for(index)
+
+    def _fetch_for(self, index: int) -> None:
+        """Own rows pass through a slot on their way into the unsharded weights."""
+        is_far = self._recipe.offload.parameters == "disk" and not self._recipe.reads_directly
+        if not is_far:
+            return
+        slot = self._fetched.pop(index, None) or self._slots.take(self._held[index].weight)
+        self._counter.see()
+        self._slots.give(slot)
+
+    def _free(self, index: int) -> None:
+        if index in self._decoded:
+            self._decoded.discard(index)
+            self._counter.add("unsharded", -self._held[index].decoded)
+        if index in self._unsharded:
+            self._unsharded.discard(index)
+            self._counter.add("unsharded", -self._held[index].unsharded)
+
+
+class _Slot:
+    """Stands for a `Room` of tier/slots.py: bytes that are counted while it lives."""
+
+    def __init__(self, nbytes: int, counter: ByteCounter) -> None:
+        self.nbytes = round_up(max(1, nbytes), PAGE_NBYTES)
+        self._counter = counter
+        counter.add("staging", self.nbytes, "cpu")
+
+    def __del__(self) -> None:
+        self._counter.add("staging", -self.nbytes, "cpu")
+
+
