@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 DEFAULTS = GenerateJob(model="", prompt="")
 
 DESCRIPTION = """\
-Continue a text with a model that may be larger than memory. Weights rest in CPU memory or in a file,
-exact or packed, and stream through at most BUDGET bytes of the device. The text goes to stdout as it
-comes, and speed, bytes and memory to stderr. Without a tokenizer, bytes are the tokens.
+Continue a text with a model that may be larger than memory. Weights rest in
+CPU memory or in a file, exact or packed, and stream through at most --budget
+bytes of the device. The text goes to stdout as it comes; speed, bytes and
+memory go to stderr. Without a tokenizer, bytes are the tokens.
 
   onefold train --checkpoint runs
   onefold generate --model runs --prompt "def "
-  onefold generate --model DIR --prompt - --rest int4 --budget 2GiB --offload disk:/fast/disk"""
+  onefold generate --model DIR --prompt - --budget 2GiB --offload disk:/fast/disk"""
 
 HANDED_OVER = "ONEFOLD_GENERATE"
 """Environment variable with the folder in which a launcher leaves prompt and weights for ranks."""
@@ -53,21 +54,22 @@ def add_to(commands: SubParsers) -> None:
     add = parser.add_argument
     # fmt: off
     add("--model", required=True, metavar="DIR|config.json|NAME", help="a folder of safetensors "
-        "files, or a checkpoint; a Hugging Face config.json, a preset or module:function for random "
+        "files, or a checkpoint; a Hugging Face config.json, a preset or module:function: random "
         "weights")
     add("--prompt", required=True, metavar="TEXT|-", help="the text to continue; -: read it from "
         "stdin")
     add("--rest", metavar="int8|int4", help="pack the matrices where they rest (default: exact)")
     add("--budget", metavar="SIZE", help="device memory for weights, as in 2GiB (default: three "
         "quarters of what is free)")
-    add("--offload", default=DEFAULTS.offload, metavar="cpu|disk:PATH|none", help="where weights "
-        "rest: in CPU memory, in a file in a folder, or on the device")
+    add("--offload", default=DEFAULTS.offload, metavar="cpu|disk:PATH|disk|none", help="where "
+        "weights rest: in CPU memory, in a file in a folder, in the files of --model themselves, or "
+        "on the device")
     add("--ranks", help="local processes, which share the weights (default: one for each GPU, or "
         "1)")
     add("--max-new-tokens", metavar="N", default=str(DEFAULTS.max_new_tokens), help="tokens to "
         "write, at most")
-    add("--temperature", default=f"{DEFAULTS.temperature:g}", help="0 takes the likeliest token; "
-        "above, tokens are drawn")
+    add("--temperature", help="0 takes the likeliest token; above, tokens are drawn (default: 0, "
+        "and 0.5 for a byte GPT)")
     add("--seed", default=str(DEFAULTS.seed), help="of drawn tokens and random weights")
     add("--lookup", action="store_true", help="propose tokens from the text so far: several tokens "
         "a pass where it repeats itself")
@@ -107,11 +109,12 @@ def job_of(arguments: argparse.Namespace, prompt: str | None = None) -> Generate
         raise ConfigError(expected(f"--rest to be {' or '.join(RESTS)}", repr(rest), hint=hint))
     offload: str = given["offload"]
     word, _, path = offload.partition(":")
-    if word not in ("cpu", "disk", "none") or (word == "disk") != bool(path):
+    if word not in ("cpu", "disk", "none") or (path and word != "disk") or offload[-1:] == ":":
         hint = "--offload disk:/fast/disk"
         raise ConfigError(
-            expected("--offload to be cpu, disk:PATH or none", repr(offload), hint=hint)
+            expected("--offload to be cpu, disk:PATH, disk or none", repr(offload), hint=hint)
         )
+    heat = given["temperature"]
     sizes = {name: _size(f"--{name.replace('_', '-')}", given[name])
              for name in ("budget", "kv_budget")}  # fmt: skip
     return GenerateJob(
@@ -121,7 +124,7 @@ def job_of(arguments: argparse.Namespace, prompt: str | None = None) -> Generate
         offload=None if offload == "none" else offload,
         max_new_tokens=whole("--max-new-tokens", given["max_new_tokens"], least=1),
         lookup=given["lookup"],
-        temperature=real("--temperature", given["temperature"], least=0),
+        temperature=None if heat is None else real("--temperature", heat, least=0),
         seed=whole("--seed", given["seed"], least=0),
         **sizes,
     )

@@ -26,10 +26,12 @@ def heading(job: GenerateJob, loaded: Loaded, world_size: int) -> list[str]:
     kept = sum(unit.stays for unit in units)
     rest = {None: "exact", "int8": "in int8", "int4": "in int4"}[job.rest]
     tier = {"device": "on the device", "cpu": "in CPU memory", "disk": "on disk"}
+    place = tier[loaded.recipe.offload.parameters]
+    place = "in the model's own files" if loaded.recipe.reads_files else place
     budget = loaded.recipe.inference.budget if loaded.recipe.inference else 0
     lines = [
         f"{loaded.source.name}: {loaded.num_parameters:,d} parameters, weights rest {rest} "
-        f"{tier[loaded.recipe.offload.parameters]}"
+        f"{place}"
         + (f", over {counted(world_size, 'rank')}" if world_size > 1 else ""),
         f"{kept} of {counted(len(units), 'unit')} stay within a budget of {in_bytes(budget)}; "
         f"prompt of {len(loaded.prompt):,d} {loaded.tokens.name}",

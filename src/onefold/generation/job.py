@@ -13,11 +13,11 @@ class GenerateJob:
     prompt: str
     rest: str | None = None  # "int8" or "int4"; None: exact
     budget: int | None = None  # of device memory for weights; None: what is free
-    offload: str | None = "cpu"  # or "disk:PATH"; None: the device itself
+    offload: str | None = "cpu"  # "disk:PATH", "disk" (the model's files); None: the device
     max_new_tokens: int = 64
     lookup: bool = False  # propose tokens from the prompt and the text so far
     kv_budget: int | None = None  # of memory for keys and values; None: all of them in memory
-    temperature: float = 0.0  # 0: always the likeliest token
+    temperature: float | None = None  # 0: always the likeliest token; None: as the model's kind
     seed: int = 0
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from torch import nn
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.ledger import Ledger
-from onefold.tier.disk import DiskStore, SwapFile, page_view
+from onefold.tier.disk import BlockFile, DiskStore, page_view
+from onefold.tier.files import FileStore
 from onefold.tier.slots import host_room
 from onefold.tier.workers import NUM_FETCHERS
 
@@ -74,15 +76,14 @@ class PassMeter:
         return sum(file.read_nbytes for file in files_of(self._engine))
 
 
-def files_of(engine: Engine) -> list[SwapFile]:
+def files_of(engine: Engine) -> Sequence[BlockFile]:
     """Return the files in which this rank's weights rest; none without a disk tier."""
     store = engine.context.tiers.weight
-    return store.files if isinstance(store, DiskStore) else []
+    return store.files if isinstance(store, DiskStore | FileStore) else []
 
 
-def disk_rate(engine: Engine) -> float:
-    """Return bytes per second of reading this rank's own files in order, past the page cache."""
-    files = files_of(engine)
+def disk_rate(files: Sequence[BlockFile]) -> float:
+    """Return bytes per second of reading files in order, past the page cache, as the engine."""
     rooms = [host_room(REQUEST_NBYTES, Ledger()) for _ in range(NUM_FETCHERS + 1)]
     sizes = [os.fstat(file.fd).st_size for file in files]
     requests = [

@@ -15,7 +15,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, expected
 from onefold.generation import sources
 from onefold.generation.job import GenerateJob
-from onefold.generation.meter import PassMeter, Passes, copy_rate, disk_rate, files_of
+from onefold.generation.meter import Passes, PassMeter, copy_rate, disk_rate, files_of
 from onefold.generation.sources import Source
 from onefold.generation.tokens import Bytes, Streamer, Tokens, Words
 from onefold.mesh.world import World
@@ -24,6 +24,7 @@ from onefold.models.loader import logits_of
 from onefold.planner.passes import streamed_nbytes
 from onefold.recipe import Recipe
 from onefold.train.memory_table import RankMemory, measure
+from onefold.train.sample import TEMPERATURE
 
 LOOKUP_TOKENS = 10
 """Tokens that prompt lookup proposes for a pass: as many as transformers' documentation takes."""
@@ -42,7 +43,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class WeightLink:
     """The slowest way that weights take in a pass. `rate` is 0 where it was not measured."""
 
     name: str  # "disk", "copies to the device", "other ranks"; empty: nothing moves
@@ -63,11 +64,12 @@ class Generated:
     seconds: float  # from the first pass to the last token
     first_seconds: float  # of the first pass, which reads the prompt and all weights
     passes: Passes
-    link: Link
+    link: WeightLink
     budget: int
     stays: list[str]  # names of units
     num_units: int
     stay_nbytes: int  # unsharded bytes of units that stay
+    expected_nbytes: int  # that a pass reads on this rank, by the closed form
     memory: list[RankMemory]  # by rank
     notes: list[str]
 
@@ -91,6 +93,11 @@ def preflight(job: GenerateJob, source: Source) -> None:
                 hint = f"leave {flag} out: byte models have no KV cache"
                 wanted = f"a Hugging Face model for {flag}"
                 raise ConfigError(expected(wanted, f"{job.model!r}", hint=hint))
+    if job.offload == "disk" and (source.files is None or job.rest is not None):
+        got = f"--rest {job.rest}" if job.rest else "random weights"
+        hint = "--offload disk:PATH; disk alone reads the files of --model themselves"
+        wanted = "exact weights in files for --offload disk"
+        raise ConfigError(expected(wanted, got, hint=hint))
     if job.kv_budget is not None and not job.folders:
         hint = "--offload disk:PATH"
         wanted = "a folder for keys and values beyond --kv-budget"
@@ -155,6 +162,7 @@ def generate(
         stays=[unit.name for unit in kept],
         num_units=len(engine.units),
         stay_nbytes=sum(unit.unsharded.tensor.nbytes for unit in kept),
+        expected_nbytes=streamed_nbytes(loaded.recipe, engine.context.rest_rank),
         memory=world.gather(mine) if world is not None else [mine],
         notes=notes,
     )
@@ -163,8 +171,8 @@ def generate(
 def _generate(job: GenerateJob, loaded: Loaded, prompt: Tensor, streamer: Streamer) -> Any:
     """Call the model's own `generate`; return the KV cache in tiers, if there is one."""
     model: Any = loaded.module
-    options: dict[str, Any] = {"do_sample": job.temperature > 0}
-    if job.temperature > 0:
+    options: dict[str, Any] = {"do_sample": bool(job.temperature)}
+    if job.temperature:
         options["temperature"] = job.temperature
     if loaded.tokens.name == Bytes.name:  # the configuration's ids are those of a tokenizer
         model.generation_config.eos_token_id = None
@@ -196,13 +204,14 @@ def _write_bytes(job: GenerateJob, module: nn.Module, prompt: Tensor, streamer: 
     A collective where the module is sharded: every rank draws the same numbers.
     """
     generator = torch.Generator().manual_seed(job.seed)
+    temperature = TEMPERATURE if job.temperature is None else job.temperature
     written = prompt[0].tolist()
     longest = module.positions.num_embeddings if isinstance(module, GPT) else 0
     for _ in range(job.max_new_tokens):
         tokens = torch.tensor([written[-longest:]], device=prompt.device)
         logits = logits_of(module, tokens)[0, -1, :VOCAB].float().cpu()
-        if job.temperature > 0:
-            chances = torch.softmax(logits / job.temperature, dim=0)
+        if temperature > 0:
+            chances = torch.softmax(logits / temperature, dim=0)
             token = int(torch.multinomial(chances, 1, generator=generator))
         else:
             token = int(logits.argmax())
@@ -213,18 +222,18 @@ def _write_bytes(job: GenerateJob, module: nn.Module, prompt: Tensor, streamer: 
 
 def _link(
     recipe: Recipe, passes: Passes, module: nn.Module, world: World | None
-) -> tuple[Passes, Link]:
+) -> tuple[Passes, WeightLink]:
     """Measure the way that weights take. A collective: ranks that share a disk read together."""
     engine = engine_of(module)
     if files_of(engine):
         if world is not None:
             world.gather(0)  # all ranks begin
-        return passes, Link("disk", disk_rate(engine) if passes.nbytes else 0.0)
+        return passes, WeightLink("disk", disk_rate(files_of(engine)) if passes.nbytes else 0.0)
     nbytes = streamed_nbytes(recipe, engine.context.rest_rank)
     passes = Passes(passes.number, passes.seconds, nbytes, passes.is_warm)
     device = engine.context.store.device
     if nbytes == 0:
-        return passes, Link("", 0.0)
+        return passes, WeightLink("", 0.0)
     if recipe.rests_near:
-        return passes, Link("other ranks", 0.0)
-    return passes, Link("copies to the device", copy_rate(device))
+        return passes, WeightLink("other ranks", 0.0)
+    return passes, WeightLink("copies to the device", copy_rate(device))

@@ -1,9 +1,9 @@
 """Find the model that a name stands for, and build it without values.
 
-    a folder with config.json and *.safetensors   a Hugging Face model, read by each rank
-    a folder with *.safetensors alone             the byte GPT, as `onefold export` writes it
-    a checkpoint, or a folder of them             exported into a temporary folder first
-    config.json, a preset, module:function        random weights
+a folder with config.json and *.safetensors   a Hugging Face model, read by each rank
+a folder with *.safetensors alone             the byte GPT, as `onefold export` writes it
+a checkpoint, or a folder of them             exported into a temporary folder first
+config.json, a preset, module:function        random weights
 """
 
 from __future__ import annotations
@@ -123,6 +123,14 @@ def build(source: Source, *, has_values: bool = False) -> nn.Module:
 
     A module with files has promised values (`onefold.load_pretrained`).
     """
+    module = skeleton(source, has_values=has_values)
+    if source.files is not None:
+        onefold.load_pretrained(module, source.files)
+    return module.eval()
+
+
+def skeleton(source: Source, *, has_values: bool = False) -> nn.Module:
+    """Build the module without its files' values."""
     if source.config is not None:
         module = _of_config(source.config, has_values=has_values and source.files is None)
     elif source.files is not None:
@@ -131,8 +139,6 @@ def build(source: Source, *, has_values: bool = False) -> nn.Module:
         module = build_model(source.name, LONGEST)
         if has_values and isinstance(module, GPT):
             module = GPT(PRESETS[source.name], LONGEST)
-    if source.files is not None:
-        onefold.load_pretrained(module, source.files)
     return module.eval()
 
 

@@ -7,7 +7,7 @@ others come and go. So a plan and the engine cannot disagree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from onefold.engine.actions import Action, Verb
@@ -15,10 +15,14 @@ from onefold.engine.calls import Call
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.successors import Phase
+from onefold.layout.cut import cut_of
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.rows import round_up
 from onefold.planner.byte_counter import ByteCounter
-from onefold.recipe import Recipe
+from onefold.planner.byte_hands import ByteHands
+from onefold.planner.messages import planned_unit
+from onefold.planner.work import UnitWork
+from onefold.recipe import Recipe, UnitRecipe
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import GRAIN_NUMEL, PAGE_NBYTES, whole_pages
 
@@ -71,12 +75,16 @@ def streamed_nbytes(recipe: Recipe, rank: int | None = None, uses: Sequence[Use]
             times = blocks.count(index) if uses else 1
             found += times * _block_nbytes(recipe, index, held)[0]
         elif not unit.stays:
-            found += _moved(recipe, held)
+            found += _moved(recipe, unit, held, rank or 0)
     return found
 
 
-def _moved(recipe: Recipe, held: UnitBytes) -> int:
+def _moved(recipe: Recipe, unit: UnitRecipe, held: UnitBytes, rank: int) -> int:
     """Bytes that move where one unit is gathered."""
+    if recipe.reads_files:  # without the gaps between parameters of a buffer
+        cuts = (cut_of(member.shape, recipe.shard_world, recipe.shares) for member in unit.members)
+        numel = sum(cut.piece_numel(rank) for cut in cuts)
+        return numel * unit.members[0].itemsize
     if recipe.offload.parameters == "disk":
         return whole_pages(held.weight)
     if recipe.rests_near:
@@ -123,7 +131,7 @@ def pass_bytes(recipe: Recipe, uses: Sequence[Use], rank: int | None = None) -> 
 
 
 class _Player:
-    """Executes the schedule's actions on byte counts: the counterpart of engine/hands.py."""
+    """Announces passes to the engine's schedule, and counts the bytes of its answers."""
 
     def __init__(self, recipe: Recipe, held: list[UnitBytes]) -> None:
         self._recipe = recipe
@@ -138,17 +146,19 @@ class _Player:
             for unit, each in zip(recipe.units, held, strict=True)
         ]
         self._schedule = Schedule(policy_of(recipe), facts)
-        stays = frozenset(i for i, unit in enumerate(recipe.units) if unit.stays)
-        self._schedule.keep(stays)
-        self._counter = ByteCounter(recipe.device_type)
-        self._slots = SlotPool(cast("Any", lambda nbytes: _Slot(nbytes, self._counter)))
-        self._fetched: dict[int, Any] = {}
-        self._unsharded: set[int] = set()
-        self._decoded: set[int] = set()
-        if recipe.offload.parameters != "disk":
-            tier = "device" if recipe.rests_near else "cpu"
-            self._counter.add("weight", sum(each.weight for each in held), tier)
-        self._counter.see()
+        self._schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
+        counter = self._counter = ByteCounter(recipe.device_type)
+        planned = [
+            planned_unit(UnitWork(unit.name, unit.numel, members=unit.members), recipe)
+            for unit in recipe.units
+        ]
+        self._hands = ByteHands(recipe, planned, [False] * len(planned), counter)
+        self._slots = SlotPool(cast("Any", lambda nbytes: _Slot(nbytes, counter)))
+        self._fetched: dict[int, Any] = {}  # slots, by unit
+        self._is_far = recipe.offload.parameters == "disk" and not recipe.reads_directly
+        if recipe.rests_near:
+            counter.add("weight", sum(each.weight for each in held))
+        counter.see()
 
     @property
     def peak(self) -> int:
@@ -184,42 +194,16 @@ class _Player:
         for verb, index in actions:
             if verb is Verb.FETCH:
                 self._fetch(index)
-            elif verb is Verb.GATHER:
-                self._gather(index)
-            elif verb is Verb.SHOW and index not in self._decoded:
-                self._decoded.add(index)
-                self._counter.add("unsharded", self._held[index].decoded)
-            elif verb is Verb.FREE:
-                self._free(index)
-            self._counter.see()
+            self._hands.do([(verb, index)])
+            if verb is Verb.GATHER and self._is_far:
+                self._fetch(index)
+                self._counter.see()
+                self._slots.give(self._fetched.pop(index))
 
     def _fetch(self, index: int) -> None:
-        is_far = self._recipe.offload.parameters == "disk" and not self._recipe.reads_directly
-        if is_far and index not in self._fetched and index not in self._unsharded:
+        """Own rows pass through a slot on their way into unsharded weights."""
+        if self._is_far and index not in self._fetched:
             self._fetched[index] = self._slots.take(self._held[index].weight)
-
-    def _gather(self, index: int) -> None:
-        if index not in self._unsharded:
-            self._unsharded.add(index)
-            self._counter.add("unsharded", self._held[index].unsharded)
-        self._fetch_for(index)
-
-    def _fetch_for(self, index: int) -> None:
-        """Own rows pass through a slot on their way into the unsharded weights."""
-        is_far = self._recipe.offload.parameters == "disk" and not self._recipe.reads_directly
-        if not is_far:
-            return
-        slot = self._fetched.pop(index, None) or self._slots.take(self._held[index].weight)
-        self._counter.see()
-        self._slots.give(slot)
-
-    def _free(self, index: int) -> None:
-        if index in self._decoded:
-            self._decoded.discard(index)
-            self._counter.add("unsharded", -self._held[index].decoded)
-        if index in self._unsharded:
-            self._unsharded.discard(index)
-            self._counter.add("unsharded", -self._held[index].unsharded)
 
 
 class _Slot:
@@ -232,5 +216,3 @@ class _Slot:
 
     def __del__(self) -> None:
         self._counter.add("staging", -self.nbytes, "cpu")
-
-
