@@ -93,9 +93,7 @@ def test_a_plan_reads_and_holds_the_bytes_of_the_engine(world_size, rest, share,
     made = plan_inference(module, ask)
 
     def body(rank: int) -> tuple[int, int, int]:
-        streamed = onefold.stream(
-            plain(), budget=budget, offload=f"disk:{tmp_path}", rest=rest
-        )
+        streamed = onefold.stream(plain(), budget=budget, offload=f"disk:{tmp_path}", rest=rest)
         engine = engine_of(streamed)
         assert [unit.stays for unit in made.recipe.units] == [
             unit.stays for unit in engine.recipe.units
@@ -140,7 +138,7 @@ def test_a_trained_checkpoint_writes_text_on_one_rank_and_on_two(runs, capsys, m
     alone = generated(capsys, "--model", "runs", *flags, f"disk:{runs}")
     assert (alone["num_tokens"], alone["passes"]["number"]) == (6, 6)
     assert alone["passes"]["nbytes"] > 0
-    assert 0 < alone["link_share"]
+    assert alone["link_share"] > 0
     assert alone["memory"][0]["now"]["weight"] == alone["memory"][0]["expected"]["weight"]
     done = command("generate", "--model", "out", *flags, f"disk:{runs}", "--ranks", "2", cwd=runs)
     assert done.returncode == 0, done.stderr
@@ -180,6 +178,15 @@ def test_keys_and_values_rest_in_tiers(llama, tmp_path, capsys):
     plainly = generated(capsys, *flags, "--offload", f"disk:{tmp_path}")
     tiered = generated(capsys, *flags, "--offload", f"disk:{tmp_path}", "--kv-budget", "1KiB")
     assert tiered["text"] == plainly["text"]
+
+
+@pytest.mark.parametrize("rest", ["int8", "int4"])
+def test_packed_weights_rest_in_fewer_bytes(rest, llama, tmp_path, capsys):
+    flags = ("--model", str(llama), "--prompt", "abab", "--max-new-tokens", "3", "--offload")
+    exact = generated(capsys, *flags, f"disk:{tmp_path}")
+    packed = generated(capsys, *flags, f"disk:{tmp_path}", "--rest", rest)
+    at_rest, all_bytes = (each["memory"][0]["now"]["weight"] for each in (packed, exact))
+    assert at_rest == packed["memory"][0]["expected"]["weight"] < all_bytes
 
 
 @pytest.mark.parametrize("rest", [(), ("--rest", "int8")])

@@ -62,8 +62,8 @@ def add_to(commands: SubParsers) -> None:
     add("--budget", metavar="SIZE", help="device memory for weights, as in 2GiB (default: three "
         "quarters of what is free)")
     add("--offload", default=DEFAULTS.offload, metavar="cpu|disk:PATH|disk|none", help="where "
-        "weights rest: in CPU memory, in a file in a folder, in the files of --model themselves, or "
-        "on the device")
+        "weights rest: CPU memory, a file in a folder, the files of --model themselves, or the "
+        "device")
     add("--ranks", help="local processes, which share the weights (default: one for each GPU, or "
         "1)")
     add("--max-new-tokens", metavar="N", default=str(DEFAULTS.max_new_tokens), help="tokens to "

@@ -31,8 +31,7 @@ def heading(job: GenerateJob, loaded: Loaded, world_size: int) -> list[str]:
     budget = loaded.recipe.inference.budget if loaded.recipe.inference else 0
     lines = [
         f"{loaded.source.name}: {loaded.num_parameters:,d} parameters, weights rest {rest} "
-        f"{place}"
-        + (f", over {counted(world_size, 'rank')}" if world_size > 1 else ""),
+        f"{place}" + (f", over {counted(world_size, 'rank')}" if world_size > 1 else ""),
         f"{kept} of {counted(len(units), 'unit')} stay within a budget of {in_bytes(budget)}; "
         f"prompt of {len(loaded.prompt):,d} {loaded.tokens.name}",
     ]

@@ -159,7 +159,11 @@ def as_text(made: InferencePlan, name: str) -> Iterator[str]:
     tiers = {None: "on the device", "cpu": "in CPU memory", "disk": "on disk"}
     rest = "exact" if ask.rest is None else ask.rest
     kept = f"{made.num_stay} of {counted(len(made.recipe.units), 'unit')} stay"
-    read = f"{format_bytes(held.read)} from {LINKS[made.link]}" if made.link else "nothing: all is there"
+    read = (
+        f"{format_bytes(held.read)} from {LINKS[made.link]}"
+        if made.link
+        else "nothing: all is there"
+    )
     facts = [
         ("fits", _verdict(made)),
         ("weights rest", f"{tiers[ask.offload]}, {rest}: {format_bytes(held.at_rest)} a rank"),

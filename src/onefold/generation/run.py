@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from onefold.generation.job import GenerateJob
 from onefold.generation.meter import Passes, PassMeter, copy_rate, disk_rate, files_of
 from onefold.generation.sources import Source
 from onefold.generation.tokens import Bytes, Streamer, Tokens, Words
+from onefold.host import in_bytes
 from onefold.mesh.world import World
 from onefold.models.gpt import GPT, VOCAB
 from onefold.models.loader import logits_of
@@ -25,6 +26,9 @@ from onefold.planner.passes import streamed_nbytes
 from onefold.recipe import Recipe
 from onefold.train.memory_table import RankMemory, measure
 from onefold.train.sample import TEMPERATURE
+
+if TYPE_CHECKING:
+    from onefold.hf.kv_cache import KVReport
 
 LOOKUP_TOKENS = 10
 """Tokens that prompt lookup proposes for a pass: as many as transformers' documentation takes."""
@@ -149,7 +153,7 @@ def generate(
     planned = zip(engine.units, engine.recipe.units, strict=True)
     kept = [unit for unit, plan in planned if plan.stays]
     mine = measure(loaded.recipe, onefold.report(module))
-    notes = [] if cache is None else [str(cache.report())]
+    notes = [] if cache is None else [_cache_line(cache.report())]
     return Generated(
         text=streamer.text,
         num_prompt=len(loaded.prompt),
@@ -195,7 +199,14 @@ def kv_cache(job: GenerateJob, model: Any) -> Any:
     """Return the cache of keys and values in tiers."""
     from onefold.hf import KVCache
 
-    return KVCache(budget=job.kv_budget, disk=job.folders, config=model.config)
+    return KVCache(job.kv_budget or 0, disk=job.folders, config=model.config)
+
+
+def _cache_line(report: KVReport) -> str:
+    held = ", ".join(f"{in_bytes(nbytes)} on {tier}" for tier, nbytes in report.held.items())
+    moved = f"{in_bytes(report.written_nbytes)} written, {in_bytes(report.read_nbytes)} read"
+    each = f"{report.tokens:,d} tokens of {in_bytes(report.token_nbytes)}"
+    return f"KV cache: {each}; full blocks: {held or 'none'}; {moved}"
 
 
 def _write_bytes(job: GenerateJob, module: nn.Module, prompt: Tensor, streamer: Streamer) -> None:
