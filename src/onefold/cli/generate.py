@@ -34,7 +34,7 @@ memory go to stderr. Without a tokenizer, bytes are the tokens.
 
   onefold train --checkpoint runs
   onefold generate --model runs --prompt "def "
-  onefold generate --model DIR --prompt - --budget 2GiB --offload disk:/fast/disk"""
+  onefold generate --model DIR --prompt - --budget 2GiB --offload disk:PATH"""
 
 HANDED_OVER = "ONEFOLD_GENERATE"
 """Environment variable with the folder in which a launcher leaves prompt and weights for ranks."""

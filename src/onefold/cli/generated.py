@@ -65,7 +65,7 @@ def _speed_lines(result: Generated) -> list[str]:
         f"{passes.number:,d} {'pass' if passes.number == 1 else 'passes'}, "
         f"{result.tokens_a_pass:.2f} tokens a pass",
     ]
-    if link.name:
+    if passes.nbytes:
         rate = passes.nbytes / passes.seconds
         which = f"each pass after {WARM_PASSES}" if passes.is_warm else "on average a pass"
         lines[-1] += f"; {which} read {in_bytes(passes.nbytes)} a rank"

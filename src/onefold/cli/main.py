@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda *_: parser.print_help() or 0)
-    for command in (train, generate, plan, check, report, doctor, bench, inspect, export):
+    for command in (train, plan, check, generate, report, doctor, bench, inspect, export):
         command.add_to(commands)
     return parser
 

@@ -71,7 +71,7 @@ class InferencePlan:
 
     @property
     def fits(self) -> bool:
-        """True if nothing is short at batch 1."""
+        """True if nothing is short at batch 1, or at the batch that was asked for."""
         return not self.missing
 
     @property

@@ -174,6 +174,9 @@ def generate(
 
 def _generate(job: GenerateJob, loaded: Loaded, prompt: Tensor, streamer: Streamer) -> Any:
     """Call the model's own `generate`; return the KV cache in tiers, if there is one."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # of flags in generation_config.json that greedy text ignores
     model: Any = loaded.module
     options: dict[str, Any] = {"do_sample": bool(job.temperature)}
     if job.temperature:
@@ -199,6 +202,10 @@ def kv_cache(job: GenerateJob, model: Any) -> Any:
     """Return the cache of keys and values in tiers."""
     from onefold.hf import KVCache
 
+    if model.config.is_encoder_decoder:
+        hint = "in Python: EncoderDecoderCache of two onefold.hf.KVCache"
+        wanted = "a decoder-only model for --kv-budget"
+        raise ConfigError(expected(wanted, type(model).__name__, hint=hint))
     return KVCache(job.kv_budget or 0, disk=job.folders, config=model.config)
 
 
