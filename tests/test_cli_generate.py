@@ -356,6 +356,38 @@ def test_a_plan_of_inference_has_80_columns(flags, capsys):
     assert "fits          yes" in shown
 
 
+def test_a_plan_refuses_an_encoder_and_generate_runs_it(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = {"model_type": "t5", "vocab_size": 256, "is_encoder_decoder": True, **sizes,
+              "decoder_start_token_id": 0, "pad_token_id": 0}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ("--model", f"{tmp_path}/config.json")
+    assert main(["plan", "--inference", *flags]) == 2
+    assert "a decoder-only model beside --inference" in capsys.readouterr().err
+    found = generated(capsys, *flags, "--prompt", "ab", "--max-new-tokens", "3")
+    assert (found["num_tokens"], found["passes"]["number"]) == (3, 3)
+    kept = ("--kv-budget", "1MiB", "--offload", f"disk:{tmp_path}")
+    assert main(["generate", *flags, "--prompt", "ab", *kept]) == 2
+    assert "a decoder-only model for --kv-budget" in capsys.readouterr().err
+
+
+def test_a_plan_without_a_trace_says_what_it_estimates():
+    class Chooses(GPT):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) if tokens.sum() >= 0 else tokens
+
+    with torch.device("meta"):
+        module = Chooses(SIZES, SEQ)
+    ask = InferenceAsk(
+        budget=200_000, rest=None, offload="disk", ranks=1, device_type="cpu", context=SEQ,
+        batch=None, memory=1 << 30,
+    )  # fmt: skip
+    made = plan_inference(module, ask)
+    assert "cannot be traced" in made.estimates[0]
+    assert made.held.read == plan_inference(plain(), ask).held.read
+
+
 @pytest.mark.parametrize(("flags", "message"), [
     (("--inference", "--stage", "3"), "--stage without --inference"),
     (("--budget", "1GiB"), "--budget beside --inference"),

@@ -104,12 +104,14 @@ def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
         prompt, step = traced(1, ask.context), traced(1, 1)
     except Untraceable as error:
         estimates = (f"activations and the order of units, as it cannot be traced ({error})",)
-        prompt = step = ForwardTrace(_in_order(recipe), 0, Work(), 0)
+        work = Work(flops=2.0 * sum(parameter.numel() for parameter in module.parameters()))
+        prompt = step = ForwardTrace(_in_order(recipe), 0, work, 0)
     if step.cache_nbytes == 0:  # without a cache a pass computes the whole context again
         step = prompt
     held = pass_bytes(recipe, step.uses)
     planner = _Batches(ask, recipe, held, prompt, step)
-    one, best = planner.at(1), planner.best() if ask.batch is None else planner.at(ask.batch)
+    one = planner.at(1)
+    best = planner.at(ask.batch) if ask.batch else one if estimates else planner.best()
     return InferencePlan(
         ask, recipe, sum(p.numel() for p in module.parameters()), held,
         sum(unit.stays for unit in recipe.units), planner.largest_read, planner.kv_nbytes, one,
