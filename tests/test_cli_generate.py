@@ -113,6 +113,49 @@ def test_a_plan_reads_and_holds_the_bytes_of_the_engine(world_size, rest, share,
     assert made.num_stay > 0 or share == 0
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plan_reads_tables_by_the_row_and_heads_in_blocks(world_size, tmp_path):
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(2000, 256)
+            self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+            self.head = nn.Linear(256, 8000, bias=False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.table(tokens)
+            for block in self.blocks:
+                x = x + block(x)
+            return self.head(x)
+
+    with torch.device("meta"):
+        module = Wide()
+    budget = 3 << 20
+    ask = InferenceAsk(
+        budget=budget, rest=None, offload="disk", ranks=world_size, device_type="cpu",
+        context=1, batch=None, memory=1 << 30,
+    )  # fmt: skip
+    made = plan_inference(module, ask)
+    assert [unit.name for unit in made.recipe.units if unit.tile_nbytes] == [
+        "table.weight", "head.weight",
+    ]  # fmt: skip
+
+    def body(rank: int) -> tuple[int, int]:
+        with torch.device("meta"):
+            mine = Wide()
+        streamed = onefold.stream(mine, budget=budget, offload=f"disk:{tmp_path}")
+        meter = PassMeter(streamed)
+        with torch.no_grad():
+            for _ in range(5):
+                streamed(torch.tensor([[3]]))
+        ledger = engine_of(streamed).ledger
+        return meter.passes().nbytes, ledger.total.peak - ledger.usage[Kind.WEIGHT, "disk"].now
+
+    read, peak = run_ranks(world_size, body)[0]
+    assert made.held.read == read
+    assert peak <= made.held.peak <= peak + (2 << 20)  # blocks that may be read at a time
+
+
 def test_a_plan_traces_the_cache_of_a_model_and_its_activations(llama):
     from onefold.generation.sources import found, skeleton
 
@@ -333,7 +376,8 @@ def test_a_plan_says_whether_it_fits_and_how_fast(capsys):
     assert (whole["offload"], whole["read_a_pass"]) == ("none", 0)
     some = planned(capsys, *flags, "--budget", "2GiB", "--offload", "cpu")
     packed = planned(capsys, *flags, "--budget", "2GiB", "--offload", "cpu", "--rest", "int8")
-    assert some["read_a_pass"] == some["at_rest"] - some["stay"]
+    moving = some["at_rest"] - some["stay"]
+    assert 0.99 * moving < some["read_a_pass"] <= moving  # less the tables
     assert packed["at_rest"] < 0.3 * some["at_rest"]
     assert some["one"]["tokens_per_s"] < whole["one"]["tokens_per_s"]
     assert some["one"]["bound"] == "host"

@@ -125,7 +125,7 @@ def _in_order(recipe: Recipe) -> tuple[Use, ...]:
     waiting: list[Use] = []
     for index, unit in enumerate(recipe.units):
         if unit.tile_nbytes:
-            found.append(Use(index, "blocks"))
+            found.append(Use(index, "rows" if index == 0 else "blocks"))
             continue
         if not unit.is_joined:
             found, waiting = found + waiting, []

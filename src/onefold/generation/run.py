@@ -22,7 +22,8 @@ from onefold.host import in_bytes
 from onefold.mesh.world import World
 from onefold.models.gpt import GPT, VOCAB
 from onefold.models.loader import logits_of
-from onefold.planner.passes import streamed_nbytes
+from onefold.planner.passes import Use, streamed_nbytes
+from onefold.planner.uses import verb_of
 from onefold.recipe import Recipe
 from onefold.train.memory_table import RankMemory, measure
 from onefold.train.sample import TEMPERATURE
@@ -166,7 +167,7 @@ def generate(
         stays=[unit.name for unit in kept],
         num_units=len(engine.units),
         stay_nbytes=sum(unit.unsharded.tensor.nbytes for unit in kept),
-        expected_nbytes=streamed_nbytes(loaded.recipe, engine.context.rest_rank),
+        expected_nbytes=_streamed(loaded.recipe, module),
         memory=world.gather(mine) if world is not None else [mine],
         notes=notes,
     )
@@ -238,6 +239,24 @@ def _write_bytes(job: GenerateJob, module: nn.Module, prompt: Tensor, streamer: 
     streamer.end()
 
 
+def _streamed(recipe: Recipe, module: nn.Module) -> int:
+    """Return the bytes that a pass of one token reads on this rank, at most."""
+    engine = engine_of(module)
+    large = {
+        id(parameter.sharded): index
+        for index, unit in enumerate(engine.units)
+        for parameter in unit.parameters
+        if unit.is_tiled
+    }
+    uses = [
+        Use(large[id(parameter)], verb_of(part))
+        for part in module.modules()
+        for parameter in part._parameters.values()
+        if id(parameter) in large
+    ]
+    return streamed_nbytes(recipe, engine.context.rest_rank, uses)
+
+
 def _link(
     recipe: Recipe, passes: Passes, module: nn.Module, world: World | None
 ) -> tuple[Passes, WeightLink]:
@@ -247,7 +266,7 @@ def _link(
         if world is not None:
             world.gather(0)  # all ranks begin
         return passes, WeightLink("disk", disk_rate(files_of(engine)) if passes.nbytes else 0.0)
-    nbytes = streamed_nbytes(recipe, engine.context.rest_rank)
+    nbytes = _streamed(recipe, module)
     passes = Passes(passes.number, passes.seconds, nbytes, passes.is_warm)
     device = engine.context.store.device
     if nbytes == 0:

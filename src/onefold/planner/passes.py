@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, cast
 
 from onefold.engine.actions import Action, Verb
@@ -32,10 +33,14 @@ NUM_PASSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A module that uses units starts, or ends; or it uses a weight in row blocks."""
+    """A module that uses units starts, or ends; or it uses a weight too large for a unit.
+
+    Verbs: "enter", "leave"; "blocks", row blocks of a matrix; "rows", one row of a table, as for
+    one token: tables are never read as a whole.
+    """
 
     unit: int
-    verb: str  # "enter", "leave" or "blocks"
+    verb: str
     module: int = -1
     num_modules: int = 1
 
@@ -66,16 +71,15 @@ def streamed_nbytes(recipe: Recipe, rank: int | None = None, uses: Sequence[Use]
     Args:
         recipe: with the units that stay.
         rank: None: the one with the largest share.
-        uses: of weights in row blocks; without it each of them is used once.
+        uses: of weights too large for a unit, which are read in each.
     """
-    found = 0
-    blocks = [use.unit for use in uses if use.verb == "blocks"]
-    for index, (unit, held) in enumerate(zip(recipe.units, held_by(recipe, rank), strict=True)):
-        if unit.tile_nbytes:
-            times = blocks.count(index) if uses else 1
-            found += times * _block_nbytes(recipe, index, held)[0]
-        elif not unit.stays:
-            found += _moved(recipe, unit, held, rank or 0)
+    held, found = held_by(recipe, rank), 0
+    for unit, each in zip(recipe.units, held, strict=True):
+        if not unit.tile_nbytes and not unit.stays:
+            found += _moved(recipe, unit, each, rank or 0)
+    for use in uses:
+        if use.verb in ("blocks", "rows"):
+            found += _large(recipe, use, held[use.unit]).read
     return found
 
 
@@ -92,24 +96,45 @@ def _moved(recipe: Recipe, unit: UnitRecipe, held: UnitBytes, rank: int) -> int:
     return held.weight
 
 
-def _block_nbytes(recipe: Recipe, index: int, held: UnitBytes) -> tuple[int, int, int]:
-    """Bytes of a weight in row blocks: read in one use, both rooms, and the largest slot."""
-    unit = recipe.units[index]
-    member = unit.members[0]
+@dataclass(frozen=True, slots=True)
+class _Large:
+    """Bytes of one use of a weight in row blocks, or of one row: at most."""
+
+    read: int
+    rooms: int  # unsharded
+    slots: tuple[int, ...] = ()
+    messages: tuple[int, ...] = ()  # among ranks, one after the other, each with a tag a rank
+
+
+def _large(recipe: Recipe, use: Use, held: UnitBytes) -> _Large:
+    unit = recipe.units[use.unit]
+    member, ranks = unit.members[0], recipe.rest_world
     columns = member.numel // member.shape[0]
-    height = max(1, unit.tile_nbytes // (columns * member.compute_itemsize * recipe.rest_world))
-    own_rows = -(-member.shape[0] // recipe.rest_world)
-    most = recipe.rest_world * min(height, own_rows) * columns + recipe.world_size
-    read = slot = 0
+    is_disk = recipe.offload.parameters == "disk"
+    if use.verb == "rows":
+        most = round_up(GRAIN_NUMEL - gcd(columns, GRAIN_NUMEL) + columns, GRAIN_NUMEL)
+        nbytes = min(most, held.rest_numel) * member.itemsize
+        rooms = (columns + recipe.world_size) * member.compute_itemsize
+        near = 0 if recipe.rests_near else columns * member.itemsize
+        sent = (rooms,) if ranks > 1 else ()
+        return _Large(nbytes if is_disk else near, rooms, (nbytes,) if is_disk else (), sent)
+    height = max(1, unit.tile_nbytes // (columns * member.compute_itemsize * ranks))
+    own_rows = -(-member.shape[0] // ranks)
+    heights = [min(height, own_rows - first) for first in range(0, own_rows, height)]
+    sent = tuple(
+        (ranks * each * columns + recipe.world_size) * member.compute_itemsize for each in heights
+    )
+    rooms, messages = 2 * max(sent), sent if ranks > 1 else ()
+    if not is_disk:
+        return _Large(0 if recipe.rests_near else held.weight, rooms, (), messages)
+    reads: list[int] = []
     for first in range(0, own_rows, height):
         start, stop = first * columns, min(first + height, own_rows) * columns
         begin = start // GRAIN_NUMEL * GRAIN_NUMEL
         end = min(round_up(stop, GRAIN_NUMEL), held.rest_numel)
-        nbytes = (end - begin) * member.itemsize
-        read, slot = read + whole_pages(nbytes), max(slot, round_up(nbytes, PAGE_NBYTES))
-    is_disk = recipe.offload.parameters == "disk"
-    near = 0 if recipe.rests_near else held.weight
-    return read if is_disk else near, 2 * most * member.compute_itemsize, slot if is_disk else 0
+        reads.append(whole_pages((end - begin) * member.itemsize))
+    alive = 1 if recipe.world_size > 1 else 2  # one is read while another is
+    return _Large(sum(reads), rooms, tuple(sorted(reads)[-alive:]), messages)
 
 
 def pass_bytes(recipe: Recipe, uses: Sequence[Use], rank: int | None = None) -> PassBytes:
@@ -179,16 +204,23 @@ class _Player:
                 call = calls[key].pop()
                 self._do(schedule.leave(call, use.module, use.num_modules, is_recompute=False))
             else:
-                self._use_blocks(use.unit)
+                self._use_large(use)
         self._do(schedule.end_forward(Phase.EVALUATION))
 
-    def _use_blocks(self, index: int) -> None:
-        _, rooms, slot = _block_nbytes(self._recipe, index, self._held[index])
-        self._counter.add("unsharded", rooms)
-        if slot:
-            self._slots.give(self._slots.take(slot))
+    def _use_large(self, use: Use) -> None:
+        large = _large(self._recipe, use, self._held[use.unit])
+        self._counter.add("unsharded", large.rooms)
+        taken = [self._slots.take(nbytes) for nbytes in large.slots]
         self._counter.see()
-        self._counter.add("unsharded", -rooms)
+        for index, nbytes in enumerate(large.messages):  # the next is on its way
+            self._hands.take("gather", (nbytes,))
+            self._counter.see()
+            if index:
+                self._hands.give("gather", (large.messages[index - 1],))
+        self._hands.give("gather", large.messages[-1:])
+        self._counter.add("unsharded", -large.rooms)
+        for slot in taken:
+            self._slots.give(slot)
 
     def _do(self, actions: Sequence[Action]) -> None:
         for verb, index in actions:

@@ -35,13 +35,18 @@ def names_of_users(module: nn.Module, plans: Sequence[UnitPlan]) -> dict[str, li
     found: dict[str, list[Use]] = {}
     for index, plan in enumerate(plans):
         owners = [owner for owned in plan.members for owner, _ in owned.owners]
-        is_blocks = plan.tile_nbytes > 0
-        users = list(dict.fromkeys(owners)) if is_blocks else plan.modules
+        is_large = plan.tile_nbytes > 0
+        users = list(dict.fromkeys(owners)) if is_large else plan.modules
         for user in users:
-            verb = "blocks" if is_blocks else "enter"
+            verb = verb_of(user) if is_large else "enter"
             use = Use(index, verb, id(user), len(users))
             found.setdefault(names[id(user)], []).append(use)
     return found
+
+
+def verb_of(user: nn.Module) -> str:
+    """Say how a module uses a weight that is too large for a unit."""
+    return "rows" if isinstance(user, nn.Embedding) else "blocks"
 
 
 def trace_forward(
