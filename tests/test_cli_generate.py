@@ -230,6 +230,7 @@ def test_packed_weights_rest_in_fewer_bytes(rest, llama, tmp_path, capsys):
     packed = generated(capsys, *flags, f"disk:{tmp_path}", "--rest", rest)
     at_rest, all_bytes = (each["memory"][0]["now"]["weight"] for each in (packed, exact))
     assert at_rest == packed["memory"][0]["expected"]["weight"] < all_bytes
+    assert "model.embed_tokens.weight rests exact: an embedding" in packed["notes"]
 
 
 @pytest.mark.parametrize("rest", [(), ("--rest", "int8")])

@@ -67,7 +67,7 @@ def recipe_of_stream(
         parameter.requires_grad_(False)
     if rest is not None:
         module.__dict__[PROMISED] = _Unread()
-        code_for_products(module, rest)
+        code_for_products(module, rest, ranks.device_type)
         del module.__dict__[PROMISED]
     asked = examine(module, None, _tiled(module, budget, rest, offload))
     recipe = replace(

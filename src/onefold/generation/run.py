@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.engine.registry import engine_of
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError, expected, listed
 from onefold.generation import sources
 from onefold.generation.job import GenerateJob
 from onefold.generation.meter import Passes, PassMeter, copy_rate, disk_rate, files_of
@@ -30,6 +30,9 @@ from onefold.train.sample import TEMPERATURE
 
 if TYPE_CHECKING:
     from onefold.hf.kv_cache import KVReport
+
+MAX_NOTES = 4
+"""Matrices that rest exact, by name; of more their number is enough."""
 
 LOOKUP_TOKENS = 10
 """Tokens that prompt lookup proposes for a pass: as many as transformers' documentation takes."""
@@ -153,8 +156,10 @@ def generate(
     passes, link = _link(loaded.recipe, passes, module, world)
     planned = zip(engine.units, engine.recipe.units, strict=True)
     kept = [unit for unit, plan in planned if plan.stays]
-    mine = measure(loaded.recipe, onefold.report(module))
+    report = onefold.report(module)
+    mine = measure(loaded.recipe, report)
     notes = [] if cache is None else [_cache_line(cache.report())]
+    notes += listed(list(report.notes), most=MAX_NOTES)
     return Generated(
         text=streamer.text,
         num_prompt=len(loaded.prompt),
