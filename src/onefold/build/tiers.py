@@ -218,14 +218,14 @@ def _build(
     if "cpu" in tiers:
         on_cpu = store.device.type == "cpu"
         stores["cpu"] = DeviceStore(store.device, "cpu") if on_cpu else HostStore(budget.cpu)
+    slots = SlotPool.on_host(ledger)
     if recipe.reads_files:
-        stores["disk"] = FileStore(group.rank)
+        stores["disk"] = FileStore(group.rank, slots)
     elif "disk" in tiers:
         stores["disk"] = DiskStore(offload.paths, group.rank, budget.disk)
     is_far = any(each.is_far for each in stores.values())
     num_near = max(1, len(cores) - 1)  # and whoever waits
     num_steppers = max(num_near, NUM_DISK_STEPPERS) if is_far else num_near
-    slots = SlotPool.on_host(ledger)
     step_device: StepDevice = HostStep(slots)
     if offload.step == "device":
         step_device, num_steppers = DeviceStep(store.device, ledger), NUM_STREAMS - 1

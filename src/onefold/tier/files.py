@@ -1,11 +1,13 @@
 """Weights that rest in the files of a checkpoint: read where they lie, never written or copied.
 
-A tensor lies at any byte of such a file, so its blocks pass through the page cache, which gives
-them up at once. Users who read a parameter see a private mapping of the file.
+A tensor lies at any byte of such a file, and reads past the page cache begin with a page. So
+whole pages come into a slot, and the wanted bytes are copied from there. The last page of a file
+passes through the page cache. Users who read a parameter see a private mapping of the file.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -15,19 +17,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onefold.tier.disk import BlockFile, page_view
-from onefold.tier.store import Allocation
+from onefold.tier.disk import BlockFile, page_view, set_direct
+from onefold.tier.slots import SlotPool
+from onefold.tier.store import PAGE_NBYTES, Allocation, whole_pages
 
 
 class CheckpointFile(BlockFile):
     """A file that is read alone."""
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, slots: SlotPool) -> None:
         super().__init__(path, rank)
+        self._slots = slots
+        self._cached = BlockFile(path, rank)  # the same file, through the page cache
         try:
-            self.fd = os.open(path, os.O_RDONLY)
+            self.fd, self._cached.fd = (os.open(path, os.O_RDONLY) for _ in range(2))
         except OSError as error:
             raise self._failed("to open it", error) from error
+        self.is_direct = set_direct(self.fd, True)
+        self._direct_nbytes = os.fstat(self.fd).st_size // PAGE_NBYTES * PAGE_NBYTES
         # private: an edit of a parameter that is shown here does not reach the file
         self._mapping = mmap.mmap(
             self.fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
@@ -38,6 +45,20 @@ class CheckpointFile(BlockFile):
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset)
+
+    def read_into(self, offset: int, into: Tensor) -> None:
+        """Fill `into` [nbytes, uint8] from any offset. Raises `TierError`."""
+        first, last = offset // PAGE_NBYTES * PAGE_NBYTES, whole_pages(offset + len(into))
+        if not self.is_direct or last > self._direct_nbytes:
+            view = (ctypes.c_char * len(into)).from_address(into.data_ptr())
+            self._cached.read(offset, memoryview(view).cast("B"))
+        else:
+            with self._slots.lend(last - first) as slot:
+                staged = slot.tensor(last - first, torch.uint8)
+                self._move(os.preadv, first, page_view(staged), "read")
+                into.copy_(staged[offset - first : offset - first + len(into)])
+        with self._counting:
+            self.read_nbytes += len(into)
 
     def write(self, offset: int, source: memoryview) -> None:
         """Raise `TierError`: a checkpoint stays as it is."""
@@ -80,12 +101,12 @@ class FileRows(Allocation):
         return file.show(offset, numel, self.tensor.dtype)
 
     def fetch(self, start: int, into: Tensor) -> None:
-        first, view = start * self._itemsize, page_view(into)
-        last = first + into.nbytes
+        first, flat = start * self._itemsize, into.view(torch.uint8)
         for part in self._parts:
-            low, high = max(first, part.start), min(last, part.start + part.nbytes)
+            low, high = max(first, part.start), min(first + len(flat), part.start + part.nbytes)
             if low < high:
-                part.file.read(part.offset + low - part.start, view[low - first : high - first])
+                at = part.offset + low - part.start
+                part.file.read_into(at, flat[low - first : high - first])
 
     def flush(self, start: int, source: Tensor) -> None:
         for part in self._parts[:1]:
@@ -101,8 +122,9 @@ class FileStore:
     name = "disk"
     is_far = True
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, slots: SlotPool) -> None:
         self.device = torch.device("cpu")
+        self._slots = slots
         self._rank = rank
         self._files: dict[Path, CheckpointFile] = {}
 
@@ -114,7 +136,7 @@ class FileStore:
     def open(self, path: Path) -> CheckpointFile:
         """Open a file, once. Raises `TierError`."""
         if path not in self._files:
-            self._files[path] = CheckpointFile(path, self._rank)
+            self._files[path] = CheckpointFile(path, self._rank, self._slots)
         return self._files[path]
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> FileRows:
