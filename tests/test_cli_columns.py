@@ -18,7 +18,9 @@ from onefold.tools.machine import HostReport, checks
 from tests.commands import onefold
 from tests.forking import HANG_S
 
-COMMANDS = ("train", "plan", "check", "report", "doctor", "bench", "inspect", "export")
+COMMANDS = (
+    "train", "generate", "plan", "check", "report", "doctor", "bench", "inspect", "export",
+)  # fmt: skip
 NODES = ("plan", "--model", "small", "--gpus", "8", "--nodes", "4", "--seq", "128")
 
 

@@ -14,10 +14,12 @@ from onefold.build.coding import KeptExact, code_for_products
 from onefold.build.resolve import Asked, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.errors import ConfigError, expected
-from onefold.layout.units import repeated_blocks, uncompiled
+from onefold.layout.units import UnitPlan, repeated_blocks, uncompiled
 from onefold.mesh.devices import device_of
 from onefold.mesh.ranks import Ranks, local_place
 from onefold.planner.auto import ACTIVATIONS_SHARE, free_nbytes
+from onefold.planner.residency import with_residents
+from onefold.recipe import Recipe
 from onefold.unit.init import PROMISED, Values
 
 MIN_TILE_NBYTES = 1 << 20
@@ -47,6 +49,39 @@ def examine_stream(
         ranks, lambda: examine(module, None, _tiled(module, room, rest, offload))
     )
     return asked, exact
+
+
+def recipe_of_stream(
+    module: nn.Module, ranks: Recipe, *, budget: int, rest: str | None, offload: object
+) -> tuple[Recipe, list[UnitPlan]]:
+    """Return the recipe that `onefold.stream` would build, without ranks or values; and its units.
+
+    Args:
+        module: one on `meta`, which is changed: its parameters are frozen and packed.
+        ranks: its world sizes and its device are those of the plan.
+        budget: bytes of device memory for weights, as of `stream`, and likewise:
+        rest, offload: see there.
+    """
+    _checked(module, budget, rest, offload)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    if rest is not None:
+        module.__dict__[PROMISED] = _Unread()
+        code_for_products(module, rest, ranks.device_type)
+        del module.__dict__[PROMISED]
+    asked = examine(module, None, _tiled(module, budget, rest, offload))
+    recipe = replace(
+        asked.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
+        device_type=ranks.device_type,
+    )  # fmt: skip
+    return with_residents(recipe), asked.parts.plans
+
+
+class _Unread:
+    """Promises the values of every weight to a plan, which reads none."""
+
+    def __contains__(self, name: str) -> bool:
+        return True
 
 
 def _checked(module: nn.Module, budget: int | None, rest: str | None, offload: object) -> Choices:

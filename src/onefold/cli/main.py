@@ -43,7 +43,10 @@ def command() -> NoReturn:
     most of a second for torch, and a second more for 70 billion parameters.
     """
     code = main()
-    if sys.argv[1:2] in (["train"], ["check"], ["plan"]) and "--calibrate" not in sys.argv:
+    if (
+        sys.argv[1:2] in (["train"], ["check"], ["plan"], ["generate"])
+        and "--calibrate" not in sys.argv
+    ):
         _exit_now(code)
     sys.exit(code)
 
@@ -108,7 +111,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     import onefold
-    from onefold.cli import bench, check, doctor, export, inspect, plan, report, train
+    from onefold.cli import (
+        bench,
+        check,
+        doctor,
+        export,
+        generate,
+        inspect,
+        plan,
+        report,
+        train,
+    )
     from onefold.cli.arguments import Parser
 
     parser = Parser(
@@ -119,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda *_: parser.print_help() or 0)
-    for command in (train, plan, check, report, doctor, bench, inspect, export):
+    for command in (train, plan, check, generate, report, doctor, bench, inspect, export):
         command.add_to(commands)
     return parser
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from onefold.cli.arguments import SubParsers, add_json, whole, word_or_number
 from onefold.cli.launch import default_ranks
+from onefold.cli.plan_inference import check_flags, run_inference
 from onefold.collecting import no_garbage
 from onefold.errors import ConfigError, expected
 from onefold.planner.sizes import parse_nbytes
@@ -64,6 +65,12 @@ def add_to(commands: SubParsers) -> None:
         "scale: a100-40, a100-80, h100-80, h200, b200 ...")
     add("--calibrate", nargs="?", const=True, default=False, metavar="MODEL", help="measure CPU "
         "ranks here and predict their step times; with the name of a smaller model, measure that")
+    add("--inference", action="store_true", help="plan `onefold generate` instead: passes over "
+        "weights that stream, at batch 1 and at the best batch")
+    add("--budget", metavar="SIZE", help="with --inference: memory of a rank for weights (default: "
+        "three quarters of it)")
+    add("--rest", metavar="int8|int4", help="with --inference: pack the matrices where they rest")
+    add("--context", default="2048", help="with --inference: tokens of a sequence")
     add("--wide", action="store_true", help="print memory by kind, bytes sent and tokens/s as well")
     # fmt: on
     add_json(parser)
@@ -71,6 +78,9 @@ def add_to(commands: SubParsers) -> None:
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Plan, and print. Exit code 2 where nothing fits."""
+    check_flags(arguments)
+    if arguments.inference:
+        return run_inference(arguments, _cluster(arguments))
     _check_calibrate(arguments)
     with no_garbage():  # importing torch makes half a million objects
         from onefold.planner.planning import plan

@@ -143,12 +143,12 @@ class ByteHands:
 
     # buffers of messages
 
-    def _take(self, link: str, buffers: tuple[int, ...]) -> None:
+    def take(self, link: str, buffers: tuple[int, ...]) -> None:
         """Begin a message."""
         for nbytes in buffers:
             self._spares[link].take(nbytes, nbytes, lambda: None)
 
-    def _give(self, link: str, buffers: tuple[int, ...]) -> None:
+    def give(self, link: str, buffers: tuple[int, ...]) -> None:
         """The message has been read."""
         if buffers:
             self._spares[link].clear()
@@ -179,7 +179,7 @@ class ByteHands:
 
     def _stage(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
         if buffers:
-            self._take(link, buffers)
+            self.take(link, buffers)
             self._staged.setdefault(index, []).append((link, buffers))
 
     def _read(self, index: int) -> None:
@@ -188,7 +188,7 @@ class ByteHands:
         if staged:
             self._counter.see()
         for link, buffers in staged:
-            self._give(link, buffers)
+            self.give(link, buffers)
 
     def _show(self, index: int) -> None:
         self._read(index)
@@ -220,7 +220,7 @@ class ByteHands:
             self._counter.add("partial_grad", self._units[index].sums)
         elif not recipe.has_hops and recipe.world_size > 1:
             self._make_grad(index)
-        self._take("first", messages.reduce.buffers)
+        self.take("first", messages.reduce.buffers)
         self.sent["reduce_scatter" + recipe.collective_suffix] += messages.reduce.sent
         self._counter.see()
 
@@ -228,7 +228,7 @@ class ByteHands:
         partial = self._partial[index]
         self._counter.add("partial_grad", -sum(partial.values()))
         partial.clear()
-        self._give("first", self._units[index].messages.reduce.buffers)
+        self.give("first", self._units[index].messages.reduce.buffers)
         if self._recipe.world_size == 1:
             self._make_grad(index)
 
@@ -236,19 +236,19 @@ class ByteHands:
         if self._recipe.has_hops:
             self._make_grad(index)
         second_hop = self._units[index].messages.second_hop
-        self._take("second", second_hop.buffers)
+        self.take("second", second_hop.buffers)
         name = "reduce_scatter between" if self._recipe.is_sharded else "gather"
         self.sent[name] += second_hop.sent
         self._counter.see()
 
     def _finish(self, index: int) -> None:
         messages = self._units[index].messages
-        self._give("second", messages.second_hop.buffers)
+        self.give("second", messages.second_hop.buffers)
         self.sent["gather between"] += messages.share.sent
         if messages.share.buffers:
-            self._take("third", messages.share.buffers)
+            self.take("third", messages.share.buffers)
             self._counter.see()
-            self._give("third", messages.share.buffers)
+            self.give("third", messages.share.buffers)
         if index in self._sums:
             self._sums.remove(index)
             self._counter.add("partial_grad", -self._units[index].sums)

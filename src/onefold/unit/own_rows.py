@@ -73,3 +73,8 @@ class OwnRows:
         if task is not None and slot is not None:
             task.finish()
             self._tiers.slots.give(slot)
+
+    def await_fetch(self) -> None:
+        """Wait for a fetch that is under way; its rows stay. Its error is raised by `take`."""
+        if self._task is not None:
+            self._task.finish()

@@ -208,6 +208,11 @@ class Unit(UnitWeights):
             raise
         self._ticket = DONE
 
+    def await_reads(self) -> None:
+        """Wait for the gather and the fetch that are under way; the next use meets their rows."""
+        self._await_gather()
+        self.rows.await_fetch()
+
     def reshard(self, *, release: bool, keeps_bytes: bool = False) -> None:
         """Show sharded parameters; with `release` also free the full buffer.
 

@@ -1,0 +1,1 @@
+"""What `onefold generate` runs: a model and its tokens, the loops, and what they measured."""

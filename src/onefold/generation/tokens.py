@@ -1,0 +1,110 @@
+"""Text to tokens and back: through a tokenizer, or with bytes as tokens; printed as they come."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from onefold.errors import ConfigError, expected
+
+
+class Tokens(Protocol):
+    """Text as tokens. `text` is called with the tokens of one text, piece by piece."""
+
+    name: str
+
+    def of(self, text: str) -> list[int]:
+        """Return the tokens of a prompt."""
+        ...
+
+    def text(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
+        """Return the text that further tokens complete; the rest of it with the last ones."""
+        ...
+
+
+class Bytes:
+    """One token for each byte of UTF-8."""
+
+    name = "bytes"
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, text: str) -> list[int]:
+        """See `Tokens`."""
+        return list(text.encode())
+
+    def text(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
+        """See `Tokens`. A token that is no byte is a replacement character."""
+        joined = b"".join(bytes([token]) if token < 256 else b"\xff" for token in tokens)
+        return self._decoder.decode(joined, is_last)
+
+
+class Words:
+    """The tokens of a Hugging Face tokenizer."""
+
+    name = "tokens"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._waiting: list[int] = []  # since the last line of text was complete
+        self._shown = ""  # of their text
+
+    def of(self, text: str) -> list[int]:
+        """See `Tokens`."""
+        found: list[int] = self._tokenizer(text)["input_ids"]
+        if not found:
+            raise ConfigError(expected("a prompt of one token", repr(text), hint="write a word"))
+        return found
+
+    def text(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
+        """See `Tokens`. A character may need several tokens, and a space depends on the next."""
+        self._waiting += tokens
+        whole: str = self._tokenizer.decode(self._waiting, skip_special_tokens=True)
+        if whole.endswith("\ufffd") and not is_last:
+            return ""
+        more, self._shown = whole[len(self._shown) :], whole
+        if whole.endswith("\n"):
+            self._waiting, self._shown = [], ""
+        return more
+
+
+class Streamer:
+    """Receives tokens from `generate(streamer=)`: first the prompt, which is passed over."""
+
+    def __init__(self, tokens: Tokens, show: Callable[[str], object]) -> None:
+        self.made: list[int] = []
+        self.text = ""
+        self._tokens = tokens
+        self._show = show
+        self._has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        """Take further tokens [n] or [1, n]."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            return
+        self.add(value.reshape(-1).tolist())
+
+    def add(self, tokens: list[int], *, is_last: bool = False) -> None:
+        """Show the text of further tokens."""
+        self.made += tokens
+        more = self._tokens.text(tokens, is_last=is_last)
+        self.text += more
+        if more:
+            self._show(more)
+
+    def end(self) -> None:
+        """Show what was held back for a token that did not come."""
+        self.add([], is_last=True)
+
+
+def printable(text: str) -> str:
+    """Escape characters that would steer a terminal."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )

@@ -1,0 +1,250 @@
+"""Predict the passes of a streamed module: the bytes that one reads, and those that it holds.
+
+The recipe says which units stay (planner/residency.py), and the engine's own schedule says when the
+others come and go. So a plan and the engine cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, cast
+
+from onefold.engine.actions import Action, Verb
+from onefold.engine.calls import Call
+from onefold.engine.policy import UnitFacts, policy_of
+from onefold.engine.schedule import Schedule
+from onefold.engine.successors import Phase
+from onefold.layout.cut import cut_of
+from onefold.layout.flat import UnitBytes, unit_bytes
+from onefold.layout.rows import round_up
+from onefold.planner.byte_counter import ByteCounter
+from onefold.planner.byte_hands import ByteHands
+from onefold.planner.messages import planned_unit
+from onefold.planner.work import UnitWork
+from onefold.recipe import Recipe, UnitRecipe
+from onefold.tier.slots import SlotPool
+from onefold.tier.store import GRAIN_NUMEL, PAGE_NBYTES, whole_pages
+
+NUM_PASSES = 4
+"""Passes that are played: the first reads units that stay, the second one knows the order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A module that uses units starts, or ends; or it uses a weight too large for a unit.
+
+    Verbs: "enter", "leave"; "blocks", row blocks of a matrix; "rows", one row of a table, as for
+    one token: tables are never read as a whole.
+    """
+
+    unit: int
+    verb: str
+    module: int = -1
+    num_modules: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PassBytes:
+    """The bytes of one rank. `peak`: unsharded weights and staging, and weights at rest there."""
+
+    read: int  # from the tier, in a pass
+    peak: int  # in the memory that computes
+    at_rest: int  # in the tier
+    stay: int  # unsharded, of units that stay
+
+
+def held_by(recipe: Recipe, rank: int | None = None) -> list[UnitBytes]:
+    """Return the bytes of each unit on a rank; None: the one with the largest share."""
+    return [
+        unit_bytes(unit.members, recipe, rank, is_tiled=unit.tile_nbytes > 0)
+        for unit in recipe.units
+    ]
+
+
+def streamed_nbytes(recipe: Recipe, rank: int | None = None, uses: Sequence[Use] = ()) -> int:
+    """Return the bytes that a pass reads from the tier: each unit that does not stay, once.
+
+    Where weights rest in the memory that computes, these are the bytes that come from other ranks.
+
+    Args:
+        recipe: with the units that stay.
+        rank: None: the one with the largest share.
+        uses: of weights too large for a unit, which are read in each.
+    """
+    held, found = held_by(recipe, rank), 0
+    for unit, each in zip(recipe.units, held, strict=True):
+        if not unit.tile_nbytes and not unit.stays:
+            found += _moved(recipe, unit, each, rank or 0)
+    for use in uses:
+        if use.verb in ("blocks", "rows"):
+            found += _large(recipe, use, held[use.unit]).read
+    return found
+
+
+def _moved(recipe: Recipe, unit: UnitRecipe, held: UnitBytes, rank: int) -> int:
+    """Bytes that move where one unit is gathered."""
+    if recipe.reads_files:  # without the gaps between parameters of a buffer
+        cuts = (cut_of(member.shape, recipe.shard_world, recipe.shares) for member in unit.members)
+        numel = sum(cut.piece_numel(rank) for cut in cuts)
+        return numel * unit.members[0].itemsize
+    if recipe.offload.parameters == "disk":
+        return whole_pages(held.weight)
+    if recipe.rests_near:
+        return held.unsharded - held.unsharded // recipe.rest_world if held.unsharded else 0
+    return held.weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Large:
+    """Bytes of one use of a weight in row blocks, or of one row: at most."""
+
+    read: int
+    rooms: int  # unsharded
+    slots: tuple[int, ...] = ()
+    messages: tuple[int, ...] = ()  # among ranks, one after the other, each with a tag a rank
+
+
+def _large(recipe: Recipe, use: Use, held: UnitBytes) -> _Large:
+    unit = recipe.units[use.unit]
+    member, ranks = unit.members[0], recipe.rest_world
+    columns = member.numel // member.shape[0]
+    is_disk = recipe.offload.parameters == "disk"
+    if use.verb == "rows":
+        most = round_up(GRAIN_NUMEL - gcd(columns, GRAIN_NUMEL) + columns, GRAIN_NUMEL)
+        nbytes = min(most, held.rest_numel) * member.itemsize
+        rooms = (columns + recipe.world_size) * member.compute_itemsize
+        near = 0 if recipe.rests_near else columns * member.itemsize
+        sent = (rooms,) if ranks > 1 else ()
+        return _Large(nbytes if is_disk else near, rooms, (nbytes,) if is_disk else (), sent)
+    height = max(1, unit.tile_nbytes // (columns * member.compute_itemsize * ranks))
+    own_rows = -(-member.shape[0] // ranks)
+    heights = [min(height, own_rows - first) for first in range(0, own_rows, height)]
+    sent = tuple(
+        (ranks * each * columns + recipe.world_size) * member.compute_itemsize for each in heights
+    )
+    rooms, messages = 2 * max(sent), sent if ranks > 1 else ()
+    if not is_disk:
+        return _Large(0 if recipe.rests_near else held.weight, rooms, (), messages)
+    reads: list[int] = []
+    for first in range(0, own_rows, height):
+        start, stop = first * columns, min(first + height, own_rows) * columns
+        begin = start // GRAIN_NUMEL * GRAIN_NUMEL
+        end = min(round_up(stop, GRAIN_NUMEL), held.rest_numel)
+        reads.append(whole_pages((end - begin) * member.itemsize))
+    alive = 1 if recipe.world_size > 1 else 2  # one is read while another is
+    return _Large(sum(reads), rooms, tuple(sorted(reads)[-alive:]), messages)
+
+
+def pass_bytes(recipe: Recipe, uses: Sequence[Use], rank: int | None = None) -> PassBytes:
+    """Play some passes of a module whose units are used in this order."""
+    held = held_by(recipe, rank)
+    player = _Player(recipe, held)
+    for _ in range(NUM_PASSES):
+        player.play(uses)
+    return PassBytes(
+        read=streamed_nbytes(recipe, rank, uses),
+        peak=player.peak,
+        at_rest=sum(each.weight for each in held),
+        stay=sum(
+            each.unsharded + each.decoded
+            for unit, each in zip(recipe.units, held, strict=True)
+            if unit.stays
+        ),
+    )
+
+
+class _Player:
+    """Announces passes to the engine's schedule, and counts the bytes of its answers."""
+
+    def __init__(self, recipe: Recipe, held: list[UnitBytes]) -> None:
+        self._recipe = recipe
+        self._held = held
+        facts = [
+            UnitFacts(
+                nbytes=each.unsharded + each.decoded,
+                is_resident=each.unsharded == 0,
+                is_tiled=unit.tile_nbytes > 0,
+                keeps_sums=recipe.is_sharded,
+            )
+            for unit, each in zip(recipe.units, held, strict=True)
+        ]
+        self._schedule = Schedule(policy_of(recipe), facts)
+        self._schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
+        counter = self._counter = ByteCounter(recipe.device_type)
+        planned = [
+            planned_unit(UnitWork(unit.name, unit.numel, members=unit.members), recipe)
+            for unit in recipe.units
+        ]
+        self._hands = ByteHands(recipe, planned, [False] * len(planned), counter)
+        self._slots = SlotPool(cast("Any", lambda nbytes: _Slot(nbytes, counter)))
+        self._fetched: dict[int, Any] = {}  # slots, by unit
+        self._is_far = recipe.offload.parameters == "disk" and not recipe.reads_directly
+        if recipe.rests_near:
+            counter.add("weight", sum(each.weight for each in held))
+        counter.see()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of the memory that computes."""
+        return self._counter.peak.memory_nbytes(self._recipe.device_type)
+
+    def play(self, uses: Sequence[Use]) -> None:
+        """Announce one pass."""
+        schedule, calls = self._schedule, dict[tuple[int, int], list[Call]]()
+        self._do(schedule.begin_forward(Phase.EVALUATION))
+        for use in uses:
+            key = use.unit, use.module
+            if use.verb == "enter":
+                call, actions = schedule.enter(use.unit, Phase.EVALUATION)
+                calls.setdefault(key, []).append(call)
+                self._do(actions)
+            elif use.verb == "leave":
+                call = calls[key].pop()
+                self._do(schedule.leave(call, use.module, use.num_modules, is_recompute=False))
+            else:
+                self._use_large(use)
+        self._do(schedule.end_forward(Phase.EVALUATION))
+
+    def _use_large(self, use: Use) -> None:
+        large = _large(self._recipe, use, self._held[use.unit])
+        self._counter.add("unsharded", large.rooms)
+        taken = [self._slots.take(nbytes) for nbytes in large.slots]
+        self._counter.see()
+        for index, nbytes in enumerate(large.messages):  # the next is on its way
+            self._hands.take("gather", (nbytes,))
+            self._counter.see()
+            if index:
+                self._hands.give("gather", (large.messages[index - 1],))
+        self._hands.give("gather", large.messages[-1:])
+        self._counter.add("unsharded", -large.rooms)
+        for slot in taken:
+            self._slots.give(slot)
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for verb, index in actions:
+            if verb is Verb.FETCH:
+                self._fetch(index)
+            self._hands.do([(verb, index)])
+            if verb is Verb.GATHER and self._is_far:
+                self._fetch(index)
+                self._counter.see()
+                self._slots.give(self._fetched.pop(index))
+
+    def _fetch(self, index: int) -> None:
+        """Own rows pass through a slot on their way into unsharded weights."""
+        if self._is_far and index not in self._fetched:
+            self._fetched[index] = self._slots.take(self._held[index].weight)
+
+
+class _Slot:
+    """Stands for a `Room` of tier/slots.py: bytes that are counted while it lives."""
+
+    def __init__(self, nbytes: int, counter: ByteCounter) -> None:
+        self.nbytes = round_up(max(1, nbytes), PAGE_NBYTES)
+        self._counter = counter
+        counter.add("staging", self.nbytes, "cpu")
+
+    def __del__(self) -> None:
+        self._counter.add("staging", -self.nbytes, "cpu")
