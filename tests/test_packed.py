@@ -498,3 +498,24 @@ def test_experts_are_multiplied_one_by_one_or_decoded_one_unit_at_a_time(experts
         assert now == 0
         assert decoded <= peak <= decoded + 3 * (4 * 3 * 64 * 128 + 6 * 64 * 64)
     assert 0 < (logits - exact).norm() < ERRORS[rest] * exact.norm()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_units_that_stay_have_the_numbers_of_one_unit_decoded_at_most(world_size):
+    """A stay has no end at which numbers would be freed: two forwards, of two layers each."""
+    decoded = 4 * (3 * 64 * 128) * 2  # one layer's experts in bf16
+
+    def run(rank: int) -> None:
+        module = language_model("MixtralForCausalLM", "grouped_mm")
+        packed = language_model("MixtralForCausalLM", "grouped_mm")
+        onefold.stream(packed, budget=1 << 30, rest="int8")
+        for _ in range(2):
+            outputs_of(packed)
+        assert all(unit.stays for unit in engine_of(packed).recipe.units)
+        usage = onefold.report(packed).memory["unsharded"]["device"]
+        whole = sum(parameter.nbytes for parameter in module.parameters())
+        rest = 0 if world_size == 1 else whole * 0.6  # gathered bytes stay, about half of bf16
+        assert decoded <= usage.peak <= decoded + rest
+        assert usage.now <= usage.peak
+
+    run_ranks(world_size, run)

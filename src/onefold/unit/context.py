@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -132,6 +133,34 @@ class TagBoard:
                 raise context.mixed(collective, unit, source)
 
 
+class Releasable(Protocol):
+    """Numbers of a packed weight, of which `message` is a part of its unit's buffer."""
+
+    message: Tensor
+
+    def release(self) -> None: ...
+
+
+class NumbersNow:
+    """The packed weights that are decoded at the moment: those of one unit at most.
+
+    A unit that stays is not resharded. So whoever decodes for another unit frees its numbers.
+    """
+
+    def __init__(self) -> None:
+        self._unit = 0
+        self._weights: list[Releasable] = []
+
+    def note(self, weight: Releasable) -> None:
+        """A weight is about to be decoded."""
+        unit = weight.message.untyped_storage()._cdata
+        if unit != self._unit:
+            self._unit, before, self._weights = unit, self._weights, []
+            for each in before:
+                each.release()
+        self._weights.append(weight)
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """The part of a sharded module that all its units share: tiers, routes, dtypes, the ledger."""
@@ -148,6 +177,7 @@ class Context:
     is_inference: bool = False
     reads_directly: bool = False  # files into unsharded weights, which begin and end with a page
     tags: TagBoard = field(default_factory=TagBoard)
+    numbers: NumbersNow = field(default_factory=NumbersNow)
     phase: PhaseNow = field(default_factory=PhaseNow)  # of this rank, for the lanes
 
     @property

@@ -4,7 +4,8 @@ at rest, gathered   uint8 [nbytes]           the message of all elements (unit/f
 unsharded           compute dtype [shape]    decoded when its modules start, freed with the unit
 
 A weight that is multiplied in its bytes (unit/products.py) is decoded only where an operation asks
-for its numbers. They are freed whenever the unit rests, also where its bytes stay.
+for its numbers. They are freed whenever the unit rests, also where its bytes stay, and where the
+numbers of another unit are decoded.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class DecodedWeight:
 
     def fill(self) -> None:
         """Decode the gathered message, unless that was done since the last `release`."""
+        if self.is_multiplied and (self._buffer is None or not self._buffer.is_held):
+            self._context.numbers.note(self)
         room = self._make_room()
         if not room.is_held:
             room.reallocate()
