@@ -55,6 +55,8 @@ bench: $(VENV)/peers.done
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/packed.py
+	$(BIN)/python benchmarks/kv_cache.py
+	$(BIN)/python benchmarks/streaming.py
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/readme.py

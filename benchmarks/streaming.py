@@ -446,7 +446,8 @@ def main() -> int:
             if asked.only in (None, name):
                 result[name] = part(asked)
     asked.results.mkdir(parents=True, exist_ok=True)
-    path = asked.results / f"{date.today().isoformat()}-streaming.json"
+    part = f"-{asked.only}" if asked.only else ""
+    path = asked.results / f"{date.today().isoformat()}-streaming{part}.json"
     path.write_text(json.dumps(rounded(result), default=str) + "\n")
     return 0
 

@@ -56,7 +56,8 @@ def budget_of(
 ) -> Budget:
     """Compute the bytes of resting state on this rank, whole pages for each buffer.
 
-    They are 0 where nothing is offloaded: then nobody checks them.
+    They are 0 where nothing is offloaded, or all of it lies in files that exist: then nobody checks
+    them.
 
     Args:
         recipe: the resolved choices, with a unit for each of `plans`.
@@ -65,11 +66,11 @@ def budget_of(
         rank: position among the ranks that hold one copy of the states.
     """
     offload = recipe.offload
-    if offload == Offload():
+    if offload == Offload() or recipe.reads_files:
         return Budget(0, 0, 0, 0)
     copies = recipe.device_type != "cpu" and offload.parameters == "device"
     needs, all_states = {"device": 0, "cpu": 0, "disk": 0}, 0
-    for unit, plan in zip(recipe.units, [] if recipe.reads_files else plans, strict=False):
+    for unit, plan in zip(recipe.units, plans, strict=True):
         held = unit_bytes(unit.members, recipe, rank, is_tiled=unit.tile_nbytes > 0)
         numel = max(1, held.rest_numel)
         itemsize, _ = stepped_itemsize(unit.members[0], recipe)
