@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import pickle
 import re
 import signal
 import time
@@ -239,6 +240,22 @@ def accumulate_as_meant(rank):
     assert onefold.report(module).notes == ()
 
 
+def copy_the_module_alone(rank, stage):
+    """A shallow copy shares parameters and parts."""
+    module, optimizer = start(stage)
+    batch = own(rank, token_batches()[0])
+    step(copy.copy(copy.copy(module)), optimizer, batch)
+    assert copy.copy(module.head).weight is module.head.weight
+    for part in (module, module.head):
+        for copier in (copy.deepcopy, pickle.dumps, lambda part: torch.save(part, io.BytesIO())):
+            with pytest.raises(onefold.StateError, match="to copy or pickle"):
+                copier(part)
+    same, other = start(stage)
+    step(same, other, batch)
+    for mine, theirs in zip(module.parameters(), same.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def save_a_state_dict(rank, stage):
     module, optimizer = start(stage)
     step(module, optimizer, own(rank, token_batches()[0]))
@@ -296,6 +313,7 @@ RIGHT = [
     (uneven_batches, ()), (accumulate_as_meant, ()),
     *((no_accumulate, (stage,)) for stage in (0, 2, 3)),
     *((save_a_state_dict, (stage,)) for stage in (0, 1, 3)),
+    *((copy_the_module_alone, (stage,)) for stage in (0, 3)),
     (compile_first, (3,)), (compile_in_place_first, (0,)),
     (compile_last, (1,)),  # at every stage in tests/test_compile.py
 ]  # fmt: skip

@@ -411,6 +411,41 @@ def test_adapters_are_loaded_switched_and_deleted_on_a_sharded_model(tmp_path):
         run_ranks(2, body, is_before)
 
 
+def test_adapters_come_in_inference_mode_and_go_right_before_unsharded():
+    """IA3 keeps parameters in a dict of its layer: deleting them leaves the layer where it was."""
+
+    def build(base: nn.Module) -> nn.Module:
+        found = seeded(partial(peft.get_peft_model, base, TUNERS["ia3"][1]()), seed=5)
+        found.add_adapter("other", TUNERS["ia3"][1]())
+        return found
+
+    def body(rank: int) -> None:
+        base = seeded(llama)
+        onefold.shard(base)
+        model = build(base)
+        with torch.no_grad():
+            for (name, mine), value in zip(model.named_parameters(), fresh, strict=True):
+                if "ia3" in name:
+                    mine.copy_(value)
+        with torch.inference_mode():
+            torch.testing.assert_close(logits(model), wanted)
+        assert torch.equal(logits(copy.copy(model)), logits(model))  # it shares all parts
+        losses = train(model, rank, 2)
+        dist.all_reduce(losses)
+        torch.testing.assert_close(losses / 2, trained)
+        model.delete_adapter("other")
+        with onefold.unsharded(model):
+            assert not any("other" in name for name, _ in model.named_parameters())
+            assert_near(values(model), after)
+
+    plain = build(seeded(llama))
+    fresh = [p.detach().clone() for p in plain.parameters()]
+    wanted, trained = logits(plain), train(plain)
+    plain.delete_adapter("other")
+    after = values(plain)
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_checkpoints_hold_adapters_and_resume_at_another_world_size(order, tmp_path):
     fresh = adapted()

@@ -47,8 +47,8 @@ def guard_parts(module: nn.Module, engine: Engine) -> None:
     """Guard the parts of the module that are not guarded yet."""
     for part in module.modules():
         if "_apply" not in part.__dict__:
-            part.__dict__["_apply"] = partial(_apply, ref(part), ref(engine))
-            part.__dict__["__deepcopy__"] = part.__dict__["__reduce_ex__"] = _refuse_copy
+            _put_first(part, "_apply", _Unpickled(_apply, ref(part), ref(engine)))
+            part.__dict__["__deepcopy__"] = _refuse_copy
             part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
             if callable(getattr(part, "resize_token_embeddings", None)):  # of transformers
                 part.__dict__["resize_token_embeddings"] = _refuse_resize
@@ -78,8 +78,26 @@ def _refuse_resize(*_: object, **__: object) -> None:
     )
 
 
+def _put_first(part: nn.Module, name: str, value: object) -> None:
+    """Set an attribute that comes before all others in the state of the part."""
+    marks = part.__dict__
+    others = dict(marks)
+    marks.clear()
+    marks.update({name: value, **others})
+
+
+class _Unpickled(partial[Any]):
+    """Refuses `pickle` and `torch.save` of its part by name; `copy.copy` shares it.
+
+    It comes first in the part's state: weak references of hooks would end in a TypeError.
+    """
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise StateError(NO_COPY)
+
+
 def _refuse_copy(_: object) -> None:
-    """For `copy.deepcopy`, `pickle` and `torch.save` of a part: copies would share its hooks."""
+    """For `copy.deepcopy` of a part: copies would share its hooks."""
     raise StateError(NO_COPY)
 
 

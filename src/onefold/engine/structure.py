@@ -63,7 +63,8 @@ def follow(engine: Followed) -> None:
             parameter.sharded.requires_grad_(False)
         parameter.move(parameter.fqn, [])
     if added:
-        engine.add(engine.build_adapters(engine))
+        with torch.inference_mode(False):  # they train later
+            engine.add(engine.build_adapters(engine))
     for unit in engine.units if not engine.hands.steppers else ():
         unit.drop_master()
     rename(engine, module)

@@ -37,6 +37,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     if engine.is_unsharded:
         yield
         return
+    engine.note_structure()  # an adapter may have been deleted since the last forward
     for unit in engine.units:
         unit.reshard(release=False)
     shown: dict[UnitParameter, nn.Parameter] = {}
