@@ -37,9 +37,9 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     if engine.is_unsharded:
         yield
         return
-    engine.note_structure()  # an adapter may have been deleted since the last forward
     for unit in engine.units:
         unit.reshard(release=False)
+    engine.note_structure()  # an adapter may have been deleted since the last forward
     shown: dict[UnitParameter, nn.Parameter] = {}
     buffers = [_show_unsharded(unit, shown) for unit in engine.units]
     engine.context.routes.rest()

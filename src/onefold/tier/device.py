@@ -38,12 +38,12 @@ class DeviceStore:
     def __init__(
         self, device: torch.device, name: str = "device", *, is_read_into: bool = False
     ) -> None:
-        """`is_read_into`: tensors begin with a page, and nothing else is in their last one."""
+        """`is_read_into`: tensors begin with a sector, and whole pages of memory are theirs."""
         self.name = name
         self.device = device
         self._is_read_into = is_read_into
         move = mover() if device.type == "cpu" else None
-        self._pool = PagePool(move, is_aligned=is_read_into) if move else None
+        self._pool = PagePool(move, is_read_into=is_read_into) if move else None
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
         """Allocate a flat, uninitialised tensor [numel] on the device.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from onefold.tier.store import Allocation
+from onefold.tier.store import Allocation, whole_pages
 
 PAGES_NBYTES = 1 << 20
 """Smaller buffers come from the heap: they would not fill pages."""
@@ -27,6 +27,10 @@ MAX_SPARE = 2
 START_NBYTES, NUM_STARTS = 17 * 64, 16
 """Buffers begin at different distances from a page's start, in whole cache lines. Streams at equal
 distances would evict each other from the same few places of the cache."""
+
+SECTOR_NBYTES = 512
+"""Where disks may read into memory: buffers that files are read into begin at whole sectors. All of
+them at the start of a page, a token took 5 % longer."""
 
 _GRAIN_NBYTES = 1 << 21
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
@@ -63,7 +67,7 @@ class Pages(Allocation):
         # lengths are rounded up, so that buffers of nearly equal length share pages: an address
         # that is never touched costs nothing
         start = pool.next_start()
-        nbytes = numel * dtype.itemsize + start
+        nbytes = start + whole_pages(numel * dtype.itemsize)  # reads end with a page
         self.mapped_nbytes = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._mapping = mmap.mmap(-1, self.mapped_nbytes, flags)
@@ -86,19 +90,17 @@ class Pages(Allocation):
 class PagePool:
     """Pages of released buffers, for the next buffers. Each sharded module has its own pool."""
 
-    def __init__(self, move: Move, *, is_aligned: bool = False) -> None:
-        """`is_aligned`: every buffer begins with a page."""
+    def __init__(self, move: Move, *, is_read_into: bool = False) -> None:
+        """`is_read_into`: every buffer begins with a sector."""
         self._move = move
-        self._is_aligned = is_aligned
+        self._step = START_NBYTES // 64 * SECTOR_NBYTES if is_read_into else START_NBYTES
         self._num_starts = 0
         self._spare: list[Pages] = []  # oldest first; each still has its pages
 
     def next_start(self) -> int:
         """Return the byte at which the next buffer begins in its mapping."""
-        if self._is_aligned:
-            return 0
         self._num_starts += 1
-        return self._num_starts % NUM_STARTS * START_NBYTES
+        return self._num_starts % NUM_STARTS * self._step
 
     def give(self, pages: Pages) -> None:
         """Keep the pages of a released buffer, and drop those of an older one."""

@@ -175,7 +175,7 @@ class Context:
     tiers: Tiers
     shares: Shares = None  # of resting state, by rank; None cuts evenly
     is_inference: bool = False
-    reads_directly: bool = False  # files into unsharded weights, which begin and end with a page
+    reads_directly: bool = False  # files into unsharded weights
     tags: TagBoard = field(default_factory=TagBoard)
     numbers: NumbersNow = field(default_factory=NumbersNow)
     phase: PhaseNow = field(default_factory=PhaseNow)  # of this rank, for the lanes
