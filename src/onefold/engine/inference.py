@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from onefold.engine.engine import Engine
 from onefold.engine.hooks import ModuleHooks
 from onefold.errors import StateError, expected
+from onefold.unit.grad_hooks import without_backward
 
 
 class InferenceHooks(ModuleHooks):
@@ -47,31 +48,21 @@ class InferenceHooks(ModuleHooks):
         finally:
             if records:
                 torch._C._set_grad_enabled(True)
-        return tree_map_only(Tensor, _without_backward, outputs) if records else None
+        return tree_map_only(Tensor, _checked, outputs) if records else None
 
 
-def _without_backward(output: Tensor) -> Tensor:
-    is_number = output.is_floating_point() or output.is_complex()
-    if not is_number:
+def _checked(output: Tensor) -> Tensor:
+    if not (output.is_floating_point() or output.is_complex()):
         return output
     anchor = torch.empty(0, requires_grad=True)  # autograd asks an input whether to run
-    shown: Tensor = _NoBackward.apply(output, anchor)  # type: ignore[no-untyped-call]
-    return shown
+    return without_backward(output, _no_backward, anchor)
 
 
-class _NoBackward(torch.autograd.Function):
-    """Passes a tensor on; a backward that reaches it is an error that has a name."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:  # noqa: ARG004 - torch's names
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ARG004
-        raise StateError(
-            expected(
-                "a forward alone of a module that onefold.stream streams",
-                "a backward through it",
-                hint="onefold.shard trains a module: its weights rest in the same tiers",
-            )
+def _no_backward() -> StateError:
+    return StateError(
+        expected(
+            "a forward alone of a module that onefold.stream streams",
+            "a backward through it",
+            hint="onefold.shard trains a module: its weights rest in the same tiers",
         )
+    )

@@ -1,11 +1,12 @@
-"""The hooks that autograd calls once it has accumulated a gradient.
+"""The hooks that autograd calls once it has accumulated a gradient, and outputs without backward.
 
-Both refer to their parameter (unit/parameter.py) weakly: a hook does not keep a module alive. They
-end graphs of torch.compile: see [Note: torch.compile] in engine/hooks.py.
+Both hooks refer to their parameter (unit/parameter.py) weakly: a hook does not keep a module alive.
+They end graphs of torch.compile: see [Note: torch.compile] in engine/hooks.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType
 
@@ -41,3 +42,20 @@ def on_accumulated(parameter: ReferenceType[Any], _: Tensor) -> None:
     unit = None if alive is None else alive._unit()
     if unit is not None:
         unit.on_grad(alive)
+
+
+def without_backward(output: Tensor, error: Callable[[], Exception], *sources: Tensor) -> Tensor:
+    """Pass `output` on, as computed from `sources`; a backward through it raises `error()`."""
+    shown: Tensor = _WithoutBackward.apply(error, output, *sources)  # type: ignore[no-untyped-call]
+    return shown
+
+
+class _WithoutBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, error: Callable[[], Exception], output: Tensor, *_: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.error = error
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:  # type: ignore[override]
+        raise ctx.error()

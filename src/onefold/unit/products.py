@@ -8,6 +8,7 @@ operation gets the decoded numbers, which are freed when the unit rests.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from onefold.unit import refusals
 from onefold.unit.decoded import DecodedWeight
 from onefold.unit.dtensors import is_passive, reads_values
 from onefold.unit.formats import MATRIX_FORMATS, MatrixParts
+from onefold.unit.grad_hooks import without_backward
 
 
 class Product:
@@ -35,7 +37,7 @@ class Product:
             raise refusals.released(self.label)
         product = self._format.linear(x.detach(), matrix)
         if torch.is_grad_enabled() and x.requires_grad:
-            return _WithoutGradient.apply(self.label, product, x)  # type: ignore[no-any-return]
+            return without_backward(product, partial(refusals.no_backward, self.label), x)
         return product
 
 
@@ -139,8 +141,9 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     ]
     if not sources or not torch.is_grad_enabled():
         return outputs
+    error = partial(refusals.no_backward, label)
     return tree_map(
-        lambda out: _WithoutGradient.apply(label, out, *sources) if _has_gradient(out) else out,
+        lambda out: without_backward(out, error, *sources) if _has_gradient(out) else out,
         outputs,
     )
 
@@ -153,16 +156,3 @@ def _numbers_of(shown: PackedMatrix) -> Tensor:
 
 def _has_gradient(output: Any) -> bool:
     return isinstance(output, Tensor) and output.is_floating_point()
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """Passes `output` on; a backward through it is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, label: str, output: Tensor, *_: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.label = label
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:  # type: ignore[override]
-        raise refusals.no_backward(ctx.label)
