@@ -519,3 +519,24 @@ def test_units_that_stay_have_the_numbers_of_one_unit_decoded_at_most(world_size
         assert usage.now <= usage.peak
 
     run_ranks(world_size, run)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_budget_has_room_for_the_numbers_of_one_unit_of_experts(world_size, tmp_path):
+    numbers = 4 * (3 * 64 * 128) * 2  # one layer's experts in bf16
+
+    def run(rank: int) -> None:
+        options = {"offload": f"disk:{tmp_path}", "rest": "int8"}
+        with pytest.raises(ConfigError, match=f"{numbers:,} for the numbers of one unit") as caught:
+            onefold.stream(language_model("MixtralForCausalLM", "grouped_mm"), budget=1, **options)
+        budget = int(str(caught.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+        resident = language_model("MixtralForCausalLM", "grouped_mm")
+        onefold.stream(resident, budget=1 << 30, rest="int8")
+        module = language_model("MixtralForCausalLM", "grouped_mm")
+        onefold.stream(module, budget=budget, **options)
+        for found, wanted in zip(outputs_of(module), outputs_of(resident), strict=True):
+            assert torch.equal(found, wanted)
+        peak = onefold.report(module).memory["unsharded"]["device"].peak
+        assert numbers < peak <= budget
+
+    run_ranks(world_size, run)

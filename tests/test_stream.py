@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 
 import onefold
 from onefold import ConfigError, StateError, TierError
+from onefold.build import tiers
 from onefold.config import Inference, Offload
 from onefold.engine.registry import engine_of
 from onefold.ledger import Kind
 from onefold.planner.residency import with_residents
 from onefold.recipe import Member, Recipe, UnitRecipe
-from tests.models import Model, token_batches
+from onefold.tier import disk
+from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 
 BLOCKS = 6
@@ -83,6 +86,125 @@ def test_weights_that_rest_in_memory_stream_as_well(offload, world_size):
         with torch.no_grad():
             for batch in token_batches(2):
                 assert torch.equal(module(batch), resident(batch))
+
+    run_ranks(world_size, body)
+
+
+class LateCopies:
+    """A copy stream as on an accelerator: nothing has arrived before somebody waits for it.
+
+    `sends`: messages follow on the stream, so they are behind its copies.
+    """
+
+    sends = False
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        self.num_copies = self.num_contexts = 0
+
+    def __enter__(self) -> None:
+        self.num_contexts += 1
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def copy(self, into: list[Tensor], sources: list[Tensor]) -> None:
+        for target, source in zip(into, sources, strict=True):
+            target.fill_(torch.nan)
+            self._pending.append((target, source))
+            self.num_copies += 1
+        if self.sends:
+            self.mark()()
+
+    def mark(self) -> Any:
+        due, self._pending = self._pending, []
+
+        def arrive() -> None:
+            for target, source in due:
+                target.copy_(source)
+
+        return arrive
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_copies_to_a_device_may_arrive_late(world_size, tmp_path, monkeypatch):
+    """Weights are read, and the memory they come from is reused, behind the wait for the copy."""
+    monkeypatch.setattr(tiers, "copies_for", lambda _: LateCopies())
+    monkeypatch.setattr(Recipe, "reads_directly", property(lambda _: False))
+    monkeypatch.setattr(LateCopies, "sends", world_size > 1)
+
+    def body(rank: int) -> None:
+        resident, module = plain(), plain()
+        streamed(module, 0.2, f"disk:{tmp_path}")
+        trained, reference = seeded(Model, BLOCKS), seeded(Model, BLOCKS)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (trained, reference)]
+        onefold.shard(trained, optimizers[0], offload=f"disk:{tmp_path}")
+        for batch in token_batches(3):
+            with torch.no_grad():
+                assert torch.equal(module(batch), resident(batch))
+            losses = [next_token_loss(each, batch) for each in (trained, reference)]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(*losses) if world_size == 1 else torch.allclose(*losses)
+        for each in (module, trained):
+            copies = engine_of(each).context.tiers.copies
+            assert isinstance(copies, LateCopies)
+            assert 0 < copies.num_contexts <= copies.num_copies
+
+    run_ranks(world_size, body)
+
+
+def test_a_slow_disk_of_one_rank_delays_all_and_changes_nothing(tmp_path, monkeypatch):
+    read = disk.SwapFile.read
+
+    def slowly(self: Any, offset: int, into: memoryview) -> None:
+        if self._rank == 1:
+            time.sleep(0.02)
+        read(self, offset, into)
+
+    monkeypatch.setattr(disk.SwapFile, "read", slowly)
+
+    def body(rank: int) -> list[Tensor]:
+        resident, module = plain(), plain()
+        streamed(module, 0.0, f"disk:{tmp_path}")
+        found = []
+        with torch.no_grad():
+            for batch in token_batches(2):
+                found.append(module(batch))
+                assert torch.equal(found[-1], resident(batch))
+        return found
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parts_have_hooks_only_while_weights_have_yet_to_come(world_size, tmp_path):
+    def body(rank: int) -> None:
+        resident, module = plain(), plain()
+        streamed(module, 1.0, f"disk:{tmp_path}")
+        batch = token_batches(1)[0]
+        blocks = list(module.blocks)
+
+        def check(*, are_hooked: bool) -> None:
+            assert any(block._forward_hooks for block in blocks) == are_hooked
+            assert any(block._forward_pre_hooks for block in blocks) == are_hooked
+
+        check(are_hooked=True)
+        with torch.no_grad():
+            for _ in range(2):
+                assert torch.equal(module(batch), resident(batch))
+                check(are_hooked=False)
+            with onefold.unsharded(module):
+                pass
+            assert torch.equal(module(batch), resident(batch))
+            check(are_hooked=False)
+            for part, plain_part in zip(blocks, resident.blocks, strict=True):
+                x = torch.randn(2, 3, 16)
+                assert torch.equal(part(x), plain_part(x))
+        with pytest.raises(StateError, match=r"onefold\.stream"):
+            module(batch).sum().backward()
 
     run_ranks(world_size, body)
 

@@ -33,6 +33,7 @@ class Member:
     requires_grad: bool = True
     is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
     decoded_nbytes: int = 0  # of the numbers that modules compute with, where they are others
+    stack_nbytes: int = 0  # of the numbers of a stack of matrices, decoded where a kernel asks
 
     @staticmethod
     def of(
@@ -41,12 +42,15 @@ class Member:
         """Describe a parameter whose unit computes in `precision`."""
         dtype = parameter.dtype
         compute = precision.compute if dtype.is_floating_point and not is_packed else None
-        shape, requires_grad, decoded = tuple(parameter.shape), parameter.requires_grad, 0
+        shape, requires_grad, decoded, stack = tuple(parameter.shape), parameter.requires_grad, 0, 0
         numbers = getattr(parameter, "shape_of_numbers", None)
-        if numbers is not None and not getattr(parameter, "is_multiplied", False):  # coded
+        if numbers is not None:  # coded
             own: torch.dtype = getattr(parameter, "dtype_of_numbers", dtype)
-            decoded = prod(numbers) * (precision.compute or own).itemsize
-        return Member(fqn, shape, dtype, compute or dtype, requires_grad, is_packed, decoded)
+            nbytes = prod(numbers) * (precision.compute or own).itemsize
+            is_multiplied = getattr(parameter, "is_multiplied", False)
+            decoded = 0 if is_multiplied else nbytes
+            stack = nbytes if is_multiplied and len(numbers) > 2 else 0
+        return Member(fqn, shape, dtype, compute or dtype, requires_grad, is_packed, decoded, stack)
 
     @property
     def itemsize(self) -> int:
@@ -310,7 +314,7 @@ def _dtype(word: str | None) -> Any:
 def _plain(unit: UnitRecipe) -> dict[str, Any]:
     members = [
         [each.fqn, list(each.shape), _word(each.dtype), _word(each.compute_dtype),
-         each.requires_grad, each.is_packed, each.decoded_nbytes]
+         each.requires_grad, each.is_packed, each.decoded_nbytes, each.stack_nbytes]
         for each in unit.members
     ]  # fmt: skip
     return {

@@ -23,6 +23,7 @@ from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
 from onefold.mesh.ranks import local_place
 from onefold.recipe import Recipe
+from onefold.tier.copies import CopyStream
 from onefold.tier.cpu import HostStore
 from onefold.tier.device import DeviceStore
 from onefold.tier.disk import DiskStore, SwapFile
@@ -238,7 +239,13 @@ def _build(
         steppers=Workers(num_steppers, "onefold-step", cores),
         step_device=step_device,
         scratch=_scratch(offload, store.device, slots, ledger, group, cores),
+        copies=copies_for(store.device) if offload.parameters != "device" else None,
     )
+
+
+def copies_for(device: torch.device) -> CopyStream | None:
+    """A stream for copies of weights to an accelerator; the CPU has none."""
+    return CopyStream(device) if device.type != "cpu" else None
 
 
 def _scratch(

@@ -58,9 +58,25 @@ class ModuleHooks:
         self.units = units
         self.is_root = is_root
         self.compute = engine.context.compute
+        self.others: list[ModuleHooks] = []  # of the root: the hooks of its parts
         self._calls: list[tuple[list[Any], int]] = []  # and the next autograd node at their start
-        module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self.post_forward, always_call=True)
+        self._module = ref(module)
+        self.register()
+
+    def register(self) -> None:
+        """Have torch call the two hooks."""
+        module = self._module()
+        assert module is not None, "hooks outlived their module"
+        self._handles = [
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self.post_forward, always_call=True),
+        ]
+
+    def unregister(self) -> None:
+        """Have torch call neither."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     @torch._disable_dynamo
     def pre_forward(
@@ -113,17 +129,17 @@ def install(
     kind: type[ModuleHooks] = ModuleHooks,
 ) -> None:  # fmt: skip
     """Hook every module that uses a unit, and the root."""
-    hook(engine, users, root=module, kind=kind)
+    made = hook(engine, users, root=module, kind=kind)
+    made[0].others = made[1:]
 
 
 def hook(
     engine: ModuleEvents, users: Mapping[int, list[nn.Module]], root: nn.Module | None = None,
     kind: type[ModuleHooks] = ModuleHooks,
-) -> None:  # fmt: skip
-    """Hook every module that uses a unit; with `root` also the root."""
+) -> list[ModuleHooks]:  # fmt: skip
+    """Hook every module that uses a unit; with `root` also the root, which comes first."""
     by_module: dict[nn.Module, dict[int, int]] = {} if root is None else {root: {}}
     for unit, modules in users.items():
         for user in modules:
             by_module.setdefault(user, {})[unit] = len(modules)
-    for user, units in by_module.items():
-        kind(engine, user, units, is_root=user is root)
+    return [kind(engine, user, units, is_root=user is root) for user, units in by_module.items()]

@@ -19,11 +19,12 @@ from onefold.unit.grad_hooks import without_backward
 
 
 class InferenceHooks(ModuleHooks):
-    """The two hooks of one module; they do nothing once its weights have come to stay."""
+    """The two hooks of one module; those of parts are gone once all weights have come to stay."""
 
     def __init__(self, engine: Engine, module: nn.Module, units: dict[int, int], *, is_root: bool):
         super().__init__(engine, module, units, is_root=is_root)
         self._entered: list[tuple[bool, bool]] = []  # there was work to do; grad mode was on
+        self._are_parts_called = True
 
     @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
     def pre_forward(
@@ -33,6 +34,8 @@ class InferenceHooks(ModuleHooks):
         units = range(len(engine.units)) if self.is_root else self.units
         has_work = not engine.is_settled(units)
         self._entered.append((has_work, records))
+        if has_work and self.is_root:
+            self._follow_parts(are_called=True)
         if records:
             torch._C._set_grad_enabled(False)
         return super().pre_forward(module, args, kwargs) if has_work else None
@@ -45,10 +48,20 @@ class InferenceHooks(ModuleHooks):
                 super().post_forward(module, args, outputs)
             if self.is_root and sys.exception() is not None:
                 cast("Engine", self.engine).rest()  # a disk that failed may serve the next pass
+            elif self.is_root and has_work:
+                settled = cast("Engine", self.engine)
+                self._follow_parts(are_called=not settled.is_settled(range(len(settled.units))))
         finally:
             if records:
                 torch._C._set_grad_enabled(True)
         return tree_map_only(Tensor, _checked, outputs) if records else None
+
+    def _follow_parts(self, *, are_called: bool) -> None:
+        """Hook the parts of the module only while a forward has work for them: hooks take time."""
+        if are_called != self._are_parts_called:
+            self._are_parts_called = are_called
+            for part in self.others:
+                (part.register if are_called else part.unregister)()
 
 
 def _checked(output: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from onefold.layout.rows import round_up
 from onefold.planner.byte_counter import ByteCounter
 from onefold.planner.byte_hands import ByteHands
 from onefold.planner.messages import planned_unit
+from onefold.planner.residency import stack_nbytes
 from onefold.planner.work import UnitWork
 from onefold.recipe import Recipe, UnitRecipe
 from onefold.tier.slots import SlotPool
@@ -145,7 +146,7 @@ def pass_bytes(recipe: Recipe, uses: Sequence[Use], rank: int | None = None) -> 
         player.play(uses)
     return PassBytes(
         read=streamed_nbytes(recipe, rank, uses),
-        peak=player.peak,
+        peak=player.peak + stack_nbytes(recipe),
         at_rest=sum(each.weight for each in held),
         stay=sum(
             each.unsharded + each.decoded

@@ -45,8 +45,8 @@ def with_residents(recipe: Recipe) -> Recipe:
     ]
     near = sum(each.weight for each in held) if recipe.rests_near else 0
     tiles = NUM_TILES * max((unit.tile_nbytes for unit in recipe.units), default=0)
-    blocks = _blocks(recipe, held)
-    room = inference.budget - near - tiles
+    blocks, stacks = _blocks(recipe, held), stack_nbytes(recipe)
+    room = inference.budget - near - tiles - stacks
     total = sum(block.nbytes for block in blocks)
     if total <= room:
         stays, prefetch = {unit for block in blocks for unit in block.units}, inference.prefetch
@@ -57,10 +57,15 @@ def with_residents(recipe: Recipe) -> Recipe:
             0,
         )  # fmt: skip
         if prefetch == 0:
-            raise _too_small(recipe, blocks, near, tiles)
+            raise _too_small(recipe, blocks, near, tiles, stacks)
         stays = _spread(blocks, room - _ring(blocks, prefetch), total)
     units = tuple(replace(unit, stays=index in stays) for index, unit in enumerate(recipe.units))
     return replace(recipe, units=units, inference=replace(inference, room=room, prefetch=prefetch))
+
+
+def stack_nbytes(recipe: Recipe) -> int:
+    """Bytes for the numbers of packed stacks (experts): those of one unit at a time."""
+    return max((sum(m.stack_nbytes for m in unit.members) for unit in recipe.units), default=0)
 
 
 def _blocks(recipe: Recipe, held: Sequence[UnitBytes]) -> list[BlockBytes]:
@@ -98,10 +103,13 @@ def _spread(blocks: Sequence[BlockBytes], room: int, total: int) -> set[int]:
     return chosen
 
 
-def _too_small(recipe: Recipe, blocks: Sequence[BlockBytes], near: int, tiles: int) -> ConfigError:
+def _too_small(
+    recipe: Recipe, blocks: Sequence[BlockBytes], near: int, tiles: int, stacks: int
+) -> ConfigError:
     ring = _ring(blocks, MIN_PREFETCH)
     parts = [f"{ring:,} for the largest block and one unit that is read ahead"]
     parts += [f"{tiles:,} for {NUM_TILES} row blocks"] if tiles else []
+    parts += [f"{stacks:,} for the numbers of one unit's experts"] if stacks else []
     parts += [f"{near:,} for weights that rest on the device"] if near else []
     assert recipe.inference is not None, "a recipe that trains has no budget"
     hint = 'a larger budget, rest="int4", or smaller units'
@@ -109,7 +117,7 @@ def _too_small(recipe: Recipe, blocks: Sequence[BlockBytes], near: int, tiles: i
         hint = 'offload="disk:PATH", where weights do not rest in this memory; or rest="int4"'
     return ConfigError(
         expected(
-            f"a budget of at least {ring + near + tiles:,} bytes ({', '.join(parts)})",
+            f"a budget of at least {ring + near + tiles + stacks:,} bytes ({', '.join(parts)})",
             f"{recipe.inference.budget:,} bytes",
             hint=hint,
         )

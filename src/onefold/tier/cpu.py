@@ -13,10 +13,20 @@ from onefold.errors import TierError, expected
 from onefold.tier.store import Allocation, whole_pages
 
 
-class _Arena(mmap.mmap):
+class PageLocked(mmap.mmap):
     """Host memory that unregisters itself from the CUDA driver before it is unmapped."""
 
     registered_at = 0
+
+    def register(self, flat: Tensor) -> int:
+        """Lock the pages of `flat` [uint8], which is a part of this memory; return CUDA's error."""
+        if not torch.cuda.is_available():
+            return 0
+        runtime: Any = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
+        if code == 0:
+            self.registered_at = flat.data_ptr()
+        return code
 
     def __del__(self) -> None:
         if self.registered_at:
@@ -52,19 +62,14 @@ class HostStore:
 def _map(nbytes: int) -> Tensor:
     try:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        mapping = _Arena(-1, whole_pages(max(1, nbytes)), flags)
+        mapping = PageLocked(-1, whole_pages(max(1, nbytes)), flags)
     except (OSError, ValueError) as error:
         wanted = f"{nbytes:,} bytes of CPU memory for offloaded states"
         hint = 'offload="disk:PATH", a smaller fraction, or more ranks'
         raise TierError(expected(wanted, str(error), hint=hint)) from error
     arena = torch.frombuffer(mapping, dtype=torch.uint8)
-    if not torch.cuda.is_available():
-        return arena
-    runtime: Any = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
-    if code == 0:
-        mapping.registered_at = arena.data_ptr()
-    else:
+    code = mapping.register(arena)
+    if code:
         warnings.warn(
             f"{arena.nbytes:,} bytes of CPU memory could not be page-locked (CUDA error {code}): "
             "copies to the device will wait for the host; raise `ulimit -l`",

@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -74,6 +75,16 @@ class Pages(Allocation):
         self._pool = pool
         super().__init__(torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start))
         self.address = self.tensor.data_ptr() - start
+        if pool.is_read_into:
+            self._ask_for_huge_pages(start + self.tensor.nbytes)
+
+    def _ask_for_huge_pages(self, nbytes: int) -> None:
+        """Ask for huge pages where the tensor fills them: kernels read weights that stay faster."""
+        first = -self.address % _GRAIN_NBYTES
+        full = (nbytes - first) // _GRAIN_NBYTES * _GRAIN_NBYTES
+        if full > 0:
+            with suppress(OSError):  # a system without them
+                self._mapping.madvise(mmap.MADV_HUGEPAGE, first, full)
 
     def release(self) -> None:
         """Return the pages to the pool; a read now returns zeros or other values."""
@@ -93,6 +104,7 @@ class PagePool:
     def __init__(self, move: Move, *, is_read_into: bool = False) -> None:
         """`is_read_into`: every buffer begins with a sector."""
         self._move = move
+        self.is_read_into = is_read_into
         self._step = START_NBYTES // 64 * SECTOR_NBYTES if is_read_into else START_NBYTES
         self._num_starts = 0
         self._spare: list[Pages] = []  # oldest first; each still has its pages

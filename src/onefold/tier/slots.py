@@ -19,6 +19,7 @@ from torch import Tensor
 from onefold.errors import TierError, expected
 from onefold.layout.rows import round_up
 from onefold.ledger import Kind, Ledger
+from onefold.tier.cpu import PageLocked
 
 HUGE_NBYTES = 2 << 20
 """A huge page. A disk request holds a limited number of pieces of consecutive memory: 4 MiB in
@@ -52,7 +53,7 @@ def host_room(nbytes: int, ledger: Ledger) -> Room:
     full_nbytes = round_up(max(1, nbytes), mmap.PAGESIZE)
     try:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        mapping = mmap.mmap(-1, full_nbytes + HUGE_NBYTES, flags)
+        mapping = PageLocked(-1, full_nbytes + HUGE_NBYTES, flags)
     except (OSError, ValueError, MemoryError) as error:
         wanted = f"{full_nbytes:,} bytes of CPU memory for blocks that pass between tiers"
         hint = "smaller units, or fewer ranks on this host"
@@ -61,7 +62,9 @@ def host_room(nbytes: int, ledger: Ledger) -> Room:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -flat.data_ptr() % HUGE_NBYTES
-    return Room(flat[start : start + full_nbytes], "cpu", ledger)
+    room = flat[start : start + full_nbytes]
+    mapping.register(room)  # where that fails, copies to a device are slower
+    return Room(room, "cpu", ledger)
 
 
 def device_room(nbytes: int, device: torch.device, ledger: Ledger) -> Room:

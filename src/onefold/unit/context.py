@@ -13,6 +13,7 @@ from onefold.errors import WireError, expected
 from onefold.layout.axes import Axes
 from onefold.layout.cut import Shares
 from onefold.ledger import Ledger
+from onefold.tier.copies import CopyStream
 from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.step_device import StepDevice
@@ -34,6 +35,7 @@ class Tiers:
     steppers: Workers  # step units in blocks
     step_device: StepDevice  # where those steps run
     scratch: Scratch | None = None  # where activations go
+    copies: CopyStream | None = None  # of weights that rest in another memory than they compute in
 
 
 @dataclass(frozen=True, slots=True)

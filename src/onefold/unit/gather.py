@@ -16,7 +16,6 @@ forward begins, so that the whole forward hides slow links.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from weakref import ref
 
 import torch
@@ -24,12 +23,12 @@ from torch import Tensor
 
 from onefold.errors import TierError
 from onefold.layout.axes import NodeLayout
-from onefold.layout.cut import Range
 from onefold.layout.rows import Slot, split_at
 from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
+from onefold.unit.gather_plan import GatherPlan, tags_of
 from onefold.unit.weights import UnitWeights
 from onefold.wire.collectives import Group
 from onefold.wire.cut import MessageLayout
@@ -37,45 +36,6 @@ from onefold.wire.transport import SendRows, Transport
 
 FAILED_TAG = 0
 """Replaces a unit's tag: the rank could not read its rows."""
-
-
-def tags_of(world_size: int) -> Slot:
-    """The region of a message in which each rank has one element; it carries no state."""
-    return Slot("", (world_size,), 0, tuple((rank, rank + 1) for rank in range(world_size)), ())
-
-
-@dataclass(frozen=True, slots=True)
-class GatherPlan:
-    """One hop's message: how it is cut, and where own rows and tags lie in it."""
-
-    layout: MessageLayout | None  # None: a world of one
-    message: list[int]  # splits the message at own rows, then at the tags (`split_at`)
-    shard: list[int]  # splits the shard at the same rows
-    own_tag: int
-    coded: list[int]  # numbers of the rows that a coding transport codes
-    exact: list[int]  # numbers of the other rows
-
-    @staticmethod
-    def of(
-        layout: MessageLayout | None, tags: Range, own_tag: int, starts: Sequence[int],
-        slots: Sequence[Slot], weights: UnitWeights,
-    ) -> GatherPlan:  # fmt: skip
-        """Plan a message that has own rows of `slots` from `starts` on, and tags at its end."""
-        rank = weights.context.rest_rank
-        numels = [slot.piece_numel(rank) for slot in slots]
-        near = [slot.shard_offsets[rank] for slot in slots]
-        at, shard = (
-            [(start, start + numel) for start, numel in zip(these, numels, strict=True)]
-            for these in (starts, near)
-        )
-        return GatherPlan(
-            layout,
-            split_at([*at, tags], tags[1]),
-            split_at(shard, len(weights.weight.tensor)),
-            own_tag,
-            [number for number, slot in enumerate(slots) if not slot.replicated],
-            [number for number, slot in enumerate(slots) if slot.replicated],
-        )
 
 
 class UnitGather:
@@ -90,7 +50,8 @@ class UnitGather:
         self._has_base = False  # the buffer holds the weights that every rank read last
         self._user_edits: list[int] = []  # of each parameter, at the last gather
         self._gathered = -1  # all edits then
-        rest = weights.rest
+        rest, self._copies = weights.rest, weights.context.tiers.copies
+        self._copy = torch._foreach_copy_ if self._copies is None else self._copies.copy
         self._num_tags = rest.world_size if rest.world_size > 1 else 0
         self._reads_directly = weights.context.reads_directly and (
             weights.dtype == weights.compute_dtype
@@ -153,6 +114,27 @@ class UnitGather:
 
     def _send(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
         """Put own rows and the tag into the message, and begin to exchange it."""
+        rows, copies = self.weights.rows, self._copies
+        if copies is None:
+            try:
+                return self._begin(message, plan, label)
+            finally:
+                rows.give_back()
+        try:
+            with copies:
+                ticket = self._begin(message, plan, label)
+        except BaseException:
+            rows.give_back()
+            raise
+        await_copies = copies.mark()
+
+        def copied() -> None:
+            await_copies()
+            rows.give_back()
+
+        return ticket.then(copied)
+
+    def _begin(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
         weights, own = self.weights, self._rows_to_send(plan)
         *places, tags = message.parts(plan.message)[1::2]
 
@@ -164,16 +146,13 @@ class UnitGather:
                 if not own.starts_base:  # in place of coded rows, the message holds the base
                     copied = plan.exact
             if copied:
-                torch._foreach_copy_([places[i] for i in copied], [rows[i] for i in copied])
+                self._copy([places[i] for i in copied], [rows[i] for i in copied])
 
-        try:
-            self.bring_and_tag(bring, tags, plan.own_tag)
-            if plan.layout is None:
-                return DONE
-            self._has_base = False  # until this message has arrived
-            ticket = self._transport.gather(message.tensor, plan.layout, label, own)
-        finally:
-            weights.rows.give_back()
+        self.bring_and_tag(bring, tags, plan.own_tag)
+        if plan.layout is None:
+            return DONE
+        self._has_base = False  # until this message has arrived
+        ticket = self._transport.gather(message.tensor, plan.layout, label, own)
         return ticket if own is None or not own.is_base_kept else ticket.then(self._note_base)
 
     def _note_base(self) -> None:
