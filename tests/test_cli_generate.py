@@ -401,19 +401,22 @@ def test_a_plan_of_inference_has_80_columns(flags, capsys):
     assert "fits          yes" in shown
 
 
-def test_a_plan_refuses_an_encoder_and_generate_runs_it(tmp_path, capsys):
+def test_a_pass_of_an_encoder_decoder_reads_its_decoder(tmp_path, capsys):
     pytest.importorskip("transformers")
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2}
     config = {"model_type": "t5", "vocab_size": 256, "is_encoder_decoder": True, **sizes,
               "decoder_start_token_id": 0, "pad_token_id": 0}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = ("--model", f"{tmp_path}/config.json")
-    assert main(["plan", "--inference", *flags]) == 2
-    assert "a decoder-only model beside --inference" in capsys.readouterr().err
-    found = generated(capsys, *flags, "--prompt", "ab", "--max-new-tokens", "3")
-    assert (found["num_tokens"], found["passes"]["number"]) == (3, 3)
+    flags = ("--model", f"{tmp_path}/config.json", "--budget", "80KiB", "--offload")
+    plan = planned(capsys, *flags, f"disk:{tmp_path}", "--ranks", "1")
+    found = generated(capsys, *flags, f"disk:{tmp_path}", "--prompt", "ab", "--max-new-tokens", "9")
+    assert (found["num_tokens"], found["passes"]["number"]) == (9, 9)
+    assert 0 < plan["read_a_pass"] == found["passes"]["nbytes"] < 0.7 * plan["at_rest"]
+    assert (
+        plan["kv_nbytes_a_token"] == 2 * 2 * 3 * 2 * 8 * 4
+    )  # keys, values; of both kinds; layers ...
     kept = ("--kv-budget", "1MiB", "--offload", f"disk:{tmp_path}")
-    assert main(["generate", *flags, "--prompt", "ab", *kept]) == 2
+    assert main(["generate", *flags[:2], "--prompt", "ab", *kept]) == 2
     assert "a decoder-only model for --kv-budget" in capsys.readouterr().err
 
 

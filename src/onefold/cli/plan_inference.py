@@ -55,10 +55,6 @@ def run_inference(arguments: argparse.Namespace, cluster: Cluster) -> int:
 
         with torch.device("meta"):
             module = skeleton(source)
-    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        hint = "`onefold generate` runs it, and prints bytes and speed"
-        got = f"{type(module).__name__}, whose encoder runs once"
-        raise ConfigError(expected("a decoder-only model beside --inference", got, hint=hint))
     made: InferencePlan | None = None
     for index, ask in enumerate(ways):
         try:

@@ -95,13 +95,14 @@ def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
     )
     users = names_of_users(coded, plans)
 
-    def traced(rows: int, seq: int) -> ForwardTrace:
-        tokens = torch.zeros(rows, seq, dtype=torch.int64, device="meta")
-        return trace_forward(skeleton, users, tokens, ask.device_type)
+    def traced(seq: int, *, is_step: bool) -> ForwardTrace:
+        tokens = torch.zeros(1, seq, dtype=torch.int64, device="meta")
+        options = _of_a_decoder(module, tokens, is_step=is_step)
+        return trace_forward(skeleton, users, tokens, ask.device_type, options)
 
     estimates: tuple[str, ...] = ()
     try:
-        prompt, step = traced(1, ask.context), traced(1, 1)
+        prompt, step = traced(ask.context, is_step=False), traced(1, is_step=True)
     except Untraceable as error:
         estimates = (f"activations and the order of units, as it cannot be traced ({error})",)
         work = Work(flops=2.0 * sum(parameter.numel() for parameter in module.parameters()))
@@ -117,6 +118,18 @@ def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
         sum(unit.stays for unit in recipe.units), planner.largest_read, planner.kv_nbytes, one,
         best, planner.missing(one if ask.batch is None else best), estimates,
     )  # fmt: skip
+
+
+def _of_a_decoder(module: nn.Module, tokens: torch.Tensor, *, is_step: bool) -> dict[str, Any]:
+    """The other arguments of a decoder behind an encoder, which runs once, with the prompt."""
+    config: Any = getattr(module, "config", None)
+    if not getattr(config, "is_encoder_decoder", False):
+        return {}
+    options: dict[str, Any] = {"decoder_input_ids": tokens[:, :1]}
+    if is_step:
+        shape, dtype = (*tokens.shape, config.hidden_size), next(module.parameters()).dtype
+        options["encoder_outputs"] = (torch.zeros(shape, dtype=dtype, device="meta"),)
+    return options
 
 
 def _in_order(recipe: Recipe) -> tuple[Use, ...]:
@@ -144,9 +157,11 @@ class _Batches:
         self._ask, self._recipe, self._held, self._step = ask, recipe, held, step
         self._prompt_peak = prompt.peak
         self.kv_nbytes = step.cache_nbytes
-        each = held_by(recipe)
+        used = {use.unit for use in step.uses}
         self._computed = sum(
-            unit.decoded + (unit.unsharded or unit.weight) for unit in each
+            unit.decoded + (unit.unsharded or unit.weight)
+            for index, unit in enumerate(held_by(recipe))
+            if index in used
         )  # bytes that kernels read
         reads = [
             streamed_nbytes(replace(recipe, units=(unit,)))

@@ -65,18 +65,19 @@ def held_by(recipe: Recipe, rank: int | None = None) -> list[UnitBytes]:
 
 
 def streamed_nbytes(recipe: Recipe, rank: int | None = None, uses: Sequence[Use] = ()) -> int:
-    """Return the bytes that a pass reads from the tier: each unit that does not stay, once.
+    """Return the bytes that a pass reads from the tier: each unit that it uses and that moves.
 
     Where weights rest in the memory that computes, these are the bytes that come from other ranks.
 
     Args:
         recipe: with the units that stay.
         rank: None: the one with the largest share.
-        uses: of weights too large for a unit, which are read in each.
+        uses: of the pass; without any of a unit: all units. Large weights are read in each use.
     """
     held, found = held_by(recipe, rank), 0
-    for unit, each in zip(recipe.units, held, strict=True):
-        if not unit.tile_nbytes and not unit.stays:
+    used = {use.unit for use in uses if use.verb == "enter"} or set(range(len(held)))
+    for index, (unit, each) in enumerate(zip(recipe.units, held, strict=True)):
+        if index in used and not unit.tile_nbytes and not unit.stays:
             found += _moved(recipe, unit, each, rank or 0)
     for use in uses:
         if use.verb in ("blocks", "rows"):

@@ -50,12 +50,21 @@ def verb_of(user: nn.Module) -> str:
 
 
 def trace_forward(
-    module: nn.Module, users: Mapping[str, Sequence[Use]], tokens: Tensor, device_type: str
-) -> ForwardTrace:
+    module: nn.Module, users: Mapping[str, Sequence[Use]], tokens: Tensor, device_type: str,
+    options: Mapping[str, Any] | None = None,
+) -> ForwardTrace:  # fmt: skip
     """Trace one forward of a module on `meta`; `users` by name, of a module like it.
+
+    Args:
+        module: the model.
+        users: the units that its modules use.
+        tokens: [rows, seq], its first argument.
+        device_type: of the device that computes.
+        options: more arguments of its forward.
 
     Raises `Untraceable` where the forward depends on the values of tensors.
     """
+    given = dict(options or {})
     events: list[Use] = []
     hooks: list[Any] = []
     for name, part in module.named_modules():
@@ -66,11 +75,12 @@ def trace_forward(
                 hooks.append(part.register_forward_hook(partial(_note, events, leave)))
     works: list[Work] = []
     storages = Storages(device_type, works.append)
-    for tensor in chain(module.parameters(), module.buffers(), (tokens,)):
+    inputs = [leaf for leaf in tree_iter((tokens, given)) if isinstance(leaf, Tensor)]
+    for tensor in chain(module.parameters(), module.buffers(), inputs):
         storages.ignore(tensor)
     try:
         with torch.no_grad(), storages.watching():
-            outputs = module(tokens, **_options(module))
+            outputs = module(tokens, **given, **_options(module))
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     finally:
@@ -95,6 +105,12 @@ def _options(module: nn.Module) -> dict[str, Any]:
 
 
 def _cache_nbytes(cache: Any) -> int:
+    both = (
+        getattr(cache, "self_attention_cache", None),
+        getattr(cache, "cross_attention_cache", None),
+    )
+    if all(both):  # an encoder-decoder's
+        return sum(_cache_nbytes(each) for each in both)
     layers = getattr(cache, "layers", None) or ()
     tensors = [(getattr(one, "keys", None), getattr(one, "values", None)) for one in layers]
     return sum(tensor.nbytes for tensor in tree_iter(tensors) if isinstance(tensor, Tensor))
