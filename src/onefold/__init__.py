@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from onefold.planner.result import Plan
     from onefold.recording.recorder import record
     from onefold.recording.report import Report
+    from onefold.splitting import split_sequence
+    from onefold.weighing import weigh
     from onefold.wire_config import Wire
 
 __version__ = "0.1.0"
@@ -66,6 +68,8 @@ _HOMES = {
     "Cluster": "onefold.planner.planning",
     "Plan": "onefold.planner.result",
     "plan": "onefold.planner.planning",
+    "split_sequence": "onefold.splitting",
+    "weigh": "onefold.weighing",
     "Wire": "onefold.wire_config",
 }
 
@@ -97,8 +101,10 @@ __all__ = [
     "save",
     "save_pretrained",
     "shard",
+    "split_sequence",
     "stream",
     "unsharded",
+    "weigh",
 ]
 
 

@@ -103,9 +103,10 @@ class GPT(nn.Module):
         if config.is_tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(positions)
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(position_ids)
         for block in self.blocks:
             if self.recomputes and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)

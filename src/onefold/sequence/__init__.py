@@ -1,0 +1,1 @@
+"""Sequence parallelism: each rank computes on a piece of the sequence, attention on some heads."""

@@ -1,0 +1,53 @@
+"""Weigh losses by tokens, so that an average over ranks is the mean over all tokens."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onefold.ticket import Ticket
+from onefold.wire.collectives import Group
+
+
+def weigh(loss_sum: Tensor, num_tokens: int | Tensor) -> Tensor:
+    """Scale a summed loss so that averaged gradients are those of the mean over all tokens.
+
+    `onefold.shard`, like DDP, averages gradients over ranks. This rank's sum is divided by the
+    mean of the ranks' token counts. So the average over ranks is the sum of all token losses
+    divided by the number of all tokens, however tokens are spread. A collective over the whole
+    world. Ranks without tokens call it too, with 0, and run backward.
+
+    Args:
+        loss_sum: the sum of this rank's token losses, a scalar.
+        num_tokens: how many tokens it adds up. With several micro-batches a step: the tokens of
+            this rank in all of them, in each call.
+
+    Returns:
+        The scaled loss, a scalar; zero if no rank has tokens.
+
+    Example:
+        >>> sums = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+        >>> onefold.weigh(sums, (labels != -100).sum()).backward()
+    """
+    return loss_sum / mean_count(num_tokens, world(), loss_sum.device).to(loss_sum.dtype)
+
+
+def world() -> Group:
+    """Return all ranks."""
+    return Group.of(dist.group.WORLD if dist.is_initialized() else None)
+
+
+def mean_count(num_tokens: int | Tensor, group: Group, device: torch.device) -> Tensor:
+    """Return the mean over the ranks of a count, 1 if it is zero everywhere. A collective."""
+    mine = torch.as_tensor(num_tokens, dtype=torch.float64, device=device).reshape(1)
+    everyone = mine.new_empty(group.world_size)
+    if group.world_size == 1:
+        everyone.copy_(mine)
+    else:
+        work = group.all_gather(everyone, mine.detach())
+        Ticket([work], label="an exchange of token counts").wait()
+    mean = everyone.mean()
+    return cast("Tensor", torch.where(mean > 0, mean, torch.ones_like(mean)))
