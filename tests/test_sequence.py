@@ -126,7 +126,9 @@ def alone(work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return first, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def together(rank: int, work: Work, dp: int, cp: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def together(
+    rank: int, work: Work, dp: int, cp: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The same on dp x cp ranks."""
     mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
     model = seeded(work.build)
@@ -428,7 +430,11 @@ def split_tensors() -> None:
             "1 of which are padding",
         ),
         (lambda: call_wrong(nn.GRU(4, 4), torch.zeros(2, 4, 4)), ConfigError, "nn.GRU at 'part'"),
-        (lambda: call_wrong(nn.MultiheadAttention(4, 2), torch.zeros(2, 4, 4)), ConfigError, "Multih"),
+        (
+            lambda: call_wrong(nn.MultiheadAttention(4, 2), torch.zeros(2, 4, 4)),
+            ConfigError,
+            "Multih",
+        ),
         (lambda: call_wrong(nn.Conv1d(4, 4, 3), torch.zeros(2, 4, 4)), ConfigError, "nn.Conv1d"),
         (lambda: call_wrong(Functional(), torch.zeros(2, 4, 4)), ConfigError, "MultiheadAttention"),
         (lambda: call_wrong(nn.Linear(4, 4), torch.zeros(2, 4, 4)), StateError, "no call in Wrong"),
