@@ -20,8 +20,8 @@ def alone(name: str) -> str:
     return done.stdout
 
 
-def under_torchrun(name: str, *, forks_ranks: bool = True) -> str:
-    done = torchrun(str(EXAMPLES / name), forks_ranks=forks_ranks)
+def under_torchrun(name: str, *, forks_ranks: bool = True, ranks: int = 2) -> str:
+    done = torchrun(str(EXAMPLES / name), forks_ranks=forks_ranks, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -67,6 +67,17 @@ def test_two_models_with_one_loss_train():
 @pytest.mark.process
 def test_a_llama_from_its_config_trains_in_bf16():
     assert "stage 3, rank 0 of 2, 10 steps" in under_torchrun("llama.py")
+
+
+@pytest.mark.process
+def test_a_split_sequence_has_the_losses_of_one_rank():
+    alone_told, *together = (
+        numbers(under_torchrun("sequence_parallel.py", ranks=ranks)) for ranks in (1, 2, 4)
+    )
+    assert len(alone_told) == 4
+    assert alone_told[-1] < alone_told[0]
+    for told in together:
+        assert told == pytest.approx(alone_told, abs=2e-3)
 
 
 @pytest.mark.process

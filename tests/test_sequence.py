@@ -83,6 +83,7 @@ class Work:
     steps: int = 0
     stage: int = 3
     is_flat: bool = False  # the mesh of onefold.shard: the world, or its axes
+    is_split_first: bool = False
 
     def batch(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(5)
@@ -134,8 +135,10 @@ def together(
     model = seeded(work.build)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = None if work.is_flat else mesh["dp", "cp"]
+    split = partial(onefold.split_sequence, model, mesh["cp"])
+    sequence = split() if work.is_split_first else None
     onefold.shard(model, optimizer, stage=work.stage, mesh=data)
-    sequence = onefold.split_sequence(model, mesh["cp"])
+    sequence = sequence or split()
     own = mesh["dp"].get_local_rank()
     tokens, labels = (each.chunk(dp)[own] for each in work.batch())
     given = {name: each.chunk(dp)[own] for name, each in work.given.items()}
@@ -177,6 +180,89 @@ def test_gradients_are_those_of_one_process_with_unequal_numbers_of_targets(dp, 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_has_the_weights_of_one_process_after_twenty_steps(stage):
     compare(Work(ignored=UNEVEN, steps=20, stage=stage), 2, 2)
+
+
+@pytest.mark.filterwarnings("error:ranks .* got the same first batch")
+def test_a_module_may_be_split_before_it_is_sharded_and_no_rank_looks_like_another():
+    compare(Work(is_split_first=True), 2, 2)
+    compare(Work(), 2, 2)
+
+
+class Columns(nn.Module):
+    """Queries, keys and values from layers of their own, whose heads tensor parallelism cuts."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v = (nn.Linear(WIDTH, 4 * heads) for _ in range(3))
+        self.out = nn.Linear(4 * heads, WIDTH, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_heads_that_tensor_parallelism_has_cut_are_cut_again():
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )  # fmt: skip
+
+    x = torch.randn(
+        2, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
+    model = seeded(Columns)
+    (model(x).square().sum() / 5).backward()
+    wanted = gradients(model)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        model = seeded(Columns)
+        plan = {name: ColwiseParallel() for name in "qkv"} | {"out": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        onefold.split_sequence(model, mesh["cp"])
+        onefold.weigh(model(x).square().sum(), 5 * mesh.get_local_rank("cp")).backward()
+        found = gradients(model)
+        for grad in found.values():
+            dist.all_reduce(grad, group=mesh.get_group("cp"))
+            grad /= 2
+        return found
+
+    for got in run_ranks(4, body):
+        assert_close(got, wanted, 1e-12)
+
+
+def saved_nbytes(rank: int, heads: int, length: int) -> int:
+    """Bytes that autograd keeps for backward, without weights."""
+    model = seeded(partial(Net, heads, heads))
+    sequence = onefold.split_sequence(model)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.arange(length)[None] % VOCAB
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_sum(model(tokens), sequence.labels(tokens)).backward()
+    return sum(
+        tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in weights
+    )
+
+
+def test_each_rank_keeps_its_share_of_the_activations():
+    """And once more the outputs of attention, which it has by heads and by positions."""
+    (whole,) = run_ranks(1, saved_nbytes, 4, 64)
+    outputs = 2 * 4 * 4 * 64 * 8  # layers, heads, width, positions, bytes
+    for parts in (2, 4):
+        for nbytes in run_ranks(parts, saved_nbytes, 4, 64):
+            assert nbytes <= (whole + outputs) / parts * 1.05
 
 
 def test_stages_are_equal_bit_for_bit_on_one_mesh():

@@ -7,6 +7,8 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from onefold.errors import ConfigError, StateError
@@ -210,6 +212,7 @@ def test_groups_that_ranks_cut_are_copied_to_both():
         ({"mask": torch.ones(7, 7, dtype=torch.bool)}, ConfigError, r"shape \[7, 7\]"),
         ({"mask": torch.ones(6, 6, dtype=torch.bool), "is_causal": True}, ConfigError, "or is_c"),
         ({"padding": 1}, StateError, "1 of which are padding"),
+        ({"is_dtensor": True}, ConfigError, "a DTensor"),
         ({"axes": 5}, ConfigError, r"\[rows, heads, positions, width\]"),
         ({"rows": 1}, ConfigError, "of the same rows"),
     ],
@@ -219,6 +222,8 @@ def test_what_cannot_be_exchanged_is_an_error_on_every_rank(change, error, messa
         own = [piece(each, rank, 2) for each in tensors(*change.get("heads", (4, 4)), 2)]
         if "axes" in change:
             own = [each[None] for each in own]
+        if "is_dtensor" in change:
+            own[1] = DTensor.from_local(own[1], init_device_mesh("cpu", (2,)))
         own[0] = own[0][: change.get("rows", ROWS)]
         split = SplitAttention(Group.of(dist.group.WORLD))
         split.padding = change.get("padding", 0)

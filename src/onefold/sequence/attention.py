@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -194,8 +195,11 @@ def _padded(mask: Tensor, dim: int, length: int, attends: bool) -> Tensor:
 
 def _four_axes(tensor: Tensor) -> Tensor:
     """[rows, heads, positions, width]; without rows, the first axis counts as heads."""
+    wanted = "plain queries, keys and values of shape [rows, heads, positions, width]"
+    if isinstance(tensor, DTensor):
+        hint = "let tensor parallel layers return local tensors (use_local_output=True)"
+        raise ConfigError(expected(wanted, "a DTensor", hint=hint))
     if tensor.ndim not in (3, 4):
-        wanted = "queries, keys and values of shape [rows, heads, positions, width]"
         hint = "reshape them before attention"
         raise ConfigError(expected(wanted, f"{list(tensor.shape)}", hint=hint))
     return tensor if tensor.ndim == 4 else tensor[None]

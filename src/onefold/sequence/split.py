@@ -45,7 +45,7 @@ class SequenceSplit:
         self._hooks = AttentionHooks(self._attention)
         self._module = ref(module)
         self._engine: Engine | None = None
-        self._has_compared = False
+        self._has_compared = self._has_looked = False
         self._frames: list[tuple[AbstractContextManager[object] | None, int]] = []
         self._handles = list(self._install(module))
         module.__dict__[MARK] = True
@@ -164,7 +164,9 @@ class SequenceSplit:
 
     def _check_ranks(self, module: nn.Module) -> None:
         """The ranks of a sharded module must contain those that share the sequence."""
-        engine = module.__dict__.get(ENGINE) if self._has_compared else find_engine(module)
+        engine = module.__dict__.get(ENGINE)
+        if engine is None and not self._has_looked:  # a wrapper may hold the sharded module
+            engine, self._has_looked = find_engine(module), True
         if engine is None or engine is self._engine or self.parts == 1:
             return
         mine, others = _ranks_of(self._group), _ranks_of(engine.group)
