@@ -8,22 +8,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onefold.mesh import ranks as meshes
 from onefold.ticket import Ticket
 from onefold.wire.collectives import Group
 
 
-def weigh(loss_sum: Tensor, num_tokens: int | Tensor) -> Tensor:
+def weigh(loss_sum: Tensor, num_tokens: int | Tensor, *, mesh: meshes.MeshChoice = None) -> Tensor:
     """Scale a summed loss so that averaged gradients are those of the mean over all tokens.
 
     `onefold.shard`, like DDP, averages gradients over ranks. This rank's sum is divided by the
     mean of the ranks' token counts. So the average over ranks is the sum of all token losses
-    divided by the number of all tokens, however tokens are spread. A collective over the whole
-    world. Ranks without tokens call it too, with 0, and run backward.
+    divided by the number of all tokens, however tokens are spread. A collective. Ranks without
+    tokens call it too, with 0, and run backward.
 
     Args:
         loss_sum: the sum of this rank's token losses, a scalar.
         num_tokens: how many tokens it adds up. With several micro-batches a step: the tokens of
             this rank in all of them, in each call.
+        mesh: the ranks that call it: a mesh or a group, such as the data axes of a pipeline's last
+            stage. Default: the whole world; ranks of a tensor axis then count alike.
 
     Returns:
         The scaled loss, a scalar; zero if no rank has tokens.
@@ -32,7 +35,8 @@ def weigh(loss_sum: Tensor, num_tokens: int | Tensor) -> Tensor:
         >>> sums = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
         >>> onefold.weigh(sums, (labels != -100).sum()).backward()
     """
-    return loss_sum / mean_count(num_tokens, world(), loss_sum.device).to(loss_sum.dtype)
+    group = world() if mesh is None else meshes.resolve(mesh).everyone
+    return loss_sum / mean_count(num_tokens, group, loss_sum.device).to(loss_sum.dtype)
 
 
 def world() -> Group:
