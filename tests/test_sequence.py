@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,8 +18,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.errors import ConfigError, StateError
-from tests.ranks import run_ranks, seeded
+from onefold.errors import ConfigError, StateError, WireError
+from tests.ranks import run_processes, run_ranks, seeded
 
 VOCAB, WIDTH, LENGTH = 32, 12, 12
 
@@ -428,6 +430,30 @@ def test_weighed_losses_without_any_tokens_are_zero():
 
     assert run_ranks(2, body) == [(0.0, 4.0), (0.0, 4.0)]
     assert onefold.weigh(torch.tensor(6.0), torch.tensor(3)).item() == 2.0
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        loss = onefold.weigh(torch.tensor(60_000.0, dtype=dtype), 120_000)
+        assert loss.item() == pytest.approx(0.5, rel=5e-3)
+        assert loss.dtype is (dtype if dtype is torch.float64 else torch.float32)
+
+
+@pytest.mark.process
+def test_a_rank_that_leaves_the_others_in_attention_ends_them_with_a_named_error():
+    run_processes(2, leave)
+
+
+def leave(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = Net()
+    onefold.split_sequence(model, group)
+    tokens, _ = Work().batch()
+    model(tokens)
+    if rank == 1:
+        time.sleep(4)
+        return
+    began = time.monotonic()
+    with pytest.raises(WireError, match="an all-to-all of attention over a split sequence"):
+        model(tokens)
+    assert time.monotonic() - began < 60
 
 
 class Wrong(nn.Module):

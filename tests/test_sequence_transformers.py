@@ -209,6 +209,15 @@ def test_adapters_around_a_model_train_over_a_split_sequence():
     compare(adapted, rows(12, "left"), 2, dp=2)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_learned_prompts_before_each_piece_are_an_error():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(llama(), config)
+    with pytest.raises(ConfigError, match="learned prompts"):
+        onefold.split_sequence(model)
+
+
 def test_pooled_outputs_are_left_out():
     def body(rank: int) -> bool:
         model = seeded(lambda: transformers.BertModel(bert().config))

@@ -29,14 +29,15 @@ def weigh(loss_sum: Tensor, num_tokens: int | Tensor, *, mesh: meshes.MeshChoice
             stage. Default: the whole world; ranks of a tensor axis then count alike.
 
     Returns:
-        The scaled loss, a scalar; zero if no rank has tokens.
+        The scaled loss, a scalar in fp32 or wider; zero if no rank has tokens.
 
     Example:
         >>> sums = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
         >>> onefold.weigh(sums, (labels != -100).sum()).backward()
     """
     group = world() if mesh is None else meshes.resolve(mesh).everyone
-    return loss_sum / mean_count(num_tokens, group, loss_sum.device).to(loss_sum.dtype)
+    dtype = torch.promote_types(loss_sum.dtype, torch.float32)  # fp16 ends at 65,504 tokens
+    return loss_sum.to(dtype) / mean_count(num_tokens, group, loss_sum.device).to(dtype)
 
 
 def world() -> Group:

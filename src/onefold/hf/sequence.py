@@ -122,6 +122,10 @@ def calls_of(module: nn.Module, group: Group, inputs: bool) -> TransformersCalls
         got = "inputs=False" if not inputs else f"a {type(module).__name__} around one"
         hint = "split the model of transformers itself, with its inputs"
         raise ConfigError(expected(wanted, got, hint=hint))
+    if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+        wanted = "adapters that leave rows as long as they are"
+        hint = "use LoRA: each rank would put learned prompts before its piece"
+        raise ConfigError(expected(wanted, "learned prompts of PEFT", hint=hint))
     return TransformersCalls(module, model, group)
 
 
