@@ -55,7 +55,7 @@ mesh = init_device_mesh(kind, (world_size // cp, cp), mesh_dim_names=("dp", "cp"
 torch.manual_seed(0)
 model = Net(LENGTH)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-onefold.shard(model, optimizer, stage=3, mesh=mesh["dp", "cp"])  # both axes hold the state
+onefold.shard(model, optimizer, stage=3)  # all ranks of both axes hold the state
 sequence = onefold.split_sequence(model, mesh["cp"])  # one axis shares sequences
 
 device = next(model.parameters()).device

@@ -84,7 +84,7 @@ class Work:
     shift: bool = True
     steps: int = 0
     stage: int = 3
-    is_flat: bool = False  # the mesh of onefold.shard: the world, or its axes
+    is_flat: bool = False  # onefold.shard over one axis of all ranks, or over both
     is_split_first: bool = False
 
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ def together(
     mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
     model = seeded(work.build)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = None if work.is_flat else mesh["dp", "cp"]
+    data = mesh["dp", "cp"]._flatten("data") if work.is_flat else mesh["dp", "cp"]
     split = partial(onefold.split_sequence, model, mesh["cp"])
     sequence = split() if work.is_split_first else None
     onefold.shard(model, optimizer, stage=work.stage, mesh=data)

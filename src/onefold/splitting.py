@@ -56,7 +56,8 @@ def split_sequence(
         ConfigError: a module or mesh that cannot work; on every rank.
 
     Example:
-        >>> onefold.shard(model, optimizer, mesh=mesh["dp", "cp"]._flatten("data"))
+        >>> mesh = init_device_mesh("cuda", (dp, cp), mesh_dim_names=("dp", "cp"))
+        >>> onefold.shard(model, optimizer)  # with more axes: mesh["dp", "cp"]._flatten("data")
         >>> sequence = onefold.split_sequence(model, mesh["cp"])
         >>> logits = model(tokens)
         >>> labels = sequence.labels(tokens)
