@@ -158,7 +158,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 def test_a_whole_mask_of_four_axes_is_used_as_it_is():
     batch = rows(12, None)
     mask = torch.ones(12, 12, dtype=torch.bool).tril() & torch.ones(12, 12).triu(-4).bool()
-    batch["attention_mask"] = mask.expand(4, 1, -1, -1)
+    batch = {"attention_mask": mask.expand(4, 1, -1, -1)} | batch
     compare(llama, batch, 2, dp=2)
 
 

@@ -76,7 +76,8 @@ class PlainCalls:
 
 def main_tensor(whole: Mapping[str, Any]) -> Tensor:
     """Return the first tensor with rows and positions, whose second axis is the sequence."""
-    found = next((t for t in tensors_in(whole) if t.ndim > 1), None)
+    given = [value for name, value in whole.items() if not name.endswith("mask")]
+    found = next((t for t in tensors_in(given) if t.ndim > 1), None)
     if found is None or found.ndim > 3:
         wanted = "tokens [rows, positions], or vectors for each, as first argument of a forward"
         got = "none" if found is None else f"shape {list(found.shape)}"
