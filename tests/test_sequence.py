@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -379,6 +381,22 @@ def test_gathered_outputs_are_whole_and_their_gradients_add_up():
     for got, everything in run_ranks(3, body):
         torch.testing.assert_close(everything, logits.detach(), rtol=0, atol=1e-12)
         assert_close(got, wanted, 1e-12)
+
+
+def test_a_handle_keeps_neither_module_nor_buffers():
+    def body(rank: int) -> bool:
+        model = seeded(Net)
+        onefold.shard(model)
+        sequence = onefold.split_sequence(model)
+        tokens, _ = Work().batch()
+        model(tokens).sum().backward()
+        engine = weakref.ref(model.__dict__["_onefold_engine"])
+        del model
+        gc.collect()
+        sequence.remove()
+        return engine() is None
+
+    assert run_ranks(2, body) == [True, True]
 
 
 def test_a_removed_split_leaves_the_module_as_it_was():

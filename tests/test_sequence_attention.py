@@ -141,6 +141,18 @@ def test_values_of_another_width_other_dtypes_and_no_axis_of_rows():
         assert_equal(got, [wanted, alone, fewer], relative)
 
 
+def test_dropout_draws_on_each_rank_and_keeps_the_mean():
+    def body(rank):
+        generator = torch.Generator().manual_seed(rank)
+        own = [torch.randn(8, 4, 16, WIDTH, generator=generator) for _ in range(2)]
+        out = SplitAttention(Group.of(dist.group.WORLD))(*own, torch.ones_like(own[0]), None, 0.5)
+        return out
+
+    out = torch.cat(run_ranks(2, body))
+    assert out.std() > 0.05
+    assert out.mean().item() == pytest.approx(1, abs=0.1)
+
+
 def test_under_autocast_tensors_travel_in_its_dtype():
     def body(rank):
         split = SplitAttention(Group.of(dist.group.WORLD))

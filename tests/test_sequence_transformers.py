@@ -151,6 +151,22 @@ def test_losses_of_ones_own_have_the_gradients_of_one_process(build, padding, le
         assert_close(got, wanted, 1e-12)
 
 
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_half_precision_is_close_to_one_process(build):
+    batch = rows(13, "right")
+
+    def body(rank: int) -> Tensor:
+        model = seeded(build)
+        onefold.shard(model, precision="bf16")
+        onefold.split_sequence(model)
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    (wanted,) = run_ranks(1, body)
+    torch.testing.assert_close(sum(run_ranks(2, body)) / 2, wanted, rtol=5e-3, atol=0)
+
+
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
@@ -44,7 +44,7 @@ class SequenceSplit:
         self._attention = SplitAttention(group)
         self._hooks = AttentionHooks(self._attention)
         self._module = ref(module)
-        self._engine: Engine | None = None
+        self._checked: Callable[[], Engine | None] = lambda: None
         self._has_compared = self._has_looked = False
         self._frames: list[tuple[AbstractContextManager[object] | None, int]] = []
         self._handles = list(self._install(module))
@@ -167,7 +167,7 @@ class SequenceSplit:
         engine = module.__dict__.get(ENGINE)
         if engine is None and not self._has_looked:  # a wrapper may hold the sharded module
             engine, self._has_looked = find_engine(module), True
-        if engine is None or engine is self._engine or self.parts == 1:
+        if engine is None or engine is self._checked() or self.parts == 1:
             return
         mine, others = _ranks_of(self._group), _ranks_of(engine.group)
         if not mine <= others:
@@ -179,7 +179,7 @@ class SequenceSplit:
                     'mesh=mesh["dp", "cp"]._flatten("data"): gradients are averaged over both',
                 )
             )
-        self._engine = engine
+        self._checked = ref(engine)
 
     def _compare(self, main: Tensor) -> None:
         """Compare the first batch: ranks that share a sequence must be given the same rows."""
