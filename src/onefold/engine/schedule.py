@@ -21,19 +21,16 @@ One step, event by event (units are numbers, in the order of the module):
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from weakref import WeakSet
 
 from onefold.engine.actions import NO_UNIT, Action, Verb
 from onefold.engine.calls import Call
+from onefold.engine.early_steps import EarlySteps
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
 from onefold.engine.successors import Phase, Successors
-
-MAX_PENDING = 2
-"""Units whose background steps may be under way during backward: each holds its gradient until its
-step is over. Where the tier is slower than backward, all units would otherwise pile up."""
 
 
 class Schedule:
@@ -61,10 +58,10 @@ class Schedule:
         self._filled: set[int] = set()  # the node's second shard is up to date
         self._late: list[int] = []  # to be gathered with the next gradient
         self.builds_graph = False
-        self._to_step: list[int] = []  # reduced; stepped once backward is through with them
-        self._stepped: list[int] = []  # stepped in backward, since the last step
+        self.early_steps = EarlySteps()
         self.is_suspended = False  # inside onefold.unsharded: nothing is decided
-        self.kept: frozenset[int] = frozenset()  # evaluation leaves these unsharded
+        self.kept: frozenset[int] = frozenset()  # forwards and backwards leave these unsharded
+        self.is_driven = False  # a pipeline runs micro-batches, and decides which units are kept
 
     def add(self, units: Sequence[UnitFacts]) -> None:
         """More units come, whose state every rank holds: a second hop spreads their gradients."""
@@ -85,7 +82,7 @@ class Schedule:
             self._users = [0] * len(self.units)
             for seen in self._seen:
                 seen.clear()
-            if phase is Phase.FORWARD:  # training goes on
+            if phase is Phase.FORWARD and not self.is_driven:  # training goes on
                 out += self.keep(frozenset())
             if self.policy.fills_early:
                 for unit, facts in enumerate(self.units):
@@ -163,11 +160,25 @@ class Schedule:
         return Call(unit, self._clock), out
 
     def keep(self, units: frozenset[int]) -> list[Action]:
-        """Leave `units` unsharded between forwards until one trains; free others kept so far."""
+        """Leave `units` unsharded until a forward trains, undriven; free others kept so far."""
         out: list[Action] = []
         dropped, self.kept = self.kept - units, units
         for unit in sorted(dropped):
             self._hide(unit, out, frees=self._is_freed(unit))
+        return out
+
+    def gather(self, units: Iterable[int]) -> list[Action]:
+        """Begin to gather `units` before their modules run."""
+        out: list[Action] = []
+        for unit in units:
+            self._gather(unit, out)
+        return out
+
+    def hide(self) -> list[Action]:
+        """Let modules see sharded parameters again."""
+        out: list[Action] = []
+        for unit in range(len(self.units)):
+            self._hide(unit, out, frees=False)
         return out
 
     def hold(self, unit: int) -> None:
@@ -218,7 +229,7 @@ class Schedule:
         is_through = not self._open[unit]  # else it is used again: unsharded weights stay
         if is_through and not self.reductions.defers:
             self.reductions.note_ready(unit, out)
-        self._hide(unit, out, frees=self.policy.frees_after_backward and is_through)
+        self._hide(unit, out, frees=is_through and self._is_freed_after_backward(unit))
         self._step_reduced(out)
 
     def gradient(self, unit: int, member: int) -> list[Action]:
@@ -252,7 +263,7 @@ class Schedule:
         for unit in range(len(self.units)):
             if not self.builds_graph:
                 self._held.discard(unit)
-            self._hide(unit, out, frees=self.policy.frees_after_backward)
+            self._hide(unit, out, frees=self._is_freed_after_backward(unit))
         if self.reductions.defers:
             self.reductions.defer()
         else:
@@ -268,8 +279,7 @@ class Schedule:
         self.reductions.drain(out)
         self.reductions.forget()
         self.reductions.averaged.clear()
-        self._to_step.clear()
-        self._stepped.clear()
+        self.early_steps.forget()
         return out + self.rest()
 
     def _end_calls(self) -> None:
@@ -305,18 +315,12 @@ class Schedule:
 
     def take_stepped(self) -> set[int]:
         """The optimizer's step begins: return the units that were stepped in backward already."""
-        stepped, self._stepped = set(self._stepped), []
-        return stepped
+        return self.early_steps.take()
 
     def stepped(self) -> None:
         """Weights have changed: unsharded weights and second shards are out of date."""
         self._fresh.clear()
         self._filled.clear()
-
-    def skipped(self, unit: int) -> None:
-        """A step in backward was not necessary: no rank has a gradient for the unit."""
-        if unit in self._stepped:
-            self._stepped.remove(unit)
 
     def lost(self, unit: int) -> None:
         """An action on the unit failed: its unsharded weights may have any values."""
@@ -328,6 +332,9 @@ class Schedule:
     def _is_freed(self, unit: int) -> bool:
         """True if a unit is freed once a forward is through with it."""
         return self.policy.frees_after_forward and unit not in self.kept
+
+    def _is_freed_after_backward(self, unit: int) -> bool:
+        return self.policy.frees_after_backward and unit not in self.kept
 
     def _unshard(self, unit: int, phase: Phase, out: list[Action]) -> None:
         """Gather a unit, begin the gathers of the next ones, and fetch the rows of one more."""
@@ -399,22 +406,11 @@ class Schedule:
     def _step_reduced(self, out: list[Action]) -> None:
         """Step reduced units that backward is through with, a few at a time."""
         averaged, self.reductions.averaged = self.reductions.averaged, []
-        if not self.policy.steps_in_backward or not self.reductions.is_last:
-            return
-        self._to_step += [unit for unit in averaged if self.units[unit].is_offloaded]
-        for unit in [each for each in self._to_step if self.is_through(each)]:
-            self._to_step.remove(unit)
-            if len(self._stepped) >= MAX_PENDING:
-                out.append((Verb.WAIT_STEP, self._stepped[-MAX_PENDING]))
-            self._stepped.append(unit)
-            out.append((Verb.STEP, unit))
+        if self.policy.steps_in_backward and self.reductions.is_last:
+            offloaded = [unit for unit in averaged if self.units[unit].is_offloaded]
+            self.early_steps.step(offloaded, self.is_through, out)
 
     def is_through(self, unit: int) -> bool:
         """True if no call of the running backward will use the unit again."""
         is_begun = any(call.unit == unit for call in self._begun)
         return not (is_begun or self._open[unit] or self.reductions.has_fired(unit))
-
-    @property
-    def has_stepped(self) -> bool:
-        """True if units were stepped in backward since the last step."""
-        return bool(self._stepped)
