@@ -22,11 +22,11 @@ from onefold.engine.activations import SavedActivations
 from onefold.engine.calls import Call
 from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
+from onefold.engine.pipelined import warn_undriven
 from onefold.engine.policy import policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
 from onefold.engine.successors import Phase
-from onefold.engine.undriven import warn_undriven
 from onefold.engine.watch import in_backward, watch_outputs
 from onefold.errors import StateError, expected
 from onefold.recipe import Recipe

@@ -85,6 +85,7 @@ class StageDriver:
 
     def reduce(self) -> bool:
         """Reduce the gradients that rest; False if the caller accumulates over more steps."""
+        self.engine.resting = self._resting
         if not self._is_accumulating:
             self.engine.reduce()
         return not self._is_accumulating
