@@ -1,4 +1,4 @@
-"""Pipelines for tests: a stack of blocks over (pp, dp) ranks, beside one process that has it all."""
+"""Pipelines for tests: blocks over (pp, dp) ranks, beside one process that has all of them."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ class Pipe:
             group = mesh["pp"].get_group()
             self.stages.append(PipelineStage(module, i, num, torch.device("cpu"), group=group))
         stages = self.stages[0] if kind in SINGLE else self.stages
-        self.schedule = SCHEDULES[kind](
-            stages, MICROBATCHES, loss_fn=loss, scale_grads=scale_grads
-        )
+        self.schedule = SCHEDULES[kind](stages, MICROBATCHES, loss_fn=loss, scale_grads=scale_grads)
         if drives:
             assert onefold.pipeline(self.schedule, window=window, tied=tied) is self.schedule
         self.counts: Counter[tuple[int, Verb, int]] = Counter()

@@ -29,12 +29,16 @@ def engines_of(stages: Sequence[Any], *, splits: bool) -> dict[int, Engine]:
             got = f"a {type(stage.submod).__name__} that it has not sharded"
             hint = 'onefold.shard(stage_module, optimizer, mesh=mesh["dp"]), then onefold.pipeline'
             raise ConfigError(
-                expected("a stage module that onefold.shard has sharded", got, where=where, hint=hint)
+                expected(
+                    "a stage module that onefold.shard has sharded", got, where=where, hint=hint
+                )
             )
         if is_driven(stage):
             hint = "call onefold.pipeline once for each schedule; build a new stage for another one"
             raise ConfigError(
-                expected("a stage that no schedule drives yet", "one in use", where=where, hint=hint)
+                expected(
+                    "a stage that no schedule drives yet", "one in use", where=where, hint=hint
+                )
             )
         tiled = [unit.name for unit in engine.units if unit.is_tiled]
         if splits and tiled:
@@ -66,7 +70,9 @@ def _check_axes(stage: Any, engine: Engine, where: str) -> None:
         got = f"ranks {common} in both: pipeline {rows}, data {columns}"
         raise ConfigError(expected("axes that share this rank alone", got, where=where, hint=hint))
     if dist.get_world_size() % (len(rows) * len(columns)):
-        got = f"a pipeline of {len(rows)} times {len(columns)} data ranks of {dist.get_world_size()}"
+        got = (
+            f"a pipeline of {len(rows)} times {len(columns)} data ranks of {dist.get_world_size()}"
+        )
         raise ConfigError(
             expected("axes whose lengths multiply to the world", got, where=where, hint=hint)
         )
@@ -94,9 +100,7 @@ def shared(fqn: str, first: int, second: int) -> ConfigError:
     )
 
 
-def agree(
-    groups: Sequence[Group], facts: Sequence[str], problem: ConfigError | None
-) -> None:
+def agree(groups: Sequence[Group], facts: Sequence[str], problem: ConfigError | None) -> None:
     """Raise `ConfigError` on every rank if one has a problem, or plans another run."""
     for group in groups:
         mine = [f"! {problem}"] if problem else list(facts)
@@ -160,4 +164,6 @@ def _fingerprints(engine: Engine) -> dict[str, tuple[Any, ...]]:
 def _alike(one: tuple[Any, ...], other: tuple[Any, ...] | None) -> bool:
     if other is None or one[0] != other[0]:
         return False
-    return all(abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(one[1:], other[1:], strict=True))
+    return all(
+        abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(one[1:], other[1:], strict=True)
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from onefold.engine.engine import Engine
+from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError, expected
 from onefold.pipelines.checks import agree, check_undeclared, engines_of
 from onefold.pipelines.driver import StageDriver
@@ -77,7 +77,8 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
         engines = engines_of(stages, splits=splits)
     except ConfigError as error:
         problem = error
-    axes = [group, *(engine.group for engine in engines.values())]
+    found = [find_engine(stage.submod) for stage in stages]  # where there was a problem, too
+    axes = [group, *(engine.group for engine in found if engine is not None)]
     agree(axes, _facts(schedule, window, tied), problem)
     if tied is None:
         check_undeclared(engines, group)
@@ -92,13 +93,11 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
         driver = drivers[stage.stage_index]
         drive(stage, driver, run, gathers=not has_actions)
     if isinstance(schedule, _PipelineScheduleRuntime):
-        schedule.register_custom_function(UNSHARD, partial(_gather, drivers))
+        schedule.register_custom_function(
+            UNSHARD,
+            lambda action, ctx: drivers[action.stage_index].gather(),  # noqa: ARG005 - torch's
+        )
     return schedule
-
-
-def _gather(drivers: dict[int, StageDriver], action: Any, _: object) -> None:
-    """The program comes to a stage soon."""
-    drivers[action.stage_index].gather()
 
 
 class _Run:

@@ -121,7 +121,9 @@ def _described(parameter: UnitParameter) -> str:
     rank = parameter.spec.context.rest_rank
     offsets, sizes = parameter.slot.box(rank)
     dtype = parameter.local.dtype
-    return f"shape {list(parameter.slot.shape)}, rows {offsets} + {sizes} on data rank {rank}, {dtype}"
+    return (
+        f"shape {list(parameter.slot.shape)}, rows {offsets} + {sizes} on data rank {rank}, {dtype}"
+    )
 
 
 def _check(names: Sequence[str], facts: dict[int, str]) -> None:
