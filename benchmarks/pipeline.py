@@ -267,16 +267,19 @@ def wire(options: argparse.Namespace) -> list[dict[str, Any]]:
                     print(found[-1])
                     continue
                 between = sum(
-                    (h.counters() - b).between.sent_nbytes for h, b in zip(hosts, before, strict=True)
+                    (h.counters() - b).between.sent_nbytes
+                    for h, b in zip(hosts, before, strict=True)
                 )
                 told = json.loads(ended[0].out.strip().splitlines()[-1])
                 found.append({**case, "round": number, "between_nbytes": between, **told})
-                print(f"round {number}: {engine}: {told['seconds']:.3f} s a step, loss {told['loss']}")
+                print(
+                    f"round {number}: {engine}: {told['seconds']:.3f} s a step, loss {told['loss']}"
+                )
+    timed = [each for each in found if "seconds" in each]
     by_engine = {
-        engine: median(each["seconds"] for each in found if each["engine"] == engine and "seconds" in each)
-        for engine in WIRE_ENGINES
-        if any(each["engine"] == engine and "seconds" in each for each in found)
-    }  # fmt: skip
+        engine: median(each["seconds"] for each in timed if each["engine"] == engine)
+        for engine in {each["engine"] for each in timed}
+    }
     for engine, seconds in by_engine.items():
         print(f"{engine}: {seconds:.3f} s, {seconds / by_engine['onefold 0']:.2f}x of onefold 0")
     return found

@@ -21,7 +21,11 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 128),
+            nn.Linear(128, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(self.up(self.norm(x)).relu())

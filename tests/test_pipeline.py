@@ -94,12 +94,12 @@ def in_fp64(mesh):
         pipe.step(*data)
         assert_near(pipe.grads(), wanted, "grad", 1e-12)
         wrong = {name: 2 * grad for name, grad in pipe.grads().items()}
-        with pytest.raises(AssertionError, match="differs by 1[.]0e"):
+        with pytest.raises(AssertionError, match=r"differs by 1[.]0e"):
             assert_near(wrong, wanted, "grad", 1e-12)
     # means that are not scaled, and sums that are
     pipe = Pipe("1F1B", 3, mesh, model=blocks(torch.float64), scale_grads=False)
     pipe.step(*data)
-    with pytest.raises(AssertionError, match="differs by 3[.]0e"):
+    with pytest.raises(AssertionError, match=r"differs by 3[.]0e"):
         assert_near(pipe.grads(), wanted, "grad", 1e-12)
 
 

@@ -149,7 +149,7 @@ def undeclared(mesh):
     made[1].embed, made[1].head = made[1].head, None  # as a library that cuts one model does
     made[1].forward = lambda x: made[1].embed(made[1].block(x))
     _, _, schedule = stages_of("1F1B", 3, mesh, made)
-    with pytest.raises(ConfigError, match="'embed[.]weight' on one stage alone"):
+    with pytest.raises(ConfigError, match=r"'embed[.]weight' on one stage alone"):
         onefold.pipeline(schedule)
     onefold.pipeline(schedule, tied=["embed.weight"])
     # copies of one stage from one seed are no tie

@@ -55,7 +55,7 @@ class Engine:
         self.description, self.notes = description, tuple[str, ...]()  # of the plan, and exceptions
         self.expected_peaks = expected_peaks
         self.has_accumulated = self.is_accumulating = False
-        self.resting: frozenset[int] = frozenset()  # units whose gradients wait for `reduce`
+        self.resting: frozenset[int] = frozenset()  # units whose gradients wait in micro-batches
         self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more
         self.ledger, self.group = context.ledger, context.routes.group
         self.marks = Marks(context.ledger)
@@ -295,14 +295,17 @@ class Engine:
         if any(each.partial or each.reduction.waits for each in self.gradients.values()):
             self.hands.do(self.schedule.complete(self._trained()))
 
-    def reduce(self) -> None:
-        """Reduce the gradients that rest, on every rank, whatever its micro-batches used."""
+    def start_reductions(self) -> None:
+        """Begin to reduce what rests, on every rank, whatever its micro-batches used.
+
+        `schedule.finish` waits for all of it.
+        """
         for gradient in self.gradients.values():
             gradient.check_whole()
             gradient.drop_cleared()
         all_rest = self.policy.defers_reduction or self.policy.sums_rest
         rested = frozenset(range(len(self.units))) if all_rest else self.resting
-        self.hands.do(self.schedule.complete(self._trained(set(range(len(self.units))) - rested)))
+        self.hands.do(self.schedule.start(self._trained(set(range(len(self.units))) - rested)))
 
     def before_step(self) -> None:
         """The optimizer is about to step: reshard all units, bring edited weights to masters."""

@@ -117,7 +117,7 @@ class Schedule:
         is_last = len(seen) >= num_modules or self.forward_depth == 0
         if is_last:
             seen.clear()
-        self._hide(unit, out, frees=is_last and self._is_freed(unit))
+        self._hide(unit, out, frees=is_last and self.policy.frees_after_forward)
         return out
 
     def end_forward(self, phase: Phase) -> list[Action]:
@@ -128,7 +128,7 @@ class Schedule:
             self._users = [0] * len(self.units)
             for unit in range(len(self.units)):
                 is_next = self.policy.is_cyclic and unit in self._ahead
-                self._hide(unit, out, frees=self._is_freed(unit) and not is_next)
+                self._hide(unit, out, frees=self.policy.frees_after_forward and not is_next)
             if phase is Phase.EVALUATION and not self.policy.is_cyclic:  # else more follows
                 out.append((Verb.REST, NO_UNIT))
         return out
@@ -154,7 +154,7 @@ class Schedule:
         out: list[Action] = []
         if self._users[unit] == 0 and not self.is_suspended:
             is_over = self.forward_depth == 0 and not is_recorded
-            self._hide(unit, out, frees=is_over and self._is_freed(unit))
+            self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
             if is_over:
                 out.append((Verb.REST, NO_UNIT))
         return Call(unit, self._clock), out
@@ -164,7 +164,7 @@ class Schedule:
         out: list[Action] = []
         dropped, self.kept = self.kept - units, units
         for unit in sorted(dropped):
-            self._hide(unit, out, frees=self._is_freed(unit))
+            self._hide(unit, out, frees=self.policy.frees_after_forward)
         return out
 
     def gather(self, units: Iterable[int]) -> list[Action]:
@@ -229,7 +229,7 @@ class Schedule:
         is_through = not self._open[unit]  # else it is used again: unsharded weights stay
         if is_through and not self.reductions.defers:
             self.reductions.note_ready(unit, out)
-        self._hide(unit, out, frees=is_through and self._is_freed_after_backward(unit))
+        self._hide(unit, out, frees=is_through and self.policy.frees_after_backward)
         self._step_reduced(out)
 
     def gradient(self, unit: int, member: int) -> list[Action]:
@@ -263,7 +263,7 @@ class Schedule:
         for unit in range(len(self.units)):
             if not self.builds_graph:
                 self._held.discard(unit)
-            self._hide(unit, out, frees=self._is_freed_after_backward(unit))
+            self._hide(unit, out, frees=self.policy.frees_after_backward)
         if self.reductions.defers:
             self.reductions.defer()
         else:
@@ -295,9 +295,19 @@ class Schedule:
 
     def complete(self, trained: Sequence[int]) -> list[Action]:
         """Reduce gradients of an accumulation that ended without its last micro-batch."""
+        return self.start(trained, at_once=False) + self.finish()
+
+    def start(self, trained: Sequence[int], *, at_once: bool = True) -> list[Action]:
+        """Begin these reductions, `at_once` all of them; `finish` follows."""
         out: list[Action] = []
         self.reductions.begin(trained, is_last=True)
-        self.reductions.finish(out)
+        self.reductions.start_all(out, at_once=at_once)
+        return out
+
+    def finish(self) -> list[Action]:
+        """Finish the reductions of `complete` or `start`."""
+        out: list[Action] = []
+        self.reductions.drain(out)
         self.reductions.averaged.clear()
         out.append((Verb.REST, NO_UNIT))
         return out
@@ -328,13 +338,6 @@ class Schedule:
         self._filled.discard(unit)
 
     # rules
-
-    def _is_freed(self, unit: int) -> bool:
-        """True if a unit is freed once a forward is through with it."""
-        return self.policy.frees_after_forward and unit not in self.kept
-
-    def _is_freed_after_backward(self, unit: int) -> bool:
-        return self.policy.frees_after_backward and unit not in self.kept
 
     def _unshard(self, unit: int, phase: Phase, out: list[Action]) -> None:
         """Gather a unit, begin the gathers of the next ones, and fetch the rows of one more."""
@@ -387,9 +390,10 @@ class Schedule:
                 self._free(other, out, Verb.FREE)
 
     def _hide(self, unit: int, out: list[Action], *, frees: bool, is_rest: bool = False) -> None:
-        if self.policy.is_cyclic and unit in self.kept and not is_rest:
+        is_kept = unit in self.kept and not is_rest
+        if is_kept and self.policy.is_cyclic:
             return  # it stays shown, too
-        if frees and unit in self._unsharded and unit not in self._held:
+        if frees and not is_kept and unit in self._unsharded and unit not in self._held:
             self._free(unit, out, Verb.INVALIDATE if self.policy.keeps_bytes else Verb.FREE)
         elif unit in self._shown:
             self._shown.discard(unit)

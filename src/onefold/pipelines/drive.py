@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -101,26 +102,32 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
 
 
 class _Run:
-    """One rank's part of a schedule: sums tied gradients once all of its stages are reduced."""
+    """The steps of all stages of one rank: what waits until the last stage is through."""
 
     def __init__(self, group: Group, ties: list[Tie], num_stages: int) -> None:
         self._group = group
         self._ties = ties
         self._num_stages = num_stages
-        self._num_ended = 0
+        self._ended: list[tuple[StageDriver, Callable[[], None], bool]] = []
 
     def begin(self) -> None:
         """A step with backwards starts on one of the stages."""
-        self._num_ended = 0
+        self._ended.clear()  # of a step that failed
         for tie in self._ties:
             tie.forget_sums()
 
-    def end(self) -> None:
-        """A stage's gradients are reduced and scaled; after the last stage no compute follows."""
-        self._num_ended += 1
-        if self._num_ended == self._num_stages:
-            for tie in self._ties:
-                tie.sum(self._group)
+    def end(self, driver: StageDriver, scale: Callable[[], None], *, is_reduced: bool) -> None:
+        """A stage's last backward is over; after the last stage no compute follows."""
+        self._ended.append((driver, scale, is_reduced))
+        if len(self._ended) < self._num_stages:
+            return  # its reductions go on beside the other stages
+        for each, scale_each, waits in self._ended:
+            if waits:
+                each.finish()
+            scale_each()
+        for tie in self._ties if is_reduced else ():
+            tie.sum(self._group)
+        self._ended.clear()
 
 
 def _stages_of(schedule: object) -> list[Any]:

@@ -4,11 +4,11 @@
     gather    the schedule will use the stage soon: gather the units of its window
     backward  a whole backward of one micro-batch: gradients of the window's units rest
     split     a backward of inputs or of weights alone, which autograd's hooks do not see
-    reduce    the stage's last backward is over: reduce what rests, once
-    end       free the unsharded weights
+    end       the stage's last backward is over: free its weights, begin to reduce what rests
+    finish    the rank's last backward is over: wait for the reductions
 
 A window is a set of units. They stay unsharded from their first use to `end`. Their gradients
-rest on each rank until `reduce`, as inside `onefold.accumulate`. At stage 3 other units are
+rest on each rank until `end`, as inside `onefold.accumulate`. At stage 3 other units are
 gathered for every forward and every backward, and reduced in every backward. At stages 0 to 2 all
 gradients rest.
 """
@@ -83,16 +83,21 @@ class StageDriver:
             engine.hands.do(schedule.hide())
             engine.hands.do(schedule.keep(self.window))
 
-    def reduce(self) -> bool:
-        """Reduce the gradients that rest; False if the caller accumulates over more steps."""
-        self.engine.resting = self._resting
-        if not self._is_accumulating:
-            self.engine.reduce()
-        return not self._is_accumulating
+    def end(self, *, reduces: bool) -> bool:
+        """The stage's part of the step is over: nothing uses its weights.
 
-    def end(self) -> None:
-        """The stage's part of the step is over."""
+        Returns False if nothing is reduced, as the caller accumulates over more steps.
+        """
         engine, schedule = self.engine, self.engine.schedule
         schedule.is_driven = False
-        engine.is_accumulating, engine.resting = self._is_accumulating, frozenset()
         engine.hands.do(schedule.keep(frozenset()))
+        engine.is_accumulating, engine.resting = self._is_accumulating, self._resting
+        reduces = reduces and not self._is_accumulating
+        if reduces:
+            engine.start_reductions()
+        engine.resting = frozenset()
+        return reduces
+
+    def finish(self) -> None:
+        """Wait for the reductions."""
+        self.engine.hands.do(self.engine.schedule.finish())

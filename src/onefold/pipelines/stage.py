@@ -7,7 +7,8 @@ of its own class. No class of torch is changed.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Protocol
 
 from onefold.pipelines.driver import StageDriver
@@ -20,8 +21,8 @@ class Steps(Protocol):
         """A step with backwards starts on a stage."""
         ...
 
-    def end(self) -> None:
-        """A stage's gradients are reduced and scaled."""
+    def end(self, driver: StageDriver, scale: Callable[[], None], *, is_reduced: bool) -> None:
+        """A stage's last backward is over; call `scale` once its reductions are over, too."""
         ...
 
 
@@ -67,14 +68,11 @@ def _driven(kind: Any) -> Any:
                 )
 
         def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-            """All backwards of the stage are over: reduce, then scale."""
+            """All backwards of the stage are over: reduce; scale once that is done."""
             driver, steps, _ = self._onefold
-            is_reduced = False
+            is_reduced = driver.end(reduces=self.has_backward)
             if self.has_backward:  # torch would scale gradients of an earlier step in `eval`
-                is_reduced = driver.reduce()
-                super().perform_reduce_grad(grad_scale_factor)
-            driver.end()
-            if is_reduced:
-                steps.end()
+                scale = partial(super().perform_reduce_grad, grad_scale_factor)
+                steps.end(driver, scale, is_reduced=is_reduced)
 
     return DrivenStage
