@@ -126,19 +126,20 @@ def test_weights_after_twenty_steps_equal_one_process():
     run(2, 2, twenty_steps)
 
 
-def windows(mesh):
+def windows(mesh, layers):
     data = rows(mesh["dp"].size())
-    wanted = blocks(layers=8)
+    wanted = blocks(layers=layers)
     plain_backward(wanted, *data)
     m = MICROBATCHES
     for kind, window, gathers, reductions in [
         ("1F1B", 0, [2 * m], [m]),
-        ("1F1B", 2, [1, 2 * m], [1, m]),
+        ("1F1B", 1, [1, 2 * m], [1, m]),
         ("GPipe", "1 TiB", [1], [1]),
         ("Interleaved1F1B", "1 KiB", [2 * m], [m]),
+        ("LoopedBFS", 0, [2 * m], [m]),
         ("InterleavedZeroBubble", 0, None, [1]),
     ]:
-        pipe = Pipe(kind, 3, mesh, model=blocks(layers=8), window=window)
+        pipe = Pipe(kind, 3, mesh, model=blocks(layers=layers), window=window)
         for _ in range(2):
             pipe.clear()
             pipe.step(*data)
@@ -153,8 +154,9 @@ def windows(mesh):
             assert not any(unit.unsharded.is_held for unit in engine_of(module).units)
 
 
-def test_units_outside_the_window_are_gathered_for_each_use():
-    run(2, 2, windows)
+@pytest.mark.parametrize("layers", [4, 8], ids=["a unit of several modules", "a unit a block"])
+def test_units_outside_the_window_are_gathered_for_each_use(layers):
+    run(2, 2, windows, layers)
 
 
 def recomputed(mesh):

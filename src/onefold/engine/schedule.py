@@ -23,10 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from weakref import WeakSet
 
 from onefold.engine.actions import NO_UNIT, Action, Verb
-from onefold.engine.calls import Call
+from onefold.engine.calls import Call, OpenCalls
 from onefold.engine.early_steps import EarlySteps
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
@@ -49,7 +48,7 @@ class Schedule:
         self._users = [0] * len(units)
         self._seen: list[set[Hashable]] = [set() for _ in units]
         self._begun: list[Call] = []
-        self._open: list[WeakSet[Call]] = [WeakSet() for _ in units]  # backward will reach them
+        self._open = OpenCalls(len(units))
         self._unsharded: set[int] = set()  # unsharded bytes exist, or will soon
         self._fresh: set[int] = set()  # they have the values of the weights at rest
         self._shown: set[int] = set()  # modules see them
@@ -70,7 +69,7 @@ class Schedule:
         self.reductions.add(self.policy, self.units)
         self._users += [0 for _ in units]
         self._seen += [set() for _ in units]
-        self._open += [WeakSet() for _ in units]
+        self._open.grow(len(units))
 
     # forward
 
@@ -79,6 +78,7 @@ class Schedule:
         out: list[Action] = []
         if self.forward_depth == 0 and phase is not Phase.BACKWARD:
             self._successors.begin(phase)
+            self._open.walk = self._clock
             self._users = [0] * len(self.units)
             for seen in self._seen:
                 seen.clear()
@@ -98,7 +98,7 @@ class Schedule:
         self._users[unit] += 1
         if not self.is_suspended:
             self._unshard(unit, phase, out)
-        return Call(unit, self._clock), out
+        return Call(unit, self._clock, self._open.walk), out
 
     def leave(
         self, call: Call, module: Hashable, num_modules: int, *, is_recompute: bool
@@ -157,7 +157,7 @@ class Schedule:
             self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
             if is_over:
                 out.append((Verb.REST, NO_UNIT))
-        return Call(unit, self._clock), out
+        return Call(unit, self._clock, self._open.walk), out
 
     def keep(self, units: frozenset[int]) -> list[Action]:
         """Leave `units` unsharded until a forward trains, undriven; free others kept so far."""
@@ -195,7 +195,7 @@ class Schedule:
 
     def expect_backward(self, call: Call) -> None:
         """Note that backward, if it runs, will reach `call`: its outputs are watched."""
-        self._open[call.unit].add(call)
+        self._open.add(call)
 
     def enter_backward(self, call: Call, *, builds_graph: bool = False) -> list[Action]:
         """Autograd reaches the outputs of `call`.
@@ -208,11 +208,12 @@ class Schedule:
             self.builds_graph = True
             self._held.add(call.unit)
         call.is_begun = True
+        self._open.walk = call.walk
         self.ended = [other for other in self._begun if other.started > call.finished]
         for later in self.ended:
             self._begun.remove(later)
             later.is_begun = False
-            self._open[later.unit].discard(later)
+            self._open.close(later)
             self._leave_backward(later.unit, out)
         self._begun.append(call)
         self._unshard(call.unit, Phase.BACKWARD, out)
@@ -226,7 +227,7 @@ class Schedule:
         """
         if any(call.unit == unit for call in self._begun):
             return
-        is_through = not self._open[unit]  # else it is used again: unsharded weights stay
+        is_through = not self._open.has(unit, apart=self.is_driven)  # else it is used again
         if is_through and not self.reductions.defers:
             self.reductions.note_ready(unit, out)
         self._hide(unit, out, frees=is_through and self.policy.frees_after_backward)
@@ -288,8 +289,7 @@ class Schedule:
         self.ended, self._begun = self._begun, []
         for call in self.ended:
             call.is_begun = False
-        for calls in self._open:
-            calls.clear()
+        self._open.end(apart=self.is_driven)
 
     # step
 
@@ -416,5 +416,5 @@ class Schedule:
 
     def is_through(self, unit: int) -> bool:
         """True if no call of the running backward will use the unit again."""
-        is_begun = any(call.unit == unit for call in self._begun)
-        return not (is_begun or self._open[unit] or self.reductions.has_fired(unit))
+        is_due = self._open.has(unit, apart=self.is_driven) or self.reductions.has_fired(unit)
+        return not (is_due or any(call.unit == unit for call in self._begun))
