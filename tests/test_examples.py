@@ -110,3 +110,10 @@ def test_adapters_train_on_a_four_bit_base():
     assert last < first
     assert "stage 3, rank 0 of 2, 12 steps" in together
     assert "stage 3, rank 0 of 1, 12 steps" in alone("qlora.py")
+
+
+@pytest.mark.process
+def test_the_pipeline_learns_the_next_word():
+    done = torchrun(str(EXAMPLES / "pipeline.py"), ranks=4)
+    assert done.returncode == 0, done.stderr
+    assert numbers(done.stdout)[0] < 0.5

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from onefold.engine.actions import Action, Verb
 from onefold.engine.calls import Call
+from onefold.engine.early_steps import MAX_PENDING
 from onefold.engine.policy import Policy, UnitFacts
-from onefold.engine.schedule import MAX_PENDING, Schedule
+from onefold.engine.schedule import Schedule
 from onefold.engine.successors import Phase
 
 STAGE_3 = Policy(
@@ -291,7 +292,7 @@ def test_a_backward_that_fails_finishes_its_reductions_and_leaves_nothing_behind
     script.hands.do(script.schedule.abort_backward())
     assert not script.hands.flying
     assert not script.hands.shown
-    assert not script.schedule.has_stepped
+    assert not script.schedule.early_steps
     for use in program:
         use.raises = False
     if script.forward(program):

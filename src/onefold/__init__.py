@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TierError,
         WireError,
     )
+    from onefold.pipelines.drive import pipeline
     from onefold.planner.planning import Cluster, plan
     from onefold.planner.result import Plan
     from onefold.recording.recorder import record
@@ -65,6 +66,7 @@ _HOMES = {
     "record": "onefold.recording.recorder",
     "Report": "onefold.recording.report",
     "GradScaler": "onefold.engine.precision",
+    "pipeline": "onefold.pipelines.drive",
     "Cluster": "onefold.planner.planning",
     "Plan": "onefold.planner.result",
     "plan": "onefold.planner.planning",
@@ -95,6 +97,7 @@ __all__ = [
     "generating",
     "load",
     "load_pretrained",
+    "pipeline",
     "plan",
     "record",
     "report",

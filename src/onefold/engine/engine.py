@@ -22,6 +22,7 @@ from onefold.engine.activations import SavedActivations
 from onefold.engine.calls import Call
 from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
+from onefold.engine.pipelined import warn_undriven
 from onefold.engine.policy import policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
@@ -54,6 +55,7 @@ class Engine:
         self.description, self.notes = description, tuple[str, ...]()  # of the plan, and exceptions
         self.expected_peaks = expected_peaks
         self.has_accumulated = self.is_accumulating = False
+        self.resting: frozenset[int] = frozenset()  # units whose gradients wait in micro-batches
         self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more
         self.ledger, self.group = context.ledger, context.routes.group
         self.marks = Marks(context.ledger)
@@ -119,18 +121,22 @@ class Engine:
         """The root module's forward starts, or a nested one inside it."""
         phase, schedule = self._phase(), self.schedule
         if schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
-            if schedule.is_backward:
-                self.abort_backward()
-            self._check_not_torn()
-            for stepper in list(self.hands.steppers):
-                stepper.recover()
-            self._follow()
-            for unit, gradient in self.gradients.items():
-                gradient.drop_cleared()
-                unit.forget()
+            self.prepare()
             self.marks.begin("forward")
             self.context.phase.name = phase
         self.hands.do(schedule.begin_forward(phase))
+
+    def prepare(self) -> None:
+        """Weights are about to be used: end whatever failed, follow the module and gradients."""
+        if self.schedule.is_backward:
+            self.abort_backward()
+        self._check_not_torn()
+        for stepper in list(self.hands.steppers):
+            stepper.recover()
+        self._follow()
+        for unit, gradient in self.gradients.items():
+            gradient.drop_cleared()
+            unit.forget()
 
     def note_structure(self) -> None:
         """The module tree may have changed: follow it. A collective where it has."""
@@ -141,6 +147,8 @@ class Engine:
         if not self._is_checked and not self.is_unsharded:
             follow(self)
             self._is_checked = True
+            if not self.schedule.is_driven:
+                warn_undriven(self.policy)
 
     def end_forward(self) -> None:
         """The root's forward is over, by return or exception."""
@@ -194,14 +202,16 @@ class Engine:
             self._num_backwards = 0  # gradients were cleared, with or without a step
         for gradient in self.gradients.values():
             gradient.begin()
-        self.schedule.begin_backward(self._trained(), is_last=is_last)
+        self.schedule.begin_backward(self._trained(self.resting), is_last=is_last)
         self.marks.begin("backward")
         self.context.phase.name = Phase.BACKWARD
         end = partial(_end_backward, ref(self))
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
-    def _trained(self) -> list[int]:
-        return [len(gradient.trainable()) for gradient in self.gradients.values()]
+    def _trained(self, without: Set[int] = frozenset()) -> list[int]:
+        """Parameters of each unit that have gradients to reduce; none of units in `without`."""
+        gradients = enumerate(self.gradients.values())
+        return [0 if i in without else len(gradient.trainable()) for i, gradient in gradients]
 
     def expect_backward(self, call: Call) -> None:
         """Note that backward, if it runs, will announce `call`: its outputs are watched."""
@@ -245,9 +255,8 @@ class Engine:
         actions = self.schedule.end_backward()
         for call in self.schedule.ended:
             self.marks.leave(call)
-        if defers:
-            for gradient in self.gradients.values():
-                gradient.rest_partial()
+        for index in range(len(self.units)) if defers else self.resting:
+            self.units[index].gradient.rest_partial()
         self.hands.do(actions)
         if not defers:
             gradients = enumerate(self.gradients.values())
@@ -257,7 +266,7 @@ class Engine:
 
     def abort_backward(self) -> None:
         """An exception ended backward: drop its gradients, reshard every unit."""
-        self._is_torn = self._is_torn or self.schedule.has_stepped
+        self._is_torn = self._is_torn or bool(self.schedule.early_steps)
         self.hands.take_stepped()
         for gradient in self.gradients.values():
             gradient.is_discarding = True
@@ -285,6 +294,18 @@ class Engine:
             gradient.check_whole()
         if any(each.partial or each.reduction.waits for each in self.gradients.values()):
             self.hands.do(self.schedule.complete(self._trained()))
+
+    def start_reductions(self) -> None:
+        """Begin to reduce what rests, on every rank, whatever its micro-batches used.
+
+        `schedule.finish` waits for all of it.
+        """
+        for gradient in self.gradients.values():
+            gradient.check_whole()
+            gradient.drop_cleared()
+        all_rest = self.policy.defers_reduction or self.policy.sums_rest
+        rested = frozenset(range(len(self.units))) if all_rest else self.resting
+        self.hands.do(self.schedule.start(self._trained(set(range(len(self.units))) - rested)))
 
     def before_step(self) -> None:
         """The optimizer is about to step: reshard all units, bring edited weights to masters."""
@@ -318,28 +339,6 @@ class Engine:
                 unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
         self.schedule.stepped()
         self.marks.end()
-
-    def are_gradients_finite(self) -> bool:
-        """False if a gradient is not finite on some rank: then on all. A collective.
-
-        A rank sees its own rows only, so it asks the others. A GPU's host waits for the answer.
-        This reads the gradients as they are now, also where they were cleared, zeroed or unscaled
-        since the reduction, or stepped by another optimizer.
-        """
-        if not self.units:
-            return True
-        is_bad = torch.zeros(1, device=self.context.store.device)
-        for unit in self.units:
-            for parameter in unit.parameters:
-                rows = parameter.own_grad()
-                if rows is not None:
-                    for bound in torch.aminmax(rows):  # both are NaN if an element is
-                        is_bad += bound.isfinite().logical_not()
-        self.group.all_reduce_max(is_bad)
-        is_finite = not is_bad.item()
-        for gradient in self.gradients.values() if not is_finite else ():
-            gradient.reduction.feedback.forget(gradient.unit.parameters)
-        return is_finite
 
     def add(self, units: list[Unit]) -> None:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
+from onefold.engine.pipelined import INFERENCE, calling_stage
 from onefold.engine.watch import tensors_in
 from onefold.wire.collectives import Group
 
@@ -38,7 +39,7 @@ def compare_first_batches(module: nn.Module, group: Group) -> None:
 
     @torch._disable_dynamo  # as the hooks of hooks.py
     def hook(root: nn.Module, args: object, kwargs: object) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or INFERENCE in calling_stage():
             return
         handle.remove()
         _warn_of_others(root, (args, kwargs), group)

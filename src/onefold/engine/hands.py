@@ -80,7 +80,7 @@ class Hands:
     def _step(self, index: int) -> None:
         unit, steppers = self.units[index], list(self.steppers)
         if not steppers or unit.gradient.is_unused:
-            self.schedule.skipped(index)
+            self.schedule.early_steps.skip(index)
             return
         unit.join_step()
         unit.refresh_master()

@@ -45,7 +45,7 @@ def keeping(engine: Engine, room: int) -> Iterator[None]:
 
 def choose(units: Sequence[UnitFacts], room: int, ahead: int) -> frozenset[int]:
     """Choose as many units as fit into `room` bytes beside the others that are gathered."""
-    gathered = _gathered(units)
+    gathered = gathered_units(units)
     for count in range(len(gathered), 0, -1):
         kept = frozenset(gathered[i * len(gathered) // count] for i in range(count))
         if most_nbytes(units, kept, ahead) <= room:
@@ -59,9 +59,10 @@ def most_nbytes(units: Sequence[UnitFacts], kept: frozenset[int], ahead: int) ->
     Besides kept units: the unit that computes, `ahead` next ones, and one whose weight is tied to
     another module's, as an embedding to its head, and which stays from the first to the last use.
     """
-    others = sorted(units[i].nbytes for i in _gathered(units) if i not in kept)
+    others = sorted(units[i].nbytes for i in gathered_units(units) if i not in kept)
     return sum(units[i].nbytes for i in kept) + sum(others[-(ahead + 2) :])
 
 
-def _gathered(units: Sequence[UnitFacts]) -> list[int]:
+def gathered_units(units: Sequence[UnitFacts]) -> list[int]:
+    """Return the units that are gathered as a whole."""
     return [i for i, unit in enumerate(units) if not (unit.is_resident or unit.is_tiled)]

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from onefold.engine.blocks import reserve_slots
 from onefold.engine.engine import Engine
+from onefold.engine.finite import are_gradients_finite
 from onefold.engine.flat import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
 from onefold.engine.rules import Rule, may_fuse, moments_after_first_step, rule_of
@@ -246,7 +247,7 @@ class OptimizerBinding:
         messages are not checked: gradients are as in plain PyTorch.
         """
         coded = [e for e in self.engines if e.context.routes.rounds_gradients]
-        unsound = [engine for engine in coded if not engine.are_gradients_finite()]
+        unsound = [engine for engine in coded if not are_gradients_finite(engine)]
         for engine in unsound:
             engine.ledger.skipped += 1
             if engine.group.rank == 0:

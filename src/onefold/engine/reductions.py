@@ -72,8 +72,8 @@ class Reductions:
                 return
             self._start(due, out)
 
-    def _start(self, unit: int, out: list[Action]) -> None:
-        while len(self._in_flight) >= self._policy.max_in_flight:
+    def _start(self, unit: int, out: list[Action], *, at_once: bool = False) -> None:
+        while not at_once and len(self._in_flight) >= self._policy.max_in_flight:
             self.land(out)
         if self._following == unit:  # a second reduction adds to the gradients that the first shows
             self._finish(out)
@@ -111,11 +111,15 @@ class Reductions:
 
         A rank that did not use a unit still takes part with zeros: another may have used it.
         """
+        self.start_all(out)
+        self.drain(out)
+
+    def start_all(self, out: list[Action], *, at_once: bool = False) -> None:
+        """Reduce every unit that `finish` would; `at_once`: without a wait for any of them."""
         for unit in list(self._order):
             is_due = unit not in self._started or self._fired[unit]
             if is_due and self._trained[unit]:
-                self._start(unit, out)
-        self.drain(out)
+                self._start(unit, out, at_once=at_once)
 
     def drain(self, out: list[Action]) -> None:
         """Finish every reduction that is under way."""

@@ -21,19 +21,15 @@ One step, event by event (units are numbers, in the order of the module):
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from weakref import WeakSet
 
 from onefold.engine.actions import NO_UNIT, Action, Verb
-from onefold.engine.calls import Call
+from onefold.engine.calls import Call, OpenCalls
+from onefold.engine.early_steps import EarlySteps
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
 from onefold.engine.successors import Phase, Successors
-
-MAX_PENDING = 2
-"""Units whose background steps may be under way during backward: each holds its gradient until its
-step is over. Where the tier is slower than backward, all units would otherwise pile up."""
 
 
 class Schedule:
@@ -52,7 +48,7 @@ class Schedule:
         self._users = [0] * len(units)
         self._seen: list[set[Hashable]] = [set() for _ in units]
         self._begun: list[Call] = []
-        self._open: list[WeakSet[Call]] = [WeakSet() for _ in units]  # backward will reach them
+        self._open = OpenCalls(len(units))
         self._unsharded: set[int] = set()  # unsharded bytes exist, or will soon
         self._fresh: set[int] = set()  # they have the values of the weights at rest
         self._shown: set[int] = set()  # modules see them
@@ -61,10 +57,10 @@ class Schedule:
         self._filled: set[int] = set()  # the node's second shard is up to date
         self._late: list[int] = []  # to be gathered with the next gradient
         self.builds_graph = False
-        self._to_step: list[int] = []  # reduced; stepped once backward is through with them
-        self._stepped: list[int] = []  # stepped in backward, since the last step
+        self.early_steps = EarlySteps()
         self.is_suspended = False  # inside onefold.unsharded: nothing is decided
-        self.kept: frozenset[int] = frozenset()  # evaluation leaves these unsharded
+        self.kept: frozenset[int] = frozenset()  # forwards and backwards leave these unsharded
+        self.is_driven = False  # a pipeline runs micro-batches, and decides which units are kept
 
     def add(self, units: Sequence[UnitFacts]) -> None:
         """More units come, whose state every rank holds: a second hop spreads their gradients."""
@@ -73,7 +69,7 @@ class Schedule:
         self.reductions.add(self.policy, self.units)
         self._users += [0 for _ in units]
         self._seen += [set() for _ in units]
-        self._open += [WeakSet() for _ in units]
+        self._open.grow(len(units))
 
     # forward
 
@@ -82,10 +78,11 @@ class Schedule:
         out: list[Action] = []
         if self.forward_depth == 0 and phase is not Phase.BACKWARD:
             self._successors.begin(phase)
+            self._open.walk = self._clock
             self._users = [0] * len(self.units)
             for seen in self._seen:
                 seen.clear()
-            if phase is Phase.FORWARD:  # training goes on
+            if phase is Phase.FORWARD and not self.is_driven:  # training goes on
                 out += self.keep(frozenset())
             if self.policy.fills_early:
                 for unit, facts in enumerate(self.units):
@@ -101,7 +98,7 @@ class Schedule:
         self._users[unit] += 1
         if not self.is_suspended:
             self._unshard(unit, phase, out)
-        return Call(unit, self._clock), out
+        return Call(unit, self._clock, self._open.walk), out
 
     def leave(
         self, call: Call, module: Hashable, num_modules: int, *, is_recompute: bool
@@ -120,7 +117,7 @@ class Schedule:
         is_last = len(seen) >= num_modules or self.forward_depth == 0
         if is_last:
             seen.clear()
-        self._hide(unit, out, frees=is_last and self._is_freed(unit))
+        self._hide(unit, out, frees=is_last and self.policy.frees_after_forward)
         return out
 
     def end_forward(self, phase: Phase) -> list[Action]:
@@ -131,7 +128,7 @@ class Schedule:
             self._users = [0] * len(self.units)
             for unit in range(len(self.units)):
                 is_next = self.policy.is_cyclic and unit in self._ahead
-                self._hide(unit, out, frees=self._is_freed(unit) and not is_next)
+                self._hide(unit, out, frees=self.policy.frees_after_forward and not is_next)
             if phase is Phase.EVALUATION and not self.policy.is_cyclic:  # else more follows
                 out.append((Verb.REST, NO_UNIT))
         return out
@@ -157,17 +154,31 @@ class Schedule:
         out: list[Action] = []
         if self._users[unit] == 0 and not self.is_suspended:
             is_over = self.forward_depth == 0 and not is_recorded
-            self._hide(unit, out, frees=is_over and self._is_freed(unit))
+            self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
             if is_over:
                 out.append((Verb.REST, NO_UNIT))
-        return Call(unit, self._clock), out
+        return Call(unit, self._clock, self._open.walk), out
 
     def keep(self, units: frozenset[int]) -> list[Action]:
-        """Leave `units` unsharded between forwards until one trains; free others kept so far."""
+        """Leave `units` unsharded until a forward trains, undriven; free others kept so far."""
         out: list[Action] = []
         dropped, self.kept = self.kept - units, units
         for unit in sorted(dropped):
-            self._hide(unit, out, frees=self._is_freed(unit))
+            self._hide(unit, out, frees=self.policy.frees_after_forward)
+        return out
+
+    def gather(self, units: Iterable[int]) -> list[Action]:
+        """Begin to gather `units` before their modules run."""
+        out: list[Action] = []
+        for unit in units:
+            self._gather(unit, out)
+        return out
+
+    def hide(self) -> list[Action]:
+        """Let modules see sharded parameters again."""
+        out: list[Action] = []
+        for unit in range(len(self.units)):
+            self._hide(unit, out, frees=False)
         return out
 
     def hold(self, unit: int) -> None:
@@ -184,7 +195,7 @@ class Schedule:
 
     def expect_backward(self, call: Call) -> None:
         """Note that backward, if it runs, will reach `call`: its outputs are watched."""
-        self._open[call.unit].add(call)
+        self._open.add(call)
 
     def enter_backward(self, call: Call, *, builds_graph: bool = False) -> list[Action]:
         """Autograd reaches the outputs of `call`.
@@ -197,11 +208,12 @@ class Schedule:
             self.builds_graph = True
             self._held.add(call.unit)
         call.is_begun = True
+        self._open.walk = call.walk
         self.ended = [other for other in self._begun if other.started > call.finished]
         for later in self.ended:
             self._begun.remove(later)
             later.is_begun = False
-            self._open[later.unit].discard(later)
+            self._open.close(later)
             self._leave_backward(later.unit, out)
         self._begun.append(call)
         self._unshard(call.unit, Phase.BACKWARD, out)
@@ -215,10 +227,10 @@ class Schedule:
         """
         if any(call.unit == unit for call in self._begun):
             return
-        is_through = not self._open[unit]  # else it is used again: unsharded weights stay
+        is_through = not self._open.has(unit, apart=self.is_driven)  # else it is used again
         if is_through and not self.reductions.defers:
             self.reductions.note_ready(unit, out)
-        self._hide(unit, out, frees=self.policy.frees_after_backward and is_through)
+        self._hide(unit, out, frees=is_through and self.policy.frees_after_backward)
         self._step_reduced(out)
 
     def gradient(self, unit: int, member: int) -> list[Action]:
@@ -268,8 +280,7 @@ class Schedule:
         self.reductions.drain(out)
         self.reductions.forget()
         self.reductions.averaged.clear()
-        self._to_step.clear()
-        self._stepped.clear()
+        self.early_steps.forget()
         return out + self.rest()
 
     def _end_calls(self) -> None:
@@ -278,16 +289,25 @@ class Schedule:
         self.ended, self._begun = self._begun, []
         for call in self.ended:
             call.is_begun = False
-        for calls in self._open:
-            calls.clear()
+        self._open.end(apart=self.is_driven)
 
     # step
 
     def complete(self, trained: Sequence[int]) -> list[Action]:
         """Reduce gradients of an accumulation that ended without its last micro-batch."""
+        return self.start(trained, at_once=False) + self.finish()
+
+    def start(self, trained: Sequence[int], *, at_once: bool = True) -> list[Action]:
+        """Begin these reductions, `at_once` all of them; `finish` follows."""
         out: list[Action] = []
         self.reductions.begin(trained, is_last=True)
-        self.reductions.finish(out)
+        self.reductions.start_all(out, at_once=at_once)
+        return out
+
+    def finish(self) -> list[Action]:
+        """Finish the reductions of `complete` or `start`."""
+        out: list[Action] = []
+        self.reductions.drain(out)
         self.reductions.averaged.clear()
         out.append((Verb.REST, NO_UNIT))
         return out
@@ -305,18 +325,12 @@ class Schedule:
 
     def take_stepped(self) -> set[int]:
         """The optimizer's step begins: return the units that were stepped in backward already."""
-        stepped, self._stepped = set(self._stepped), []
-        return stepped
+        return self.early_steps.take()
 
     def stepped(self) -> None:
         """Weights have changed: unsharded weights and second shards are out of date."""
         self._fresh.clear()
         self._filled.clear()
-
-    def skipped(self, unit: int) -> None:
-        """A step in backward was not necessary: no rank has a gradient for the unit."""
-        if unit in self._stepped:
-            self._stepped.remove(unit)
 
     def lost(self, unit: int) -> None:
         """An action on the unit failed: its unsharded weights may have any values."""
@@ -324,10 +338,6 @@ class Schedule:
         self._filled.discard(unit)
 
     # rules
-
-    def _is_freed(self, unit: int) -> bool:
-        """True if a unit is freed once a forward is through with it."""
-        return self.policy.frees_after_forward and unit not in self.kept
 
     def _unshard(self, unit: int, phase: Phase, out: list[Action]) -> None:
         """Gather a unit, begin the gathers of the next ones, and fetch the rows of one more."""
@@ -380,9 +390,10 @@ class Schedule:
                 self._free(other, out, Verb.FREE)
 
     def _hide(self, unit: int, out: list[Action], *, frees: bool, is_rest: bool = False) -> None:
-        if self.policy.is_cyclic and unit in self.kept and not is_rest:
+        is_kept = unit in self.kept and not is_rest
+        if is_kept and self.policy.is_cyclic:
             return  # it stays shown, too
-        if frees and unit in self._unsharded and unit not in self._held:
+        if frees and not is_kept and unit in self._unsharded and unit not in self._held:
             self._free(unit, out, Verb.INVALIDATE if self.policy.keeps_bytes else Verb.FREE)
         elif unit in self._shown:
             self._shown.discard(unit)
@@ -399,22 +410,11 @@ class Schedule:
     def _step_reduced(self, out: list[Action]) -> None:
         """Step reduced units that backward is through with, a few at a time."""
         averaged, self.reductions.averaged = self.reductions.averaged, []
-        if not self.policy.steps_in_backward or not self.reductions.is_last:
-            return
-        self._to_step += [unit for unit in averaged if self.units[unit].is_offloaded]
-        for unit in [each for each in self._to_step if self.is_through(each)]:
-            self._to_step.remove(unit)
-            if len(self._stepped) >= MAX_PENDING:
-                out.append((Verb.WAIT_STEP, self._stepped[-MAX_PENDING]))
-            self._stepped.append(unit)
-            out.append((Verb.STEP, unit))
+        if self.policy.steps_in_backward and self.reductions.is_last:
+            offloaded = [unit for unit in averaged if self.units[unit].is_offloaded]
+            self.early_steps.step(offloaded, self.is_through, out)
 
     def is_through(self, unit: int) -> bool:
         """True if no call of the running backward will use the unit again."""
-        is_begun = any(call.unit == unit for call in self._begun)
-        return not (is_begun or self._open[unit] or self.reductions.has_fired(unit))
-
-    @property
-    def has_stepped(self) -> bool:
-        """True if units were stepped in backward since the last step."""
-        return bool(self._stepped)
+        is_due = self._open.has(unit, apart=self.is_driven) or self.reductions.has_fired(unit)
+        return not (is_due or any(call.unit == unit for call in self._begun))

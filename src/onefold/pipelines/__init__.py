@@ -1,0 +1,1 @@
+"""Drive the schedules of torch.distributed.pipelining: `onefold.pipeline`."""
