@@ -16,8 +16,8 @@ from onefold.engine.policy import policy_of
 from onefold.errors import ConfigError
 from onefold.models.gpt import GPT, GPTConfig
 from onefold.planner.anatomy import Anatomy
-from onefold.planner.axes import Axes
-from onefold.planner.composed import Job, kept_nbytes, rank_trace
+from onefold.planner.axes import AxisMessage, ModelAxes
+from onefold.planner.composed import ComposedJob, kept_nbytes, rank_trace
 from onefold.planner.composition import Composition, Window, forecast_steps, pipeline_step, sent_on
 from onefold.planner.conditions import Conditions
 from onefold.planner.machines import machine_of
@@ -89,18 +89,18 @@ def traced(name: str) -> tuple[Trace, Anatomy]:
     return found, Anatomy.of(module, found.units)
 
 
-def job_of(name: str, axes: Axes, world_size: int, local_world_size: int = 8) -> Job:
+def job_of(name: str, axes: ModelAxes, world_size: int, local_world_size: int = 8) -> ComposedJob:
     recipe = Recipe(world_size=world_size, local_world_size=local_world_size)
-    return Job(axes, traced(name)[1], recipe, TOKENS, ITEMSIZE)
+    return ComposedJob(axes, traced(name)[1], recipe, TOKENS, ITEMSIZE)
 
 
-def ranks_of(name: str, axes: Axes, world_size: int, num_micro: int = 1) -> list[Trace]:
+def ranks_of(name: str, axes: ModelAxes, world_size: int, num_micro: int = 1) -> list[Trace]:
     job = job_of(name, axes, world_size)
     return [rank_trace(traced(name)[0], job, rank, num_micro) for rank in range(axes.pp)]
 
 
 def planned(name: str = "gpt", *, ranks: int = 8, memory: str = "8GiB", **options: Any) -> Plan:
-    axes = Axes(**{key: options.pop(key) for key in ("tp", "pp", "cp", "ep", "virtual")
+    axes = ModelAxes(**{key: options.pop(key) for key in ("tp", "pp", "cp", "ep", "virtual")
                    if key in options})  # fmt: skip
     cluster = Cluster(ranks=ranks, device_type="cuda", memory=memory, machine="h100-80")
     return plan(BUILDS[name](), cluster=cluster, seq=SEQ, batch=ROWS, axes=axes, **options)
@@ -126,7 +126,7 @@ def test_axes_of_one_rank_leave_every_plan_as_it_is():
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("stage", range(4))
 def test_the_one_rank_of_no_axes_holds_and_sends_what_the_model_does(name, stage):
-    whole, (rank,) = traced(name)[0], ranks_of(name, Axes(), 2)
+    whole, (rank,) = traced(name)[0], ranks_of(name, ModelAxes(), 2)
     recipe = Recipe(stage=stage_of(stage), world_size=2, local_world_size=2)
     found, wanted = (forecast(each, recipe, accumulate=2) for each in (rank, whole))
     assert found == wanted
@@ -138,9 +138,11 @@ def test_the_one_rank_of_no_axes_holds_and_sends_what_the_model_does(name, stage
 # parameters
 
 
-@pytest.mark.parametrize(("pp", "virtual"), [(1, 1), (2, 1), (4, 1), (8, 1), (3, 1), (2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("pp", "virtual"), [(1, 1), (2, 1), (4, 1), (8, 1), (3, 1), (2, 4), (3, 2)]
+)
 def test_the_parameters_of_all_ranks_are_the_models(pp, virtual):
-    axes = Axes(pp=pp, virtual=virtual)
+    axes = ModelAxes(pp=pp, virtual=virtual)
     numels = [each.numel for each in ranks_of("gpt", axes, pp)]
     assert sum(numels) == traced("gpt")[0].numel == TABLES + LAYERS * BLOCK + HEAD
     names = [m.fqn for each in ranks_of("gpt", axes, pp) for u in each.units for m in u.members]
@@ -148,7 +150,7 @@ def test_the_parameters_of_all_ranks_are_the_models(pp, virtual):
 
 
 def test_the_last_rank_has_a_copy_of_a_tied_weight_and_its_work():
-    first, last = ranks_of("tied", Axes(pp=2), 2)
+    first, last = ranks_of("tied", ModelAxes(pp=2), 2)
     assert first.numel + last.numel == traced("tied")[0].numel + VOCAB * WIDTH
     assert [m.fqn for m in last.units[0].members] == ["tokens.weight"]
     head = 2 * TOKENS * VOCAB * WIDTH
@@ -164,7 +166,7 @@ def test_virtual_pieces_take_turns_on_the_ranks():
 @pytest.mark.parametrize(("tp", "dp"), list(product((1, 2, 4), (1, 2))))
 def test_weights_and_states_of_dp_and_tp_are_closed_forms(tp, dp):
     """Stage 0 holds 4 + 4 + 8 bytes a parameter, stage 3 a dp-th of them."""
-    (rank,) = ranks_of("gpt", Axes(tp=tp), tp * dp)
+    (rank,) = ranks_of("gpt", ModelAxes(tp=tp), tp * dp)
     vectors = (4 * LAYERS + 2) * WIDTH
     numel = (TABLES + LAYERS * BLOCK + HEAD - vectors) // tp + vectors
     assert rank.numel == numel
@@ -176,11 +178,13 @@ def test_weights_and_states_of_dp_and_tp_are_closed_forms(tp, dp):
 
 
 def test_where_heads_do_not_divide_the_fullest_rank_counts():
-    (rank,) = ranks_of("gpt", Axes(tp=3), 3)
+    (rank,) = ranks_of("gpt", ModelAxes(tp=3), 3)
     block = next(unit for unit in rank.units if unit.name == "blocks.0")
     shapes = {member.fqn.removeprefix("blocks.0."): member.shape for member in block.members}
     assert shapes["attention.qkv.weight"] == (3 * WIDTH // 2, WIDTH)  # two of four heads
-    assert "tp 3 does not divide 4 heads: the fullest rank counts" in planned(ranks=3, tp=3).estimates
+    assert (
+        "tp 3 does not divide 4 heads: the fullest rank counts" in planned(ranks=3, tp=3).estimates
+    )
 
 
 # activations
@@ -188,7 +192,7 @@ def test_where_heads_do_not_divide_the_fullest_rank_counts():
 
 @pytest.mark.parametrize(("pp", "virtual"), [(2, 1), (4, 1), (2, 2)])
 def test_activations_of_all_ranks_are_the_models_and_the_inputs_that_ranks_receive(pp, virtual):
-    axes = Axes(pp=pp, virtual=virtual)
+    axes = ModelAxes(pp=pp, virtual=virtual)
     job, whole = job_of("gpt", axes, pp), traced("gpt")[0]
     ranks = ranks_of("gpt", axes, pp)
     kept = sum(kept_nbytes(each.events, each.units, job) for each in ranks)
@@ -197,7 +201,7 @@ def test_activations_of_all_ranks_are_the_models_and_the_inputs_that_ranks_recei
 
 
 def test_a_rank_holds_as_many_micro_batches_as_are_in_flight():
-    axes, job = Axes(pp=4), job_of("gpt", Axes(pp=4), 4)
+    axes, job = ModelAxes(pp=4), job_of("gpt", ModelAxes(pp=4), 4)
     alone, many = ranks_of("gpt", axes, 4), ranks_of("gpt", axes, 4, num_micro=8)
     for rank, (one, more) in enumerate(zip(alone, many, strict=True)):
         kept = kept_nbytes(one.events, one.units, job)
@@ -209,12 +213,12 @@ def test_a_rank_holds_as_many_micro_batches_as_are_in_flight():
 @pytest.mark.parametrize(("pp", "virtual"), [(2, 2), (4, 3), (8, 3)])
 def test_interleaving_holds_more_by_a_share_of_a_micro_batch_on_the_first_rank(pp, virtual):
     """L (1 + (p-1) / (p v)) blocks, where 1F1B holds L: Korthikanti, arXiv 2205.05198, 4.2.3."""
-    axes = Axes(pp=pp, virtual=virtual)
+    axes = ModelAxes(pp=pp, virtual=virtual)
     assert axes.in_flight(0, 99) == pytest.approx(pp * (1 + (pp - 1) / (pp * virtual)))
 
 
 def test_tp_and_cp_divide_activations_and_work():
-    (rank,) = ranks_of("gpt", Axes(tp=2, cp=2), 4)
+    (rank,) = ranks_of("gpt", ModelAxes(tp=2, cp=2), 4)
     whole = traced("gpt")[0]
     assert rank.peak == pytest.approx(whole.peak / 4, abs=1)
     for mine, its in zip(rank.units, whole.units, strict=True):
@@ -240,7 +244,7 @@ class Half(nn.Module):
 @pytest.mark.parametrize("stage", range(4))
 def test_a_derived_rank_is_the_plan_of_the_stages_own_module(stage):
     """The module of a stage is built and traced: bytes sent are equal, memory to 2 %."""
-    derived = ranks_of("gpt", Axes(pp=2), 4)[1]
+    derived = ranks_of("gpt", ModelAxes(pp=2), 4)[1]
     given = torch.zeros(ROWS, SEQ, WIDTH, device="meta", requires_grad=True)
     own = trace(Half(gpt()), (given,))
     recipe = Recipe(stage=stage_of(stage), world_size=2, local_world_size=2)
@@ -257,7 +261,9 @@ def blocks_of(made: Composition) -> list[int]:
     return [len(rank.blocks) for rank in made.ranks]
 
 
-@pytest.mark.parametrize(("tp", "cp", "pp"), [(2, 1, 1), (1, 2, 1), (1, 1, 4), (2, 2, 2), (4, 1, 2)])
+@pytest.mark.parametrize(
+    ("tp", "cp", "pp"), [(2, 1, 1), (1, 2, 1), (1, 1, 4), (2, 2, 2), (4, 1, 2)]
+)
 def test_bytes_of_axes_are_closed_forms_of_a_gpt(tp, cp, pp):
     micro = 4
     made = composed(planned(tp=tp, cp=cp, pp=pp, accumulate=micro, stage=2, offload=None))
@@ -282,8 +288,8 @@ def test_bytes_of_axes_are_closed_forms_of_a_gpt(tp, cp, pp):
 
 def test_recompute_repeats_the_messages_of_forward():
     plain, again = (
-        plan("tiny", cluster=Cluster(ranks=4, memory="8GiB"), seq=SEQ, axes=Axes(tp=2), stage=2,
-             recompute=recompute, offload=None)
+        plan("tiny", cluster=Cluster(ranks=4, memory="8GiB"), seq=SEQ, axes=ModelAxes(tp=2),
+             stage=2, recompute=recompute, offload=None)
         for recompute in (False, True)
     )  # fmt: skip
     (work,), (more,) = ([rank.work for rank in composed(each).ranks] for each in (plain, again))
@@ -295,7 +301,7 @@ def test_recompute_repeats_the_messages_of_forward():
 @pytest.mark.parametrize("ep", [2, 3])
 def test_experts_have_a_data_axis_of_their_own(ep):
     world = 2 * ep
-    (rank,) = ranks_of("mixture", Axes(ep=ep), world)
+    (rank,) = ranks_of("mixture", ModelAxes(ep=ep), world)
     experts = [unit for unit in rank.units if unit.name.endswith(".experts")]
     assert len(experts) == LAYERS
     stack = 6 * 2 * 2 * WIDTH**2
@@ -312,13 +318,47 @@ def test_experts_have_a_data_axis_of_their_own(ep):
     assert sent_on("ep", rank.work(TOKENS), Conditions()) == pytest.approx(LAYERS * shuffled)
 
 
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep", "pp"])
+@pytest.mark.parametrize("local_world_size", [1, 2, 8])
+def test_a_message_costs_the_bytes_of_its_closed_form(axis, local_world_size):
+    sizes = {axis: 4}
+    group = ModelAxes(**sizes).group(axis, local_world_size, 16)
+    message = AxisMessage(axis, 1e6, group, 2, 1)
+    cost = message.cost(machine_of("h100-80"))
+    assert cost.nbytes == pytest.approx(message.sent)
+    assert message.sent_nbytes(recompute=1.0) == 5 * message.sent
+
+
+def test_time_on_tp_is_the_time_of_its_all_reduces():
+    """4 a block, 1 a table, 1 a head; each 2 (t - 1) / t B bytes and 2 (t - 1) hops."""
+    found = planned(tp=4, stage=2, offload=None, accumulate=2)
+    step, machine = found.taken.step, machine_of("h100-80")
+    assert step is not None
+    hops = 2 * 3 * machine.inside.latency
+    one = hops + 2 * 3 / 4 * HIDDEN / machine.inside.nbytes_per_second
+    assert step.exposed_axes == pytest.approx(2 * (4 * LAYERS + 2) * one)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "data", "near"),
+    [
+        ({"tp": 8}, 8, 1), ({"tp": 4}, 16, 2), ({"tp": 2, "pp": 2}, 16, 4), ({"cp": 4}, 64, 8),
+        ({"tp": 16}, 4, 1), ({"tp": 2, "pp": 16}, 2, 2), ({"tp": 2, "pp": 8, "cp": 4}, 4, 4),
+    ],
+)  # fmt: skip
+def test_the_data_axis_is_dp_by_cp_of_which_a_node_has_one_tpth(sizes, data, near):
+    """64 ranks on nodes of 8; tp takes neighbours."""
+    recipe = ModelAxes(**sizes).data(Recipe(world_size=64, local_world_size=8))
+    assert (recipe.world_size, recipe.local_world_size) == (data, near)
+
+
 # the pipeline's time
 
 
 @pytest.mark.parametrize(("pp", "virtual", "micro"), list(product((1, 2, 4), (1, 3), (1, 4, 32))))
 def test_the_bubble_of_equal_ranks_is_a_closed_form(pp, virtual, micro):
     """(p - 1) / (v m + p - 1) of the pipeline's time: Narayanan, arXiv 2104.04473, 2.2.2."""
-    axes = Axes(pp=pp, virtual=virtual if pp > 1 else 1)
+    axes = ModelAxes(pp=pp, virtual=virtual if pp > 1 else 1)
     unit = UnitWork("", 1000, Work(1e12), Work(2e12))
     recipe, run = Recipe(world_size=1), Conditions(accumulate=micro)
     works = [(ModelWork((unit,), 1), policy_of(recipe))] * pp
@@ -337,7 +377,7 @@ def test_the_slowest_rank_decides_and_waits_for_one_micro_batch_of_the_others():
         (ModelWork((UnitWork("", 1000, Work(flops)),), 1), policy_of(recipe))
         for flops in (1e12, 4e12, 2e12)
     ]
-    step, slowest = pipeline_step(works, recipe, Axes(pp=3), machine, run)
+    step, slowest = pipeline_step(works, recipe, ModelAxes(pp=3), machine, run)
     one = 1e12 / (machine.peak("bf16") * machine.efficiency.matmul)
     assert slowest == 1
     assert step.compute == pytest.approx(40 * one)
@@ -381,11 +421,11 @@ def test_stage_3_of_a_pipeline_chooses_its_window_from_free_memory():
 def test_messages_of_windows_are_closed_forms():
     """One gather and one reduction a step; one and m; 2 m - (the last unit's) and m."""
     micro, data, recipe = 5, 4, Recipe(world_size=4, device_type="cuda")
-    rank = ranks_of("gpt", Axes(pp=2), 8)[0]
+    rank = ranks_of("gpt", ModelAxes(pp=2), 8)[0]
     own = (data - 1) / data * rank.numel * ITEMSIZE
     sent = [
         forecast_steps(rank, recipe, micro, window.policy(recipe)).sent
-        for window in Window.choices(recipe, Axes(pp=2))
+        for window in Window.choices(recipe, ModelAxes(pp=2))
     ]
     assert [each["gather"] / own for each in sent[:2]] == [1, 1]
     assert [each["reduce_scatter"] / own for each in sent] == [1, micro, micro]
@@ -393,8 +433,8 @@ def test_messages_of_windows_are_closed_forms():
 
 
 def test_a_step_of_many_micro_batches_is_told_from_three():
-    rank, recipe = ranks_of("gpt", Axes(pp=2), 8)[0], Recipe(world_size=4)
-    for window in Window.choices(recipe, Axes(pp=2)):
+    rank, recipe = ranks_of("gpt", ModelAxes(pp=2), 8)[0], Recipe(world_size=4)
+    for window in Window.choices(recipe, ModelAxes(pp=2)):
         policy = window.policy(recipe)
         told = forecast_steps(rank, recipe, 7, policy)
         played = forecast(rank, recipe, accumulate=7, policy=policy)
@@ -441,10 +481,10 @@ def test_the_command_prints_a_line_for_each_axis_and_rank():
     assert [line.split()[:2] for line in lines[first + 1 : first + 4]] == [
         ["data", "2"], ["tp", "2"], ["pp", "2"],
     ]  # fmt: skip
-    assert "20% of the pipeline's time is its bubble" in lines[first + 3]
+    assert lines[first + 3].endswith("sends; bubble 20%")
     assert "  mesh = init_device_mesh" in done.stdout
     assert 'mesh=mesh["dp"])' in lines[-1]
-    assert all(len(line) <= 100 for line in lines)
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_json_has_the_same():

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from onefold.planner.anatomy import Anatomy
-from onefold.planner.axes import Axes
-from onefold.planner.composed import Job, parts_of, units_of
+from onefold.planner.axes import ModelAxes
+from onefold.planner.composed import ComposedJob, parts_of, units_of
 from onefold.planner.composition import Window, pipeline_step
 from onefold.planner.machines import FITS, Efficiency, machine_of
 from onefold.planner.simulate import StepTime
@@ -38,12 +38,13 @@ WINDOW = Window(keeps=True, sums=True)
 
 @dataclass(frozen=True)
 class ComposedRow(Row):
-    """One run on a mesh; its `measured` is a speed, where times of steps were published, too. `hides_tp`: its software hides messages of tp behind products.
+    """One run on a mesh; its `measured` is a speed, where times of steps were published, too.
 
-    `repeats_attention`: only the scores of attention are recomputed.
+    `hides_tp`: its software hides messages of tp behind products. `repeats_attention`: only the
+    scores of attention are recomputed.
     """
 
-    axes: Axes = field(default_factory=Axes)
+    axes: ModelAxes = field(default_factory=ModelAxes)
     hides_tp: bool = False
     repeats_attention: bool = False
 
@@ -54,14 +55,14 @@ class ComposedRow(Row):
         return replace(shape, is_tied=shape.is_tied and self.axes.pp == 1)
 
     @property
-    def job(self) -> Job:
+    def job(self) -> ComposedJob:
         """The axes on the model."""
         shape = self.shape
         anatomy = Anatomy(
             blocks=tuple(f"layer {index}" for index in range(shape.layers)), width=shape.hidden,
             heads=shape.heads, kv_heads=shape.kv_heads or shape.heads,
         )  # fmt: skip
-        return Job(self.axes, anatomy, self.recipe, self.seq * self.microbatch, itemsize=2)
+        return ComposedJob(self.axes, anatomy, self.recipe, self.seq * self.microbatch, itemsize=2)
 
     @cached_property
     def result(self) -> StepTime:
@@ -135,23 +136,24 @@ def torchtitan() -> list[ComposedRow]:
     """
     one = ComposedRow(
         "torchtitan", "h100-96-500w", "Llama 70B", 8192, 256, 16, 597, grad_itemsize=4,
-        fused_elementwise=True, axes=Axes(tp=8),
+        fused_elementwise=True, axes=ModelAxes(tp=8),
     )  # fmt: skip
     float8 = replace(one, measured=829, dtype="fp8", weight_itemsize=1)
     large = replace(float8, model="Llama 405B", ranks=512, accumulate=8, hides_tp=True)
+    deep = replace(large, microbatch=1)
     small = replace(float8, model="Llama 8B", ranks=8, microbatch=1)
     contexts = ((1, 32768), (2, 65536), (4, 131072), (8, 262144))
     return [
         one, replace(one, measured=652, hides_tp=True),
         float8, replace(float8, measured=876, hides_tp=True),
-        replace(large, microbatch=4, measured=100, axes=Axes(tp=8, pp=8)),
-        replace(large, microbatch=4, measured=128, axes=Axes(tp=8, pp=8, virtual=2)),
+        replace(large, microbatch=4, measured=100, axes=ModelAxes(tp=8, pp=8)),
+        replace(large, microbatch=4, measured=128, axes=ModelAxes(tp=8, pp=8, virtual=2)),
         *(
-            replace(small, seq=seq, measured=measured, axes=Axes(cp=cp))
+            replace(small, seq=seq, measured=measured, axes=ModelAxes(cp=cp))
             for (cp, seq), measured in zip(contexts, (3890, 2540, 1071, 548), strict=True)
         ),
         *(
-            replace(large, seq=seq, microbatch=1, measured=measured, axes=Axes(tp=8, pp=8, cp=cp))
+            replace(deep, seq=seq, measured=measured, axes=ModelAxes(tp=8, pp=8, cp=cp))
             for (cp, seq), measured in zip(contexts, (76, 47, 31, 16), strict=True)
         ),
     ]  # fmt: skip
@@ -166,7 +168,7 @@ def megatron() -> list[ComposedRow]:
     return [
         ComposedRow("megatron", "a100-80", model, 2048, ranks, 1, measured,
                     accumulate=batch * 8 * pp // ranks, stage=0, unit="TFLOP/s",
-                    fused_attention=False, axes=Axes(tp=8, pp=pp))
+                    fused_attention=False, axes=ModelAxes(tp=8, pp=pp))
         for model, pp, batch, ranks, measured in rows
     ]  # fmt: skip
 
@@ -186,18 +188,21 @@ def korthikanti() -> list[ComposedRow]:
                     "korthikanti", "a100-80", model, 2048, ranks, microbatch,
                     batch * 2048 / measured / ranks, accumulate=batch // microbatch,
                     recompute=1.0 - again, stage=0, fused_attention=False,
-                    axes=Axes(tp=8, pp=pp, virtual=virtual), repeats_attention=again == 1,
+                    axes=ModelAxes(tp=8, pp=pp, virtual=virtual), repeats_attention=again == 1,
                 )
             )  # fmt: skip
     return found
 
 
 def turing() -> list[ComposedRow]:
-    """MT-NLG 530B on 280, 350 and 420 DGX A100, batch 1920: arXiv 2201.11990. Inferred: micro-batches of 1."""
+    """MT-NLG 530B on 280, 350 and 420 DGX A100, batch 1920: arXiv 2201.11990.
+
+    Inferred: micro-batches of 1.
+    """
     return [
         ComposedRow("mt-nlg", "a100-80", "530B", 2048, ranks, 1, 1920 * 2048 / seconds / ranks,
                     accumulate=1920 * 280 // ranks, stage=0, fused_attention=False,
-                    axes=Axes(tp=8, pp=35))
+                    axes=ModelAxes(tp=8, pp=35))
         for ranks, seconds in ((2240, 60.1), (2800, 50.2), (3360, 44.4))
     ]  # fmt: skip
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TierError,
         WireError,
     )
+    from onefold.planner.axes import ModelAxes
     from onefold.planner.planning import Cluster, plan
     from onefold.planner.result import Plan
     from onefold.recording.recorder import record
@@ -64,6 +65,7 @@ _HOMES = {
     "Report": "onefold.recording.report",
     "GradScaler": "onefold.engine.precision",
     "Cluster": "onefold.planner.planning",
+    "ModelAxes": "onefold.planner.axes",
     "Plan": "onefold.planner.result",
     "plan": "onefold.planner.planning",
     "Wire": "onefold.wire_config",
@@ -74,6 +76,7 @@ __all__ = [
     "Cluster",
     "ConfigError",
     "GradScaler",
+    "ModelAxes",
     "MovingAverage",
     "Offload",
     "OnefoldError",

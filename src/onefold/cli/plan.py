@@ -16,7 +16,7 @@ from onefold.errors import ConfigError, expected
 from onefold.planner.sizes import parse_nbytes
 
 if TYPE_CHECKING:
-    from onefold.planner.axes import Axes
+    from onefold.planner.axes import ModelAxes
     from onefold.planner.planning import Cluster
     from onefold.planner.result import Plan
 
@@ -121,11 +121,11 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     return 0 if made.fits else 2
 
 
-def _axes(arguments: argparse.Namespace) -> Axes:
-    from onefold.planner.axes import Axes
+def _axes(arguments: argparse.Namespace) -> ModelAxes:
+    from onefold.planner.axes import ModelAxes
 
     names = ("tp", "pp", "cp", "ep", "virtual")
-    return Axes(**{name: whole(f"--{name}", vars(arguments)[name], least=1) for name in names})
+    return ModelAxes(**{name: whole(f"--{name}", vars(arguments)[name], least=1) for name in names})
 
 
 def _check_calibrate(arguments: argparse.Namespace) -> None:

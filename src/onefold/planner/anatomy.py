@@ -12,7 +12,7 @@ from onefold.errors import ConfigError, expected
 if TYPE_CHECKING:
     from torch import nn
 
-    from onefold.planner.axes import Axes
+    from onefold.planner.axes import ModelAxes
     from onefold.planner.work import UnitWork
 
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
@@ -67,23 +67,31 @@ class Anatomy:
         name = unit.partition(" (")[0]
         return self.blocks.index(name) if name in self.blocks else -1
 
-    def check(self, axes: Axes) -> None:
+    def check(self, axes: ModelAxes) -> None:
         """Raise `ConfigError` where the model has not enough parts for the axes."""
-        num_blocks = len(self.blocks)
-        _need(num_blocks > 0, "a model of repeated blocks beside tp, pp, cp or ep",
-              "a model without blocks", "repeated blocks lie in a ModuleList or Sequential")  # fmt: skip
-        _need(axes.num_pieces <= num_blocks, f"at most {num_blocks} pipeline stages: one a block",
-              f"pp {axes.pp} x virtual {axes.virtual}", "fewer stages, or a deeper model")  # fmt: skip
-        for name, size in (("tp", axes.tp), ("cp", axes.cp)):
-            _need(not self.heads or size <= self.heads, f"{name} of at most {self.heads} heads",
-                  f"{name} {size}", "a rank needs a head of attention")  # fmt: skip
-        if axes.ep > 1:
-            _need(self.experts > 0, "a model with experts beside ep", "a model without",
-                  "experts lie in modules named `experts`")  # fmt: skip
-            _need(axes.ep <= self.experts, f"ep of at most {self.experts} experts",
-                  f"ep {axes.ep}", "a rank needs an expert")  # fmt: skip
+        num_blocks, heads = len(self.blocks), self.heads
+        blocks = (
+            (num_blocks > 0, "a model of repeated blocks beside tp, pp, cp or ep", "none",
+             "repeated blocks lie in a ModuleList or Sequential"),
+            (axes.num_pieces <= num_blocks, f"at most {num_blocks} pipeline stages: one a block",
+             f"pp {axes.pp} x virtual {axes.virtual}", "fewer stages, or a deeper model"),
+        )  # fmt: skip
+        sizes = [
+            (size <= heads or not heads, f"{name} of at most {heads} heads", f"{name} {size}",
+             "a rank needs a head of attention")
+            for name, size in (("tp", axes.tp), ("cp", axes.cp))
+        ]  # fmt: skip
+        experts = (
+            (self.experts > 0, "a model with experts beside ep", "a model without",
+             "experts lie in modules named `experts`"),
+            (axes.ep <= self.experts, f"ep of at most {self.experts} experts", f"ep {axes.ep}",
+             "a rank needs an expert"),
+        )  # fmt: skip
+        for holds, what, got, hint in (*blocks, *sizes, *(experts if axes.ep > 1 else ())):
+            if not holds:
+                raise ConfigError(expected(what, got, hint=hint))
 
-    def estimates(self, axes: Axes) -> tuple[str, ...]:
+    def estimates(self, axes: ModelAxes) -> tuple[str, ...]:
         """Say what a plan with these axes takes for granted."""
         found: list[str] = []
         if axes.tp > 1:
@@ -91,7 +99,13 @@ class Anatomy:
                 "tp cuts every matrix, and activations of norms and residuals along the sequence"
             )
         if axes.tp > 1 and self.heads % axes.tp:
-            found.append(f"tp {axes.tp} does not divide {self.heads} heads: the fullest rank counts")
+            found.append(
+                f"tp {axes.tp} does not divide {self.heads} heads: the fullest rank counts"
+            )
+        for name, size in (("tp", axes.tp), ("cp", axes.cp)):
+            if size > self.kv_heads > 0:
+                kv = f"{self.kv_heads} heads of keys and values"
+                found.append(f"{name} {size} is more than {kv}: their copies are not counted")
         if axes.cp > 1:
             found.append("attention on cp is an all-to-all of heads; its masks are not counted")
         if axes.pp > 1:
@@ -100,11 +114,6 @@ class Anatomy:
         if axes.ep > 1:
             found.append(f"tokens reach all experts alike, {self.active} of {self.experts} each")
         return tuple(found)
-
-
-def _need(holds: bool, what: str, got: str, hint: str) -> None:
-    if not holds:
-        raise ConfigError(expected(what, got, hint=hint))
 
 
 def expert_count(fqn: str, shape: tuple[int, ...]) -> int:

@@ -26,7 +26,7 @@ MESSAGES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
+class ModelAxes:
     """The ranks of each axis; 1: the axis is not used. The ranks of dp are the rest of the world.
 
     tp: ranks that cut matrices and heads. Norms and residuals are cut along the sequence
@@ -47,7 +47,7 @@ class Axes:
     @property
     def are_used(self) -> bool:
         """True if a model axis has more than one rank."""
-        return self != Axes()
+        return self != ModelAxes()
 
     @property
     def sizes(self) -> dict[str, int]:

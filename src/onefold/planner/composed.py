@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from onefold.planner.anatomy import Anatomy, expert_count
-from onefold.planner.axes import Axes, AxisMessage
+from onefold.planner.axes import AxisMessage, ModelAxes
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.trace import Trace
 from onefold.planner.work import UnitWork, Work
@@ -20,14 +20,14 @@ from onefold.recipe import Member, Recipe
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ComposedJob:
     """The axes of a run, and the sizes on which their messages depend.
 
     recipe: of the whole world. tokens: of one micro-batch of a data rank, before cp cuts them.
     itemsize: bytes of an element of activations.
     """
 
-    axes: Axes
+    axes: ModelAxes
     anatomy: Anatomy
     recipe: Recipe
     tokens: int
@@ -65,7 +65,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UnitPart:
     """A unit, or a part of one, on a rank: the positions of its members there."""
 
     unit: int
@@ -74,7 +74,7 @@ class Part:
     is_tied: bool = False  # a copy beside the rank that has the rest of the unit
 
 
-def pieces_of(units: Sequence[UnitWork], job: Job) -> list[int]:
+def pieces_of(units: Sequence[UnitWork], job: ComposedJob) -> list[int]:
     """Return the piece of the pipeline to which each unit belongs.
 
     Blocks are cut evenly, the first pieces may have one more. Units before the first block belong
@@ -95,9 +95,9 @@ def _length(piece: int, blocks: int, number: int) -> int:
     return blocks // number + (piece < blocks % number)
 
 
-def parts_of(units: Sequence[UnitWork], job: Job, rank: int) -> list[Part]:
+def parts_of(units: Sequence[UnitWork], job: ComposedJob, rank: int) -> list[UnitPart]:
     """Return the units of a rank of the pipeline; the last one has copies of tied weights, too."""
-    axes, found = job.axes, list[Part]()
+    axes, found = job.axes, list[UnitPart]()
     pieces = pieces_of(units, job)
     last = (axes.num_pieces - 1) % axes.pp
     for index, (unit, piece) in enumerate(zip(units, pieces, strict=True)):
@@ -105,33 +105,33 @@ def parts_of(units: Sequence[UnitWork], job: Job, rank: int) -> list[Part]:
         if piece % axes.pp == rank:
             experts = tuple(i for i in everyone if _is_expert(unit.members[i], job))
             others = tuple(i for i in everyone if i not in experts)
-            found += [Part(index, others)] if others or not everyone else []
+            found += [UnitPart(index, others)] if others or not everyone else []
             kept = tuple(i for i in experts if _is_kept(unit.members[i], job))
-            found += [Part(index, kept, is_expert=True)] if kept else []
+            found += [UnitPart(index, kept, is_expert=True)] if kept else []
         elif rank == last and (tied := _tied(unit, piece, job)):
-            found.append(Part(index, tied, is_tied=True))
+            found.append(UnitPart(index, tied, is_tied=True))
     return found
 
 
-def _tied(unit: UnitWork, piece: int, job: Job) -> tuple[int, ...]:
+def _tied(unit: UnitWork, piece: int, job: ComposedJob) -> tuple[int, ...]:
     """Return the members of a table's unit that a head uses, too."""
     if piece > 0 or job.axes.pp == 1 or job.anatomy.block_of(unit.name) >= 0:
         return ()
     return tuple(i for i, each in enumerate(unit.members) if each.fqn in job.anatomy.tied)
 
 
-def _is_expert(member: Member, job: Job) -> bool:
+def _is_expert(member: Member, job: ComposedJob) -> bool:
     return job.axes.ep > 1 and expert_count(member.fqn, member.shape) > 0
 
 
-def _is_kept(member: Member, job: Job) -> bool:
+def _is_kept(member: Member, job: ComposedJob) -> bool:
     """True if a rank of ep has the expert: all of a stack are cut, of a list it has the first."""
     is_listed = len(member.shape) <= 2
     own = ceil(job.anatomy.experts / job.axes.ep)
     return not is_listed or expert_count(member.fqn, member.shape) <= own
 
 
-def cut_member(member: Member, job: Job, *, in_block: bool) -> Member:
+def cut_member(member: Member, job: ComposedJob, *, in_block: bool) -> Member:
     """Cut a parameter as tp and ep do: matrices along one dimension; vectors are held whole.
 
     It is the first dimension that tp divides, and of a stack of experts one behind the experts.
@@ -150,16 +150,17 @@ def cut_member(member: Member, job: Job, *, in_block: bool) -> Member:
 
 
 def units_of(
-    units: Sequence[UnitWork], parts: Sequence[Part], job: Job, recomputed: frozenset[int]
+    units: Sequence[UnitWork],
+    parts: Sequence[UnitPart],
+    job: ComposedJob,
+    recomputed: frozenset[int],
 ) -> tuple[UnitWork, ...]:
     """Return the units of a rank: members, work and messages. `recomputed`: in the trace itself."""
     pieces = pieces_of(units, job)
     found: list[UnitWork] = []
     for part in parts:
         unit, block = units[part.unit], job.anatomy.block_of(units[part.unit].name)
-        members = tuple(
-            cut_member(unit.members[i], job, in_block=block >= 0) for i in part.members
-        )
+        members = tuple(cut_member(unit.members[i], job, in_block=block >= 0) for i in part.members)
         numel = sum(each.numel for each in members)
         if not unit.members:
             numel = ceil(unit.numel * (job.tp_share if block >= 0 else 1 / job.axes.tp))
@@ -180,17 +181,21 @@ def units_of(
     return tuple(found)
 
 
-def _expert_ranks(job: Job) -> int:
+def _expert_ranks(job: ComposedJob) -> int:
     return job.recipe.world_size // (job.axes.tp * job.axes.pp * job.axes.ep)
 
 
 def _scaled(work: Work, share: float) -> Work:
     """Return a share of the work, in as many kernels."""
-    return Work(*(value * share for value in work[:4]), work.num_kernels)
+    return Work().plus(work, share)._replace(num_kernels=work.num_kernels)
 
 
 def _messages(
-    units: Sequence[UnitWork], part: Part, pieces: Sequence[int], job: Job, is_recomputed: bool
+    units: Sequence[UnitWork],
+    part: UnitPart,
+    pieces: Sequence[int],
+    job: ComposedJob,
+    is_recomputed: bool,
 ) -> tuple[AxisMessage, ...]:
     """Return the messages of a unit on the model axes, in one micro-batch.
 
@@ -224,12 +229,12 @@ def _messages(
     return tuple(found)
 
 
-def _is_head(units: Sequence[UnitWork], part: Part, job: Job) -> bool:
+def _is_head(units: Sequence[UnitWork], part: UnitPart, job: ComposedJob) -> bool:
     """True for the unit behind all blocks; a head that shares the table's weight is a copy."""
     return part.unit + 1 == len(units) and job.anatomy.block_of(units[part.unit].name) < 0
 
 
-def rank_trace(trace: Trace, job: Job, rank: int, num_micro: int) -> Trace:
+def rank_trace(trace: Trace, job: ComposedJob, rank: int, num_micro: int) -> Trace:
     """Return the trace of a micro-batch on a rank of the pipeline, with the others in flight."""
     parts = parts_of(trace.units, job, rank)
     again = frozenset(e.unit for e in trace.events if e.kind is EventKind.AGAIN)
@@ -243,7 +248,7 @@ def rank_trace(trace: Trace, job: Job, rank: int, num_micro: int) -> Trace:
     return Trace(units, moved, batch, trace.buffers_nbytes)
 
 
-def kept_nbytes(events: Sequence[Event], units: Sequence[UnitWork], job: Job) -> int:
+def kept_nbytes(events: Sequence[Event], units: Sequence[UnitWork], job: ComposedJob) -> int:
     """Return the bytes that a micro-batch keeps on a rank between forward and backward.
 
     Those of a head come and go at once: its backward follows.
@@ -260,10 +265,12 @@ def kept_nbytes(events: Sequence[Event], units: Sequence[UnitWork], job: Job) ->
 class _Events:
     """Reads a model's events and keeps those of one rank, with the bytes that the rank holds."""
 
-    def __init__(self, trace: Trace, parts: Sequence[Part], job: Job, rank: int) -> None:
+    def __init__(
+        self, trace: Trace, parts: Sequence[UnitPart], job: ComposedJob, rank: int
+    ) -> None:
         self._trace, self._job, self._rank = trace, job, rank
         self._pieces = pieces_of(trace.units, job)
-        self._parts: dict[int, list[tuple[int, Part]]] = {}
+        self._parts: dict[int, list[tuple[int, UnitPart]]] = {}
         for index, part in enumerate(parts):
             self._parts.setdefault(part.unit, []).append((index, part))
         self._due = [  # gradients that have not come: position of the unit, of the member

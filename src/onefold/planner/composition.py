@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from onefold.engine.policy import Policy, policy_of
-from onefold.planner.axes import MESSAGES, Axes
-from onefold.planner.composed import Job, pieces_of, rank_trace
+from onefold.planner.axes import MESSAGES, ModelAxes
+from onefold.planner.composed import ComposedJob, pieces_of, rank_trace
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.work import ModelWork
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from onefold.recipe import Recipe
 
 MOST_PLAYED = 3
-"""Micro-batches of a step that are played: the first, others, the last. More are like the others"""
+"""Micro-batches of a step that are played: the first, another one, the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,15 @@ class Window:
     sums: bool
 
     @staticmethod
-    def choices(recipe: Recipe, axes: Axes) -> tuple[Window, ...]:
+    def choices(recipe: Recipe, axes: ModelAxes) -> tuple[Window, ...]:
         """Return the windows to try, from the fewest messages to the least memory.
 
         Only stage 3 of a pipeline has a choice.
         """
         if recipe.frees_after_forward and axes.pp > 1:
             return Window(True, True), Window(True, False), Window(False, False)
-        return (Window(not recipe.frees_after_forward, recipe.sums_rest),)
+        sums = recipe.sums_rest or recipe.world_size == 1
+        return (Window(not recipe.frees_after_forward, sums),)
 
     def policy(self, recipe: Recipe) -> Policy:
         """Return the rules of a recipe with this window."""
@@ -104,7 +105,7 @@ class AxisLine:
 class Composition:
     """The ranks of a pipeline and the axes of one way to train; `fullest`: of which rank."""
 
-    axes: Axes
+    axes: ModelAxes
     dp: int
     local_world_size: int  # ranks of a node, of all axes
     num_micro: int
@@ -136,7 +137,7 @@ class Place:
 
 
 def compose(
-    trace: Trace, job: Job, recipe: Recipe, place: Place
+    trace: Trace, job: ComposedJob, recipe: Recipe, place: Place
 ) -> tuple[Composition, StepTime | None]:
     """Plan every rank of the pipeline; `recipe` is that of one data axis.
 
@@ -156,7 +157,7 @@ def compose(
     return made, step
 
 
-def _plan_rank(trace: Trace, job: Job, recipe: Recipe, place: Place, rank: int) -> RankPlan:
+def _plan_rank(trace: Trace, job: ComposedJob, recipe: Recipe, place: Place, rank: int) -> RankPlan:
     """Choose the first window that fits, or the last."""
     axes, num_micro = job.axes, place.conditions.accumulate
     own = rank_trace(trace, job, rank, num_micro)
@@ -187,7 +188,7 @@ def forecast_steps(trace: Trace, recipe: Recipe, num_micro: int, policy: Policy)
 
 
 def pipeline_step(
-    works: Sequence[tuple[ModelWork, Policy]], recipe: Recipe, axes: Axes, machine: Machine,
+    works: Sequence[tuple[ModelWork, Policy]], recipe: Recipe, axes: ModelAxes, machine: Machine,
     run: Conditions,
 ) -> tuple[StepTime, int]:  # fmt: skip
     """Return the step of a pipeline, and which of its ranks is the slowest.
@@ -216,7 +217,7 @@ def pipeline_step(
 
 
 def _lines(
-    ranks: Sequence[RankPlan], slowest: RankPlan, recipe: Recipe, axes: Axes,
+    ranks: Sequence[RankPlan], slowest: RankPlan, recipe: Recipe, axes: ModelAxes,
     timed: tuple[StepTime | None, Place],
 ) -> list[AxisLine]:  # fmt: skip
     """Return a line for data, and for each axis that is used."""

@@ -17,7 +17,7 @@ from onefold.layout.units import plan_units
 from onefold.models.loader import build_model, refuse
 from onefold.models.loader import recompute as recompute_blocks
 from onefold.planner.anatomy import Anatomy
-from onefold.planner.axes import Axes
+from onefold.planner.axes import ModelAxes
 from onefold.planner.calibrate import Sample
 from onefold.planner.calibrate import calibrate as measured_here
 from onefold.planner.calibration import Calibration
@@ -68,7 +68,7 @@ def plan(  # noqa: PLR0913 - the contract
     wire: Literal["auto"] | WireChoice = "auto",
     recompute: bool = False,
     calibrate: bool | nn.Module | str = False,
-    axes: Axes | None = None,
+    axes: ModelAxes | None = None,
 ) -> Plan:
     """Find the ways to train a model that fit, how fast they are, and which one to take.
 
@@ -97,7 +97,7 @@ def plan(  # noqa: PLR0913 - the contract
             devices than this machine's CPU, or of a model that does not run; axes that do not
             divide the world, or for which the model has not enough heads, blocks or experts.
     """
-    where, axes = cluster or _this_machine(world_size), axes or Axes()
+    where, axes = cluster or _this_machine(world_size), axes or ModelAxes()
     _check(where, seq=seq, batch=batch, accumulate=accumulate)
     axes.check(where.ranks * where.nodes)
     chosen = precision_of(precision)
@@ -211,7 +211,9 @@ def _compared(search: Search, row: Row) -> tuple[Row, ...]:
     return tuple(found) if len(found) > 1 else ()
 
 
-def _wires(wire: Literal["auto"] | WireChoice, nodes: int, axes: Axes) -> tuple[Candidate, ...]:
+def _wires(
+    wire: Literal["auto"] | WireChoice, nodes: int, axes: ModelAxes
+) -> tuple[Candidate, ...]:
     """Return the wires to try; experts have a data axis of their own, which has only the plain."""
     found = candidates(wire, nodes=nodes)
     plain = tuple(each for each in found if axes.ep == 1 or each.wire.is_plain)

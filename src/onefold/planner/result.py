@@ -148,10 +148,11 @@ class Plan:
         """The mesh of a composed run, and its data axis, as Python."""
         assert self.taken.composed is not None, "a mesh has model axes"
         sizes, device = mesh_of(self.taken.composed), self.search.recipe.device_type
-        names = ", ".join(f'"{name}"' for name in sizes)
+        names = "".join(f'"{name}", ' for name in sizes)
+        names = names.removesuffix(", ") if len(sizes) > 1 else names.rstrip()
         data = 'mesh["dp", "cp"]._flatten("data")' if "cp" in sizes else 'mesh["dp"]'
         shape = tuple(sizes.values())
-        return f'init_device_mesh("{device}", {shape}, mesh_dim_names=({names},))', data
+        return f'init_device_mesh("{device}", {shape}, mesh_dim_names=({names}))', data
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
@@ -198,7 +199,8 @@ class Plan:
         composed = self.taken.composed
         if composed is not None:
             yield from axis_lines(composed, self.taken.stage)
-            yield from ("", "in a script, after tp and pp have cut the model:")
+            names = [name for name, size in composed.axes.sizes.items() if size > 1]
+            yield from ("", f"in a script, after {' and '.join(names)} have cut the model:")
             yield from wrapped(f"  mesh = {self._mesh[0]}", "      ")
             yield f"  {self.line}"
             return

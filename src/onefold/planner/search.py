@@ -9,9 +9,9 @@ from typing import Any
 from onefold.config import stage_of
 from onefold.errors import ConfigError
 from onefold.planner.anatomy import Anatomy
-from onefold.planner.axes import Axes
+from onefold.planner.axes import ModelAxes
 from onefold.planner.candidates import EXACT_WIRE, OFFLOADS, Candidate
-from onefold.planner.composed import Job
+from onefold.planner.composed import ComposedJob
 from onefold.planner.composition import Composition, Place, compose
 from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
@@ -149,7 +149,7 @@ class Search:
     tokens: int  # of one row
     wires: tuple[Candidate, ...] = (EXACT_WIRE,)
     accumulate: int = 1  # micro-batches of a step
-    axes: Axes = field(default_factory=Axes)
+    axes: ModelAxes = field(default_factory=ModelAxes)
     anatomy: Anatomy = field(default_factory=Anatomy)
 
     def row(self, stage: int, offload: str, rows: int) -> Row:
@@ -178,7 +178,7 @@ class Search:
         trace = self.trace_of(rows)
         if self.axes.are_used:
             place = Place(self.room.get("device"), self.machine, self.conditions)
-            job = Job(
+            job = ComposedJob(
                 self.axes, self.anatomy, self.recipe, rows * self.tokens, place.conditions.itemsize
             )
             made, step = compose(trace, job, recipe, place)

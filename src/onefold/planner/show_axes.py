@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from onefold.planner.axes import MESSAGES
-from onefold.planner.composition import Composition, RankPlan
+from onefold.planner.composition import Composition
 from onefold.planner.show import seconds
 from onefold.planner.sizes import format_bytes
 from onefold.text import columns, wrapped
@@ -42,26 +42,26 @@ def _about(made: Composition, axis: str) -> str:
     if axis != "pp":
         return MESSAGES[axis]
     share = made.axes.bubble_share(made.num_micro)
-    return f"{MESSAGES[axis]}; {share:.0%} of the pipeline's time is its bubble"
+    return f"{MESSAGES[axis]}; bubble {share:.0%}"
 
 
 def _pipeline(made: Composition) -> Iterator[str]:
-    """Yield a line for each kind of rank: those alike but for their blocks share one."""
-    rows = [["pp rank", "blocks", "parameters", "in flight", "memory", "weights", "gradients"]]
+    """Yield a line for each rank.
+
+    Weights are kept through a step or freed after each use; gradients are reduced once, or each
+    micro-batch's.
+    """
+    rows = [["rank", "blocks", "parameters", "in flight", "memory", "weights", "reduced"]]
     for rank in made.ranks:
         mark = "*" if rank.rank == made.fullest else ""
         rows.append([
             f"{mark}{rank.rank}", _ranges(rank.blocks), f"{rank.numel:,d}", f"{rank.in_flight:g}",
-            format_bytes(rank.forecast.memory_nbytes), *_window(rank),
+            format_bytes(rank.forecast.memory_nbytes),
+            "kept" if rank.window.keeps else "freed", "once" if rank.window.sums else "each",
         ])  # fmt: skip
     micro = f"{made.num_micro:,d} micro-batch{'es' * (made.num_micro > 1)}"
     yield from ("", f"ranks of the pipeline, {micro} a step; *: the fullest")
     yield from columns(rows, ">>>>><<")
-
-
-def _window(rank: RankPlan) -> tuple[str, str]:
-    weights = "kept" if rank.window.keeps else "freed"
-    return weights, "reduced once" if rank.window.sums else "each reduced"
 
 
 def _ranges(blocks: tuple[int, ...]) -> str:
