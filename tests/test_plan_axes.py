@@ -457,7 +457,7 @@ def test_a_step_of_many_micro_batches_is_told_from_three():
         ("gpt", {"ep": 2}, "a model with experts beside ep"),
         ("mixture", {"ep": 8}, "ep of at most 6 experts"),
         ("mixture", {"pp": 4, "ep": 4}, "ep to divide the 2 ranks of dp x cp"),
-        ("mixture", {"ep": 2, "wire": "zero++"}, "the exact wire beside ep"),
+        ("mixture", {"ep": 2, "wire": "zero++"}, "the exact wire beside cp and ep"),
         ("plain", {"pp": 2}, "a model of repeated blocks"),
     ],
 )  # fmt: skip
@@ -467,6 +467,23 @@ def test_bad_axes_are_named_errors(monkeypatch, name, options, said):
         planned(name, **options)
     assert said in str(caught.value)
     assert "\nhint: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pp", "mesh", "data"),
+    [
+        (1, '(2, 4, 2), mesh_dim_names=("nodes", "dp", "tp"))', 'mesh["nodes", "dp"]'),
+        (2, '(2, 4, 2), mesh_dim_names=("pp", "dp", "tp"))', 'mesh["dp"]'),
+    ],
+)
+def test_the_mesh_has_nodes_where_messages_of_data_hop_between_them(pp, mesh, data):
+    """Two nodes: as ranks of a pipeline, they have data axes of their own."""
+    found = plan(
+        "tiny", cluster=Cluster(ranks=8, nodes=2, memory="8GiB"), seq=SEQ, stage=2, offload=None,
+        wire="recommended", axes=ModelAxes(tp=2, pp=pp),
+    )  # fmt: skip
+    assert mesh in " ".join(str(found).split())
+    assert found.line.endswith(f"mesh={data})")
 
 
 GIVEN = ("--model", "tiny", "--seq", "64", "--gpus", "8", "--mem", "2GiB", "--cluster", "h100-80")

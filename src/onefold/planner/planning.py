@@ -214,12 +214,14 @@ def _compared(search: Search, row: Row) -> tuple[Row, ...]:
 def _wires(
     wire: Literal["auto"] | WireChoice, nodes: int, axes: ModelAxes
 ) -> tuple[Candidate, ...]:
-    """Return the wires to try; experts have a data axis of their own, which has only the plain."""
+    """Return the wires to try: with cp or ep the plain one: their data axis is no grid of nodes."""
     found = candidates(wire, nodes=nodes)
-    plain = tuple(each for each in found if axes.ep == 1 or each.wire.is_plain)
+    is_grid = axes.cp == axes.ep == 1
+    plain = tuple(each for each in found if is_grid or each.wire.is_plain)
     if not plain:
-        got = f"wire {found[0].name} with ep {axes.ep}"
-        raise ConfigError(expected("the exact wire beside ep", got, hint="wire=None, or ep=1"))
+        got = f"wire {found[0].name} with cp {axes.cp} and ep {axes.ep}"
+        hint = "leave the wire out, or cp and ep"
+        raise ConfigError(expected("the exact wire beside cp and ep", got, hint=hint))
     return plain
 
 

@@ -148,9 +148,16 @@ class Plan:
         """The mesh of a composed run, and its data axis, as Python."""
         assert self.taken.composed is not None, "a mesh has model axes"
         sizes, device = mesh_of(self.taken.composed), self.search.recipe.device_type
+        recipe = self.taken.forecast.recipe
+        if recipe.has_axes:  # the wire has hops between nodes and inside
+            near = recipe.local_world_size
+            tp = {name: size for name, size in sizes.items() if name == "tp"}
+            pp = {name: size for name, size in sizes.items() if name == "pp"}
+            sizes = pp | {"nodes": recipe.world_size // near, "dp": near} | tp
         names = "".join(f'"{name}", ' for name in sizes)
         names = names.removesuffix(", ") if len(sizes) > 1 else names.rstrip()
         data = 'mesh["dp", "cp"]._flatten("data")' if "cp" in sizes else 'mesh["dp"]'
+        data = 'mesh["nodes", "dp"]' if recipe.has_axes else data
         shape = tuple(sizes.values())
         return f'init_device_mesh("{device}", {shape}, mesh_dim_names=({names}))', data
 
@@ -200,7 +207,7 @@ class Plan:
         if composed is not None:
             yield from axis_lines(composed, self.taken.stage)
             names = [name for name, size in composed.axes.sizes.items() if size > 1]
-            yield from ("", f"in a script, after {' and '.join(names)} have cut the model:")
+            yield from ("", f"in a script, once {' and '.join(names)} cut the model:")
             yield from wrapped(f"  mesh = {self._mesh[0]}", "      ")
             yield f"  {self.line}"
             return
