@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from onefold.config import stage_of
 from onefold.engine.policy import policy_of
@@ -28,6 +29,7 @@ from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.recipe import Recipe
 from tests.commands import onefold
+from tests.ranks import run_processes
 
 LAYERS, WIDTH, HEADS, SEQ, ROWS, VOCAB = 8, 64, 4, 32, 2, 256
 TOKENS, ITEMSIZE = ROWS * SEQ, 4
@@ -217,14 +219,121 @@ def test_interleaving_holds_more_by_a_share_of_a_micro_batch_on_the_first_rank(p
     assert axes.in_flight(0, 99) == pytest.approx(pp * (1 + (pp - 1) / (pp * virtual)))
 
 
-def test_tp_and_cp_divide_activations_and_work():
-    (rank,) = ranks_of("gpt", ModelAxes(tp=2, cp=2), 4)
+@pytest.mark.parametrize(("tp", "cp"), [(1, 4), (2, 2), (4, 1)])
+def test_tp_and_cp_divide_activations_and_work(tp, cp):
+    """But for the gathered inputs of attention and feed-forward, which a rank of tp keeps whole."""
+    axes = ModelAxes(tp=tp, cp=cp)
+    (rank,), job = ranks_of("gpt", axes, 4), job_of("gpt", axes, 4)
     whole = traced("gpt")[0]
-    assert rank.peak == pytest.approx(whole.peak / 4, abs=1)
+    kept, all_kept = (kept_nbytes(each.events, each.units, job) for each in (rank, whole))
+    gathered = LAYERS * 2 * (1 - 1 / tp) * HIDDEN / cp
+    assert kept == pytest.approx(all_kept / 4 + gathered, abs=1)
     for mine, its in zip(rank.units, whole.units, strict=True):
         assert mine.forward.flops == its.forward.flops / 4
         assert mine.backward.attention_flops == its.backward.attention_flops / 4
         assert mine.num_kernels == its.num_kernels
+
+
+class Attention(nn.Module):
+    """Queries, keys and values apart, so that tp can cut their columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 256, bias=False), nn.Linear(256, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.feed = Attention(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.feed(self.second(x))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Plain() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def hold_what_was_planned(rank: int, numel: int, kept: int) -> None:
+    """Cut a stack by torch's tensor parallelism, and count what its forward keeps."""
+    import torch.distributed.tensor.parallel as tp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, model = init_device_mesh("cpu", (2,)), Stack()
+    gathers = tp.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    columns = ("attention.q", "attention.k", "attention.v", "feed.up")
+    cut = {
+        **dict.fromkeys(("first", "second"), tp.SequenceParallel()),
+        **dict.fromkeys(("attention", "feed"), gathers),
+        **dict.fromkeys(columns, tp.ColwiseParallel()),
+        **dict.fromkeys(
+            ("attention.out", "feed.down"), tp.RowwiseParallel(output_layouts=Shard(1))
+        ),
+    }
+    for block in model.blocks:
+        tp.parallelize_module(block, mesh, cut)
+    table = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    tp.parallelize_module(model, mesh, {"tokens": table})
+
+    def local(tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    parameters = [local(parameter) for parameter in model.parameters()]
+    saved: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        own = local(tensor)
+        saved[own.untyped_storage()._cdata] = own
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(torch.zeros(ROWS, SEQ, dtype=torch.int64))
+    for parameter in parameters:
+        saved.pop(parameter.untyped_storage()._cdata, None)
+    held = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    assert sum(parameter.numel() for parameter in parameters) == numel
+    assert held == pytest.approx(kept, rel=0.05)
+
+
+@pytest.mark.process
+def test_a_rank_of_tp_holds_what_torchs_tensor_parallelism_keeps():
+    whole = trace(Stack(), tokens_of(ROWS, SEQ))
+    axes, recipe = ModelAxes(tp=2), Recipe(world_size=2, local_world_size=2)
+    job = ComposedJob(axes, Anatomy.of(Stack(), whole.units), recipe, TOKENS, ITEMSIZE)
+    rank = rank_trace(whole, job, 0, 1)
+    kept = kept_nbytes(rank.events, rank.units, job)
+    run_processes(2, hold_what_was_planned, rank.numel, kept)
 
 
 class Half(nn.Module):

@@ -96,7 +96,8 @@ class Anatomy:
         found: list[str] = []
         if axes.tp > 1:
             found.append(
-                "tp cuts every matrix, and activations of norms and residuals along the sequence"
+                "tp cuts every matrix, and norms and residuals along the sequence; without the "
+                "latter a rank holds more"
             )
         if axes.tp > 1 and self.heads % axes.tp:
             found.append(

@@ -3,6 +3,9 @@
 A rank has some pieces of the model. tp divides their matrices, ep their experts, tp and cp their
 work and activations. Between two events of a trace torch holds more or less: those bytes belong to
 the piece that runs then. So the planner of one data axis plans each rank of the pipeline.
+
+Activations of tp are cut along the sequence, or along heads and columns. But attention and
+feed-forward gather their inputs, and torch keeps them whole for backward.
 """
 
 from __future__ import annotations
@@ -56,6 +59,11 @@ class ComposedJob:
     def sent_hidden_nbytes(self) -> float:
         """Bytes of these activations on one rank: it sends them along the pipeline."""
         return self.hidden_nbytes / self.axes.tp
+
+    @property
+    def whole_nbytes(self) -> float:
+        """Bytes that a block keeps on a rank of tp beside its share: its two gathered inputs."""
+        return 2 * (self.hidden_nbytes - self.sent_hidden_nbytes)
 
     def message(self, axis: str, nbytes: float, forward: int, backward: int) -> AxisMessage:
         """Make a message of an axis."""
@@ -281,6 +289,9 @@ class _Events:
         ]
         self._held = self._peak = self._logits = 0.0
         self._received = 0  # inputs that came from the rank before
+        self._again = frozenset(e.unit for e in trace.events if e.kind is EventKind.AGAIN)
+        self._whole = 0  # blocks whose gathered inputs are alive
+        self._block = -1  # whose backward runs
         self._found: list[Event] = []
 
     def all(self) -> list[Event]:
@@ -306,6 +317,7 @@ class _Events:
             if kind in (EventKind.END_FORWARD, EventKind.END):
                 self._end(event)
             elif self._is_own(piece):
+                self._count_whole(event)
                 self._note(event)
         return self._found
 
@@ -319,6 +331,21 @@ class _Events:
             self._held += event.now - before
             self._logits = max(self._logits, event.logits)
 
+    def _count_whole(self, event: Event) -> None:
+        """Count the blocks whose gathered inputs are alive: from forward, or from recompute."""
+        block = self._job.anatomy.block_of(self._trace.units[event.unit].name)
+        is_first = event.unit == 0 or block != self._job.anatomy.block_of(
+            self._trace.units[event.unit - 1].name
+        )
+        if block < 0 or not is_first:
+            return
+        is_kept = event.unit not in self._again
+        if event.kind is EventKind.LEAVE and is_kept and self._block < 0:
+            self._whole += 1
+        elif event.kind is EventKind.BACKWARD and block != self._block:
+            self._whole += (not is_kept) - (self._block >= 0)
+            self._block = block
+
     def _note(self, event: Event) -> None:
         for index, part in self._parts.get(event.unit, ()):
             call = event.call * 2 + part.is_expert
@@ -331,6 +358,7 @@ class _Events:
 
     def _end(self, event: Event) -> None:
         if event.kind is EventKind.END:
+            self._whole = 0
             for unit, member in self._due:
                 self._add(Event(EventKind.GRAD, unit, member))
         self._add(event)
@@ -338,6 +366,7 @@ class _Events:
     def _add(self, event: Event) -> None:
         """Add an event with the bytes of now."""
         share, received = self._job.share, self._received * self._job.sent_hidden_nbytes
+        received += self._whole * self._job.whole_nbytes
         now, peak, logits = (
             ceil(round(share * nbytes, 3)) for nbytes in (self._held, self._peak, self._logits)
         )
