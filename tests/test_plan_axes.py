@@ -25,6 +25,7 @@ from onefold.planner.machines import machine_of
 from onefold.planner.memory import forecast
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.result import Plan
+from onefold.planner.simulate import simulate
 from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.recipe import Recipe
@@ -76,12 +77,31 @@ class Mixture(nn.Module):
         return self.head(x)
 
 
+class Listed(Routed):
+    """The same with a list of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(self.norm(x)).softmax(-1)
+        return x + sum(e(x) * w for e, w in zip(self.experts, weights.split(1, -1), strict=True))
+
+
+def listed() -> nn.Module:
+    with torch.device("meta"):
+        model = Mixture()
+        model.blocks = nn.ModuleList(Listed() for _ in range(LAYERS))
+    return model
+
+
 def mixture() -> nn.Module:
     with torch.device("meta"):
         return Mixture()
 
 
-BUILDS = {"gpt": gpt, "tied": lambda: gpt(tied=True), "mixture": mixture}
+BUILDS = {"gpt": gpt, "tied": lambda: gpt(tied=True), "mixture": mixture, "listed": listed}
 
 
 @cache
@@ -407,6 +427,16 @@ def test_recompute_repeats_the_messages_of_forward():
     assert sent_on("tp", more, run) == (6 * layers + 2) * hidden
 
 
+@pytest.mark.parametrize("ep", [2, 3, 4])
+def test_a_rank_of_ep_has_whole_experts_of_a_list(ep):
+    """Six experts; of four ranks two have two, and the plan is theirs."""
+    (rank,) = ranks_of("listed", ModelAxes(ep=ep), 4 * ep)
+    experts = [unit for unit in rank.units if unit.name.endswith(".experts")]
+    own = -(-6 // ep)
+    assert [unit.numel for unit in experts] == [own * WIDTH**2] * LAYERS
+    assert rank.numel == traced("listed")[0].numel - LAYERS * (6 - own) * WIDTH**2
+
+
 @pytest.mark.parametrize("ep", [2, 3])
 def test_experts_have_a_data_axis_of_their_own(ep):
     world = 2 * ep
@@ -459,6 +489,18 @@ def test_the_data_axis_is_dp_by_cp_of_which_a_node_has_one_tpth(sizes, data, nea
     """64 ranks on nodes of 8; tp takes neighbours."""
     recipe = ModelAxes(**sizes).data(Recipe(world_size=64, local_world_size=8))
     assert (recipe.world_size, recipe.local_world_size) == (data, near)
+
+
+def test_recompute_waits_for_the_messages_of_forward_again():
+    message = AxisMessage("tp", 1e6, ModelAxes(tp=2).group("tp", 8, 8), 2, 2)
+    unit = UnitWork("", 1000, Work(1e9), Work(2e9), messages=(message,))
+    work, machine = ModelWork((unit,), 1), machine_of("h100-80")
+    waits = [
+        simulate(work, Recipe(), machine, Conditions(recompute=share)).exposed_axes
+        for share in (0.0, 1.0)
+    ]
+    one = message.cost(machine).seconds
+    assert waits == pytest.approx([4 * one, 6 * one])
 
 
 # the pipeline's time
