@@ -569,6 +569,18 @@ def test_stage_3_of_a_pipeline_chooses_its_window_from_free_memory():
     assert [rank.window for rank in window_of("1KiB").ranks] == [Window(False, False)] * 2
 
 
+def test_gradients_that_are_summed_where_they_are_take_time_at_every_stage():
+    """Two reads and a write an element, seven times; stage 3 of a kept window does as stage 2."""
+    work, machine = ModelWork((UnitWork("", 10**9),), 1), machine_of("h100-80")
+    second, third = (
+        Recipe(stage=stage_of(stage), world_size=8, local_world_size=8) for stage in (2, 3)
+    )
+    run, window = Conditions(accumulate=8), Window(True, True)
+    added = 7 * 3 * 2 * 10**9 / (machine.memory_rate * machine.efficiency.memory)
+    for recipe, policy in ((second, None), (third, window.policy(third))):
+        assert simulate(work, recipe, machine, run, policy).memory == pytest.approx(added)
+
+
 def test_messages_of_windows_are_closed_forms():
     """One gather and one reduction a step; one and m; 2 m - (the last unit's) and m."""
     micro, data, recipe = 5, 4, Recipe(world_size=4, device_type="cuda")

@@ -102,9 +102,15 @@ class TierSeconds:
 
 
 class ClockHands:
-    """The clocks of one rank. With `uses_rings` a second hop follows the first one by itself."""
+    """The clocks of one rank. With `uses_rings` a second hop follows the first one by itself.
 
-    def __init__(self, work: ModelWork, recipe: Recipe, run: Conditions, machine: Machine) -> None:
+    `sums`: gradients of micro-batches are summed where they are, as at stages 0 to 2.
+    """
+
+    def __init__(
+        self, work: ModelWork, recipe: Recipe, run: Conditions, machine: Machine, *, sums: bool
+    ) -> None:
+        self._sums = sums
         self._units, self._recipe, self._machine, self._run = work.units, recipe, machine, run
         self._crosses_late = recipe.has_hops and not recipe.keeps_weights
         self.streams = Streams(machine.efficiency.contention)
@@ -128,10 +134,10 @@ class ClockHands:
     def begin(self, micro: int) -> None:
         """Begin a micro-batch.
 
-        Stages 0-2 add all but the first gradients to resting ones: two reads, a write.
+        All but the first gradients are added to resting ones: two reads, a write.
         """
         self._is_last = micro + 1 == self._run.accumulate
-        adds = micro > 0 and self._recipe.sums_rest
+        adds = micro > 0 and self._sums
         self._added_nbytes = 3.0 * self._run.grad_itemsize * adds
 
     def reach(self, event: Event) -> None:

@@ -87,14 +87,15 @@ def simulate(
     other rules than the recipe's.
     """
     run, units = conditions or Conditions(), work.units
-    hands = ClockHands(work, recipe, run, machine)
+    policy = policy or policy_of(recipe)
+    hands = ClockHands(work, recipe, run, machine, sums=policy.defers_reduction)
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     is_resident = recipe.rest_world == 1 and recipe.rests_near
     facts = [
         UnitFacts(is_resident=is_resident, is_offloaded=far or not recipe.rests_near)
         for far in is_far
     ]
-    schedule = Schedule(replace(policy or policy_of(recipe), prefetch=run.prefetch), facts)
+    schedule = Schedule(replace(policy, prefetch=run.prefetch), facts)
     events = plain_events([0] * len(units), [GRADIENTS] * len(units))
     replay = Replay(events, schedule, [len(GRADIENTS)] * len(units))
     begin = 0.0
