@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import mean
+from typing import Any
 
 from onefold.planner.conditions import Conditions
 from onefold.planner.goodput import HOUR, LLAMA3_DEVICE_MTBF, goodput
@@ -15,15 +16,14 @@ from onefold.planner.simulate import scaling_curve, simulate, slowest_of
 from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.recipe import Recipe
 from onefold.wire_config import Wire
+from published_runs.composed import LLAMA, composed_rows
 from published_runs.decoder import TransformerShape, block_activation_nbytes, transformer_work
 from published_runs.drawing import drawn
 from published_runs.fits import CLASSES
 from published_runs.rows import GPT, MEGATRON_VOCAB, RANKS_PER_HOST, Row, deepspeed
 
 MIB, GIB = 1 << 20, 1 << 30
-LLAMA_70B = TransformerShape(
-    8192, 80, 64, 128256, kv_heads=8, ffn=28672, is_gated=True, is_tied=False, has_bias=False
-)
+LLAMA_70B = LLAMA["Llama 70B"]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -297,6 +297,46 @@ def every_row(told: Sequence[Told]) -> list[str]:
     )  # fmt: skip
 
 
+def composed() -> list[str]:
+    """Rows with tensor, pipeline and context axes, by kind; none was fitted."""
+    kinds: dict[str, list[float]] = {}
+    for row in composed_rows():
+        kinds.setdefault(row.kind, []).append(row.predicted / row.measured - 1)
+    errors = [error for each in kinds.values() for error in each]
+    lines = [(kind, str(len(each)), *spread(each)) for kind, each in kinds.items()]
+    lines.append(("**all rows with model axes**", str(len(errors)), *spread(errors)))
+    return table(("rows", "number", "mean error", "worst"), lines)
+
+
+def composed_results() -> list[dict[str, Any]]:
+    """Every row with model axes as plain numbers, for the result file."""
+    return [
+        {
+            "source": row.source, "machine": row.machine, "model": row.model, "seq": row.seq,
+            "ranks": row.ranks, "mesh": row.mesh or "dp", "micro-batch": row.told,
+            "unit": row.unit, "measured": round(row.measured, 1),
+            "simulated": round(row.predicted, 1),
+            "error": round(row.predicted / row.measured - 1, 3), "bound": row.result.bound,
+            "bubble": round(row.result.bubble / row.result.seconds, 3),
+        }
+        for row in composed_rows()
+    ]  # fmt: skip
+
+
+def every_composed_row() -> list[str]:
+    """All rows with model axes."""
+    lines = [
+        (each["source"], each["machine"], each["model"], str(each["seq"]), str(each["ranks"]),
+         each["mesh"], each["micro-batch"], f"{each['measured']:.1f}", f"{each['simulated']:.1f}",
+         percent(each["error"]), f"{each['bubble']:.0%}")
+        for each in composed_results()
+    ]  # fmt: skip
+    return table(
+        ("source", "machine", "model", "tokens", "ranks", "mesh", "micro-batch", "measured",
+         "simulated", "error", "bubble"), lines,
+    )  # fmt: skip
+
+
 def drawing() -> list[str]:
     """One step of four equal units at stage 3, at half the speed of the links that would do."""
     unit = UnitWork("", 10_000_000, Work(2e11), Work(4e11))
@@ -323,4 +363,6 @@ def blocks() -> dict[str, list[str]]:
         "stragglers": stragglers(),
         "failures": failures(),
         "rows": every_row(told),
+        "axes": composed(),
+        "axes rows": every_composed_row(),
     }

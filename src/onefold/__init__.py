@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         WireError,
     )
     from onefold.pipelines.drive import pipeline
+    from onefold.planner.axes import ModelAxes
     from onefold.planner.planning import Cluster, plan
     from onefold.planner.result import Plan
     from onefold.recording.recorder import record
@@ -68,6 +69,7 @@ _HOMES = {
     "GradScaler": "onefold.engine.precision",
     "pipeline": "onefold.pipelines.drive",
     "Cluster": "onefold.planner.planning",
+    "ModelAxes": "onefold.planner.axes",
     "Plan": "onefold.planner.result",
     "plan": "onefold.planner.planning",
     "split_sequence": "onefold.splitting",
@@ -80,6 +82,7 @@ __all__ = [
     "Cluster",
     "ConfigError",
     "GradScaler",
+    "ModelAxes",
     "MovingAverage",
     "Offload",
     "OnefoldError",

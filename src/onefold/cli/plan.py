@@ -16,6 +16,7 @@ from onefold.errors import ConfigError, expected
 from onefold.planner.sizes import parse_nbytes
 
 if TYPE_CHECKING:
+    from onefold.planner.axes import ModelAxes
     from onefold.planner.planning import Cluster
     from onefold.planner.result import Plan
 
@@ -61,6 +62,13 @@ def add_to(commands: SubParsers) -> None:
         "replicas; recommended, zero++, zero++diff (lossy). auto: the best of the exact ones, and "
         "the gain of the others")
     add("--recompute", action="store_true", help="run blocks again in backward")
+    add("--tp", default="1", metavar="N", help="ranks of a tensor axis, neighbours in a node")
+    add("--pp", default="1", metavar="N", help="ranks of a pipeline; --accumulate is its number of "
+        "micro-batches")
+    add("--virtual", default="1", metavar="N", help="pieces of the model on each rank of the "
+        "pipeline, interleaved")
+    add("--cp", default="1", metavar="N", help="ranks of a context axis, which cut sequences")
+    add("--ep", default="1", metavar="N", help="ranks of dp x cp that share the experts")
     add("--cluster", metavar="MACHINE", help="predict step times on such machines, and how they "
         "scale: a100-40, a100-80, h100-80, h200, b200 ...")
     add("--calibrate", nargs="?", const=True, default=False, metavar="MODEL", help="measure CPU "
@@ -100,8 +108,9 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         wire=arguments.wire,
         recompute=arguments.recompute,
         calibrate=arguments.calibrate,
+        axes=_axes(arguments),
     )
-    curve = _curve(made) if arguments.cluster else []
+    curve = _curve(made) if arguments.cluster and not made.search.axes.are_used else []
     if arguments.json:
         print(json.dumps({**made.as_dict(), "scaling": curve}))
     else:
@@ -110,6 +119,13 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if not made.fits and not arguments.json:
         print("onefold plan: nothing fits", file=sys.stderr)
     return 0 if made.fits else 2
+
+
+def _axes(arguments: argparse.Namespace) -> ModelAxes:
+    from onefold.planner.axes import ModelAxes
+
+    names = ("tp", "pp", "cp", "ep", "virtual")
+    return ModelAxes(**{name: whole(f"--{name}", vars(arguments)[name], least=1) for name in names})
 
 
 def _check_calibrate(arguments: argparse.Namespace) -> None:

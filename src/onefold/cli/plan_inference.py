@@ -29,7 +29,7 @@ OWN = {"budget": None, "rest": None, "context": "2048"}
 
 TRAINING = {"accumulate": "1", "precision": None, "stage": "auto", "wire": "auto",
             "recompute": False, "calibrate": False, "wide": False, "seq": "1024",
-            "nodes": "1"}  # fmt: skip
+            "nodes": "1", "tp": "1", "pp": "1", "virtual": "1", "cp": "1", "ep": "1"}  # fmt: skip
 """Flags that mean nothing to inference, and their defaults."""
 
 

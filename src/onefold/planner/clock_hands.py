@@ -28,6 +28,8 @@ STREAMS = {"spread": "gather"}
 """Collectives that share another's stream."""
 CAUSES = {"device": "exposed_host", "cpu": "exposed_host", "disk": "exposed_disk"}
 """The parts of a step that wait for a tier."""
+AXES = "exposed_axes"
+"""The part of a step that waits for messages of model axes."""
 GRADIENTS = (0, 1)
 """Each unit has two: one comes as its backward begins to compute, the other as it ends."""
 
@@ -41,7 +43,8 @@ def durations(
     """Return the seconds of a unit's forward, and of its backward with recompute, by part.
 
     Kernels follow one another. Where the host needs longer to launch them than the device to run
-    them, the difference is `memory`; so are all launches where the host itself computes.
+    them, the difference is `memory`; so are all launches where the host itself computes. Messages
+    on model axes are waited for.
     """
     efficiency = machine.efficiency
     wide = "bf16" if run.dtype == "fp8" else run.dtype  # of attention, which is never in fp8
@@ -53,15 +56,17 @@ def durations(
         compute = work.flops / matmul + work.attention_flops / attention
         rest = work.nbytes / memory + work.drawn / machine.draw_rate
         launches = kernels * machine.kernel_seconds
-        if machine.launches_hide:
-            return {"compute": compute, "memory": max(rest, launches - compute)}
-        return {"compute": compute, "memory": rest + launches}
+        rest = max(rest, launches - compute) if machine.launches_hide else rest + launches
+        return {"compute": compute, "memory": rest}
 
     again = run.recompute if unit.is_recomputed else 0.0
-    return (
-        parts(unit.forward, unit.num_kernels / 3),
-        parts(unit.backward.plus(unit.forward, again), (2 + again) * unit.num_kernels / 3),
-    )
+    forward = parts(unit.forward, unit.num_kernels / 3)
+    backward = parts(unit.backward.plus(unit.forward, again), (2 + again) * unit.num_kernels / 3)
+    waits = [(each, each.cost(machine).seconds) for each in unit.messages if not each.is_hidden]
+    if waits:
+        forward[AXES] = sum(each.forward * seconds for each, seconds in waits)
+        backward[AXES] = sum((each.backward + again * each.forward) * s for each, s in waits)
+    return forward, backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +102,26 @@ class TierSeconds:
 
 
 class ClockHands:
-    """The clocks of one rank. With `uses_rings` a second hop follows the first one by itself."""
+    """The clocks of one rank. With `uses_rings` a second hop follows the first one by itself.
 
-    def __init__(self, work: ModelWork, recipe: Recipe, run: Conditions, machine: Machine) -> None:
+    `sums`: gradients of micro-batches are summed where they are, as at stages 0 to 2.
+    """
+
+    def __init__(
+        self, work: ModelWork, recipe: Recipe, run: Conditions, machine: Machine, *, sums: bool
+    ) -> None:
+        self._sums = sums
         self._units, self._recipe, self._machine, self._run = work.units, recipe, machine, run
         self._crosses_late = recipe.has_hops and not recipe.keeps_weights
         self.streams = Streams(machine.efficiency.contention)
         self._tiers = TierSeconds.of(recipe, run, machine)
         self._durations = [durations(unit, run, machine) for unit in work.units]
-        known = {unit.numel: costs_of(unit.numel, recipe, run, machine) for unit in work.units}
-        self._costs = [known[unit.numel] for unit in work.units]
+        axes = {(unit.numel, unit.data_ranks): unit for unit in work.units}
+        known = {
+            key: costs_of(unit.numel, unit.on_its_axis(recipe), run, machine)
+            for key, unit in axes.items()
+        }
+        self._costs = [known[unit.numel, unit.data_ranks] for unit in work.units]
         self._stepped = [0.0] * len(work.units)  # when the background step of a unit is over
         self._crossed = [0.0] * len(work.units)  # when the node has a unit's new weights
         self._fetched: dict[int, float] = {}
@@ -119,10 +134,10 @@ class ClockHands:
     def begin(self, micro: int) -> None:
         """Begin a micro-batch.
 
-        Stages 0-2 add all but the first gradients to resting ones: two reads, a write.
+        All but the first gradients are added to resting ones: two reads, a write.
         """
         self._is_last = micro + 1 == self._run.accumulate
-        adds = micro > 0 and self._recipe.sums_rest
+        adds = micro > 0 and self._sums
         self._added_nbytes = 3.0 * self._run.grad_itemsize * adds
 
     def reach(self, event: Event) -> None:

@@ -62,6 +62,11 @@ class Conditions:
         return self.ranks_per_host or recipe.local_world_size
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element of activations."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
     def state_nbytes(self) -> int:
         """Bytes per element that Adam moves.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onefold.engine.policy import UnitFacts, policy_of
+from onefold.engine.policy import Policy, UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.planner.byte_counter import ByteCounter, Holding, Moment
 from onefold.planner.byte_hands import ByteHands
@@ -85,9 +85,13 @@ class Forecast:
 
 
 def forecast(
-    trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False
-) -> Forecast:
-    """Play one step of `accumulate` micro-batches, each as in `trace`."""
+    trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False,
+    policy: Policy | None = None,
+) -> Forecast:  # fmt: skip
+    """Play one step of `accumulate` micro-batches, each as in `trace`.
+
+    `policy`: other rules than the recipe's.
+    """
     units = [planned_unit(unit, recipe) for unit in trace.units]
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     facts = [
@@ -98,7 +102,7 @@ def forecast(
         for unit, far in zip(units, is_far, strict=True)
     ]  # fmt: skip
     counter = ByteCounter(recipe.device_type, has_timeline=has_timeline)
-    schedule = Schedule(policy_of(recipe), facts)
+    schedule = Schedule(policy or policy_of(recipe), facts)
     hands = ByteHands(recipe, units, is_far, counter)
     hands.rest(schedule.policy, trace.batch_nbytes, trace.buffers_nbytes)
     resting = counter.now

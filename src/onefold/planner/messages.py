@@ -72,6 +72,7 @@ class PlannedUnit(UnitBytes):
 
 def planned_unit(unit: UnitWork, recipe: Recipe) -> PlannedUnit:
     """Compute the bytes and messages of a unit."""
+    recipe = unit.on_its_axis(recipe)
     first, found = unit.members[0], unit_bytes(unit.members, recipe)
     mesh = recipe.world_size, recipe.local_world_size if recipe.has_axes else 0
     members = tuple(replace(member, fqn="") for member in unit.members)

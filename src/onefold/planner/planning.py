@@ -16,10 +16,12 @@ from onefold.host import free_host_nbytes, usable_cores
 from onefold.layout.units import plan_units
 from onefold.models.loader import build_model, refuse
 from onefold.models.loader import recompute as recompute_blocks
+from onefold.planner.anatomy import Anatomy
+from onefold.planner.axes import ModelAxes
 from onefold.planner.calibrate import Sample
 from onefold.planner.calibrate import calibrate as measured_here
 from onefold.planner.calibration import Calibration
-from onefold.planner.candidates import OFFLOADS, WAYS, candidates, lossy
+from onefold.planner.candidates import OFFLOADS, WAYS, Candidate, candidates, lossy
 from onefold.planner.estimate import estimated
 from onefold.planner.machines import Machine, machine_of
 from onefold.planner.result import Plan
@@ -66,6 +68,7 @@ def plan(  # noqa: PLR0913 - the contract
     wire: Literal["auto"] | WireChoice = "auto",
     recompute: bool = False,
     calibrate: bool | nn.Module | str = False,
+    axes: ModelAxes | None = None,
 ) -> Plan:
     """Find the ways to train a model that fit, how fast they are, and which one to take.
 
@@ -85,14 +88,18 @@ def plan(  # noqa: PLR0913 - the contract
         recompute: recompute blocks in backward. A module has to be set up for that by its owner.
         calibrate: measure CPU ranks of this machine first, for up to a minute, and estimate step
             times on them: with the model itself (True), or with another one, by name or a module.
+        axes: ranks of tensor, pipeline, context and expert axes; the rest of the world is dp. Each
+            rank of the pipeline is planned on its data axis.
 
     Raises:
         ConfigError: a model that cannot be built, counts below 1, words that are not known; a wire
             that `onefold.shard` refuses at that stage or on so many nodes; a calibration for other
-            devices than this machine's CPU, or of a model that does not run.
+            devices than this machine's CPU, or of a model that does not run; axes that do not
+            divide the world, or for which the model has not enough heads, blocks or experts.
     """
-    where = cluster or _this_machine(world_size)
+    where, axes = cluster or _this_machine(world_size), axes or ModelAxes()
     _check(where, seq=seq, batch=batch, accumulate=accumulate)
+    axes.check(where.ranks * where.nodes)
     chosen = precision_of(precision)
     name, module = _model(module_or_config, seq, recompute=recompute)
     word = next((word for word, each in PRECISIONS.items() if each == chosen), None)
@@ -105,6 +112,11 @@ def plan(  # noqa: PLR0913 - the contract
     one, two, estimates = _traces(traced, rows, is_open=batch == "auto")
     if one is None:
         one = estimated(plan_units(without_values(module)), rows * seq, chosen)
+    anatomy = Anatomy()
+    if axes.are_used:
+        anatomy = Anatomy.of(module, one.units)
+        anatomy.check(axes)
+        estimates += anatomy.estimates(axes)
     calibration = None
     machine = machine_of(where.machine) if isinstance(where.machine, str) else where.machine
     if calibrate is not False:
@@ -125,7 +137,9 @@ def plan(  # noqa: PLR0913 - the contract
         machine=machine,
         tokens=seq,
         accumulate=accumulate,
-        wires=candidates(wire, nodes=where.nodes),
+        wires=_wires(wire, where.nodes, axes),
+        axes=axes,
+        anatomy=anatomy,
     )  # fmt: skip
     ways = _ways(stage, offload, where.device_type)
     found = _found(search, ways, None if batch == "auto" else rows)
@@ -135,7 +149,9 @@ def plan(  # noqa: PLR0913 - the contract
     return Plan(
         name, word if precision is not None else None, recompute, search, found, best, closest,
         estimates, calibration,
-        _compared(search, best or closest) if wire == "auto" and where.nodes > 1 else (),
+        _compared(search, best or closest)
+        if wire == "auto" and where.nodes > 1 and not axes.are_used
+        else (),
     )  # fmt: skip
 
 
@@ -193,6 +209,20 @@ def _compared(search: Search, row: Row) -> tuple[Row, ...]:
     found = search.over((*search.wires, *lossy()), row.stage, row.offload, row.rows)
     found = [row if each.wire == row.wire else each for each in found]
     return tuple(found) if len(found) > 1 else ()
+
+
+def _wires(
+    wire: Literal["auto"] | WireChoice, nodes: int, axes: ModelAxes
+) -> tuple[Candidate, ...]:
+    """Return the wires to try: with cp or ep the plain one: their data axis is no grid of nodes."""
+    found = candidates(wire, nodes=nodes)
+    is_grid = axes.cp == axes.ep == 1
+    plain = tuple(each for each in found if is_grid or each.wire.is_plain)
+    if not plain:
+        got = f"wire {found[0].name} with cp {axes.cp} and ep {axes.ep}"
+        hint = "leave the wire out, or cp and ep"
+        raise ConfigError(expected("the exact wire beside cp and ep", got, hint=hint))
+    return plain
 
 
 def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[tuple[int, str]]:

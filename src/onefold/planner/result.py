@@ -14,6 +14,7 @@ from typing import Any
 from onefold.planner.calibration import Calibration
 from onefold.planner.search import Row, Search
 from onefold.planner.show import memory_table, short_table, traffic_table, wire_lines
+from onefold.planner.show_axes import axis_lines, mesh_of, mesh_words
 from onefold.planner.sizes import format_bytes
 from onefold.text import counted, shell_lines, wrapped
 
@@ -103,13 +104,15 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """The command that carries the plan out, on every node."""
+        """The command that carries the plan out, on every node; empty with model axes."""
         return " ".join(self.command_words)
 
     @property
     def command_words(self) -> list[str]:
         """The parts between which `command` may be broken: flags with their values."""
         row, accumulate, recipe = self.taken, self.search.accumulate, self.search.recipe
+        if row.composed is not None:
+            return []
         ranks = recipe.local_world_size
         words = ["onefold train"]
         if recipe.nodes > 1:
@@ -136,7 +139,27 @@ class Plan:
         if not row.wire.wire.is_plain:
             name = row.wire.name
             options += f', wire="{name}"' if row.wire.is_preset else f", wire=onefold.{name}"
+        if row.composed is not None:
+            options += f", mesh={self._mesh[1]}"
         return f"onefold.shard(model, optimizer, stage={row.stage}{options})"
+
+    @property
+    def _mesh(self) -> tuple[str, str]:
+        """The mesh of a composed run, and its data axis, as Python."""
+        assert self.taken.composed is not None, "a mesh has model axes"
+        sizes, device = mesh_of(self.taken.composed), self.search.recipe.device_type
+        recipe = self.taken.forecast.recipe
+        if recipe.has_axes:  # the wire has hops between nodes and inside
+            near = recipe.local_world_size
+            tp = {name: size for name, size in sizes.items() if name == "tp"}
+            pp = {name: size for name, size in sizes.items() if name == "pp"}
+            sizes = pp | {"nodes": recipe.world_size // near, "dp": near} | tp
+        names = "".join(f'"{name}", ' for name in sizes)
+        names = names.removesuffix(", ") if len(sizes) > 1 else names.rstrip()
+        data = 'mesh["dp", "cp"]._flatten("data")' if "cp" in sizes else 'mesh["dp"]'
+        data = 'mesh["nodes", "dp"]' if recipe.has_axes else data
+        shape = tuple(sizes.values())
+        return f'init_device_mesh("{device}", {shape}, mesh_dim_names=({names}))', data
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
@@ -180,6 +203,14 @@ class Plan:
         for line in [*self.explain(), *measured]:
             yield from wrapped(line)
         yield from wire_lines(self.wires, self.taken, self.numel)
+        composed = self.taken.composed
+        if composed is not None:
+            yield from axis_lines(composed, self.taken.stage)
+            names = [name for name, size in composed.axes.sizes.items() if size > 1]
+            yield from ("", f"in a script, once {' and '.join(names)} cut the model:")
+            yield from wrapped(f"  mesh = {self._mesh[0]}", "      ")
+            yield f"  {self.line}"
+            return
         yield ""
         if self.search.recipe.nodes > 1:
             yield "on each node, with its own --node-rank; HOST is the address of node 0:"
@@ -192,6 +223,8 @@ class Plan:
         numbers = {row.rows for row in self.rows}
         rows = counted(numbers.pop(), "row") if len(numbers) == 1 else "as many rows as fit"
         where = f" on {nodes} nodes" if nodes > 1 else ""
+        composed = self.taken.composed
+        where += f" as {mesh_words(composed)}" if composed else ""
         cut = f" in each of {search.accumulate} micro-batches" if search.accumulate > 1 else ""
         return (
             f"{self.model}: {self.numel:,d} parameters, {counted(self.world_size, 'rank')}{where}, "

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onefold.config import stage_of
 from onefold.errors import ConfigError
+from onefold.planner.anatomy import Anatomy
+from onefold.planner.axes import ModelAxes
 from onefold.planner.candidates import EXACT_WIRE, OFFLOADS, Candidate
+from onefold.planner.composed import ComposedJob
+from onefold.planner.composition import Composition, Place, compose
 from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
@@ -35,7 +39,10 @@ DTYPES = {2: "bf16", 4: "fp32"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to train, and the bytes and seconds that it takes."""
+    """One way to train, and the bytes and seconds that it takes.
+
+    With model axes the forecast is that of the rank of the pipeline that holds most.
+    """
 
     stage: int
     offload: str
@@ -44,6 +51,7 @@ class Row:
     room: Mapping[str, int]  # see `Search`
     step: StepTime | None
     wire: Candidate
+    composed: Composition | None = None  # with model axes
 
     @property
     def needs(self) -> dict[str, int]:
@@ -53,6 +61,7 @@ class Row:
         """
         recipe = self.forecast.recipe
         ranks = min(recipe.local_world_size, recipe.world_size)
+        ranks = self.composed.local_world_size if self.composed else ranks
         cpu, disk = self.forecast.peaks.get("cpu", 0), self.forecast.peaks.get("disk", 0)
         if recipe.device_type == "cpu":
             return {"device": self.forecast.memory_nbytes, "host": 0, "disk": disk * ranks}
@@ -117,6 +126,7 @@ class Row:
             "seconds": None if step is None else step.seconds,
             "tokens_per_s": None if step is None else step.tokens_per_s,
             "bound": None if step is None else step.bound,
+            **({"composition": self.composed.as_dict()} if self.composed else {}),
         }
 
 
@@ -128,6 +138,7 @@ class Search:
     recipe: the ranks, the device and the precision. Each way adds its stage, offload and wire.
     room: bytes of each "device", and of each "host" and its "disk" for all its ranks; a place that
         is left out is not checked.
+    axes, anatomy: model axes, and the parts of the model that they cut.
     """
 
     one: Trace
@@ -138,6 +149,8 @@ class Search:
     tokens: int  # of one row
     wires: tuple[Candidate, ...] = (EXACT_WIRE,)
     accumulate: int = 1  # micro-batches of a step
+    axes: ModelAxes = field(default_factory=ModelAxes)
+    anatomy: Anatomy = field(default_factory=Anatomy)
 
     def row(self, stage: int, offload: str, rows: int) -> Row:
         """Try micro-batches of `rows` rows, on the best wire for them."""
@@ -147,7 +160,8 @@ class Search:
         """Try each wire that such a recipe can have; `ConfigError` if there is none."""
         found: dict[Recipe, Row] = {}
         refused: ConfigError | None = None
-        way = replace(self.recipe, stage=stage_of(stage), offload=OFFLOADS[offload])
+        rank = self.axes.data(self.recipe)
+        way = replace(rank, stage=stage_of(stage), offload=OFFLOADS[offload])
         for wire in wires:
             try:
                 recipe = wire.fit(way)
@@ -162,6 +176,15 @@ class Search:
 
     def _row(self, wire: Candidate, recipe: Recipe, offload: str, rows: int) -> Row:
         trace = self.trace_of(rows)
+        if self.axes.are_used:
+            place = Place(self.room.get("device"), self.machine, self.conditions)
+            job = ComposedJob(
+                self.axes, self.anatomy, self.recipe, rows * self.tokens, place.conditions.itemsize
+            )
+            made, step = compose(trace, job, recipe, place)
+            found = made.ranks[made.fullest].forecast
+            number = recipe.stage.number
+            return Row(number, offload, rows, found, self.room, step, wire, made)
         found = forecast(trace, recipe, accumulate=self.accumulate)
         step = None
         if self.machine is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from onefold.engine.policy import UnitFacts, policy_of
+from onefold.engine.policy import Policy, UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.planner.clock_hands import GRADIENTS, ClockHands
 from onefold.planner.conditions import Conditions
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PARTS = (
     "compute", "memory", "contention", "exposed_gather", "exposed_reduce", "exposed_host",
-    "exposed_disk", "optimizer",
+    "exposed_disk", "optimizer", "exposed_axes",
 )  # fmt: skip
 """The parts of the compute stream's time."""
 
@@ -39,8 +39,9 @@ class StepTime:
 
     `compute` is matrix products, `memory` everything else that the device computes, `contention`
     the time that both lose beside collectives. `exposed_*` is waiting: for gathers, reductions, the
-    host link and CPU, the disk. `optimizer` is the step on the device, `stragglers` the wait for
-    the slowest rank. `tokens_per_s` counts all ranks.
+    host link and CPU, the disk, messages of model axes. `optimizer` is the step on the device,
+    `stragglers` the wait for the slowest rank, `bubble` the wait for other ranks of a pipeline.
+    `tokens_per_s` counts all ranks.
     """
 
     seconds: float
@@ -55,16 +56,19 @@ class StepTime:
     stragglers: float
     tokens_per_s: float
     spans: tuple[PlannedSpan, ...]
+    exposed_axes: float = 0.0
+    bubble: float = 0.0
 
     @property
     def bound(self) -> str:
-        """The largest part: "compute", "memory", "link", "host link" or "disk"."""
+        """The largest part: "compute", "memory", "link", "host link", "disk" or "bubble"."""
         parts = {
             "compute": self.compute,
             "memory": self.memory + self.optimizer,
-            "link": self.exposed_gather + self.exposed_reduce + self.contention,
+            "link": self.exposed_gather + self.exposed_reduce + self.contention + self.exposed_axes,
             "host link": self.exposed_host,
             "disk": self.exposed_disk,
+            "bubble": self.bubble,
         }
         return max(parts, key=lambda name: parts[name])
 
@@ -74,21 +78,24 @@ class StepTime:
 
 
 def simulate(
-    work: ModelWork, recipe: Recipe, machine: Machine, conditions: Conditions | None = None
-) -> StepTime:
+    work: ModelWork, recipe: Recipe, machine: Machine, conditions: Conditions | None = None,
+    policy: Policy | None = None,
+) -> StepTime:  # fmt: skip
     """Return the time of one step of `work` under `recipe` on `machine`, in seconds.
 
-    With states off the device it is the second of two steps, which waits for the first's.
+    With states off the device it is the second of two steps, which waits for the first's. `policy`:
+    other rules than the recipe's.
     """
     run, units = conditions or Conditions(), work.units
-    hands = ClockHands(work, recipe, run, machine)
+    policy = policy or policy_of(recipe)
+    hands = ClockHands(work, recipe, run, machine, sums=policy.defers_reduction)
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     is_resident = recipe.rest_world == 1 and recipe.rests_near
     facts = [
         UnitFacts(is_resident=is_resident, is_offloaded=far or not recipe.rests_near)
         for far in is_far
     ]
-    schedule = Schedule(replace(policy_of(recipe), prefetch=run.prefetch), facts)
+    schedule = Schedule(replace(policy, prefetch=run.prefetch), facts)
     events = plain_events([0] * len(units), [GRADIENTS] * len(units))
     replay = Replay(events, schedule, [len(GRADIENTS)] * len(units))
     begin = 0.0

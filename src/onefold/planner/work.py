@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from onefold.recipe import Member
+    from onefold.planner.axes import AxisMessage
+    from onefold.recipe import Member, Recipe
 
 
 class Work(NamedTuple):
@@ -55,11 +56,20 @@ class UnitWork:
     members: tuple[Member, ...] = ()  # empty where no module is known
     is_narrowed: bool = True  # False: its products stay in bf16 where others are in fp8
     is_recomputed: bool = True  # where blocks are recomputed at all
+    messages: tuple[AxisMessage, ...] = ()  # on model axes (planner/axes.py)
+    data_ranks: int = 0  # of the data axis, where it is not the recipe's: that of experts
 
     @property
     def num_kernels(self) -> int:
         """Kernel launches of one forward and backward."""
         return self.forward.num_kernels + self.backward.num_kernels
+
+    def on_its_axis(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the unit's own data axis."""
+        if not self.data_ranks or self.data_ranks == recipe.world_size:
+            return recipe
+        near = max(1, recipe.local_world_size * self.data_ranks // recipe.world_size)
+        return replace(recipe, world_size=self.data_ranks, local_world_size=near)
 
 
 @dataclass(frozen=True, slots=True)
