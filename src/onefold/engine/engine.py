@@ -335,7 +335,7 @@ class Engine:
                 if rows is not None:
                     for bound in torch.aminmax(rows):  # both are NaN if an element is
                         is_bad += bound.isfinite().logical_not()
-        self.group.all_reduce_max(is_bad)
+        self.context.everyone.all_reduce_max(is_bad)
         is_finite = not is_bad.item()
         for gradient in self.gradients.values() if not is_finite else ():
             gradient.reduction.feedback.forget(gradient.unit.parameters)

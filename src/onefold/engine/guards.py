@@ -198,10 +198,10 @@ def _load_state_dict(
 
 
 def _fitted(name: str, parameter: UnitParameter, value: Tensor) -> Tensor:
-    if tuple(value.shape) != parameter.slot.shape:
+    if tuple(value.shape) != parameter.shape:
         raise StateError(
             expected(
-                f"{name!r} of shape {list(parameter.slot.shape)}",
+                f"{name!r} of shape {list(parameter.shape)}",
                 f"shape {list(value.shape)}",
                 where=parameter.unit.context.where,
                 hint="the state dict is of another configuration of this module",
