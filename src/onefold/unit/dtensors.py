@@ -272,11 +272,11 @@ class _Unsharded(Tensor):
         return super().register_post_accumulate_grad_hook(hook)
 
 
-class UnshardedParameter(_Unsharded, nn.Parameter):
+class UnshardedParameter(_Unsharded, nn.Parameter):  # type: ignore[misc]
     """See `_Unsharded`."""
 
 
-class UnshardedDTensor(_Unsharded, DTensor):
+class UnshardedDTensor(_Unsharded, DTensor):  # type: ignore[misc]
     """See `_Unsharded`: the rows of this rank's piece, as a DTensor over the model axes."""
 
 
@@ -294,7 +294,7 @@ class PlainSharded(UnshardedParameter):
         return copied
 
 
-class StaleParameter(nn.Parameter):
+class Stale(Tensor):
     """A parameter object whose values are gone. Any use of its value raises `StateError`."""
 
     _why: str
@@ -302,26 +302,24 @@ class StaleParameter(nn.Parameter):
     @classmethod
     @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stale = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, STALE))
+        stale = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Stale))
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in ("__hash__", "__repr__", "__format__"):
                 return func(torch.empty(0), *args[1:])
             raise StateError(stale._why)
 
 
-class StaleDTensor(DTensor):
-    """See `StaleParameter`."""
+class StaleParameter(Stale, nn.Parameter):
+    """See `Stale`."""
 
-    _why: str
-    __torch_function__ = StaleParameter.__torch_function__
+
+class StaleDTensor(Stale, DTensor):
+    """See `Stale`."""
 
     def _refuse(self, *_: object, **__: object) -> Any:
         raise StateError(self._why)
 
     to_local = full_tensor = redistribute = _refuse
-
-
-STALE = (StaleParameter, StaleDTensor)
 
 
 def kind_of_unsharded(shown: Tensor) -> Any:
