@@ -40,7 +40,7 @@ def claim(module: nn.Module, parameters: Sequence[Owned], data: Group) -> None:
     cuts = [owned for owned in parameters if owned.model is not None]
     for owned in cuts:
         _check_placements(owned)
-    ranks = set(data.global_ranks())
+    ranks = set(data.global_ranks()) if cuts else set[int]()
     beyond = [o for o in cuts if o.model and not ranks.issuperset(_ranks_of(o.model.mesh))]
     if not beyond:
         return
@@ -100,8 +100,12 @@ def check_choices(
                 raise whole_matrices(owned.fqn, str(owned.model), optimizer)
 
 
-def compare(mine: list[str], module: object) -> Iterator[tuple[Group, list[Any]]]:
-    """Exchange digests over every model axis; yield its group and their digests. A collective."""
+def compare(mine: list[Any], module: object) -> Iterator[tuple[Group, list[Any]]]:
+    """Exchange digests over every model axis; yield its group and the digests that each rank sent.
+
+    `mine`: this rank's digest, and one that differs from it, where the data axis has one. A
+    collective.
+    """
     parameters = module.parameters() if isinstance(module, nn.Module) else ()
     cuts = [cut for parameter in parameters if (cut := ModelCut.of(parameter)) is not None]
     for mesh in dict.fromkeys(cut.mesh for cut in cuts):
@@ -118,8 +122,11 @@ def join(parameters: Sequence[Owned], data: Group, shards: Group, device: str) -
     one copy of the states. Raises `ConfigError`, on all these ranks, for axes that overlap.
     """
     found: dict[DeviceMesh, DeviceMesh] = {}
-    everyone: set[int] = set(data.global_ranks())
-    for mesh in _meshes_in(parameters):
+    meshes = list(dict.fromkeys(o.model.mesh for o in parameters if o.model is not None))
+    if not meshes:
+        return ModelAxes()
+    everyone = set(data.global_ranks())
+    for mesh in meshes:
         grid = _grid(mesh, data)
         everyone |= set(grid.flatten().tolist())
         if grid.numel() != len(set(grid.flatten().tolist())):
@@ -137,7 +144,7 @@ def join(parameters: Sequence[Owned], data: Group, shards: Group, device: str) -
             found[mesh] = DeviceMesh.from_group(
                 groups, device, mesh=_grid(mesh, shards), mesh_dim_names=(*names, "fsdp")
             )
-    return ModelAxes(found, Group.over(sorted(everyone)) if found else None)
+    return ModelAxes(found, Group.over(sorted(everyone)))
 
 
 def _grid(mesh: DeviceMesh, data: Group) -> torch.Tensor:
@@ -145,10 +152,6 @@ def _grid(mesh: DeviceMesh, data: Group) -> torch.Tensor:
     mine = mesh.mesh.tolist()
     columns = data.all_gather_object(mine) if data.world_size > 1 else [mine]
     return torch.tensor(columns).movedim(0, -1).contiguous()
-
-
-def _meshes_in(parameters: Iterable[Owned]) -> list[DeviceMesh]:
-    return list(dict.fromkeys(o.model.mesh for o in parameters if o.model is not None))
 
 
 def _ranks_of(mesh: DeviceMesh) -> set[int]:

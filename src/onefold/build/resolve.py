@@ -172,20 +172,17 @@ def examine_together(
     group = ranks.everyone
     mine = [f"! {problem}"] if problem else asked.recipe.digest() if asked else []
     everyone = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-    sent = [(group, everyone), *model_axes.compare(_first_other(everyone, mine), module)]
+    others = [theirs for theirs in everyone if theirs != mine][:1]
+    sent = [(group, [[each] for each in everyone]), *model_axes.compare([mine, *others], module)]
     if problem is not None:
         raise problem
     assert asked is not None, "neither arguments nor a problem"
     for where, digests in sent:
-        for rank, theirs in enumerate(digests):
-            if theirs != mine:
-                raise _different(mine, theirs, where, rank)
+        for rank, found in enumerate(digests):
+            for theirs in found:  # a rank of a model axis passes on what it has learned
+                if theirs != mine:
+                    raise _different(mine, theirs, where, rank)
     return asked
-
-
-def _first_other(everyone: list[Any], mine: list[str]) -> list[str]:
-    """The digest of another rank that differs: ranks of model axes learn of it. Else `mine`."""
-    return next((theirs for theirs in everyone if theirs != mine), mine)
 
 
 def _different(mine: list[str], theirs: list[str], group: Group, rank: int) -> ConfigError:

@@ -350,7 +350,8 @@ class UnitParameter(ShardedForm):
 
     @property
     def group(self) -> Group:
-        return self.spec.context.transport.group
+        context = self.spec.context
+        return context.holders or context.transport.group
 
     def register_first(self, hook: Callable[[Tensor], object]) -> RemovableHandle:
         """Run a hook of the unsharded parameter before its gradient can be reduced."""
