@@ -183,14 +183,15 @@ def _with_loss_parallel(rank: int) -> Named:
     cut = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh["tp"], plan(head=cut))
     onefold.shard(model, mesh=mesh["dp"])
-    with loss_parallel():
-        loss_of(model, rows(0, 2)[mesh["dp"].get_local_rank()]).backward()
+    loss_of(model, rows(0, 2)[mesh["dp"].get_local_rank()]).backward()
     return grads_of(model)
 
 
 def test_the_loss_may_be_computed_on_cut_logits():
     (wanted, *_), _ = one_process(2, 1, torch.float64)
-    for grads in run_ranks(4, _with_loss_parallel):
+    with loss_parallel():  # of the process: ranks are its threads
+        found = run_ranks(4, _with_loss_parallel)
+    for grads in found:
         check_close(grads, wanted, 1e-12)
 
 
@@ -264,8 +265,9 @@ def _clip_two_meshes(rank: int, group_axis: str | None) -> tuple[float, float, N
     onefold.shard(other)
     other(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
     found = onefold.clip_grad_norm_([run.model, other], 0.1)
+    grads = grads_of(run.model), grads_of(other)
     again = onefold.clip_grad_norm_([run.model, other], 0.1)
-    return float(found), float(again), grads_of(run.model), grads_of(other)
+    return float(found), float(again), *grads
 
 
 def test_gradients_on_several_meshes_are_clipped_by_one_norm():

@@ -122,19 +122,19 @@ def join(parameters: Sequence[Owned], data: Group, shards: Group, device: str) -
     one copy of the states. Raises `ConfigError`, on all these ranks, for axes that overlap.
     """
     found: dict[DeviceMesh, DeviceMesh] = {}
-    meshes = list(dict.fromkeys(o.model.mesh for o in parameters if o.model is not None))
-    if not meshes:
+    firsts = {o.model.mesh: o for o in reversed(parameters) if o.model is not None}
+    if not firsts:
         return ModelAxes()
     everyone = set(data.global_ranks())
-    for mesh in meshes:
+    for mesh, first in firsts.items():
         grid = _grid(mesh, data)
         everyone |= set(grid.flatten().tolist())
         if grid.numel() != len(set(grid.flatten().tolist())):
             raise ConfigError(
                 expected(
-                    f"a data axis beside the model axes {mesh.mesh_dim_names or ''} "
-                    f"{mesh.mesh.tolist()}",
-                    f"ranks {data.global_ranks()}, of which some hold other pieces of a parameter",
+                    f"a data axis whose ranks hold the same piece of parameter {first.fqn!r}, "
+                    f"{first.model}: ranks {mesh.mesh.tolist()}",
+                    f"ranks {data.global_ranks()}, of which some hold other pieces",
                     hint='pass the axis of data alone: onefold.shard(..., mesh=mesh["dp"])',
                 )
             )
