@@ -71,7 +71,7 @@ def grads_of(model: nn.Module) -> Named:
 
 
 def made(tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    return seeded(Model, 2, tied).to(dtype)
+    return seeded(Model, 1, tied).to(dtype)
 
 
 class Run:
@@ -163,10 +163,9 @@ def test_gradients_and_weights_are_those_of_one_process_and_bitwise_those_of_oth
 
 def test_twenty_steps_in_fp32_end_at_the_weights_of_one_process():
     grads, end = one_process(2, 20, torch.float32)
-    for stage in (1, 3):
-        for found, weights in run_ranks(4, trained, 2, 2, 20, {"stage": stage}):
-            check_close(found[0], grads[0], 1e-6)
-            check_close(weights, end, 1e-6)
+    for found, weights in run_ranks(4, trained, 2, 2, 20, {"stage": 3}):
+        check_close(found[0], grads[0], 1e-6)
+        check_close(weights, end, 1e-6)
 
 
 def test_a_tied_head_sums_the_gradients_of_both_uses():
@@ -354,9 +353,9 @@ def _read_stale(rank: int) -> list[str]:
     run.model.blocks[0].up.register_forward_pre_hook(lambda up, _: kept.append(up.weight))
     with torch.no_grad():
         run.model(rows(0, 1)[0])
-    for use in (Tensor.sum, DTensor.to_local, DTensor.full_tensor):
+    for use in ("sum", "to_local", "full_tensor"):
         with pytest.raises(onefold.StateError, match=r"blocks\.0\.up\.weight") as caught:
-            use(kept[0])
+            getattr(kept[0], use)()
         messages.append(str(caught.value))
     return messages
 
@@ -372,7 +371,8 @@ class TwoAxes(nn.Module):
         super().__init__()
         self.inner = nn.ModuleList([nn.Linear(7, 5, bias=False, dtype=torch.float64)])
         if mesh is not None:
-            weight = distribute_tensor(self.inner[0].weight.detach(), mesh, [Shard(0), Shard(1)])
+            whole_weight, placements = self.inner[0].weight.detach(), [Shard(0), Shard(1)]
+            weight = distribute_tensor(whole_weight, mesh, placements, src_data_rank=None)
             self.inner[0].weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -440,7 +440,7 @@ def test_checkpoints_move_between_all_splits_bit_for_bit(tmp_path):
         wanted, *others = run_ranks(dp * tp, _saved, dp, tp, stage, tmp_path / str(number))
         for other in others:
             check_equal(other, wanted)
-        for to in (1, 2, 3):  # two of them and, from both sides, every one
+        for to in (1, 2):  # and from the other side: each split meets every other one
             dp2, tp2, stage2 = splits[(number + to) % len(splits)]
             folder = tmp_path / str(number)
             for found in run_ranks(dp2 * tp2, _loaded, dp2, tp2, stage2, folder):
@@ -472,7 +472,7 @@ def test_a_module_on_meta_is_cut_and_reads_its_own_boxes(tmp_path):
     def body(rank: int, loads: bool) -> Named:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         with torch.device("meta"):
-            model = Model(2)
+            model = Model(1)
         parallelize_module(model, mesh["tp"], plan())
         if loads:
             onefold.load_pretrained(model, tmp_path / "plain")

@@ -26,7 +26,7 @@ def build(kind: str) -> Any:
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False,
         attn_implementation="eager",
     )  # fmt: skip
@@ -85,7 +85,7 @@ def test_a_model_that_transformers_has_cut_trains_as_in_one_process(kind):
         optimizer.zero_grad()
     with torch.no_grad():
         logits = model.eval()(input_ids=rows()[0]).logits
-    for stage in (0, 2, 3):
+    for stage in (0, 3):
         for grads, weights, evaluated in run_ranks(4, trained, kind, stage):
             for found, each in zip(grads, wanted, strict=True):
                 check_close(found, each, 1e-12)

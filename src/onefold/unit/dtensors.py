@@ -215,7 +215,8 @@ class ShardedParameter(_AtRest, LogicalValues):
     def full_tensor(self, **options: Any) -> Tensor:  # type: ignore[override]
         owner = self._onefold_owner()
         if owner is not None and owner.home.is_in_forward:  # the gradient has to find its way back
-            return _dispatch(Tensor.view_as, (self, self), None)
+            found: Tensor = _dispatch(Tensor.view_as, (self, self), None)
+            return found.full_tensor(**options) if isinstance(found, DTensor) else found
         self._wait()
         return super().full_tensor(**options)
 
