@@ -81,6 +81,15 @@ def test_a_split_sequence_has_the_losses_of_one_rank():
 
 
 @pytest.mark.process
+def test_tensor_parallel_trains_one_model_on_each_pair_of_ranks():
+    done = torchrun(str(EXAMPLES / "tensor_parallel.py"), ranks=4)
+    assert done.returncode == 0, done.stderr
+    first, _, last, _ = numbers(done.stdout)
+    assert last < first - 2
+    assert "blocks.0.up.weight [192, 64]: [48, 64] rest on a rank" in done.stdout
+
+
+@pytest.mark.process
 def test_lightning_trains_on_processes_of_its_own_launcher_and_under_torchrun():
     pytest.importorskip("lightning")
     alone_told, together = alone("lightning_fit.py"), under_torchrun("lightning_fit.py")

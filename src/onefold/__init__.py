@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from onefold.checkpoint.load import load
     from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
     from onefold.checkpoint.save import save
+    from onefold.clipping import clip_grad_norm_
     from onefold.config import Offload, Precision
     from onefold.deepspeed.convert import from_deepspeed
     from onefold.engine.ema import MovingAverage, ema
@@ -53,6 +54,7 @@ _HOMES = {
     "load_pretrained": "onefold.checkpoint.pretrained",
     "save_pretrained": "onefold.checkpoint.pretrained",
     "save": "onefold.checkpoint.save",
+    "clip_grad_norm_": "onefold.clipping",
     "Offload": "onefold.config",
     "Precision": "onefold.config",
     "from_deepspeed": "onefold.deepspeed.convert",
@@ -94,6 +96,7 @@ __all__ = [
     "Wire",
     "WireError",
     "accumulate",
+    "clip_grad_norm_",
     "ema",
     "from_deepspeed",
     "full_state_dict",

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from onefold.build.build import build
 from onefold.build.coding import code_frozen
 from onefold.build.inference import examine_stream
-from onefold.build.resolve import Choices, examine, examine_together, resolve
+from onefold.build.resolve import Asked, Choices, examine, examine_together, resolve
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
@@ -94,11 +94,15 @@ def _shard(
     """See `shard`."""
     limit = as_timeout(timeout)
     ranks = meet(meshes.resolve(mesh, limit or TIMEOUT), limit)
-    asked = examine_together(ranks, lambda: examine(module, optimizer, choices))
+
+    def examine_mine() -> Asked:
+        return examine(module, optimizer, choices, ranks.everyone)
+
+    asked = examine_together(ranks, examine_mine, module)
     frozen = asked.recipe.precision.frozen
     if frozen is not None:
         code_frozen(module, asked.parts.optimizers, frozen)
-        asked = examine_together(ranks, lambda: examine(module, optimizer, choices))
+        asked = examine_together(ranks, examine_mine, module)
     build(asked.parts, resolve(asked, ranks))
     return module
 

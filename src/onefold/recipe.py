@@ -34,6 +34,7 @@ class Member:
     is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
     decoded_nbytes: int = 0  # of the numbers that modules compute with, where they are others
     stack_nbytes: int = 0  # of the numbers of a stack of matrices, decoded where a kernel asks
+    cut: str = ""  # over model axes; `shape` is that of this rank's piece
 
     @staticmethod
     def of(
@@ -243,7 +244,7 @@ class Recipe:
             lines += [f"{kind}.{name}={getattr(choice, name)!r}" for name in names]
         lines += [f"shares={self.shares}"] if self.shares else []
         return lines + [
-            f"{member.fqn} {list(member.shape)} {member.dtype} "
+            f"{member.fqn} {member.cut or list(member.shape)} {member.dtype} "
             f"requires_grad={member.requires_grad} in unit {unit.name}"
             for unit in self.units
             for member in unit.members
@@ -314,7 +315,7 @@ def _dtype(word: str | None) -> Any:
 def _plain(unit: UnitRecipe) -> dict[str, Any]:
     members = [
         [each.fqn, list(each.shape), _word(each.dtype), _word(each.compute_dtype),
-         each.requires_grad, each.is_packed, each.decoded_nbytes, each.stack_nbytes]
+         each.requires_grad, each.is_packed, each.decoded_nbytes, each.stack_nbytes, each.cut]
         for each in unit.members
     ]  # fmt: skip
     return {

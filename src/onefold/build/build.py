@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from onefold.build import model_axes
+from onefold.build.model_axes import ModelAxes
 from onefold.build.resolve import ModuleParts, Resolved
 from onefold.build.routes import Links, routes_of
 from onefold.build.tiers import budget_of, build_tiers, describe
@@ -41,6 +43,7 @@ from onefold.unit.init import (
     initialisers_of,
     materialise,
     materialise_buffers,
+    move,
 )
 from onefold.unit.unit import Unit
 from onefold.unit.weighted import WeightedMesh
@@ -68,7 +71,8 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     tiers = build_tiers(recipe, budget, store, ledger, group)
     rests = describe(recipe, budget, resolved.why_fraction)
     LOG.info("rank %d: %s", group.rank, rests or "all state rests on the device")
-    context = _context(resolved, store, ledger, tiers)
+    axes = model_axes.join(parts.parameters, group, shards, device.type)
+    context = _context(resolved, store, ledger, tiers, axes)
     source: Source = (initialisers_of(parts.module), parts.module.__dict__.pop(PROMISED, None))
     originals = [owned.parameter for owned in parts.parameters]
     for owned in parts.parameters:
@@ -96,7 +100,9 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     ledger.forget_traffic()
 
 
-def _context(resolved: Resolved, store: Store, ledger: Ledger, tiers: Tiers) -> Context:
+def _context(
+    resolved: Resolved, store: Store, ledger: Ledger, tiers: Tiers, axes: ModelAxes
+) -> Context:
     recipe, ranks = resolved.recipe, resolved.ranks
     shards, precision = ranks.shards(are_replicas=recipe.are_replicas), recipe.precision
     mesh = None
@@ -117,6 +123,8 @@ def _context(resolved: Resolved, store: Store, ledger: Ledger, tiers: Tiers) -> 
         is_inference=recipe.inference is not None,
         reads_directly=recipe.reads_directly,
         phase=ranks.phase,
+        meshes=axes.meshes,
+        holders=axes.holders,
     )
 
 
@@ -142,7 +150,8 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     assert module is not None, "its forward runs"
     recipe = replace(resolved.recipe, stage=STAGES[0], offload=Offload(), wire=Wire(), shares=None)
     tiers = replace(engine.context.tiers, weight=store, state=store, scratch=None)
-    context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers)
+    axes = ModelAxes(holders=engine.context.holders)
+    context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers, axes)
     source: Source = (initialisers_of(module), None)
     units: list[Unit] = []
     for plan in plan_units(module):
@@ -163,12 +172,14 @@ def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
     """Give a unit's parameters their values, keep this rank's shard, and free the rest."""
     materialise(plan, context.store.device, *source)
     for owned in plan.members:  # unit by unit: the device never holds more than one
-        owned.parameter.data = owned.parameter.data.to(context.store.device)
+        move(owned, context.store.device)
     originals = [owned.parameter for owned in plan.members]
     values = source[1]
     given = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}
-    own = [owned.parameter.data for owned in plan.members if owned.fqn not in given]
-    agree_on_values(own, context.routes.group)
+    own = [owned for owned in plan.members if owned.fqn not in given]
+    agree_on_values([owned.values.detach() for owned in own], context.routes.group)
+    plain = [owned.values.detach() for owned in own if owned.model and owned.model.is_plain]
+    agree_on_values(plain, context.everyone)
     unit.adopt(originals, values)
     originals.clear()
     return_free_memory()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
@@ -14,6 +13,7 @@ from onefold.engine.registry import is_sharded
 from onefold.errors import ConfigError, expected
 from onefold.layout import packed
 from onefold.layout.cut import Shares
+from onefold.layout.model_axes import is_owned
 from onefold.layout.units import Owned
 
 _WRAPPERS = (
@@ -107,16 +107,7 @@ def check_parameters(parameters: Sequence[Owned]) -> None:
             )
         if owned.is_packed and owned.table is None:
             _check_packed(owned)
-        is_ours = getattr(owned.parameter, "_onefold_owner", None) is not None
-        if isinstance(owned.parameter, DTensor) and not is_ours:
-            raise ConfigError(
-                expected(
-                    f"parameter {owned.fqn!r} to be a plain tensor",
-                    "a DTensor that another library has sharded",
-                    hint="let onefold.shard be the only one to shard this module",
-                )
-            )
-        if is_ours:
+        if is_owned(owned.parameter):
             raise ConfigError(
                 expected(
                     f"parameter {owned.fqn!r} to belong to one sharded module",

@@ -21,6 +21,7 @@ from onefold.planner.auto import ACTIVATIONS_SHARE, free_nbytes
 from onefold.planner.residency import with_residents
 from onefold.recipe import Recipe
 from onefold.unit.init import PROMISED, Values
+from onefold.wire.collectives import Group
 
 MIN_TILE_NBYTES = 1 << 20
 """Row blocks of a head or a table are at least as large: smaller reads are slower."""
@@ -33,8 +34,9 @@ def examine_stream(
 
     Returns the module's recipe, and the matrices that could not be packed.
     """
+    data = ranks.everyone
     choices = examine_together(
-        ranks, lambda: examine(module, None, _checked(module, budget, rest, offload))
+        ranks, lambda: examine(module, None, _checked(module, budget, rest, offload), data), module
     )
     for parameter in uncompiled(module).parameters():
         parameter.requires_grad_(False)
@@ -46,7 +48,7 @@ def examine_stream(
         exact = code_for_products(uncompiled(module), rest, device.type)
     room = _agreed(budget, device, ranks)
     asked = examine_together(
-        ranks, lambda: examine(module, None, _tiled(module, room, rest, offload))
+        ranks, lambda: examine(module, None, _tiled(module, room, rest, offload), data), module
     )
     return asked, exact
 
@@ -69,7 +71,7 @@ def recipe_of_stream(
         module.__dict__[PROMISED] = _Unread()
         code_for_products(module, rest, ranks.device_type)
         del module.__dict__[PROMISED]
-    asked = examine(module, None, _tiled(module, budget, rest, offload))
+    asked = examine(module, None, _tiled(module, budget, rest, offload), Group.of(None))
     recipe = replace(
         asked.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
         device_type=ranks.device_type,

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from onefold.build import checks
+from onefold.build import checks, model_axes
 from onefold.build.stepping import stepper_of
 from onefold.build.tiers import budget_of, moments_of
 from onefold.config import (
     STAGES,
     Inference,
+    Precision,
     Stage,
     check_offload,
     offload_of,
@@ -44,6 +45,7 @@ from onefold.mesh.ranks import Ranks, local_place, two_axes_of_launcher
 from onefold.planner.auto import least_fraction, lowest_stage
 from onefold.planner.residency import with_residents
 from onefold.recipe import Member, Recipe, UnitRecipe
+from onefold.wire.collectives import Group
 from onefold.wire_config import Wire, resolve_wire, wire_of
 
 
@@ -96,8 +98,8 @@ class Resolved:
     why_stepper: str = ""
 
 
-def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
-    """Check one rank's arguments without touching anything."""
+def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group) -> Asked:
+    """Check one rank's arguments without touching anything; `data` is the group to shard over."""
     opens_stage = choices.stage == "auto"
     row = stage_of(3 if opens_stage else choices.stage)  # stage 3 has every tier
     dtypes = precision_of(choices.precision)
@@ -110,7 +112,12 @@ def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
     checks.check_parameters(parameters)
     checks.check_optimizers(optimizers, parameters)
     is_inference = choices.inference is not None
-    plans = plan_units(module, choices.units, tiers.tile or 0, tiles_tables=is_inference)
+    model_axes.claim(module, parameters, data)
+    others = {"shares=": choices.shares, "onefold.stream": choices.inference}
+    model_axes.check_choices(parameters, optimizers, others=others)
+    plans = plan_units(
+        module, choices.units, tiers.tile or 0, tiles_tables=is_inference, parameters=parameters
+    )
     _order_members(plans, optimizers)
     recipe = Recipe(
         stage=row, precision=dtypes, offload=tiers, wire=wire_of(choices.wire),
@@ -118,10 +125,7 @@ def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
         units=tuple(
             UnitRecipe(
                 plan.name,
-                tuple(
-                    Member.of(owned.fqn, owned.parameter, dtypes, is_packed=owned.is_packed)
-                    for owned in plan.members
-                ),
+                tuple(_member(owned, dtypes) for owned in plan.members),
                 plan.tile_nbytes,
                 is_joined=index > 0 and plan.joins(plans[index - 1]),
             )
@@ -130,6 +134,14 @@ def examine(module: nn.Module, optimizer: object, choices: Choices) -> Asked:
     )  # fmt: skip
     parts = ModuleParts(module, optimizers, parameters, plans)
     return Asked(parts, recipe, opens_stage, isinstance(choices.wire, str))
+
+
+def _member(owned: Owned, dtypes: Precision) -> Member:
+    found = Member.of(owned.fqn, owned.values, dtypes, is_packed=owned.is_packed)
+    if owned.model is None:
+        return found
+    trains = owned.parameter.requires_grad  # a local tensor does not say so
+    return replace(found, requires_grad=trains, cut=str(owned.model))
 
 
 def _order_members(plans: Sequence[UnitPlan], optimizers: Sequence[Optimizer]) -> None:
@@ -144,8 +156,13 @@ def _order_members(plans: Sequence[UnitPlan], optimizers: Sequence[Optimizer]) -
         plan.members.sort(key=lambda owned: group_of.get(id(owned.parameter), len(group_of)))
 
 
-def examine_together(ranks: Ranks, examine_mine: Callable[[], Asked]) -> Asked:
-    """Examine on every rank, and compare; `ConfigError` on all ranks if one differs or fails."""
+def examine_together(
+    ranks: Ranks, examine_mine: Callable[[], Asked], module: object = None
+) -> Asked:
+    """Examine on every rank, and compare; `ConfigError` on all ranks if one differs or fails.
+
+    Ranks of the model axes of `module` compare, too.
+    """
     asked, problem = None, None
     try:
         asked = examine_mine()
@@ -155,22 +172,30 @@ def examine_together(ranks: Ranks, examine_mine: Callable[[], Asked]) -> Asked:
     group = ranks.everyone
     mine = [f"! {problem}"] if problem else asked.recipe.digest() if asked else []
     everyone = group.all_gather_object(mine) if group.world_size > 1 else [mine]
+    others = [theirs for theirs in everyone if theirs != mine][:1]
+    sent = [(group, [[each] for each in everyone]), *model_axes.compare([mine, *others], module)]
     if problem is not None:
         raise problem
     assert asked is not None, "neither arguments nor a problem"
-    for rank, theirs in enumerate(everyone):
-        assert isinstance(theirs, list), "ranks exchange lists of lines"
-        if theirs != mine:
-            pairs = zip_longest(mine, theirs, fillvalue="nothing")
-            ours, other = next((a, b) for a, b in pairs if a != b)
-            raise ConfigError(
-                expected(
-                    "the same module and choices on every rank",
-                    f"{ours!r} on rank {group.rank} but {other!r} on rank {rank}",
-                    hint="build the module from the same configuration everywhere",
-                )
-            )
+    for where, digests in sent:
+        for rank, found in enumerate(digests):
+            for theirs in found:  # a rank of a model axis passes on what it has learned
+                if theirs != mine:
+                    raise _different(mine, theirs, where, rank)
     return asked
+
+
+def _different(mine: list[str], theirs: list[str], group: Group, rank: int) -> ConfigError:
+    pairs = zip_longest(mine, theirs, fillvalue="nothing")
+    ours, other = next((a, b) for a, b in pairs if a != b)
+    numbers = group.global_ranks()
+    return ConfigError(
+        expected(
+            "the same module and choices on every rank",
+            f"{ours!r} on rank {numbers[group.rank]} but {other!r} on rank {numbers[rank]}",
+            hint="build the module from the same configuration everywhere",
+        )
+    )
 
 
 def resolve(asked: Asked, ranks: Ranks) -> Resolved:

@@ -91,7 +91,7 @@ class ShardedModel:
 
     @property
     def rank(self) -> int:
-        return self.engine.group.rank
+        return self.engine.context.everyone.rank
 
     def parameters(self) -> list[UnitParameter]:
         found = [p for unit in self.engine.units for p in unit.parameters if p.places]
@@ -149,8 +149,9 @@ class ShardedModel:
         """Wait for background steps, free unsharded weights, let masters follow edited weights."""
         engine = self.engine
         engine.rest()
-        if any(unit.gradient.reduction.waits for unit in engine.units):
-            engine.complete()  # sums of one node are not yet a mean that a checkpoint could hold
+        waits = any(unit.gradient.reduction.waits for unit in engine.units)
+        if waits or engine.context.everyone is not engine.group:
+            engine.complete()  # sums of a node, or of a piece, are no mean that others could load
         for unit in engine.units:
             unit.wait_step()
             unit.check_untouched()

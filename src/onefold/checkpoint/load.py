@@ -65,9 +65,9 @@ def load(
         model.wait_steps()
         return path, model
 
-    path, model = together(engine.group, prepare)
+    path, model = together(engine.context.everyone, prepare)
     everyone = gather_together(
-        engine.group, lambda: (path, find(Path(path)) if model.rank == 0 else [])
+        engine.context.everyone, lambda: (path, find(Path(path)) if model.rank == 0 else [])
     )
     paths = [each for each, _ in everyone]
     check_same(paths, "directory", hint="every rank loads from the same place")
@@ -90,7 +90,7 @@ def load(
 
 def _load(model: ShardedModel, found: Found) -> Any:
     """Load one checkpoint, and return this rank's `extra`."""
-    group = model.engine.group
+    group = model.engine.context.everyone
     if found.manifest is not None and not found.manifest.frozen:
         model = model.trainable()
     targets = together(group, lambda: Targets(model, found, read_metadata(found)))

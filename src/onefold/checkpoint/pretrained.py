@@ -26,7 +26,7 @@ from onefold.checkpoint.storage import bytes_of
 from onefold.engine.registry import engine_of, find_engine
 from onefold.errors import listed
 from onefold.layout import packed
-from onefold.layout.cut import Box
+from onefold.layout.cut import Box, spans_of
 from onefold.layout.units import uncompiled
 from onefold.unit.init import PROMISED
 
@@ -53,7 +53,7 @@ def write_pretrained(
     model: ShardedModel, directory: str | os.PathLike[str], max_shard_nbytes: int
 ) -> None:
     """See `save_pretrained`. With `model.names` this writes those parameters, and no buffers."""
-    engine = model.engine
+    everyone = model.engine.context.everyone
 
     def prepare() -> str:
         _refuse_coded(model)
@@ -63,7 +63,7 @@ def write_pretrained(
             draft.check()
         return str(draft.target)
 
-    paths = agreement.gather_together(engine.group, prepare)
+    paths = agreement.gather_together(everyone, prepare)
     agreement.check_same(paths, "directory", hint="every rank writes into the same files")
     draft = Draft(Path(paths[0]))
     outputs = safetensors.plan_outputs(_entries(model), max_shard_nbytes)
@@ -77,9 +77,9 @@ def write_pretrained(
         draft.publish()
 
     try:
-        on_rank_0(engine.group, lambda: begin(draft, outputs))
-        together(engine.group, lambda: _write_own(model, draft.folder, outputs))
-        on_rank_0(engine.group, publish)
+        on_rank_0(everyone, lambda: begin(draft, outputs))
+        together(everyone, lambda: _write_own(model, draft.folder, outputs))
+        on_rank_0(everyone, publish)
     except BaseException:
         draft.abandon()
         raise
@@ -106,7 +106,7 @@ def _entries(model: ShardedModel) -> list[safetensors.TensorEntry]:
     """Return every tensor once, in the module's order."""
     by_name = {p.fqn: p for p in model.parameters()}
     found = [
-        safetensors.TensorEntry(name, by_name[name].slot.shape, by_name[name].unit.dtype)
+        safetensors.TensorEntry(name, by_name[name].shape, by_name[name].unit.dtype)
         for name in _names_of(model)
         if name in by_name
     ]
@@ -127,23 +127,18 @@ def _names_of(model: ShardedModel) -> Iterator[str]:
 
 def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Output]) -> None:
     """Write this rank's rows; ranks that hold the same rows take parameters in turn."""
-    group = model.engine.group
     with safetensors.OffsetWriter(folder, outputs) as writer:
         for index, parameter in enumerate(model.parameters()):
-            context = parameter.unit.context
-            nodes, node = group.world_size // context.world_size, group.rank // context.world_size
-            is_replicated = context.rest_world == 1 or parameter.slot.replicated
-            copies, own = (group.world_size, group.rank) if is_replicated else (nodes, node)
-            if index % copies != own or is_offset(parameter.fqn):
+            if not parameter.is_writer(index) or is_offset(parameter.fqn):
                 continue
             rows = parameter.local.detach().cpu().contiguous()
             done, data = 0, bytes_of(rows)
-            for start, stop in parameter.slot.spans(context.rest_rank):
+            for start, stop in spans_of(parameter.box, parameter.shape):
                 nbytes = (stop - start) * rows.itemsize
                 writer.write(parameter.fqn, start * rows.itemsize, data[done : done + nbytes])
                 done += nbytes
         buffers = {} if model.names is not None else model.buffers() | model.notes()
-        if group.rank == 0:
+        if model.rank == 0:
             for name, buffer in buffers.items():
                 writer.write(name, 0, bytes_of(buffer.detach().cpu().contiguous()))
         writer.finish()
@@ -174,8 +169,9 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
         model.wait_steps()
         return Pretrained(plain, Path(os.path.abspath(directory)), model)
 
-    values = together(model.engine.group, prepare)
-    together(model.engine.group, lambda: _fill(model, values))
+    everyone = model.engine.context.everyone
+    values = together(everyone, prepare)
+    together(everyone, lambda: _fill(model, values))
     return module
 
 
@@ -206,8 +202,7 @@ def _refuse_packed(module: nn.Module) -> None:
 @torch.no_grad()
 def _fill(model: ShardedModel, values: Pretrained) -> None:
     for parameter in model.parameters():
-        rank = parameter.unit.context.rest_rank
-        values.fill(parameter.fqn, parameter.slot.box(rank), parameter.stepped)
+        values.fill(parameter.fqn, parameter.box, parameter.stepped)
     for unit in model.engine.units:
         unit.replaced()
     for name, buffer in model.buffers().items():

@@ -105,13 +105,13 @@ def save(
         state[RANK] = {str(model.rank): (own,)}  # and torch's planner takes it as one
         manifest = Manifest(
             save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.recipe.stage.number,
-            world_size=engine.group.world_size, optimizers=model.records(),
+            world_size=engine.context.everyone.world_size, optimizers=model.records(),
             config=contents.config_of(module), frozen=frozen,
         )  # fmt: skip
         files = RankFiles(draft.folder, is_cached=not wait)
-        return _Save(engine.group, draft, files, manifest, keep), model, state
+        return _Save(engine.context.everyone, draft, files, manifest, keep), model, state
 
-    job, model, state = together(engine.group, prepare)
+    job, model, state = together(engine.context.everyone, prepare)
     job.agree(model, state)
     job.write(model, state)
     if wait:
@@ -139,7 +139,7 @@ def finish_pending(module: nn.Module, engine: Engine) -> None:
     """Wait for this module's save in the background, and raise its error."""
     ticket: Ticket | None = module.__dict__.pop(PENDING, None)
     if ticket is not None:
-        together(engine.group, ticket.wait)
+        together(engine.context.everyone, ticket.wait)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,14 @@ class Targets:
         self._extra_paths = self._find_extra_states()
         self.saved_ranks = max(1, sum(name.startswith(f"{RANK}.") for name in self._names))
         self.own_rank = model.rank % self.saved_ranks
-        is_same_world = self.saved_ranks == model.engine.group.world_size
+        engine = model.engine
+        is_same_world = self.saved_ranks == engine.context.everyone.world_size
         # each rank goes on with its own partial gradients, or all of them are averaged
-        self._keeps_partials = is_same_world and not model.engine.recipe.shards_parameters
+        is_whole = (
+            engine.context.everyone is engine.group
+        )  # no model axis has cut partial gradients
+        keeps = is_whole and not engine.recipe.shards_parameters
+        self._keeps_partials = is_same_world and keeps
         self._refuse(self._model_mismatches() + self._optimizer_mismatches())
 
     def _find_prefix(self) -> str:
@@ -75,7 +80,7 @@ class Targets:
         )
 
     def _model_mismatches(self) -> list[str]:
-        wanted = {p.fqn: p.slot.shape for p in self.model.parameters()}
+        wanted = {p.fqn: p.shape for p in self.model.parameters()}
         wanted |= {name: tuple(value.shape) for name, value in self.model.buffers().items()}
         saved = {
             name.removeprefix(self._prefix): tuple(saved.size)
@@ -207,7 +212,7 @@ class Targets:
         saved = self._names[name]
         if not isinstance(saved, TensorStorageMetadata):
             return None
-        is_like_weight = tuple(saved.size) == parameter.slot.shape != ()
+        is_like_weight = tuple(saved.size) == parameter.shape != ()
         unit = parameter.unit
         if not is_like_weight or not binding.is_elementwise:
             return _empty(saved, unit.context.store.device)

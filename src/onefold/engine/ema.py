@@ -140,7 +140,7 @@ class MovingAverage:
         averages: dict[str, Tensor] = state_dict["averages"]
         rows = self._rows()
         given = {name: tuple(value.shape) for name, value in averages.items()}
-        wanted = {parameter.fqn: parameter.slot.shape for parameter, _ in rows}
+        wanted = {parameter.fqn: parameter.shape for parameter, _ in rows}
         for name in sorted(given.keys() | wanted.keys()):
             if given.get(name) != wanted.get(name):
                 raise self._error(

@@ -23,7 +23,7 @@ def are_gradients_finite(engine: Engine) -> bool:
             if rows is not None:
                 for bound in torch.aminmax(rows):  # both are NaN if an element is
                     is_bad += bound.isfinite().logical_not()
-    engine.group.all_reduce_max(is_bad)
+    engine.context.everyone.all_reduce_max(is_bad)
     is_finite = not is_bad.item()
     for unit in engine.units if not is_finite else ():
         unit.gradient.reduction.feedback.forget(unit.parameters)

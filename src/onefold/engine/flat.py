@@ -308,11 +308,11 @@ def _own_rows(parameter: UnitParameter, name: str, value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     shape = tuple(value.shape)
-    if shape == parameter.slot.shape and shape != ():
+    if shape == parameter.shape and shape != ():
         return parameter.unwrap(value.detach()).to(parameter.unit.stepped.dtype)
     if value.numel() == 1:
         return value.detach().clone()
-    raise cannot_cut(parameter.fqn, name, parameter.slot.shape, shape)
+    raise cannot_cut(parameter.fqn, name, parameter.shape, shape)
 
 
 def cannot_cut(fqn: str, name: str, wanted: Sequence[int], got: Sequence[int]) -> ConfigError:

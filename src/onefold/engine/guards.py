@@ -49,6 +49,7 @@ def guard_parts(module: nn.Module, engine: Engine) -> None:
         if "_apply" not in part.__dict__:
             _put_first(part, "_apply", _Unpickled(_apply, ref(part), ref(engine)))
             part.__dict__["__deepcopy__"] = _refuse_copy
+            part.__dict__.setdefault("_distribute_module_applied", _NotAfterwards())
             part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
             if callable(getattr(part, "resize_token_embeddings", None)):  # of transformers
                 part.__dict__["resize_token_embeddings"] = _refuse_resize
@@ -111,6 +112,20 @@ class _NoWrapper:
                 "DistributedDataParallel around it",
                 hint="leave DistributedDataParallel out: onefold.shard averages gradients over "
                 "the ranks. Give a transformers.Trainer callbacks=[onefold.hf.Callback()]",
+            )
+        )
+
+
+class _NotAfterwards:
+    """Refuses `parallelize_module` of a sharded part, which asks here whether it ran before."""
+
+    def __bool__(self) -> bool:
+        raise StateError(
+            expected(
+                "parallelize_module before onefold.shard",
+                "a call after it",
+                hint="parallelize_module(model, mesh['tp'], plan) first, then "
+                "onefold.shard(model, optimizer, mesh=mesh['dp'])",
             )
         )
 
@@ -198,10 +213,10 @@ def _load_state_dict(
 
 
 def _fitted(name: str, parameter: UnitParameter, value: Tensor) -> Tensor:
-    if tuple(value.shape) != parameter.slot.shape:
+    if tuple(value.shape) != parameter.shape:
         raise StateError(
             expected(
-                f"{name!r} of shape {list(parameter.slot.shape)}",
+                f"{name!r} of shape {list(parameter.shape)}",
                 f"shape {list(value.shape)}",
                 where=parameter.unit.context.where,
                 hint="the state dict is of another configuration of this module",

@@ -50,6 +50,17 @@ def steps_elements(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:
+    """Return the error for an optimizer whose matrices are cut over model axes."""
+    return ConfigError(
+        expected(
+            f"an elementwise optimizer, such as AdamW, for parameter {fqn!r}: {cut}",
+            f"{type(optimizer).__name__}, which steps whole matrices",
+            hint="a rank of tensor parallel holds a part of each matrix",
+        )
+    )
+
+
 class StepStrategy(Protocol):
     """The tensors that replace sharded parameters in an optimizer's groups while it steps."""
 
@@ -127,6 +138,11 @@ class OptimizerBinding:
                     hint="offload=None, or AdamW, SGD, RMSprop and their like",
                 )
             )
+
+        for group in [] if self.is_elementwise else optimizer.param_groups:
+            for parameter in filter(None, map(engine.by_sharded.get, map(id, group["params"]))):
+                if parameter.model is not None and not parameter.model.is_replicated:
+                    raise whole_matrices(parameter.fqn, str(parameter.model), optimizer)
 
     def _reserve(self, optimizer: Optimizer) -> None:
         """Allocate offloaded states, and their slots, before the first step."""

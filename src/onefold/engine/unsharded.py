@@ -98,7 +98,7 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
         if own is None:
             raise StateError(
                 expected(
-                    f"parameter {parameter.fqn!r} to keep shape {list(parameter.slot.shape)}",
+                    f"parameter {parameter.fqn!r} to keep shape {list(parameter.shape)}",
                     "none" if current is None else f"shape {list(current.shape)}",
                     where=context.where,
                     hint="resize or remove parameters before onefold.shard",

@@ -108,6 +108,30 @@ class Cut:
         return full.reshape(self.shape).narrow(self.dim, start, stop - start)
 
 
+def spans_of(box: Box, shape: tuple[int, ...]) -> list[Range]:
+    """The elements of a box in a tensor of `shape`, as ranges in memory order.
+
+    >>> spans_of(((0, 2), (2, 1)), (2, 4))
+    [(2, 3), (6, 7)]
+    """
+    offsets, sizes = box
+    if not prod(sizes):
+        return []
+    whole = len(shape)  # dimensions from here on are whole in the box
+    while whole and sizes[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    if not whole:
+        return [(0, prod(shape))]
+    numel = prod(shape[whole:])
+    length = sizes[whole - 1] * numel
+    starts = [0]
+    for dim in range(whole):
+        step = prod(shape[dim + 1 :])
+        last = 1 if dim == whole - 1 else sizes[dim]
+        starts = [each + (offsets[dim] + i) * step for each in starts for i in range(last)]
+    return [(start, start + length) for start in starts]
+
+
 @lru_cache(maxsize=4096)  # blocks are alike, and the planner repeats calls for every strategy
 def cut_of(
     shape: tuple[int, ...], world_size: int, shares: Shares = None, *, by_rows: bool = False

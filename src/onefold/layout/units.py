@@ -18,6 +18,7 @@ from torch import nn
 
 from onefold.errors import ConfigError, expected
 from onefold.layout import packed
+from onefold.layout.model_axes import ModelCut, local_of
 from onefold.layout.packed import Place
 
 TABLE_NBYTES = 1 << 20
@@ -39,10 +40,16 @@ class Owned:
     is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
     table: packed.SideTable | None = None
     others: list[Place] = field(default_factory=list)
+    model: ModelCut | None = None  # its cut over model axes
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The tensor that the data axis cuts: the local tensor of a DTensor, or the parameter."""
+        return self.parameter if self.model is None else local_of(self.parameter)
 
     @property
     def nbytes(self) -> int:
-        return self.parameter.numel() * self.parameter.element_size()
+        return self.values.numel() * self.parameter.element_size()
 
     @property
     def places(self) -> list[Place]:
@@ -72,7 +79,7 @@ class UnitPlan:
 
     @property
     def numel(self) -> int:
-        return sum(member.parameter.numel() for member in self.members)
+        return sum(member.values.numel() for member in self.members)
 
     @property
     def nbytes(self) -> int:
@@ -130,9 +137,10 @@ def owned_parameters(root: nn.Module) -> list[Owned]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn = f"{prefix}.{name}" if prefix else name
             is_packed = packed.is_packed(parameter)
-            owned, *tables = found.setdefault(
-                id(parameter), [Owned(fqn, parameter, [], is_packed), *_tables(module, name, fqn)]
-            )
+            if id(parameter) not in found:
+                owned = Owned(fqn, parameter, [], is_packed, model=ModelCut.of(parameter))
+                found[id(parameter)] = [owned, *_tables(module, name, fqn)]
+            owned, *tables = found[id(parameter)]
             for each in (owned, *tables):
                 each.owners.append((module, name))
             if is_packed:
@@ -158,15 +166,21 @@ def _add_other_places(owned: Owned, tables: list[Owned], module: nn.Module, name
 
 
 def plan_units(
-    root: nn.Module, choice: UnitChoice = None, tile_nbytes: int = 0, *, tiles_tables: bool = False
+    root: nn.Module,
+    choice: UnitChoice = None,
+    tile_nbytes: int = 0,
+    *,
+    tiles_tables: bool = False,
+    parameters: list[Owned] | None = None,
 ) -> list[UnitPlan]:
     """Group the parameters of `root` into units, in the order of the module tree.
 
     `choice`: None infers blocks; a list names them; a predicate is asked for every submodule.
     `tile_nbytes`: weights of Linear and Embedding above it are units of their own, in row blocks.
-    `tiles_tables`: weights of Embeddings alone are, too, from `TABLE_NBYTES` on.
+    `tiles_tables`: weights of Embeddings alone are, too, from `TABLE_NBYTES` on. `parameters`:
+    those of `root`, where somebody has noted their cuts.
     """
-    parameters = owned_parameters(root)
+    parameters = owned_parameters(root) if parameters is None else parameters
     names = {module: name for name, module in root.named_modules()}
     blocks = _chosen_blocks(root, names, choice)
     block_of = _innermost_block(blocks)
@@ -204,6 +218,7 @@ def _can_be_tiled(owned: Owned) -> bool:
     """True for the weight of Linears and Embeddings alone."""
     return (
         not owned.is_packed
+        and owned.model is None
         and owned.parameter.dim() == 2
         and all(
             isinstance(module, nn.Linear | nn.Embedding) and name == "weight"

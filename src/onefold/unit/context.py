@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -181,6 +182,17 @@ class Context:
     tags: TagBoard = field(default_factory=TagBoard)
     numbers: NumbersNow = field(default_factory=NumbersNow)
     phase: PhaseNow = field(default_factory=PhaseNow)  # of this rank, for the lanes
+    meshes: Mapping[DeviceMesh, DeviceMesh] = field(default_factory=dict)  # see `mesh_with`
+    holders: Group | None = None  # None: the group of `routes`
+
+    def mesh_with(self, model: DeviceMesh) -> DeviceMesh:
+        """The mesh of sharded parameters that `model` has cut: its axes, and the data axis last."""
+        return model if self.mesh is None else self.meshes[model]
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks that together hold the module: those of the data axis and of model axes."""
+        return self.holders or self.routes.group
 
     @property
     def transport(self) -> Transport:

@@ -6,6 +6,9 @@
     PlainSharded         one process: the weight at rest, which modules read, with a master
     StaleParameter       an object whose values are gone: every use is an error
 
+After tensor parallel modules compute with DTensors over the model axes: UnshardedDTensor and
+StaleDTensor are these two classes for them.
+
 A module's own forward never reads one of the first two: its unit shows the unsharded parameter
 first. Any other differentiable use (a tied head by `F.linear(x, self.embed.weight)`, a penalty on
 `model.parameters()`) calls `__torch_function__` of the sharded parameter. It has the unit gathered
@@ -24,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
+from onefold.layout.model_axes import ModelCut
 from onefold.unit import refusals
 from onefold.unit.logical import LogicalValues, count_edits, dtensor_over, needs_plain, run_sharded
 from onefold.wire.collectives import Group
@@ -63,9 +67,11 @@ class ParameterOwner(Protocol):
     """The parameter behind a sharded or unsharded tensor (unit/parameter.py)."""
 
     fqn: str
+    model: ModelCut | None
 
     @property
     def home(self) -> ParameterHome: ...
+    def register_first(self, hook: Callable[[Tensor], object]) -> object: ...
     @property
     def group(self) -> Group: ...
     def refuse_hook(self) -> None: ...
@@ -209,7 +215,8 @@ class ShardedParameter(_AtRest, LogicalValues):
     def full_tensor(self, **options: Any) -> Tensor:  # type: ignore[override]
         owner = self._onefold_owner()
         if owner is not None and owner.home.is_in_forward:  # the gradient has to find its way back
-            return _dispatch(Tensor.view_as, (self, self), None)
+            found: Tensor = _dispatch(Tensor.view_as, (self, self), None)
+            return found.full_tensor(**options) if isinstance(found, DTensor) else found
         self._wait()
         return super().full_tensor(**options)
 
@@ -230,7 +237,7 @@ class ReplicatedParameter(_AtRest, nn.Parameter):
 AT_REST = (ShardedParameter, ReplicatedParameter)
 
 
-class UnshardedParameter(nn.Parameter):
+class _Unsharded(Tensor):
     """All rows of a weight while its modules run. Reading `.data` may begin an edit."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -255,6 +262,24 @@ class UnshardedParameter(nn.Parameter):
         if owner is not None:
             owner.note_unsharded_data()
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], object]) -> Any:
+        """Register a hook; on a model with model axes it runs before a reduction can begin.
+
+        transformers sums gradients over the ranks of tensor parallel in such hooks.
+        """
+        owner = self._onefold_owner()
+        if owner is not None and owner.model is not None:
+            return owner.register_first(hook)
+        return super().register_post_accumulate_grad_hook(hook)
+
+
+class UnshardedParameter(_Unsharded, nn.Parameter):  # type: ignore[misc]
+    """See `_Unsharded`."""
+
+
+class UnshardedDTensor(_Unsharded, DTensor):  # type: ignore[misc]
+    """See `_Unsharded`: the rows of this rank's piece, as a DTensor over the model axes."""
+
 
 class PlainSharded(UnshardedParameter):
     """A weight that rests where forward reads it, and has a master that copies its edits."""
@@ -270,7 +295,7 @@ class PlainSharded(UnshardedParameter):
         return copied
 
 
-class StaleParameter(nn.Parameter):
+class Stale(Tensor):
     """A parameter object whose values are gone. Any use of its value raises `StateError`."""
 
     _why: str
@@ -278,16 +303,47 @@ class StaleParameter(nn.Parameter):
     @classmethod
     @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stale = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, StaleParameter))
+        stale = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Stale))
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in ("__hash__", "__repr__", "__format__"):
                 return func(torch.empty(0), *args[1:])
             raise StateError(stale._why)
 
 
+class StaleParameter(Stale, nn.Parameter):
+    """See `Stale`."""
+
+
+class StaleDTensor(Stale, DTensor):
+    """See `Stale`."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise StateError(self._why)
+
+    to_local = full_tensor = redistribute = _refuse
+
+
+def kind_of_unsharded(shown: Tensor) -> Any:
+    """The class of an unsharded parameter over `shown`."""
+    return UnshardedDTensor if isinstance(shown, DTensor) else UnshardedParameter
+
+
+def kind_of_stale(parameter: Tensor) -> Any:
+    """The class of a parameter object like this one whose values are gone."""
+    return StaleDTensor if isinstance(parameter, DTensor) else StaleParameter
+
+
+def drop_values(parameter: nn.Parameter) -> None:
+    """Free the bytes of a parameter object that somebody may keep."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = parameter._local_tensor.new_empty(0)
+    else:
+        parameter.data = parameter.data.new_empty(0)
+
+
 def invalidate(parameter: nn.Parameter, why: str) -> None:
     """Make every later use of the object a `StateError` that says `why`."""
-    parameter.__class__ = StaleParameter
+    parameter.__class__ = kind_of_stale(parameter)
     setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
 
 

@@ -40,7 +40,9 @@ def on_accumulated(parameter: ReferenceType[Any], _: Tensor) -> None:
     """Tell the unit of an unsharded parameter that its gradient has grown."""
     alive = parameter()
     unit = None if alive is None else alive._unit()
-    if unit is not None:
+    if alive is not None and unit is not None:
+        if alive.model is not None:
+            alive.fit_grad()
         unit.on_grad(alive)
 
 

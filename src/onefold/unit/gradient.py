@@ -134,7 +134,7 @@ class UnitGradient:
         self._due.update(self.trainable())
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self.partial:
-                grad = parameter.unsharded.grad
+                grad = parameter.partial_grad
                 if grad is None or parameter.unsharded is parameter.sharded:
                     continue
                 if parameter.sharded.grad is None:
@@ -185,7 +185,7 @@ class UnitGradient:
     def accumulated(self) -> tuple[dict[UnitParameter, Tensor], dict[UnitParameter, Tensor]]:
         """Gradients since the last step: own rows of means, and partial gradients [all rows]."""
         with torch._C.DisableTorchFunctionSubclass():
-            partials = {p: p.unsharded.grad for p in self.partial if p.unsharded.grad is not None}
+            partials = {p: g for p in self.partial if (g := p.partial_grad) is not None}
             means = {
                 p: p.unwrap(grad)
                 for p in self._parameters
@@ -213,7 +213,7 @@ class UnitGradient:
                     mean = self._rest_view(parameter).copy_(mean)
                 self._give(parameter, mean)
             for parameter, grad in partial.items():
-                parameter.unsharded.grad = grad
+                parameter.partial_grad = grad
                 self._hold(parameter, grad.nbytes)
         self._reduced_at = self._ledger.steps
         self.rest_partial()
@@ -255,7 +255,7 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._take_back_partials()
             for parameter in parameters:
-                grad, sharded = parameter.unsharded.grad, parameter.sharded
+                grad, sharded = parameter.partial_grad, parameter.sharded
                 if grad is None or parameter.unsharded is sharded:
                     continue
                 mean = grad.to(parameter.local.dtype)
@@ -388,11 +388,10 @@ class UnitGradient:
             self._means.free()
 
     def _flat_partial(self, parameter: UnitParameter) -> Tensor:
-        grad = parameter.unsharded.grad
+        grad = parameter.partial_grad
         if grad is None:
-            unsharded = parameter.unsharded
-            dtype = self._spec.compute_dtype
-            return torch.zeros(unsharded.numel(), dtype=dtype, device=unsharded.device)
+            dtype, device = self._spec.compute_dtype, parameter.unsharded.device
+            return torch.zeros(parameter.slot.numel, dtype=dtype, device=device)
         dense = grad if grad.layout is torch.strided else grad.to_dense()
         return dense.contiguous().view(-1)
 

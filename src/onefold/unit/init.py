@@ -70,6 +70,7 @@ def materialise(
             _replace(owned, torch.empty((), dtype=owned.parameter.dtype, device=device))
             continue
         if owned.parameter.is_meta:
+            _refuse_cut(owned)
             owners[id(owned.owners[0][0])] = owned.owners[0][0]
             _replace(owned, _blank(owned.parameter, device))
         mine.add(id(owned.parameter))
@@ -196,10 +197,10 @@ def rows_in_files(parameter: UnitParameter, rows: FileRows, values: Values | Non
     return rows.place(path, start, parameter.span.start, last - first).view(local.shape)
 
 
-def _replace(owned: Owned, value: Tensor) -> None:
+def _replace(owned: Owned, value: Tensor, *, is_cut: bool = False) -> None:
     """A real parameter in place of a meta one, for all its owners."""
     original = owned.parameter
-    shown = value.expand(original.shape)
+    shown = value if is_cut else value.expand(owned.values.shape)
     if isinstance(original, CodedWeight):
         real: nn.Parameter = original.over(shown)
     else:
@@ -207,6 +208,28 @@ def _replace(owned: Owned, value: Tensor) -> None:
     for module, name in owned.owners:
         module._parameters[name] = real
     owned.parameter = real
+
+
+def _refuse_cut(owned: Owned) -> None:
+    """Raise `ConfigError` for a piece on meta: initialisers draw the values of whole tensors."""
+    if owned.model is not None:
+        raise ConfigError(
+            expected(
+                f"parameter {owned.fqn!r} to have values before model axes cut it",
+                f"one on the meta device: {owned.model}",
+                hint="call onefold.load_pretrained(module, directory) before onefold.shard, or "
+                "build the module on a real device before parallelize_module",
+            )
+        )
+
+
+def move(owned: Owned, device: torch.device) -> None:
+    """Let a parameter's values lie on `device`."""
+    if owned.model is None or owned.parameter is owned.values:
+        owned.parameter.data = owned.parameter.data.to(device)
+    elif owned.values.device != device:
+        cut = owned.model.over(owned.values.detach().to(device))
+        _replace(owned, cut, is_cut=True)
 
 
 def _blank(like: Tensor, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
 from onefold.layout.cut import bounds_of
-from onefold.unit import refusals, weighted
+from onefold.unit import refusals, several_axes, weighted
 
 
 class LogicalValues(DTensor):
@@ -39,11 +39,16 @@ class LogicalValues(DTensor):
     def full_tensor(self, **options: Any) -> Tensor:
         if weighted.is_weighted(self):
             return weighted.full_tensor(self)
+        if several_axes.has_several(self):
+            return several_axes.full_tensor(self)
         return super().full_tensor(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        placements = args[1] if args[1:] else options.get("placements")
         if weighted.is_weighted(self):
-            return weighted.replicated(self, args[1] if args[1:] else options.get("placements"))
+            return weighted.replicated(self, placements)
+        if several_axes.asks_whole(self, placements):
+            return several_axes.replicated(self)
         return super().redistribute(*args, **options)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
@@ -233,7 +238,8 @@ def as_logical(outputs: Any) -> Any:
 
 def kind_over(spec: Any) -> type[DTensor]:
     """The class of a DTensor of `spec` that is neither a parameter nor a gradient."""
-    return LogicalTensor if isinstance(spec.mesh, weighted.WeightedMesh) else DTensor
+    is_own = isinstance(spec.mesh, weighted.WeightedMesh) or spec.mesh.ndim > 1
+    return LogicalTensor if is_own else DTensor
 
 
 class ShownData(LogicalTensor):

@@ -7,38 +7,39 @@ unsharded  what modules compute with: [all rows] in the compute dtype, a view of
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from onefold.errors import StateError
 from onefold.layout import packed
-from onefold.layout.rows import Slot
+from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, products, refusals
 from onefold.unit.decoded import DecodedWeight
 from onefold.unit.dtensors import ParameterHome
 from onefold.unit.grad_hooks import DirectUse, on_accumulated
 from onefold.unit.products import PackedMatrix
+from onefold.unit.sharded_form import ShardedForm
 from onefold.unit.spec import UnitSpec
 from onefold.wire.collectives import Group
 
 
-class UnitParameter:
+class UnitParameter(ShardedForm):
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
     __slots__ = (
-        "__weakref__", "_attributes", "_bare", "_before_edit", "_data", "_empty", "_is_hooked",
-        "_kernel_places", "_kind", "_num_hooks", "_read_table", "_template", "_unit", "decoded",
-        "fqn", "full_nbytes", "index", "label", "local", "places", "sharded", "slot", "span",
-        "spec", "unsharded", "version",
+        "_attributes", "_bare", "_before_edit", "_data", "_is_hooked", "_kernel_places", "_kind",
+        "_num_hooks", "_read_table", "_unit", "decoded", "first_hooks", "fqn",
+        "full_nbytes", "index", "places",
+        "span", "unsharded", "version",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +48,7 @@ class UnitParameter:
         self._unit = ref(unit)
         self.spec = spec
         self.index = index  # in the unit
+        self.model = owned.model  # its cut over model axes
         slot = self.slot = spec.rest.slots[index]
         rank = spec.context.rest_rank
         start, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
@@ -62,6 +64,7 @@ class UnitParameter:
         self.decoded: DecodedWeight | None = None  # the numbers of a coded weight
         self._bare: Tensor  # the values of `unsharded`, for kernels
         self._is_hooked = False
+        self.first_hooks: OrderedDict[int, Callable[[Tensor], object]] = OrderedDict()
         self._num_hooks = 0  # that refuse a gradient of the sharded parameter
         self._template: DTensor | None = None
         self._empty = self.local.new_empty(0)
@@ -93,56 +96,12 @@ class UnitParameter:
         """This rank's rows in a flat buffer of the unit's shard, in the shape of `local`."""
         return flat[self.span].view(self.local.shape)
 
-    def own_piece(self, full: Tensor) -> Tensor:
-        """This rank's piece of a tensor [all rows]."""
-        return self.slot.own_view(full, self.spec.context.rest_rank)
-
     # as users see it
-
-    def wrap(self, local: Tensor) -> Tensor:
-        """Wrap `local` [own rows] in a DTensor like the sharded parameter, if that is one."""
-        if self._template is None:
-            return local
-        spec = self._template._spec
-        if local.shape == self.local.shape:  # from_local would copy rows of another device
-            if local.dtype != self._template.dtype and spec.tensor_meta is not None:
-                spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-            return logical.dtensor_over(logical.kind_over(spec), local, spec)
-        shown = _dtensor(local, self.spec.context.mesh, self.slot)
-        return logical.dtensor_over(logical.kind_over(spec), local, shown._spec)
-
-    def wrap_grad(self, local: Tensor) -> Tensor:
-        """Wrap a reduced gradient [own rows] for `sharded.grad`."""
-        in_background = self.spec.steps_in_blocks
-        if self._template is not None:
-            kind, spec = logical.LogicalTensor, self._template._spec
-            shown: Any = logical.dtensor_over(kind, local, spec, self._empty)
-            shown._label = self.label
-        else:
-            shown = local.as_subclass(logical.RestingGrad) if in_background else local
-        if in_background:
-            dtensors.introduce(shown, ref(self))
-        return shown
-
-    def wrap_partial(self, grad: Tensor) -> Tensor:
-        """Wrap this rank's partial gradient [all rows], which waits for its reduction."""
-        if self._template is None:
-            return grad
-        mesh = self._template.device_mesh
-        return logical.as_logical(DTensor.from_local(grad, mesh, [Partial("avg")], run_check=False))
 
     def no_mean(self, *, is_lost: bool) -> Tensor:
         """A stand-in for `sharded.grad` while there is no mean: see `refusals.why_no_mean`."""
         why = refusals.why_no_mean(self.fqn, self.spec.context.where, is_lost=is_lost)
         return logical.NoMean.like(self.sharded, why)
-
-    def unwrap(self, shown: Tensor) -> Tensor:
-        """The rank's rows of a tensor shown like the sharded parameter, or of a plain tensor."""
-        if self._template is not None and isinstance(shown, DTensor):
-            return shown._local_tensor
-        if self._template is None or tuple(shown.shape) == tuple(self.local.shape):
-            return shown
-        return self.own_piece(shown)
 
     def own_grad(self) -> Tensor | None:
         """Own rows of `sharded.grad`, as real numbers; None if there are none."""
@@ -152,14 +111,6 @@ class UnitParameter:
                 return None
             own = self.unwrap(shown)
             return torch.view_as_real(own) if own.is_complex() else own
-
-    def shown_like_sharded(self, value: Tensor) -> Tensor:
-        """A tensor, sharded or not, in the form that `sharded.copy_` takes."""
-        if self._template is None:
-            return value.full_tensor() if isinstance(value, DTensor) else value
-        if isinstance(value, DTensor):
-            return value
-        return self.wrap(self.unwrap(value).to(self.local))
 
     # its two forms
 
@@ -219,6 +170,9 @@ class UnitParameter:
             view = self._bare = full(self.slot.full_offset, self.slot.shape)
             if self.decoded is not None:
                 view = products.shown_of(self.decoded)
+            if self.model is not None:
+                view = self.model.over(view)
+                self._kind = dtensors.kind_of_unsharded(view)
             self.unsharded = nn.Parameter(view, requires_grad=False)
             vars(self.unsharded).update(self._attributes)
             dtensors.introduce(self.unsharded, ref(self))
@@ -233,13 +187,13 @@ class UnitParameter:
         spec, context = self.spec, self.spec.context
         requires_grad = original.requires_grad
         original.grad = None
-        if context.mesh is not None:
-            self._template = _dtensor(self.local, context.mesh, self.slot)
+        self._template = self.make_template()
+        if self._template is not None:
             self.sharded = dtensors.sharded_parameter(
                 self.local, self._template, ref(self), self.label
             )
             self.sharded.requires_grad_(requires_grad)
-            original.data = original.data.new_empty(0)  # whoever holds the object holds no bytes
+            dtensors.drop_values(original)  # whoever holds the object holds no bytes
             dtensors.invalidate(original, refusals.why_replaced(self.fqn, context.where))
         else:
             original.data = self.local
@@ -273,7 +227,8 @@ class UnitParameter:
         """A parameter over `view` [all rows] as it was before `shard`."""
         if self.decoded is not None:
             return nn.Parameter(self.decoded.plain(view), requires_grad=False)
-        made = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+        shown = view if self.model is None else self.model.over(view)
+        made = nn.Parameter(shown, requires_grad=self.sharded.requires_grad)
         if self.spec.is_packed:
             made.__class__ = self._kind
             vars(made).update(self._attributes)
@@ -283,14 +238,15 @@ class UnitParameter:
         """Own rows of what `plain` has become, to be kept; None if it has another shape now."""
         if self.decoded is not None and plain is not None and plain.shape == self.decoded.shape:
             plain = self.decoded.message_of(plain)
-        if plain is None or tuple(plain.shape) != self.slot.shape:
+        if plain is None or tuple(plain.shape) != self.shape:
             return None
-        return self.own_piece(plain.detach())
+        is_piece = self.model is None or self.model.is_plain or isinstance(plain, DTensor)
+        return self.own_piece(local_of(plain.detach())) if is_piece else self.unwrap(plain.detach())
 
     def invalidate(self) -> None:
         """Make reading the unsharded parameter an error: its bytes are about to go."""
         if self.unsharded is not self.sharded:
-            self.unsharded.__class__ = dtensors.StaleParameter
+            self.unsharded.__class__ = dtensors.kind_of_stale(self.unsharded)
 
     def check_untouched(self) -> None:
         """Raise `StateError` if the parameter was replaced, moved or resized since `shard`."""
@@ -311,6 +267,33 @@ class UnitParameter:
 
     # gradients
 
+    @property
+    def partial_grad(self) -> Tensor | None:
+        """This rank's partial gradient [all rows], as a plain tensor; None if there is none."""
+        grad = self.unsharded.grad
+        return grad if grad is None or self.model is None else local_of(grad)
+
+    @partial_grad.setter
+    def partial_grad(self, grad: Tensor | None) -> None:
+        self.unsharded.grad = grad if grad is None or self.model is None else self.model.over(grad)
+
+    def fit_grad(self) -> None:
+        """Make a gradient that autograd has accumulated fit the parameter's model axes.
+
+        An operation on DTensors may leave a partial sum on each rank of the model axes. The sum is
+        taken here, in the order of backward: it is the same on all these ranks.
+        """
+        for hook in self.first_hooks.values():
+            hook(self.unsharded)
+        grad, model = self.unsharded.grad, self.model
+        if isinstance(grad, DTensor) and model is not None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                if grad.placements != model.placements:
+                    grad = grad.redistribute(placements=model.placements)
+                await_local = getattr(grad._local_tensor, "wait", None)  # of a collective
+                local = grad._local_tensor if await_local is None else await_local()
+                self.partial_grad = local
+
     def call_hooks(self) -> None:
         """Run the user's post-accumulate hooks: sharded parameters are in no graph of autograd."""
         hooks = self.sharded._post_accumulate_grad_hooks
@@ -327,7 +310,8 @@ class UnitParameter:
             self.unsharded.requires_grad_(wanted)
         if wanted and not self._is_hooked:
             self._is_hooked = True
-            self.unsharded.register_post_accumulate_grad_hook(partial(on_accumulated, ref(self)))
+            hook = partial(on_accumulated, ref(self))
+            Tensor.register_post_accumulate_grad_hook(self.unsharded, hook)
 
     # edits
 
@@ -343,7 +327,7 @@ class UnitParameter:
             return
         if self.unsharded._version == self.version and not self.spec.is_resident:
             with torch.no_grad():
-                self._before_edit = self.own_piece(self.unsharded.detach()).clone()
+                self._before_edit = self.own_piece(local_of(self.unsharded.detach())).clone()
         self.version = -1
 
     def keep_edits(self) -> None:
@@ -356,7 +340,7 @@ class UnitParameter:
             raise self.touched("an edit of coded numbers in a forward")
         before, self._before_edit = self._before_edit, None
         with torch.no_grad():
-            now = self.own_piece(self.unsharded.detach())
+            now = self.own_piece(local_of(self.unsharded.detach()))
         if before is None:
             before = self.local.to(now)
         changed = (now != before).to(self.local.device)
@@ -366,7 +350,14 @@ class UnitParameter:
 
     @property
     def group(self) -> Group:
-        return self.spec.context.transport.group
+        context = self.spec.context
+        return context.holders or context.transport.group
+
+    def register_first(self, hook: Callable[[Tensor], object]) -> RemovableHandle:
+        """Run a hook of the unsharded parameter before its gradient can be reduced."""
+        handle = RemovableHandle(self.first_hooks)
+        self.first_hooks[handle.id] = hook
+        return handle
 
     def refuse_hook(self) -> None:
         raise refusals.tensor_hook(self.fqn)
@@ -401,10 +392,3 @@ class UnitParameter:
                 self._data._label = self.label  # type: ignore[attr-defined]
                 self.home.count_edits_of(self._data)
             return self._data
-
-
-def _dtensor(local: Tensor, mesh: DeviceMesh | None, slot: Slot) -> DTensor:
-    placement = Replicate() if slot.replicated else Shard(slot.dim)
-    shape = torch.Size(slot.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)

@@ -43,9 +43,11 @@ class UnitSpec:
         is_resident = context.rest_world == 1 and near and not moves
         steps_in_blocks = is_offloaded or not near
         is_alone = context.mesh is None and context.world_size == 1
-        shapes = [(owned.fqn, tuple(owned.parameter.shape)) for owned in plan.members]
+        shapes = [(owned.fqn, tuple(owned.values.shape)) for owned in plan.members]
+        cuts = [owned.model for owned in plan.members if owned.model is not None]
         # by rows: with two hops a node has one range of rows, and a tile consists of rows
         by_rows = context.routes.hops is not None or plan.tile_nbytes > 0
+        by_rows |= not all(cut.is_even for cut in cuts)  # model axes: the same dim on all ranks
         wire = Layout.build(
             shapes, context.world_size, context.shares, by_rows=by_rows, has_gaps=not plan.is_packed
         )
@@ -63,7 +65,11 @@ class UnitSpec:
             steps_in_blocks=steps_in_blocks,
             is_packed=plan.is_packed,
             computes_on_sharded=(
-                is_resident and is_alone and not steps_in_blocks and not plan.is_multiplied
+                is_resident
+                and is_alone
+                and not steps_in_blocks
+                and not plan.is_multiplied
+                and not cuts
             ),
             is_trained=plan.is_trained,
         )

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import StateError, TierError
+from onefold.layout.model_axes import local_of
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
@@ -128,7 +129,7 @@ class Unit(UnitWeights):
                 if isinstance(rows, FileRows):
                     parameter.local = rows_in_files(parameter, rows, values)
                 elif parameter not in given:
-                    parameter.local.copy_(parameter.own_piece(original.detach()))
+                    parameter.local.copy_(parameter.own_piece(local_of(original.detach())))
             for parameter, original in pairs:
                 parameter.build(original, self.unsharded.view)
                 if parameter.decoded is not None:
@@ -149,8 +150,7 @@ class Unit(UnitWeights):
         for parameter in self.parameters:
             if parameter in given:
                 assert values is not None, "no source has these values"
-                box = parameter.slot.box(self.context.rest_rank)
-                values.fill(parameter.fqn, box, parameter.stepped)
+                values.fill(parameter.fqn, parameter.box, parameter.stepped)
         if self.master is not None:
             if given:
                 self.weight.tensor.copy_(self.master.tensor)

@@ -36,6 +36,18 @@ class Group:
             return Group(0, 1, None)
         return Group(dist.get_rank(handle), dist.get_world_size(handle), handle)
 
+    @staticmethod
+    def over(ranks: list[int]) -> Group:
+        """The group of these global ranks, this one among them. A collective over them."""
+        if len(ranks) == dist.get_world_size():
+            return Group.of(dist.group.WORLD)
+        made = dist.new_group(ranks, use_local_synchronization=True)
+        return Group.of(made if isinstance(made, dist.ProcessGroup) else None)
+
+    def global_ranks(self) -> list[int]:
+        """The ranks as the default process group numbers them, in rank order."""
+        return [0] if self.handle is None else dist.get_process_group_ranks(self.handle)
+
     @property
     def is_nccl(self) -> bool:
         """True if tensors of a GPU go by NCCL, maybe beside another backend for the CPU's."""
@@ -107,6 +119,15 @@ class Group:
             _wait(self.track([work], VOTE), VOTE)
         elif self.handle is not None:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+
+    def all_reduced(self, tensor: torch.Tensor, *, is_max: bool = False) -> torch.Tensor:
+        """The sum of `tensor` over the ranks, or its maximum; blocks."""
+        found = tensor.clone()
+        if self.handle is not None:
+            dist.all_reduce(
+                found, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.handle
+            )
+        return found
 
     def all_gather_object(self, value: object) -> list[object]:
         """Every rank's `value`, in rank order; blocks. For set-up only: it pickles."""

@@ -1,0 +1,155 @@
+"""ShardedForm: this rank's piece of a parameter as users see it, and tensors shaped like it.
+
+    one process            the plain tensor
+    stages 1 to 3          a DTensor over the data axis
+    after tensor parallel  a DTensor over the model axes, and the data axis last (stages 1 to 3)
+
+See layout/model_axes.py for parameters that model axes have cut before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from onefold.layout.cut import Box
+from onefold.layout.model_axes import ModelCut
+from onefold.layout.rows import Slot
+from onefold.unit import dtensors, logical
+from onefold.unit.spec import UnitSpec
+
+
+class ShardedForm:
+    """The sharded form of one parameter."""
+
+    __slots__ = (
+        "__weakref__", "_empty", "_template", "label", "local", "model", "sharded", "slot", "spec",
+    )  # fmt: skip
+
+    spec: UnitSpec
+    slot: Slot
+    local: Tensor
+    model: ModelCut | None
+    label: str
+    sharded: nn.Parameter
+    _template: DTensor | None
+    _empty: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter over all axes."""
+        return self.slot.shape if self.model is None else self.model.shape
+
+    @property
+    def box(self) -> Box:
+        """Offsets and sizes of this rank's piece in the parameter over all axes."""
+        if self.model is None or self._template is None:
+            return self.slot.box(self.spec.context.rest_rank)
+        (chunk,) = self.wrap(self.local).__create_chunk_list__()  # type: ignore[attr-defined]
+        return tuple(chunk.offsets), tuple(chunk.sizes)
+
+    def is_writer(self, number: int) -> bool:
+        """True if this rank writes its piece to a file; ranks that hold the same piece take turns.
+
+        `number`: of the parameter. Over model axes the first rank that holds a piece writes it.
+        """
+        context, model = self.spec.context, self.model
+        everyone, world = context.routes.group, context.world_size
+        copies, own = everyone.world_size // world, everyone.rank // world
+        if context.rest_world == 1 or self.slot.replicated:
+            copies, own = everyone.world_size, everyone.rank
+        replicas = [] if model is None else [
+            axis for axis, each in enumerate(model.placements) if each.is_replicate()
+        ]  # fmt: skip
+        is_first = model is None or not any(model.mesh.get_local_rank(axis) for axis in replicas)
+        return is_first and number % copies == own
+
+    def make_template(self) -> DTensor | None:
+        """The DTensor that all others are shaped like; None where users see plain tensors."""
+        mesh = self.spec.context.mesh
+        data = (
+            () if mesh is None else (Replicate() if self.slot.replicated else Shard(self.slot.dim),)
+        )
+        if self.model is None:
+            return None if mesh is None else self._over(self.local, data)
+        return self._over(self.local, (*self.model.placements, *data))
+
+    def _over(self, local: Tensor, placements: tuple[Placement, ...]) -> DTensor:
+        context, model, shape = self.spec.context, self.model, torch.Size(self.shape)
+        mesh = context.mesh if model is None else context.mesh_with(model.mesh)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def own_piece(self, full: Tensor) -> Tensor:
+        """This rank's piece of a tensor [all rows] that the data axis cuts."""
+        return self.slot.own_view(full, self.spec.context.rest_rank)
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """Wrap `local` [own rows] in a DTensor like the sharded parameter, if that is one."""
+        if self._template is None:
+            return local
+        spec = self._template._spec
+        if local.shape == self.local.shape:  # from_local would copy rows of another device
+            if local.dtype != self._template.dtype and spec.tensor_meta is not None:
+                spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+            return logical.dtensor_over(logical.kind_over(spec), local, spec)
+        shown = self._over(local, self._template.placements)
+        return logical.dtensor_over(logical.kind_over(spec), local, shown._spec)
+
+    def wrap_grad(self, local: Tensor) -> Tensor:
+        """Wrap a reduced gradient [own rows] for `sharded.grad`."""
+        in_background = self.spec.steps_in_blocks
+        if self._template is not None:
+            kind, spec = logical.LogicalTensor, self._template._spec
+            shown: Tensor = logical.dtensor_over(kind, local, spec, self._empty)
+            shown._label = self.label  # type: ignore[attr-defined]
+        else:
+            shown = local.as_subclass(logical.RestingGrad) if in_background else local
+        if in_background:
+            dtensors.introduce(shown, ref(self))  # type: ignore[arg-type]
+        return shown
+
+    def wrap_partial(self, grad: Tensor) -> Tensor:
+        """Wrap this rank's partial gradient [all rows], which waits for its reduction."""
+        if self._template is None:
+            return grad
+        model = () if self.model is None else self.model.placements
+        data = () if self.spec.context.mesh is None else (Partial("avg"),)
+        return logical.as_logical(self._over(grad, (*model, *data)))
+
+    def unwrap(self, shown: Tensor) -> Tensor:
+        """The rank's rows of a tensor shown like the sharded parameter, or of a plain tensor."""
+        if self._template is None:
+            return shown
+        if isinstance(shown, DTensor):
+            return self._unwrap_dtensor(shown)
+        if tuple(shown.shape) == tuple(self.local.shape):
+            return shown
+        return self.own_piece(shown if self.model is None else self.model.piece_of(shown))
+
+    def _unwrap_dtensor(self, shown: DTensor) -> Tensor:
+        model, template = self.model, self._template
+        if model is None or template is None or _is_alike(shown, template):
+            return shown._local_tensor
+        is_before_shard = shown.device_mesh == model.mesh and shown.placements == model.placements
+        piece = shown._local_tensor if is_before_shard else model.piece_of(shown.full_tensor())
+        return self.own_piece(piece)
+
+    def shown_like_sharded(self, value: Tensor) -> Tensor:
+        """A tensor, sharded or not, in the form that `sharded.copy_` takes."""
+        if self._template is None:
+            return value.full_tensor() if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor) and self.model is None:
+            return value
+        return self.wrap(self.unwrap(value).to(self.local))
+
+
+def _is_alike(shown: DTensor, template: DTensor) -> bool:
+    return shown.device_mesh == template.device_mesh and shown.placements == template.placements
