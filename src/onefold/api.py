@@ -60,7 +60,10 @@ def shard(  # noqa: PLR0913 - the contract
             world. Without a process group the world is one; under torchrun the default group is
             initialised.
         units: modules that travel together; default: repeated blocks and balanced rests. A list of
-            submodules, or a predicate over them.
+            submodules, or a predicate over them. A mapping from modules, or predicates, to meshes
+            of one axis adds units that travel among these ranks alone: experts, of which other
+            ranks hold others. Their parameters are DTensors over the other axis, see
+            `onefold.experts`; their gradients, too, are means over all ranks of `mesh`.
         precision: None (own dtypes), "fp32", "bf16", "fp16", such a torch.dtype or a `Precision`.
         offload: None, "optimizer" (states off the device), "cpu" (parameters too), "disk:PATH", or
             an `Offload`. At stages 1 to 3.

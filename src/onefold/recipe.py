@@ -83,6 +83,7 @@ class UnitRecipe:
     is_offloaded: bool = False  # masters and moments rest in the tier `Offload.optimizer`
     is_joined: bool = False  # the modules of the unit before use it, too
     stays: bool = False  # once it is unsharded, it is not freed between forwards (inference)
+    ranks: int = 0  # of a mesh of its own; 0: it travels among all ranks
 
     @property
     def numel(self) -> int:
@@ -223,6 +224,15 @@ class Recipe:
 
     # values
 
+    def on(self, ranks: int) -> Recipe:
+        """The recipe of units with a mesh of so many ranks of their own; 0: this one."""
+        if not ranks:
+            return self
+        near, wire = min(self.local_world_size, ranks), Wire() if self.has_axes else self.wire
+        return replace(
+            self, world_size=ranks, local_world_size=near, has_axes=False, wire=wire, shares=None
+        )
+
     def offloaded_units(self, numels: Sequence[int]) -> tuple[bool, ...]:
         """Which of some units' states leave the device; all of them while the share is "auto"."""
         if self.offload.optimizer == "device":
@@ -246,6 +256,9 @@ class Recipe:
         return lines + [
             f"{member.fqn} {member.cut or list(member.shape)} {member.dtype} "
             f"requires_grad={member.requires_grad} in unit {unit.name}"
+            if not unit.ranks
+            else f"{member.fqn} {member.dtype} requires_grad={member.requires_grad} "
+            f"in unit {unit.name} on a mesh of {unit.ranks} ranks"
             for unit in self.units
             for member in unit.members
         ]
@@ -321,6 +334,7 @@ def _plain(unit: UnitRecipe) -> dict[str, Any]:
     return {
         "name": unit.name, "members": members, "tile_nbytes": unit.tile_nbytes,
         "is_offloaded": unit.is_offloaded, "is_joined": unit.is_joined, "stays": unit.stays,
+        "ranks": unit.ranks,
     }  # fmt: skip
 
 
@@ -331,5 +345,6 @@ def _unit(plain: Mapping[str, Any]) -> UnitRecipe:
     )
     is_joined, stays = plain.get("is_joined", False), plain.get("stays", False)
     return UnitRecipe(
-        plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"], is_joined, stays
-    )
+        plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"], is_joined, stays,
+        plain.get("ranks", 0),
+    )  # fmt: skip

@@ -6,6 +6,7 @@ Every object gets its collaborators in its constructor.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onefold.build import model_axes
 from onefold.build.model_axes import ModelAxes
+from onefold.build.own_meshes import UnitRanks, check_adapters
 from onefold.build.resolve import ModuleParts, Resolved
 from onefold.build.routes import Links, routes_of
 from onefold.build.tiers import budget_of, build_tiers, describe
@@ -28,9 +30,11 @@ from onefold.engine.inference import InferenceHooks
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
 from onefold.layout import packed
-from onefold.layout.units import UnitPlan, plan_units
+from onefold.layout.units import Owned, UnitPlan, plan_units
 from onefold.ledger import Ledger
+from onefold.mesh.ranks import Ranks
 from onefold.planner.auto import Expectation
+from onefold.recipe import Recipe
 from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory
 from onefold.tier.store import Store
@@ -71,8 +75,9 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     tiers = build_tiers(recipe, budget, store, ledger, group)
     rests = describe(recipe, budget, resolved.why_fraction)
     LOG.info("rank %d: %s", group.rank, rests or "all state rests on the device")
-    axes = model_axes.join(parts.parameters, group, shards, device.type)
+    axes = model_axes.join(_members(parts, resolved, None), group, shards, device.type)
     context = _context(resolved, store, ledger, tiers, axes)
+    context, contexts = _contexts(parts, resolved, context)
     source: Source = (initialisers_of(parts.module), parts.module.__dict__.pop(PROMISED, None))
     originals = [owned.parameter for owned in parts.parameters]
     for owned in parts.parameters:
@@ -82,7 +87,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     notes = (resolved.why_stage, rests, resolved.why_stepper)
     engine = Engine(
         parts.module,
-        partial(_units, parts, context, source),
+        partial(_units, parts, contexts, source),
         context,
         recipe=recipe,
         description="; ".join(filter(None, notes)),
@@ -103,18 +108,14 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
 def _context(
     resolved: Resolved, store: Store, ledger: Ledger, tiers: Tiers, axes: ModelAxes
 ) -> Context:
+    """Make the context of a module's units."""
     recipe, ranks = resolved.recipe, resolved.ranks
-    shards, precision = ranks.shards(are_replicas=recipe.are_replicas), recipe.precision
-    mesh = None
-    if shards.handle is not None and recipe.is_sharded:
-        mesh = DeviceMesh.from_group(shards.handle, recipe.device_type, mesh_dim_names=(SHARDS,))
-    if mesh is not None and recipe.shares is not None:
-        mesh = WeightedMesh.over(mesh, recipe.shares)
+    precision = recipe.precision
     return Context(
         routes=routes_of(recipe, ranks, Links(resolved.device, ledger, precision.reduce)),
         store=store,
         ledger=ledger,
-        mesh=mesh if recipe.is_sharded else None,
+        mesh=_mesh(recipe, ranks),
         is_sharded=recipe.is_sharded,
         compute=precision.compute,
         master=precision.master,
@@ -128,10 +129,50 @@ def _context(
     )
 
 
-def _units(parts: ModuleParts, context: Context, source: Source, engine: Engine) -> list[Unit]:
+def _mesh(recipe: Recipe, ranks: Ranks) -> DeviceMesh | None:
+    """The mesh over which parameters at rest are shown as sharded."""
+    shards = ranks.shards(are_replicas=recipe.are_replicas)
+    if shards.handle is None or not recipe.is_sharded:
+        return None
+    mesh = DeviceMesh.from_group(shards.handle, recipe.device_type, mesh_dim_names=(SHARDS,))
+    return mesh if recipe.shares is None else WeightedMesh.over(mesh, recipe.shares)
+
+
+def _members(parts: ModuleParts, resolved: Resolved, ranks: UnitRanks | None) -> list[Owned]:
+    """The parameters of all units that travel among these ranks; None: among the module's."""
+    pairs = zip(parts.plans, resolved.own, strict=True)
+    return [owned for plan, own in pairs if own is ranks for owned in plan.members]
+
+
+def _contexts(
+    parts: ModuleParts, resolved: Resolved, context: Context
+) -> tuple[Context, list[Context]]:
+    """Give each unit the context of its ranks, and the module's the routes of all of them."""
+    made: dict[UnitRanks, Context] = {}
+    for unit, each in zip(resolved.recipe.units, resolved.own, strict=True):
+        if each is not None and each not in made:
+            recipe, own, group = resolved.recipe.on(unit.ranks), each.own, each.ranks.everyone
+            divisor = len(own.members) * own.sources
+            links = Links(resolved.device, context.ledger, recipe.precision.reduce, divisor)
+            axes = model_axes.join(
+                _members(parts, resolved, each), group, group, recipe.device_type, context.everyone
+            )
+            made[each] = replace(
+                context, routes=routes_of(recipe, each.ranks, links), shares=None, own=own,
+                mesh=_mesh(recipe, each.ranks), meshes=axes.meshes, holders=context.everyone,
+            )  # fmt: skip
+    if made:
+        others = tuple(each.routes for each in made.values())
+        context = replace(context, routes=replace(context.routes, others=others))
+    return context, [context if each is None else made[each] for each in resolved.own]
+
+
+def _units(
+    parts: ModuleParts, contexts: Sequence[Context], source: Source, engine: Engine
+) -> list[Unit]:
     """Build the units one by one, so that one unit's unsharded values are alive at a time."""
     units: list[Unit] = []
-    for index, plan in enumerate(parts.plans):
+    for index, (plan, context) in enumerate(zip(parts.plans, contexts, strict=True)):
         unit = Unit(
             plan, context, index, engine, keeps_gradients=engine.policy.keeps_gradients,
             is_offloaded=engine.recipe.units[index].is_offloaded,
@@ -157,6 +198,7 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     for plan in plan_units(module):
         added = (o for o in plan.members if id(o.parameter) not in engine.by_sharded)
         plan.members = [owned for owned in added if owned.table is None]
+        check_adapters(plan.members, recipe)
         if plan.members:
             plan.name += " (adapters)"
             index = len(engine.units) + len(units)

@@ -115,11 +115,15 @@ def compare(mine: list[Any], module: object) -> Iterator[tuple[Group, list[Any]]
                 yield group, group.all_gather_object(mine)
 
 
-def join(parameters: Sequence[Owned], data: Group, shards: Group, device: str) -> ModelAxes:
+def join(
+    parameters: Sequence[Owned], data: Group, shards: Group, device: str,
+    holders: Group | None = None,
+) -> ModelAxes:  # fmt: skip
     """Build the meshes of sharded parameters. A collective over the data axis.
 
     `data` is the group of all ranks that train on other data, `shards` the part of them that holds
-    one copy of the states. Raises `ConfigError`, on all these ranks, for axes that overlap.
+    one copy of the states, `holders` all ranks together, if they are known. Raises `ConfigError`,
+    on all these ranks, for axes that overlap.
     """
     found: dict[DeviceMesh, DeviceMesh] = {}
     firsts = {o.model.mesh: o for o in reversed(parameters) if o.model is not None}
@@ -144,7 +148,7 @@ def join(parameters: Sequence[Owned], data: Group, shards: Group, device: str) -
             found[mesh] = DeviceMesh.from_group(
                 groups, device, mesh=_grid(mesh, shards), mesh_dim_names=(*names, "fsdp")
             )
-    return ModelAxes(found, Group.over(sorted(everyone)))
+    return ModelAxes(found, holders or Group.over(sorted(everyone)))
 
 
 def _grid(mesh: DeviceMesh, data: Group) -> torch.Tensor:

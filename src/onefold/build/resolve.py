@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from onefold.build import checks, model_axes
+from onefold.build import checks, model_axes, own_meshes
+from onefold.build.own_meshes import UnitRanks
 from onefold.build.stepping import stepper_of
 from onefold.build.tiers import budget_of, moments_of
 from onefold.config import (
@@ -93,6 +94,7 @@ class Resolved:
     recipe: Recipe
     ranks: Ranks
     device: torch.device
+    own: tuple[UnitRanks | None, ...] = ()  # by unit: of a mesh of its own
     why_stage: str = ""
     why_fraction: str = ""
     why_stepper: str = ""
@@ -128,6 +130,7 @@ def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group)
                 tuple(_member(owned, dtypes) for owned in plan.members),
                 plan.tile_nbytes,
                 is_joined=index > 0 and plan.joins(plans[index - 1]),
+                ranks=own.everyone.world_size if (own := own_meshes.ranks_of(plan)) else 0,
             )
             for index, plan in enumerate(plans)
         ),
@@ -163,22 +166,28 @@ def examine_together(
 
     Ranks of the model axes of `module` compare, too.
     """
-    asked, problem = None, None
+    group, asked, problem = ranks.everyone, None, None
+    mine, places = list[str](), list[own_meshes.Place]()
     try:
         asked = examine_mine()
         asked = replace(asked, recipe=_on_ranks(asked.recipe, ranks))
+        mine = asked.recipe.digest()
+        places = own_meshes.places_of(asked.parts.module, asked.parts.plans, group)
     except ConfigError as error:
-        problem = error
-    group = ranks.everyone
-    mine = [f"! {problem}"] if problem else asked.recipe.digest() if asked else []
-    everyone = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-    others = [theirs for theirs in everyone if theirs != mine][:1]
-    sent = [(group, [[each] for each in everyone]), *model_axes.compare([mine, *others], module)]
-    if problem is not None:
-        raise problem
+        problem, mine = error, [f"! {error}"]
+    told: list[Any] = [(mine, places)]
+    everyone: list[Any] = group.all_gather_object(told[0]) if group.world_size > 1 else told
+    digests = [lines for lines, _ in everyone]
+    clash = None
+    if not any(lines[0].startswith("!") for lines in digests):
+        clash = own_meshes.clash_of([theirs for _, theirs in everyone])
+    others = [[f"! {clash}"]] if clash else [theirs for theirs in digests if theirs != mine][:1]
+    sent = [(group, [[each] for each in digests]), *model_axes.compare([mine, *others], module)]
+    if problem is not None or clash is not None:
+        raise problem or clash  # type: ignore[misc]
     assert asked is not None, "neither arguments nor a problem"
-    for where, digests in sent:
-        for rank, found in enumerate(digests):
+    for where, told_there in sent:
+        for rank, found in enumerate(told_there):
             for theirs in found:  # a rank of a model axis passes on what it has learned
                 if theirs != mine:
                     raise _different(mine, theirs, where, rank)
@@ -231,7 +240,9 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
         for unit, is_chosen in zip(recipe.units, chosen_units, strict=True)
     )
     recipe = with_residents(replace(recipe, units=units))
-    return Resolved(recipe, found, device, why_stage, why_fraction, why_stepper)
+    own = own_meshes.meet_all(parts.plans, found)
+    own_meshes.connect_experts(parts.module, found)
+    return Resolved(recipe, found, device, own, why_stage, why_fraction, why_stepper)
 
 
 def _on_ranks(recipe: Recipe, ranks: Ranks) -> Recipe:

@@ -27,6 +27,7 @@ class Links:
     device: torch.device
     ledger: Ledger
     reduce: torch.dtype
+    divisor: int = 0  # of sums of gradients; 0: the ranks that a transport joins
 
     def transport(self, group: Group, codec: str = EXACT, where: str = "") -> Transport:
         """Make a transport between the ranks of a group, exact or coded."""
@@ -35,7 +36,7 @@ class Links:
         is_device = self.device.type != "cpu"
         native = is_device and group.is_nccl
         exchange = Exchange(group, self.ledger, native=native, where=where)
-        composed = Composed(exchange, reduce=self.reduce)
+        composed = Composed(exchange, reduce=self.reduce, divisor=self.divisor)
         word = codec.removesuffix(DIFFERENCE)
         inner = composed if word == EXACT else Coded(composed, codec_of(word))
         timed = Timed(inner, self.ledger, is_queued=is_device)

@@ -72,7 +72,8 @@ def budget_of(
     copies = recipe.device_type != "cpu" and offload.parameters == "device"
     needs, all_states = {"device": 0, "cpu": 0, "disk": 0}, 0
     for unit, plan in zip(recipe.units, plans, strict=True):
-        held = unit_bytes(unit.members, recipe, rank, is_tiled=unit.tile_nbytes > 0)
+        here = None if unit.ranks else rank  # a mesh of its own: at most
+        held = unit_bytes(unit.members, recipe.on(unit.ranks), here, is_tiled=unit.tile_nbytes > 0)
         numel = max(1, held.rest_numel)
         itemsize, _ = stepped_itemsize(unit.members[0], recipe)
         has_master = held.has_master or (unit.is_offloaded and copies and plan.is_trained)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,9 @@ from onefold.layout.packed import Place
 TABLE_NBYTES = 1 << 20
 """Bytes of an Embedding's weight above which its rows are read, and not the whole table."""
 
-UnitChoice = Sequence[nn.Module] | Callable[[nn.Module], bool] | None
+UnitKey = nn.Module | Callable[[nn.Module], bool]
+UnitChoice = Sequence[nn.Module] | Callable[[nn.Module], bool] | Mapping[Any, object] | None
+"""Blocks; or a mapping from `UnitKey`s to the mesh of each, beside the inferred blocks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +72,15 @@ class UnitPlan:
 
     `name` is the fqn of the block, or of the first parameter where there is no block. The unit is
     gathered before the forward of each of `modules` and may be resharded once all of them have run.
-    A unit of one tiled weight has no modules: their operations reach its sharded parameter.
+    A unit of one tiled weight has no modules: their operations reach its sharded parameter. `mesh`
+    has the ranks among which the unit travels; None: the mesh of the sharded module.
     """
 
     name: str
     modules: list[nn.Module]
     members: list[Owned] = field(default_factory=list)
     tile_nbytes: int = 0  # above it, one weight is used in row blocks of about so many bytes
+    mesh: Any = None
 
     @property
     def numel(self) -> int:
@@ -175,29 +180,34 @@ def plan_units(
 ) -> list[UnitPlan]:
     """Group the parameters of `root` into units, in the order of the module tree.
 
-    `choice`: None infers blocks; a list names them; a predicate is asked for every submodule.
+    `choice`: None infers blocks; a list names them; a predicate is asked for every submodule. A
+    mapping adds blocks with a mesh of their own to the inferred ones.
     `tile_nbytes`: weights of Linear and Embedding above it are units of their own, in row blocks.
     `tiles_tables`: weights of Embeddings alone are, too, from `TABLE_NBYTES` on. `parameters`:
     those of `root`, where somebody has noted their cuts.
     """
     parameters = owned_parameters(root) if parameters is None else parameters
     names = {module: name for name, module in root.named_modules()}
-    blocks = _chosen_blocks(root, names, choice)
+    own = own_meshes(root, choice) if isinstance(choice, Mapping) else {}
+    blocks = _chosen_blocks(root, names, choice, own)
     block_of = _innermost_block(blocks)
+    mesh_of = {module: own.get(block) for module, block in block_of.items()}
     plans: list[UnitPlan] = []
     by_block: dict[nn.Module, UnitPlan] = {}
     rest: UnitPlan | None = None
-    rest_limit = _rest_limit(parameters, blocks)
+    rest_limit = _rest_limit([p for p in parameters if mesh_of.get(p.owners[0][0]) is None], blocks)
     for owned in parameters:
+        _check_one_mesh(owned, mesh_of)
         least = TABLE_NBYTES if tiles_tables and _is_table(owned) else tile_nbytes
         if tile_nbytes > 0 and owned.nbytes > least and _can_be_tiled(owned):
-            plans.append(UnitPlan(owned.fqn, [], [owned], tile_nbytes))
+            mesh = mesh_of.get(owned.owners[0][0])
+            plans.append(UnitPlan(owned.fqn, [], [owned], tile_nbytes, mesh))
             continue
         block = block_of.get(owned.owners[0][0])
         if block is not None:
             plan, rest = by_block.get(block), None
             if plan is None:
-                plan = by_block[block] = UnitPlan(names[block], [block])
+                plan = by_block[block] = UnitPlan(names[block], [block], mesh=own.get(block))
                 plans.append(plan)
         else:
             if rest is None or rest.nbytes + owned.nbytes > rest_limit:
@@ -249,11 +259,49 @@ def _add_callers(
             plan.modules.append(owner)
 
 
+def own_meshes(root: nn.Module, choice: Mapping[Any, object]) -> dict[nn.Module, object]:
+    """The modules that a mapping of `units` gives a mesh of their own, each with that mesh."""
+    found: dict[nn.Module, object] = {}
+    inside = [module for module in root.modules() if module is not root]
+    for key, mesh in choice.items():
+        if isinstance(key, nn.Module):
+            chosen = [module for module in inside if module is key]
+        else:
+            chosen = [module for module in inside if key(module)] if callable(key) else []
+        if not chosen:
+            raise _bad_units(f"{_named(key)} in a mapping, which is none of them")
+        for module in chosen:
+            if type(module).forward is nn.Module.forward:
+                raise _bad_units(f"a {type(module).__name__}, which is never called, with a mesh")
+            found[module] = mesh
+    return found
+
+
+def _named(key: object) -> str:
+    return f"a {type(key).__name__}" if isinstance(key, nn.Module) else repr(key)
+
+
+def _check_one_mesh(owned: Owned, mesh_of: Mapping[nn.Module, object]) -> None:
+    """Raise `ConfigError` for a parameter that is used in units with different meshes."""
+    if len({id(mesh_of.get(module)) for module, _ in owned.owners}) > 1:
+        raise ConfigError(
+            expected(
+                f"parameter {owned.fqn!r} in one unit, as another one has a mesh of its own",
+                "one that modules of both use",
+                hint="give both modules to one unit, or untie them",
+            )
+        )
+
+
 def _chosen_blocks(
-    root: nn.Module, names: dict[nn.Module, str], choice: UnitChoice
-) -> list[nn.Module]:
+    root: nn.Module, names: dict[nn.Module, str], choice: UnitChoice,
+    own: Mapping[nn.Module, object],
+) -> list[nn.Module]:  # fmt: skip
     if choice is None:
         return repeated_blocks(root)
+    if isinstance(choice, Mapping):
+        inside = {part for module in own for part in module.modules()}
+        return [block for block in repeated_blocks(root) if block not in inside] + list(own)
     if callable(choice):
         return [module for module in names if module is not root and choice(module)]
     if not isinstance(choice, Iterable):
@@ -267,7 +315,8 @@ def _chosen_blocks(
 def _bad_units(got: str) -> ConfigError:
     return ConfigError(
         expected(
-            "`units` to list submodules of the sharded module, or to be a predicate over them",
+            "`units` to list submodules of the sharded module, to be a predicate over them, or to "
+            "map them to meshes",
             got,
             hint="pass modules taken from the module itself, such as list(model.layers)",
         )
@@ -315,14 +364,14 @@ def _repeated_members(module: nn.Module) -> list[nn.Module]:
     return members
 
 
-def _nbytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
 def _rest_limit(parameters: Sequence[Owned], blocks: Sequence[nn.Module]) -> float:
-    """Most bytes of a unit of other parameters: the largest block's; all bytes without blocks."""
-    largest = max((_nbytes(block) for block in blocks), default=0)
-    return largest or float(sum(owned.nbytes for owned in parameters))
+    """Most bytes of a unit of other parameters: the largest block's; all bytes without blocks.
+
+    `parameters` are those that every rank has alike: others do not count, so ranks agree.
+    """
+    known = {id(owned.parameter): owned.nbytes for owned in parameters}
+    sizes = (sum(known.get(id(p), 0) for p in block.parameters()) for block in blocks)
+    return max(sizes, default=0) or float(sum(owned.nbytes for owned in parameters))
 
 
 def split(plan: UnitPlan) -> list[UnitPlan]:
@@ -344,6 +393,6 @@ def split(plan: UnitPlan) -> list[UnitPlan]:
             elif not is_trained:
                 kind = f"{kind}, frozen"
             name = f"{plan.name} ({kind})" if parts else plan.name
-            parts[key] = UnitPlan(name, plan.modules, tile_nbytes=plan.tile_nbytes)
+            parts[key] = UnitPlan(name, plan.modules, [], plan.tile_nbytes, plan.mesh)
         parts[key].members.append(owned)
     return sorted(parts.values(), key=lambda part: -part.nbytes if part.is_packed else 0)

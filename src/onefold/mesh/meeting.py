@@ -34,6 +34,14 @@ def meet(ranks: Ranks, timeout: timedelta | None = None) -> Ranks:
     )
 
 
+def meet_part(group: Group, ranks: Ranks) -> Group:
+    """Connect a part of ranks that have met. A collective of that part."""
+    peers = ranks.everyone.peers
+    if peers is None:
+        return group
+    return _connected(group, ranks.phase, peers.roll_call, peers.timeout)
+
+
 def _connected(
     group: Group, phase: PhaseNow, roll_call: RollCall | None, timeout: timedelta | None
 ) -> Group:
@@ -43,6 +51,8 @@ def _connected(
     store, members = handle.get_group_store(), (group.rank, group.world_size)
     # every rank shards in the same order: its n-th meeting is the n-th of all
     name = f"onefold/{store.add(f'onefold/meetings/{group.rank}', 1)}"
+    if roll_call is not None:  # lanes of parts have names of their own: answers compare them
+        name += f" {handle.group_name}"
     lanes = Lanes.connect(store, name, members, phase, timeout or _timeout_of(handle))
     if roll_call is None:
         roll_call = RollCall(connect_store(store, name), *members)

@@ -69,6 +69,29 @@ def resolve(mesh: MeshChoice, timeout: timedelta = TIMEOUT) -> Ranks:
     return Ranks(Group.of(handle), device_mesh)
 
 
+def of_axis(mesh: object, about: str = "units={...: mesh}") -> Ranks:
+    """Return the ranks of one axis; `about` says what for, in errors."""
+    if not isinstance(mesh, DeviceMesh | dist.ProcessGroup):
+        wanted = f"a DeviceMesh of one axis, or a ProcessGroup, for {about}"
+        raise ConfigError(expected(wanted, f"a {type(mesh).__name__}", hint=_SLICE))
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        wanted, got = f"a mesh of one axis for {about}", f"one of {mesh.ndim}: {tuple(mesh.shape)}"
+        raise ConfigError(expected(wanted, got, hint=_SLICE))
+    handle, device_mesh = _group_of(mesh, TIMEOUT)
+    return Ranks(Group.of(handle), device_mesh)
+
+
+_SLICE = 'pass one axis of a mesh, such as mesh["replica"]'
+
+
+def of_tokens(mesh: MeshChoice) -> Group:
+    """Return the ranks of a mesh, or of the whole world, without starting any."""
+    if mesh is not None:
+        return of_axis(mesh, "the ranks whose tokens count").everyone
+    is_there = dist.is_available() and dist.is_initialized()
+    return Group.of(dist.group.WORLD if is_there else None)
+
+
 def _two_axes(mesh: DeviceMesh) -> Ranks:
     if mesh.get_coordinate() is None:
         raise _not_in("mesh")

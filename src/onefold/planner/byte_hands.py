@@ -36,8 +36,9 @@ class ByteHands:
         self._partial: list[dict[int, int]] = [{} for _ in units]
         self._sums: set[int] = set()
         self._reduced: set[int] = set()
-        self._spares = {  # by link, of gathers and of the three hops of a reduction
-            link: SpareBuffers[None](lambda nbytes: counter.add("wire", nbytes))
+        self._spares = {  # by ranks and link, of gathers and of the three hops of a reduction
+            (ranks, link): SpareBuffers[None](lambda nbytes: counter.add("wire", nbytes))
+            for ranks in {unit.data_ranks for unit in units}
             for link in ("gather", "gather between", "first", "second", "third")
         }
         self._staged: dict[
@@ -143,18 +144,20 @@ class ByteHands:
 
     # buffers of messages
 
-    def take(self, link: str, buffers: tuple[int, ...]) -> None:
-        """Begin a message."""
+    def take(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
+        """Begin a message of a unit."""
+        spares = self._spares[self._units[index].data_ranks, link]
         for nbytes in buffers:
-            self._spares[link].take(nbytes, nbytes, lambda: None)
+            spares.take(nbytes, nbytes, lambda: None)
 
-    def give(self, link: str, buffers: tuple[int, ...]) -> None:
+    def give(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
         """The message has been read."""
+        spares = self._spares[self._units[index].data_ranks, link]
         if buffers:
-            self._spares[link].clear()
+            spares.clear()
         for nbytes in buffers:
             keeps = self._recipe.device_type == "cpu"
-            self._spares[link].give(nbytes, nbytes, None, keeps=keeps)
+            spares.give(nbytes, nbytes, None, keeps=keeps)
 
     # one verb each: weights
 
@@ -179,7 +182,7 @@ class ByteHands:
 
     def _stage(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
         if buffers:
-            self.take(link, buffers)
+            self.take(index, link, buffers)
             self._staged.setdefault(index, []).append((link, buffers))
 
     def _read(self, index: int) -> None:
@@ -188,7 +191,7 @@ class ByteHands:
         if staged:
             self._counter.see()
         for link, buffers in staged:
-            self.give(link, buffers)
+            self.give(index, link, buffers)
 
     def _show(self, index: int) -> None:
         self._read(index)
@@ -220,7 +223,7 @@ class ByteHands:
             self._counter.add("partial_grad", self._units[index].sums)
         elif not recipe.has_hops and recipe.world_size > 1:
             self._make_grad(index)
-        self.take("first", messages.reduce.buffers)
+        self.take(index, "first", messages.reduce.buffers)
         self.sent["reduce_scatter" + recipe.collective_suffix] += messages.reduce.sent
         self._counter.see()
 
@@ -228,7 +231,7 @@ class ByteHands:
         partial = self._partial[index]
         self._counter.add("partial_grad", -sum(partial.values()))
         partial.clear()
-        self.give("first", self._units[index].messages.reduce.buffers)
+        self.give(index, "first", self._units[index].messages.reduce.buffers)
         if self._recipe.world_size == 1:
             self._make_grad(index)
 
@@ -236,19 +239,19 @@ class ByteHands:
         if self._recipe.has_hops:
             self._make_grad(index)
         second_hop = self._units[index].messages.second_hop
-        self.take("second", second_hop.buffers)
+        self.take(index, "second", second_hop.buffers)
         name = "reduce_scatter between" if self._recipe.is_sharded else "gather"
         self.sent[name] += second_hop.sent
         self._counter.see()
 
     def _finish(self, index: int) -> None:
         messages = self._units[index].messages
-        self.give("second", messages.second_hop.buffers)
+        self.give(index, "second", messages.second_hop.buffers)
         self.sent["gather between"] += messages.share.sent
         if messages.share.buffers:
-            self.take("third", messages.share.buffers)
+            self.take(index, "third", messages.share.buffers)
             self._counter.see()
-            self.give("third", messages.share.buffers)
+            self.give(index, "third", messages.share.buffers)
         if index in self._sums:
             self._sums.remove(index)
             self._counter.add("partial_grad", -self._units[index].sums)

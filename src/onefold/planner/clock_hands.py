@@ -118,7 +118,7 @@ class ClockHands:
         self._durations = [durations(unit, run, machine) for unit in work.units]
         axes = {(unit.numel, unit.data_ranks): unit for unit in work.units}
         known = {
-            key: costs_of(unit.numel, unit.on_its_axis(recipe), run, machine)
+            key: costs_of(unit.numel, recipe.on(unit.data_ranks), run, machine)
             for key, unit in axes.items()
         }
         self._costs = [known[unit.numel, unit.data_ranks] for unit in work.units]

@@ -9,6 +9,7 @@ modules that are called more than once. `Plan.estimates` says that it was used.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from torch import nn
@@ -46,8 +47,13 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
 
 def bare(units: Sequence[UnitRecipe]) -> Trace:
     """Trace a micro-batch without activations: only the engine's own bytes, which are exact."""
-    found = [_unit(unit.name, unit.members, Work(), Work()) for unit in units]
-    return _trace(found, [0] * len(found), 0, [unit.is_joined for unit in units])
+    found = [
+        replace(_unit(unit.name, unit.members, Work(), Work()), data_ranks=unit.ranks)
+        for unit in units
+    ]
+    # a unit with a mesh of its own is a part of the block before, which stays unsharded around it
+    joined = [unit.is_joined or (i > 0 and unit.ranks > 0) for i, unit in enumerate(units)]
+    return _trace(found, [0] * len(found), 0, joined)
 
 
 def _unit(name: str, members: tuple[Member, ...], forward: Work, backward: Work) -> UnitWork:

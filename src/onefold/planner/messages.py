@@ -68,11 +68,12 @@ class PlannedUnit(UnitBytes):
     sums: int  # gradients that are summed inside the node
     feedback: int  # residuals of coded gradients
     messages: UnitMessages
+    data_ranks: int = 0  # of a mesh of its own; 0: it travels among all ranks
 
 
 def planned_unit(unit: UnitWork, recipe: Recipe) -> PlannedUnit:
     """Compute the bytes and messages of a unit."""
-    recipe = unit.on_its_axis(recipe)
+    recipe = recipe.on(unit.data_ranks)
     first, found = unit.members[0], unit_bytes(unit.members, recipe)
     mesh = recipe.world_size, recipe.local_world_size if recipe.has_axes else 0
     members = tuple(replace(member, fqn="") for member in unit.members)
@@ -90,6 +91,7 @@ def planned_unit(unit: UnitWork, recipe: Recipe) -> PlannedUnit:
         sums=sent.sums * first.itemsize if is_trained else 0,
         feedback=4 * owed if recipe.wire.feedback else 0,
         messages=sent,
+        data_ranks=unit.data_ranks,
     )
 
 

@@ -215,11 +215,11 @@ class _Player:
         taken = [self._slots.take(nbytes) for nbytes in large.slots]
         self._counter.see()
         for index, nbytes in enumerate(large.messages):  # the next is on its way
-            self._hands.take("gather", (nbytes,))
+            self._hands.take(use.unit, "gather", (nbytes,))
             self._counter.see()
             if index:
-                self._hands.give("gather", (large.messages[index - 1],))
-        self._hands.give("gather", large.messages[-1:])
+                self._hands.give(use.unit, "gather", (large.messages[index - 1],))
+        self._hands.give(use.unit, "gather", large.messages[-1:])
         self._counter.add("unsharded", -large.rooms)
         for slot in taken:
             self._slots.give(slot)

@@ -64,13 +64,6 @@ class UnitWork:
         """Kernel launches of one forward and backward."""
         return self.forward.num_kernels + self.backward.num_kernels
 
-    def on_its_axis(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the unit's own data axis."""
-        if not self.data_ranks or self.data_ranks == recipe.world_size:
-            return recipe
-        near = max(1, recipe.local_world_size * self.data_ranks // recipe.world_size)
-        return replace(recipe, world_size=self.data_ranks, local_world_size=near)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:

@@ -20,7 +20,10 @@ def expected_nbytes(recipe: Recipe, shard: int = 0) -> dict[str, int]:
     """
     totals = dict.fromkeys(KINDS, 0)
     for unit in recipe.units:
-        nbytes = unit_bytes(unit.members, recipe, shard, is_tiled=unit.tile_nbytes > 0)
+        here = None if unit.ranks else shard  # a mesh of its own: at most
+        nbytes = unit_bytes(
+            unit.members, recipe.on(unit.ranks), here, is_tiled=unit.tile_nbytes > 0
+        )
         is_early = recipe.offload.step_in_backward and unit.is_offloaded
         totals["weight"] += nbytes.weight
         totals["master"] += nbytes.master if nbytes.has_master or unit.is_offloaded else 0

@@ -67,6 +67,7 @@ class Routes:
     reduce: Transport
     hops: Hops | None = None
     replicas: Transport | None = None
+    others: tuple[Routes, ...] = ()  # of units with a mesh of their own
     sends_differences: bool = False  # of weights, relative to the weights that every rank read last
     feeds_back: bool = False  # residuals of coded gradients (error feedback)
 
@@ -85,6 +86,8 @@ class Routes:
 
     def rest(self) -> None:
         """Let every transport free the memory that it keeps for its next message."""
+        for routes in self.others:
+            routes.rest()
         hops = self.hops
         gathers = [self.gather, *([hops.gather_inside, hops.gather_between] if hops else [])]
         for transport in dict.fromkeys([*self.reducers, *gathers]):
@@ -107,22 +110,24 @@ class TagBoard:
     def __init__(self) -> None:
         self.is_deferred: bool | None = None  # None: on every device but the CPU
         self._sums: dict[tuple[str, str], Tensor] = {}
+        self._contexts: dict[str, Context] = {}  # of units
 
     def defers(self, tags: Tensor) -> bool:
         """True if `note` takes these tags, and the host does not read them now."""
         return tags.device.type != "cpu" if self.is_deferred is None else self.is_deferred
 
-    def note(self, collective: str, unit: str, tags: Tensor, tag: int) -> None:
-        """Add the squared differences of `tags` [ranks] from `tag`, on their device."""
+    def note(self, context: Context, collective: str, unit: str, tags: Tensor, tag: int) -> None:
+        """Add the squared differences of `tags` [ranks of a context] from `tag`, on the device."""
         sums = self._sums.get((collective, unit))
         if sums is None:
+            self._contexts[unit] = context
             with torch.inference_mode(False):  # it is updated outside of that mode, too
                 sums = torch.zeros(len(tags), device=tags.device)
             self._sums[collective, unit] = sums
         wrong = (tags - tag).abs() if tags.is_complex() else tags.float() - tag
         sums.addcmul_(wrong, wrong)
 
-    def check(self, context: Context) -> None:
+    def check(self) -> None:
         """Raise `WireError` if a unit's message had a wrong tag since the last call."""
         if not self._sums:
             return
@@ -131,6 +136,7 @@ class TagBoard:
         torch._foreach_zero_(sums)
         for (collective, unit), wrong in zip(self._sums, found, strict=True):
             ranks = [rank for rank, square in enumerate(wrong) if not square <= _TOLERANCE**2]
+            context = self._contexts[unit]
             if ranks:
                 source = context.named(ranks[0]) if len(wrong) > 1 else None
                 raise context.mixed(collective, unit, source)
@@ -165,8 +171,25 @@ class NumbersNow:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnMesh:
+    """The ranks of a unit's own mesh, where that is a part of all ranks.
+
+    Each of them holds other weights than the ranks outside, and computes with the rows that several
+    ranks of the module send it: the experts of an expert axis. Its gradient is a sum over
+    `sources` ranks' losses for each rank of the mesh. The mean over all ranks' losses divides the
+    sum over the mesh by all ranks.
+    """
+
+    members: tuple[int, ...]  # their numbers among all ranks
+    sources: int  # ranks of the module for each rank of the mesh
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
-    """The part of a sharded module that all its units share: tiers, routes, dtypes, the ledger."""
+    """The part of a sharded module that all its units share: tiers, routes, dtypes, the ledger.
+
+    Units with a mesh of their own have other routes, and share the rest.
+    """
 
     routes: Routes
     store: Store  # unsharded weights, gradients, and state that is not offloaded
@@ -182,6 +205,7 @@ class Context:
     tags: TagBoard = field(default_factory=TagBoard)
     numbers: NumbersNow = field(default_factory=NumbersNow)
     phase: PhaseNow = field(default_factory=PhaseNow)  # of this rank, for the lanes
+    own: OwnMesh | None = None
     meshes: Mapping[DeviceMesh, DeviceMesh] = field(default_factory=dict)  # see `mesh_with`
     holders: Group | None = None  # None: the group of `routes`
 
@@ -210,6 +234,8 @@ class Context:
 
     def named(self, rank: int) -> str:
         """One of the ranks among which resting state is cut, as messages name it."""
+        if self.own is not None:
+            return f"rank {self.own.members[rank]}"
         return f"rank {self.routes.group.rank - self.rank + rank}"  # ranks of a node are adjacent
 
     @property
@@ -231,13 +257,27 @@ class Context:
     def rest_rank(self) -> int:
         return self.rank if self.is_sharded else 0
 
+    @property
+    def sources(self) -> int:
+        """The number of ranks of whose losses a rank's partial gradients are the sum."""
+        return 1 if self.own is None else self.own.sources
+
+    def mean_tag(self, mean: Tensor) -> Tensor:
+        """The mean of the ranks' tags, from a message whose sums are divided as gradients are."""
+        sources = self.sources
+        if sources == 1:
+            return mean
+        scaled = mean * sources
+        is_exact = sources & (sources - 1) == 0
+        return scaled if is_exact else scaled.round()  # a third of a tag is rounded in bfloat16
+
     def is_tag(self, value: float | complex, tag: int) -> bool:
         """True if a rank, or the mean of all ranks, sent `tag`."""
         return abs(value - tag) <= _TOLERANCE
 
     def check_device_tags(self) -> None:
         """Raise `WireError` if ranks mixed units since the last call. A device's host waits."""
-        self.tags.check(self)
+        self.tags.check()
 
     def mixed(self, collective: str, unit: str, source: str | None) -> WireError:
         """The error for ranks that run a collective of different units at the same time."""

@@ -230,7 +230,7 @@ class UnitGather:
         spec, context = self._spec, self._spec.context
         if not self._reads(tags):
             if len(tags) > 1:
-                context.tags.note("gather", spec.name, tags, spec.tag)
+                context.tags.note(context, "gather", spec.name, tags, spec.tag)
             return
         found = tags.tolist()
         if found.count(spec.tag) == len(found):

@@ -251,7 +251,7 @@ class UnitGradient:
         """One rank: the partial gradient is the mean already."""
         if self.is_discarding:
             return
-        self._reduced_at = self._ledger.steps
+        self._reduced_at, sources = self._ledger.steps, self._spec.context.sources
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._take_back_partials()
             for parameter in parameters:
@@ -259,6 +259,8 @@ class UnitGradient:
                 if grad is None or parameter.unsharded is sharded:
                     continue
                 mean = grad.to(parameter.local.dtype)
+                if sources > 1:
+                    mean.mul_(1.0 / sources)
                 existing = sharded.grad
                 if existing is not None:
                     parameter.unwrap(existing).add_(mean)

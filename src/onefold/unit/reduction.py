@@ -134,9 +134,10 @@ class OneHop:
 
         Raises `WireError` if the ranks did not all reduce this unit.
         """
-        context, mean_tag = self._spec.context, self.counts[-1:]
+        context, spec = self._spec.context, self._spec
+        mean_tag = context.mean_tag(self.counts[-1:])
         if context.tags.defers(mean_tag):
-            context.tags.note("reduce_scatter", self._spec.name, mean_tag, self._spec.tag)
+            context.tags.note(context, "reduce_scatter", spec.name, mean_tag, spec.tag)
         elif not context.is_tag(mean_tag.item(), self._spec.tag):
             raise context.mixed("reduce_scatter", self._spec.name, None)
         if all(used):  # else the host has to wait for the device

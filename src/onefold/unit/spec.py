@@ -42,7 +42,7 @@ class UnitSpec:
         moves = compute_dtype != dtype or plan.is_coded
         is_resident = context.rest_world == 1 and near and not moves
         steps_in_blocks = is_offloaded or not near
-        is_alone = context.mesh is None and context.world_size == 1
+        is_alone = context.mesh is None and context.world_size == 1 and context.sources == 1
         shapes = [(owned.fqn, tuple(owned.values.shape)) for owned in plan.members]
         cuts = [owned.model for owned in plan.members if owned.model is not None]
         # by rows: with two hops a node has one range of rows, and a tile consists of rows

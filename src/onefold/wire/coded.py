@@ -227,7 +227,7 @@ class Coded:
                 self.codec.add(message[part.place], total)
             else:
                 total.add_(message[part.place].view(own.dtype))
-        total.mul_(1.0 / self.group.world_size)
+        total.mul_(self._exact.scale)
         if not is_direct:
             target.copy_(total) if is_fresh else target.add_(total)
 

@@ -173,10 +173,14 @@ class Composed:
 
     is_coded = False
 
-    def __init__(self, exchange: Exchange, *, reduce: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, exchange: Exchange, *, reduce: torch.dtype = torch.float32, divisor: int = 0
+    ) -> None:
+        """`divisor`: of sums; 0: the ranks of the group. See `Context.sources`."""
         self.exchange = exchange
         self.group = exchange.group
         self.reduce = reduce
+        self.scale = 1.0 / (divisor or self.group.world_size)
 
     # gather
 
@@ -332,7 +336,6 @@ class Composed:
         passes: Iterable[Sequence[Tensor]] = [(*found, target)]
         if numel > block:
             passes = zip(*(part.split(block) for part in (*found, target)), strict=True)
-        scale = 1.0 / self.group.world_size
         for first, second, *rest, into in passes:
             total = into if is_direct else scratch[: into.numel()]
             if widens:
@@ -341,6 +344,6 @@ class Composed:
                 torch.add(first, second, out=total)
             for part in rest:
                 total.add_(part)
-            total.mul_(scale)
+            total.mul_(self.scale)
             if not is_direct:
                 into.copy_(total) if is_fresh else into.add_(total)
