@@ -117,7 +117,7 @@ __all__ = [
 ]
 
 
-_ROOMS = ("hf", "lightning")
+_ROOMS = ("experts", "hf", "lightning")
 """Packages that are imported on first use: `onefold.hf.Callback` after `import onefold`."""
 
 
