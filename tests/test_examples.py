@@ -81,6 +81,14 @@ def test_a_split_sequence_has_the_losses_of_one_rank():
 
 
 @pytest.mark.process
+def test_a_mixtral_trains_with_an_expert_axis():
+    told = under_torchrun("experts.py", ranks=4)
+    first, last = numbers("".join(re.findall(r"step .*", told)))
+    assert last < first / 2
+    assert "stage 3, rank 0 of 4, 20 steps" in told
+
+
+@pytest.mark.process
 def test_tensor_parallel_trains_one_model_on_each_pair_of_ranks():
     done = torchrun(str(EXAMPLES / "tensor_parallel.py"), ranks=4)
     assert done.returncode == 0, done.stderr
