@@ -45,13 +45,16 @@ _EXTRA = "_extra_state"
 class ShardedModel:
     """A sharded module and optimizers of its parameters, to save or to load into.
 
-    `names`: fqns of the parameters that are meant; None: all of them.
+    `names`: fqns of the parameters that are meant; None: all of them. `number`: that of this rank
+    among all ranks that save together, those of other stages of a pipeline included; None: its
+    number among the ranks of this module.
     """
 
     engine: Engine
     module: nn.Module
     optimizers: tuple[Optimizer, ...] = ()
     names: frozenset[str] | None = None
+    number: int | None = None
 
     def __post_init__(self) -> None:
         """Take names from `module`, maybe a wrapper. A collective where adapters came."""
@@ -91,7 +94,18 @@ class ShardedModel:
 
     @property
     def rank(self) -> int:
-        return self.engine.context.everyone.rank
+        """This rank among all that save together."""
+        return self.engine.context.everyone.rank if self.number is None else self.number
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes the state that all ranks of this module hold."""
+        return self.engine.context.everyone.rank == 0
+
+    def all_names(self) -> set[str]:
+        """Return the names of its weights and buffers, others of tied weights included."""
+        own = {parameter.fqn for parameter in self.parameters()}
+        return own | self.buffers().keys() | self.aliases().keys() | self.notes().keys()
 
     def parameters(self) -> list[UnitParameter]:
         found = [p for unit in self.engine.units for p in unit.parameters if p.places]
@@ -197,7 +211,7 @@ def collect(model: ShardedModel) -> dict[str, Any]:
         if parameter.unit.master is not None:
             master[parameter.fqn] = parameter.wrap(parameter.stepped)
     notes = model.notes()
-    if model.rank == 0:
+    if model.is_first:
         weights |= model.buffers() | notes
         weights |= {name: part.get_extra_state() for name, part in model.extra_states().items()}
     found: dict[str, Any] = {MODEL: weights}

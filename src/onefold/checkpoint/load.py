@@ -10,30 +10,29 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import Optimizer
 
 from onefold.checkpoint.agreement import Damaged, check_same, gather_together, together
 from onefold.checkpoint.contents import RANK, ShardedModel, restore_random_states
 from onefold.checkpoint.directory import Found, find
 from onefold.checkpoint.save import finish_pending, first_failure, planning
+from onefold.checkpoint.stages import Axis, Modules, Optimizers, Stages
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
-from onefold.engine.registry import engine_of
-from onefold.layout.units import uncompiled
 from onefold.wire.collectives import Group
 
 
 def load(
     directory: str | os.PathLike[str],
-    module: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    module: Modules,
+    optimizer: Optimizers = None,
+    *,
+    pipeline: Axis = None,
 ) -> Any:
     """Load a checkpoint into a sharded module, and its optimizer, in place. A collective.
 
@@ -47,6 +46,7 @@ def load(
             `torch.distributed.checkpoint` has written load too, but cannot be verified.
         module: the module that was given to `onefold.shard`.
         optimizer: as it was given to `onefold.save`; None loads the weights alone.
+        pipeline: as in `onefold.save`; the checkpoint may have been saved with or without one.
 
     Returns: the `extra` that the rank of the same number saved (of rank r modulo the saved world).
 
@@ -55,60 +55,80 @@ def load(
         read. If tensors are damaged, older checkpoints of the directory are tried; without one the
         module holds a mixture of old and new values, and must not be trained.
     """
-    module = uncompiled(module)
-    engine = engine_of(module)
-    finish_pending(module, engine)
+    stages = Stages.of(module, pipeline)
+    group = stages.group
+    finish_pending(stages)
 
-    def prepare() -> tuple[str, ShardedModel]:
+    def prepare() -> tuple[str, list[ShardedModel]]:
         path = os.path.abspath(directory)
-        model = ShardedModel.of(engine, module, optimizer)
-        model.wait_steps()
-        return path, model
+        models = stages.models(optimizer)
+        for model in models:
+            model.wait_steps()
+        return path, models
 
-    path, model = together(engine.context.everyone, prepare)
-    everyone = gather_together(
-        engine.context.everyone, lambda: (path, find(Path(path)) if model.rank == 0 else [])
-    )
+    path, models = together(group, prepare)
+    is_first = group.rank == 0
+    everyone = gather_together(group, lambda: (path, find(Path(path)) if is_first else []))
     paths = [each for each, _ in everyone]
     check_same(paths, "directory", hint="every rank loads from the same place")
     candidates = everyone[0][1]
     passed_over = list(candidates[0].passed_over)
     for found in candidates:
         try:
-            extra = _load(model, found)
+            extra = _load(stages, models, found)
         except Damaged as error:
             if found is candidates[-1]:
                 raise
             passed_over.append(f"{found.path.name}: {str(error).splitlines()[0]}")
             continue
-        if passed_over and model.rank == 0:
+        if passed_over and is_first:
             others = "; ".join(passed_over)
             warnings.warn(f"loaded {found.path.name}, passed over {others}", stacklevel=2)
         return extra
     raise AssertionError("there is at least one candidate, and the last returns or raises")
 
 
-def _load(model: ShardedModel, found: Found) -> Any:
+def _load(stages: Stages, models: list[ShardedModel], found: Found) -> Any:
     """Load one checkpoint, and return this rank's `extra`."""
-    group = model.engine.context.everyone
+    group = stages.group
     if found.manifest is not None and not found.manifest.frozen:
-        model = model.trainable()
-    targets = together(group, lambda: Targets(model, found, read_metadata(found)))
-    reader = Reader(found, targets.metadata)
-    objects = _read(group, reader, targets.objects())
-    together(group, lambda: targets.compare(objects))
-    tensors = _read(group, reader, together(group, targets.tensors))
-    together(group, lambda: targets.finish(objects, tensors))
-    own = objects.get(f"{RANK}.{targets.own_rank}")
+        models = [model.trainable() for model in models]
+    elsewhere = _names_of_stages(stages, models)
+
+    def aim() -> list[Targets]:
+        metadata = read_metadata(found)
+        return [Targets(model, found, metadata, elsewhere) for model in models]
+
+    targets = together(group, aim)
+    reader = Reader(found, targets[0].metadata)
+    objects = _read(group, reader, _union(each.objects() for each in targets))
+    together(group, lambda: [each.compare(objects) for each in targets])
+    own_tensors = together(group, lambda: [each.tensors() for each in targets])
+    tensors = _read(group, reader, _union(own_tensors))
+    together(group, lambda: [each.finish(objects, tensors) for each in targets])
+    own = objects.get(f"{RANK}.{targets[0].own_rank}")
     if own is None:  # saved by another library
         return None
     (of_rank,) = own
-    if targets.own_rank == model.rank:
-        restore_random_states(model.engine, of_rank["random"])
-        buffers = model.buffers()
-        for name, value in of_rank["buffers"].items():
-            buffers[name].copy_(value)
+    if targets[0].own_rank == group.rank:
+        restore_random_states(models[0].engine, of_rank["random"])
+        for model in models:
+            for name, buffer in model.buffers().items():
+                if name in of_rank["buffers"]:
+                    buffer.copy_(of_rank["buffers"][name])
     return of_rank["extra"]
+
+
+def _names_of_stages(stages: Stages, models: list[ShardedModel]) -> set[str]:
+    """The names that stages of a pipeline have, on all ranks; none without a pipeline."""
+    if not stages.is_pipeline:
+        return set()
+    own = [name for model in models for name in model.all_names()]
+    return {name for names in gather_together(stages.group, lambda: own) for name in names}
+
+
+def _union(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _read(group: Group, reader: Reader, wanted: dict[str, Any]) -> dict[str, Any]:

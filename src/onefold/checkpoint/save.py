@@ -19,24 +19,21 @@ from typing import Any
 from uuid import uuid4
 
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import Optimizer
 
 from onefold.checkpoint import agreement, contents
 from onefold.checkpoint import manifest as manifests
 from onefold.checkpoint.agreement import describe, on_rank_0, refusal, together
 from onefold.checkpoint.background import BackgroundThread, Notes, poll
 from onefold.checkpoint.checked_files import FileRecord
-from onefold.checkpoint.contents import MODEL, RANK, ShardedModel
+from onefold.checkpoint.contents import MODEL, OPTIM, RANK, ShardedModel
 from onefold.checkpoint.directory import Draft, prune
 from onefold.checkpoint.manifest import Manifest
+from onefold.checkpoint.stages import Axis, Modules, Optimizers, Stages, merge_groups, merged
 from onefold.checkpoint.storage import RankFiles, WritePlanner, Writer
 from onefold.collecting import no_garbage
 from onefold.engine.engine import Engine
-from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError
-from onefold.layout.units import uncompiled
 from onefold.ticket import DONE, Ticket
 from onefold.wire.collectives import Group
 
@@ -46,13 +43,14 @@ PENDING = "_onefold_pending_save"
 
 def save(
     directory: str | os.PathLike[str],
-    module: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    module: Modules,
+    optimizer: Optimizers = None,
     *,
     extra: Any = None,
     wait: bool = True,
     keep: int | None = None,
     frozen: bool = True,
+    pipeline: Axis = None,
 ) -> Ticket:
     """Save a sharded module, and its optimizer, as the new checkpoint `directory`. A collective.
 
@@ -64,7 +62,8 @@ def save(
 
     Args:
         directory: does not exist yet; appears when everything is on the disk.
-        module: the module that was given to `onefold.shard`.
+        module: the module that was given to `onefold.shard`; with `pipeline` this rank's stage, or
+            a list of its stages, whose parameters have the names of the whole model.
         optimizer: one or several optimizers of its parameters.
         extra: other state that a run needs, such as the step and the position in the data. Tensors,
             numbers, strings, containers, and objects with a `state_dict()` (schedulers,
@@ -76,50 +75,53 @@ def save(
             included, after the new files were read back and compared.
         frozen: False leaves out parameters that do not require gradients, such as the base of
             adapters. `onefold.load` then leaves these as they are.
+        pipeline: the pipeline axis, a mesh of one axis or a process group: all stages are saved as
+            one model. It and the ranks of a stage multiply to the world.
 
     Returns: a ticket, which is done if `wait`.
 
     Raises: CheckpointError, on every rank: the directory exists or cannot be written, ranks pass
         different ones, the disk is full or fails, `extra` cannot be saved.
     """
-    module = uncompiled(module)
-    engine = engine_of(module)
-    finish_pending(module, engine)
+    stages = Stages.of(module, pipeline)
+    finish_pending(stages)
 
-    def prepare() -> tuple[_Save, ShardedModel, dict[str, Any]]:
+    def prepare() -> tuple[_Save, list[ShardedModel], dict[str, Any]]:
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             hint = "keep=2 leaves this checkpoint and the one before it"
             raise refusal("keep to be None or at least 1", repr(keep), hint=hint)
         draft = Draft(Path(os.path.abspath(directory)))
-        model = ShardedModel.of(engine, module, optimizer)
-        model = model if frozen else model.trainable()
-        _refuse_multiplied(model)
-        model.wait_steps()
-        if model.rank == 0:
+        models = [each if frozen else each.trainable() for each in stages.models(optimizer)]
+        for each in models:
+            _refuse_multiplied(each)
+            each.wait_steps()
+        first, engine = models[0], models[0].engine
+        if first.rank == 0:
             draft.check()
-        state = contents.collect(model)
+        states = [contents.collect(each) for each in models]
+        state = merged(states) if stages.is_pipeline else states[0]
         contents.check_readable(state)
         own = contents.plain(extra)
         contents.check_readable((own,), "extra")  # a tuple is checked as one object
         own = {"extra": own, "random": contents.random_states(engine), "buffers": {}}
-        state[RANK] = {str(model.rank): (own,)}  # and torch's planner takes it as one
+        state[RANK] = {str(first.rank): (own,)}  # and torch's planner takes it as one
         manifest = Manifest(
             save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.recipe.stage.number,
-            world_size=engine.context.everyone.world_size, optimizers=model.records(),
-            config=contents.config_of(module), frozen=frozen,
+            world_size=stages.group.world_size, optimizers=first.records(),
+            config=contents.config_of(first.module), frozen=frozen,
         )  # fmt: skip
         files = RankFiles(draft.folder, is_cached=not wait)
-        return _Save(engine.context.everyone, draft, files, manifest, keep), model, state
+        return _Save(stages, draft, files, manifest, keep), models, state
 
-    job, model, state = together(engine.context.everyone, prepare)
-    job.agree(model, state)
-    job.write(model, state)
+    job, models, state = together(stages.group, prepare)
+    job.agree(models, state)
+    job.write(models, state)
     if wait:
         job.finish()
         return DONE
     thread = BackgroundThread(job.finish_by_notes)
     ticket = Ticket([thread], label=f"save of {job.draft.target.name!r}")
-    module.__dict__[PENDING] = ticket
+    stages.modules[0].__dict__[PENDING] = ticket
     return ticket
 
 
@@ -135,11 +137,11 @@ def _refuse_multiplied(model: ShardedModel) -> None:
             )
 
 
-def finish_pending(module: nn.Module, engine: Engine) -> None:
+def finish_pending(stages: Stages) -> None:
     """Wait for this module's save in the background, and raise its error."""
-    ticket: Ticket | None = module.__dict__.pop(PENDING, None)
+    ticket: Ticket | None = stages.modules[0].__dict__.pop(PENDING, None)
     if ticket is not None:
-        together(engine.context.everyone, ticket.wait)
+        together(stages.group, ticket.wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,48 +152,57 @@ class _Summary:
     buffers: dict[str, int]  # checksums
     nbytes: int
     save_id: str
+    groups: list[dict[str, Any]]  # of the parts of one optimizer, where stages have parts
 
 
 @dataclass(slots=True)
 class _Save:
     """One save on this rank. It has no tensors: a save in the background keeps none alive."""
 
-    group: Group
+    stages: Stages
     draft: Draft
     files: RankFiles
     manifest: Manifest
     keep: int | None
 
-    def agree(self, model: ShardedModel, state: dict[str, Any]) -> None:
+    @property
+    def group(self) -> Group:
+        return self.stages.group
+
+    def agree(self, models: Sequence[ShardedModel], state: dict[str, Any]) -> None:
         """Compare all ranks' summaries, and create the folder if the disk has room. A collective.
 
-        Adds to `state` the buffers of this rank if ranks have different ones.
+        Adds to `state` the buffers of this rank if ranks have different ones, and the parameters of
+        other stages to the param groups.
         """
-        buffers = model.buffers()
+        buffers = {name: each for model in models for name, each in model.buffers().items()}
         ((own,),) = state[RANK].values()
+        groups = state[OPTIM]["param_groups"] if self.stages.is_pipeline and OPTIM in state else []
 
         def summary() -> _Summary:
             choices = (str(self.draft.target), self.files.is_cached, self.keep)
             nbytes = contents.own_nbytes({k: v for k, v in state.items() if k != RANK})
             prints = contents.fingerprints(buffers)
-            return _Summary(choices, prints, nbytes, self.manifest.save_id)
+            return _Summary(choices, prints, nbytes, self.manifest.save_id, groups)
 
         everyone = agreement.gather_together(self.group, summary)
         hint = "name the directory by the step, not by rank or time"
         agreement.check_same(
             [each.choices for each in everyone], "directory, wait and keep", hint=hint
         )
-        needed = sum(each.nbytes for each in everyone) // _copies(model.engine)
+        needed = sum(each.nbytes for each in everyone) // _copies(models[0].engine)
         on_rank_0(self.group, lambda: self.draft.begin(needed))
         first = everyone[0]
         self.manifest = replace(self.manifest, save_id=first.save_id)
         for name, buffer in buffers.items():
-            if any(each.buffers[name] != first.buffers[name] for each in everyone):
+            if len({each.buffers[name] for each in everyone if name in each.buffers}) > 1:
                 own["buffers"][name] = buffer
+        if groups:
+            state[OPTIM]["param_groups"] = merge_groups([each.groups for each in everyone])
 
-    def write(self, model: ShardedModel, state: dict[str, Any]) -> None:
+    def write(self, models: Sequence[ShardedModel], state: dict[str, Any]) -> None:
         """Plan together and write this rank's pieces, to the disk or to the page cache."""
-        names = model.aliases().items()
+        names = [pair for model in models for pair in model.aliases().items()]
         aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in names}
         handle = self.group.handle
         try:

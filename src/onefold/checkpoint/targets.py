@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -29,8 +30,13 @@ class Targets:
     Raises `CheckpointError` for a checkpoint of another module, with all mismatches.
     """
 
-    def __init__(self, model: ShardedModel, found: Found, metadata: Metadata) -> None:
+    def __init__(
+        self, model: ShardedModel, found: Found, metadata: Metadata,
+        elsewhere: Set[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """`elsewhere`: names of all stages of a pipeline, of which this module is one."""
         self.model = model
+        self._elsewhere = elsewhere
         self.manifest = found.manifest
         self.metadata = metadata
         self._path = found.path
@@ -88,6 +94,7 @@ class Targets:
             if isinstance(saved, TensorStorageMetadata) and name.startswith(self._prefix)
         }
         known = wanted.keys() | self.model.aliases().keys() | self.model.notes().keys()
+        known |= self._elsewhere
         ours = tuple(
             f"{kind}."
             for kind in (
@@ -128,7 +135,7 @@ class Targets:
         mismatches = []
         for index, (group, saved) in enumerate(zip(ours, theirs, strict=True)):
             here = {self.model.parameter(tensor).fqn for tensor in group["params"]}
-            there = set(saved["params"])
+            there = set(saved["params"]) - (self._elsewhere - here)
             mismatches += [f"{n}: in param group {index} here alone" for n in sorted(here - there)]
             mismatches += [
                 f"{n}: in param group {index} of the checkpoint alone" for n in sorted(there - here)
