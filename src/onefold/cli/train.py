@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 from onefold.cli.arguments import SubParsers, add_json, real, share, whole, word_or_number
@@ -16,6 +17,7 @@ from onefold.text import finite
 from onefold.train.job import Job
 
 DEFAULTS = Job()
+AXES = ("tp", "pp", "cp")
 
 DESCRIPTION = """\
 Train a byte-level GPT, or a module of yours, sharded over ranks. Without arguments: two local CPU
@@ -49,6 +51,10 @@ def add_to(commands: SubParsers) -> None:
     add("--batch", default="8", help="rows of one rank in a micro-batch")
     add("--seq", default=str(DEFAULTS.seq), help="bytes in a row")
     add("--accumulate", default=str(DEFAULTS.accumulate), help="micro-batches in a step")
+    add("--tp", default="1", metavar="N", help="ranks that share each layer (tensor parallel)")
+    add("--pp", default="1", metavar="N", help="ranks that have blocks one after the other "
+        "(pipeline); --accumulate gives its micro-batches")
+    add("--cp", default="1", metavar="N", help="ranks that share each row (sequence parallel)")
     add("--precision", help="fp32, bf16 or fp16 compute; masters and sums stay fp32 "
         "(default: the parameters' own)")
     add("--wire", metavar="NAME", help="messages between hosts: hybrid, replicas (exact); "
@@ -78,7 +84,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     job_of(arguments, 1)  # bad flags end here, before torch is imported
     from onefold.train.loop import preflight
 
-    ranks = default_ranks() if ranks is None else ranks
+    if ranks is None:
+        ranks = max(default_ranks(), _model_ranks({n: int(vars(arguments)[n]) for n in AXES}))
     job = job_of(arguments, ranks)
     preflight(job, ranks)
     return launch(argv, ranks, passes_stops_on=job.checkpoint is not None)
@@ -88,7 +95,8 @@ def job_of(arguments: argparse.Namespace, world_size: int) -> Job:
     """Return the run that the flags describe, on so many ranks."""
     given = vars(arguments)
     rows = whole("--batch", given["batch"], least=1)
-    least = {"steps": 1, "seq": 1, "accumulate": 1, "seed": 0, "sample": 0, "keep": 1}
+    least = {"steps": 1, "seq": 1, "accumulate": 1, "seed": 0, "sample": 0, "keep": 1,
+             "tp": 1, "pp": 1, "cp": 1}  # fmt: skip
     checked: dict[str, Any] = {
         name: whole(f"--{name}", given[name], least=number) for name, number in least.items()
     }
@@ -100,13 +108,17 @@ def job_of(arguments: argparse.Namespace, world_size: int) -> Job:
     return Job(
         **{name: given[name] for name in texts},
         **checked,
-        rows=rows * world_size * checked["accumulate"],
+        rows=rows * max(1, world_size // _model_ranks(checked)) * checked["accumulate"],
         stage=word_or_number(given["stage"]),
         fraction=fraction,
         lr=None if given["lr"] is None else real("--lr", given["lr"], above=0),
         clip=real("--clip", given["clip"], least=0),
         every=0 if given["every"] is None else whole("--every", given["every"], least=1),
     )
+
+
+def _model_ranks(checked: Mapping[str, int]) -> int:
+    return prod(checked[name] for name in AXES)
 
 
 def _run_rank(job: Job, *, is_json: bool) -> int:

@@ -6,6 +6,7 @@ torch's SDPA, learned positions. Shapes: B rows, T positions, D width, V = 256.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from math import sqrt
 
@@ -57,20 +58,24 @@ class Table(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, [B, T, D] -> [B, T, D]."""
+    """Causal self-attention, [B, T, D] -> [B, T, D].
+
+    Outputs of `qkv` lie head by head. So tensor parallel ranks, which have some rows of its weight,
+    have whole heads.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_width = config.width // config.num_heads
         self.qkv = Projection(config.width, 3 * config.width)
         self.out = Projection(config.width, config.width, gain=1 / sqrt(2 * config.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, positions, width = x.shape
-        split = (rows, positions, 3, self.num_heads, width // self.num_heads)
-        q, k, v = self.qkv(x).view(split).permute(2, 0, 3, 1, 4)  # each [B, heads, T, D / heads]
+        rows, positions, _ = x.shape
+        split = (rows, positions, -1, 3, self.head_width)
+        q, k, v = self.qkv(x).view(split).permute(3, 0, 2, 1, 4)  # each [B, heads, T, D / heads]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(rows, positions, width))
+        return self.out(mixed.transpose(1, 2).reshape(rows, positions, -1))
 
 
 class Block(nn.Module):
@@ -113,3 +118,37 @@ class GPT(nn.Module):
             else:
                 x = block(x)
         return self.head(self.norm(x))
+
+
+class GPTStage(nn.Module):
+    """Some blocks of a GPT, under its names, and what lies before the first or behind the last.
+
+    The first stage takes bytes [B, T], others the residual stream [B, T, D]. The last one returns
+    logits.
+    """
+
+    def __init__(self, model: GPT, index: int, count: int) -> None:
+        """Stage `index` of `count`; it has modules of the model, none is copied."""
+        super().__init__()
+        num_layers = len(model.blocks)
+        first, stop = index * num_layers // count, (index + 1) * num_layers // count
+        self.is_first, self.is_last = index == 0, index + 1 == count
+        if self.is_first:
+            self.tokens, self.positions = model.tokens, model.positions
+        own = ((str(number), model.blocks[number]) for number in range(first, stop))
+        self.blocks = nn.Sequential(OrderedDict(own))
+        if self.is_last:
+            self.norm, self.head = model.norm, model.head
+        self.recomputes = model.recomputes
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if self.is_first:
+            if position_ids is None:
+                position_ids = torch.arange(x.shape[1], device=x.device)
+            x = self.tokens(x) + self.positions(position_ids)
+        for block in self.blocks:
+            if self.recomputes and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.head(self.norm(x)) if self.is_last else x

@@ -42,13 +42,14 @@ def refuse(model: str, seq: int) -> None:
         raise _refusal(known, repr(model), hint=hint)
 
 
-def build_model(model: str, seq: int) -> nn.Module:
+def build_model(model: str, seq: int, *, is_cut: bool = False) -> nn.Module:
     """Build the module that `model` names, for rows of up to `seq` tokens.
 
     Presets are built on `meta` and filled by `onefold.shard`: no rank ever holds a whole one.
+    `is_cut`: model axes will cut it first, so it is built whole, with the same values.
     """
     if model in PRESETS:
-        with torch.device("meta"):
+        with torch.device("cpu" if is_cut else "meta"):
             return GPT(PRESETS[model], seq)
     if _is_config(model):
         return _from_config(model, seq)

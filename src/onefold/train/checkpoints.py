@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import onefold
@@ -57,13 +58,14 @@ class Checkpoints:
 
     def __init__(
         self, job: Job, world: World, module: nn.Module, optimizer: Optimizer,
-        stateful: dict[str, Any],
+        stateful: dict[str, Any], pipeline: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
         self._job = job
         self._world = world
         self._module = module
         self._optimizer = optimizer
         self._stateful = stateful  # objects with state_dict and load_state_dict
+        self._pipeline = pipeline  # the module is one stage of it
         self._saved = -1
 
     def resume(self) -> Resumed | None:
@@ -76,7 +78,9 @@ class Checkpoints:
             return None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            extra = onefold.load(job.checkpoint, self._module, self._optimizer)
+            extra = onefold.load(
+                job.checkpoint, self._module, self._optimizer, pipeline=self._pipeline
+            )
         for name, each in self._stateful.items():
             each.load_state_dict(extra[name])
         self._saved = extra["step"]
@@ -103,7 +107,10 @@ class Checkpoints:
     def _save(self, step: int) -> None:
         path = Path(self._job.checkpoint or "") / _name(step)
         extra = {"step": step, **self._stateful}
-        onefold.save(path, self._module, self._optimizer, extra=extra, keep=self._job.keep)
+        onefold.save(
+            path, self._module, self._optimizer, extra=extra, keep=self._job.keep,
+            pipeline=self._pipeline,
+        )  # fmt: skip
         self._saved = step
 
 

@@ -30,6 +30,9 @@ class Job:
     rows: int = 16
     seq: int = 64
     accumulate: int = 1  # micro-batches of a step
+    tp: int = 1  # ranks that share each layer
+    pp: int = 1  # ranks that have blocks one after the other
+    cp: int = 1  # ranks that share each row
     lr: float | None = None  # peak learning rate; None: the default of the preset
     clip: float = 1.0  # largest norm of the whole gradient; 0 does not clip
     seed: int = 0
@@ -47,6 +50,11 @@ class Job:
         Clipping and dynamic loss scaling read all gradients.
         """
         return self.offload is not None and self.clip == 0 and self.precision != "fp16"
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.tp * self.pp * self.cp
 
     @property
     def tokens_per_step(self) -> int:

@@ -9,7 +9,6 @@ from math import cos, pi
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import onefold
 from onefold.config import Offload, check_offload, offload_of, precision_of, stage_of
@@ -21,12 +20,13 @@ from onefold.models.loader import (
     check_compiler,
     compile_blocks,
     default_lr,
-    logits_of,
     recompute,
     refuse,
 )
 from onefold.recording.closed_form import stage0_nbytes
 from onefold.recording.files import prepare
+from onefold.train.axes import Axes
+from onefold.train.axes import preflight as preflight_axes
 from onefold.train.checkpoints import Checkpoints
 from onefold.train.checkpoints import preflight as preflight_checkpoints
 from onefold.train.corpus import Corpus, Windows, open_corpus, own_rows
@@ -55,10 +55,12 @@ def preflight(job: Job, world_size: int) -> Corpus:
     precision_of(job.precision)
     offload_for(job)
     wire_of(job.wire)
-    smallest = world_size * job.accumulate
+    preflight_axes(job, world_size)
+    num_data = world_size // job.model_ranks
+    smallest = num_data * job.accumulate
     if job.rows < smallest:
         parts = f" times {job.accumulate} micro-batches" if job.accumulate > 1 else ""
-        wanted = f"at least {smallest} rows in a step, one for each of {world_size} ranks{parts}"
+        wanted = f"at least {smallest} rows in a step, one for each of {num_data} ranks{parts}"
         hint = "take more rows, fewer ranks or fewer micro-batches"
         raise ConfigError(expected(wanted, job.rows, hint=hint))
     refuse(job.model, job.seq)
@@ -105,8 +107,9 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
     module.eval()
     options = {"seq": job.seq, "seed": job.seed, "num_bytes": job.sample}
     with torch.compiler.set_stance("force_eager") if job.compile else nullcontext():  # new shapes
-        held_out = held_out_loss(job, world, module, corpus)
-        text = generate(module, corpus.prompt, **options, device=world.device) if job.sample else ""
+        held_out = held_out_loss(job, world, trainer, corpus)
+        writes = job.sample and job.pp == 1 and job.cp == 1  # it is one forward a byte
+        text = generate(module, corpus.prompt, **options, device=world.device) if writes else ""
     report = onefold.report(module)
     result = TrainResult(
         first_step=first,
@@ -132,29 +135,35 @@ class Trainer:
         self.job = job
         self.world = world
         self.peak_lr = default_lr(job.model) if job.lr is None else job.lr
+        self.axes = Axes(job, world)
         torch.manual_seed(job.seed)
-        self.module = build_model(job.model, job.seq)
+        whole = build_model(job.model, job.seq, is_cut=job.tp * job.pp > 1)
         if job.recompute:
-            recompute(self.module, job.model)
-        if not any(parameter.is_meta for parameter in self.module.parameters()):
-            self.module.to(world.device)
-        self.trace = trace_of(job, self.module, world) if world.rank == 0 else None
-        self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
+            recompute(whole, job.model)
+        if not any(parameter.is_meta for parameter in whole.parameters()):
+            whole.to(world.device)
+        is_traced = world.rank == 0 and job.model_ranks == 1
+        self.trace = trace_of(job, whole, world) if is_traced else None
+        self.num_parameters = sum(parameter.numel() for parameter in whole.parameters())
+        self.module = self.axes.part_of(whole)
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=self.peak_lr, betas=(0.9, 0.95), weight_decay=0.1
         )
         onefold.shard(
             self.module, self.optimizer, stage=job.stage, precision=job.precision,
-            offload=offload_for(job), wire=job.wire,
+            offload=offload_for(job), wire=job.wire, mesh=self.axes.data,
         )  # fmt: skip
+        self.axes.join(self.module)
         if job.compile:
             compile_blocks(self.module)
         self.recipe = engine_of(self.module).recipe
         self.scaler = onefold.GradScaler(world.device.type, enabled=job.precision == "fp16")
-        own = own_rows(job.rows, world.rank, world.world_size)
+        own = own_rows(job.rows, self.axes.data_rank, self.axes.num_data)
         self.windows = Windows(corpus.train, rows=job.rows, seq=job.seq, seed=job.seed, own=own)
         stateful = {"windows": self.windows, "scaler": self.scaler}
-        self.checkpoints = Checkpoints(job, world, self.module, self.optimizer, stateful)
+        self.checkpoints = Checkpoints(
+            job, world, self.module, self.optimizer, stateful, self.axes.pipeline
+        )
         self.memory: RankMemory | None = None  # at the end of the last step
 
     def step(self, step: int) -> Tensor:
@@ -164,7 +173,10 @@ class Trainer:
         total = self._backward(next(self.windows).to(self.world.device))
         if self.job.clip > 0:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.module.parameters(), self.job.clip)
+            if self.axes.mesh is None:
+                nn.utils.clip_grad_norm_(self.module.parameters(), self.job.clip)
+            else:
+                onefold.clip_grad_norm_(self.module, self.job.clip, group=self.axes.pipeline)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if step + 1 == self.job.steps:  # all resting state is allocated at the end of a step
@@ -174,15 +186,17 @@ class Trainer:
 
     def _backward(self, rows: Tensor) -> Tensor:
         """Compute gradients of the mean loss over the global batch, from own rows [R, T + 1]."""
+        if self.axes.is_pipeline:
+            return self.axes.run(rows, trains=True)
         parts = self.job.accumulate
         # ranks are averaged; the weight makes that the mean over tokens for uneven rows too
-        weight = self.world.world_size / self.job.tokens_per_step
+        weight = self.axes.weight
         total = torch.zeros((), device=rows.device)
         for part in range(parts):
             own = own_rows(len(rows), part, parts)
             is_last = part + 1 == parts
             with nullcontext() if is_last else onefold.accumulate(self.module):
-                loss = summed_loss(self.module, rows[own.start : own.stop]) * weight
+                loss = self.axes.summed_loss(self.module, rows[own.start : own.stop]) * weight
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
@@ -229,23 +243,20 @@ class Meter:
         self._observer.stepped(Progress(step, sum(latest) / len(latest), speed, left))
 
 
-def summed_loss(module: nn.Module, rows: Tensor) -> Tensor:
-    """Return the cross-entropy in nats, summed over the tokens of rows [R, T + 1]."""
-    logits = logits_of(module, rows[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum")
-
-
 @torch.no_grad()
-def held_out_loss(job: Job, world: World, module: nn.Module, corpus: Corpus) -> float:
+def held_out_loss(job: Job, world: World, trainer: Trainer, corpus: Corpus) -> float:
     """Return nats per byte over fixed windows of the held-out files; a collective."""
-    batches = min(max(1, job.steps // HELD_OUT_SHARE), MAX_HELD_OUT_BATCHES)
-    own = own_rows(job.rows, world.rank, world.world_size)
+    batches, axes = min(max(1, job.steps // HELD_OUT_SHARE), MAX_HELD_OUT_BATCHES), trainer.axes
+    own = own_rows(job.rows, axes.data_rank, axes.num_data)
     windows = Windows(corpus.held_out, rows=job.rows, seq=job.seq, seed=0, own=own)
     total = 0.0
     for _ in range(batches):
-        total += summed_loss(module, next(windows).to(world.device)).item()
-    mean = world.mean([total])[0]
-    return mean * world.world_size / (batches * job.tokens_per_step)
+        rows = next(windows).to(world.device)
+        if axes.is_pipeline:
+            total += axes.run(rows, trains=False).item()
+        else:
+            total += axes.summed_loss(trainer.module, rows).item() * axes.weight
+    return world.mean([total])[0] / batches
 
 
 def schedule(step: int, steps: int) -> float:

@@ -1,0 +1,45 @@
+"""The tensor parallel plan of the byte GPT: which rank computes which heads and hidden features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+
+class Replicated(ParallelStyle):
+    """Every rank computes the same: for norms and small tables."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            whole = [Replicate()]
+            return tuple(DTensor.from_local(each, mesh, whole, run_check=False) for each in inputs)
+
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:  # noqa: ARG001 - torch's names
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)
+
+
+PLAN: dict[str, type[ParallelStyle]] = {
+    "tokens": Replicated, "positions": Replicated, "norm": Replicated,
+    "head": Replicated, "blocks.*.attention_norm": Replicated, "blocks.*.mlp_norm": Replicated,
+    "blocks.*.attention.qkv": ColwiseParallel, "blocks.*.attention.out": RowwiseParallel,
+    "blocks.*.up": ColwiseParallel, "blocks.*.down": RowwiseParallel,
+}  # fmt: skip
+"""Attention by heads and the hidden layer by features (Megatron-LM, arXiv 1909.08053)."""
+
+
+def parallelize_gpt(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut a GPT, or a stage of one, over the ranks of `mesh`, in place."""
+    there = dict(module.named_modules())
+    plan = {name: style() for name, style in PLAN.items() if name.split(".")[0] in there}
+    parallelize_module(module, mesh, plan)
