@@ -111,6 +111,7 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
         writes = job.sample and job.pp == 1 and job.cp == 1  # it is one forward a byte
         text = generate(module, corpus.prompt, **options, device=world.device) if writes else ""
     report = onefold.report(module)
+    memory = world.gather(trainer.memory or measure(trainer.recipe, report))
     result = TrainResult(
         first_step=first,
         losses=meter.losses,
@@ -120,7 +121,7 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
         text=text,
         num_parameters=trainer.num_parameters,
         offload=report.offload,
-        memory=world.gather(trainer.memory or measure(trainer.recipe, report)),
+        memory=[replace(each, rank=rank) for rank, each in enumerate(memory)],
         stage0=stage0_nbytes(trainer.recipe),
         predicted=predict(job, trainer.recipe, trainer.trace, report),
         report="",
