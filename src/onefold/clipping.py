@@ -85,8 +85,36 @@ def _by_mesh(parameters: Clipped) -> dict[DeviceMesh | None, list[Tensor]]:
 
 def _norm(parameters: list[Tensor], order: float) -> Tensor:
     grads = [tensor.grad for tensor in parameters if tensor.grad is not None]
+    first = grads[0]
+    if isinstance(first, DTensor) and first.device_mesh.ndim > 1:
+        return _norm_of_pieces([grad for grad in grads if isinstance(grad, DTensor)], order)
     norm = torch.nn.utils.get_total_norm(grads, order)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _norm_of_pieces(grads: list[DTensor], order: float) -> Tensor:
+    """The norm of gradients on one mesh of several axes: a scalar message for each axis.
+
+    Each rank adds up its own pieces. Several ranks have a replicated piece, so it counts a part on
+    each. torch would send a message for each gradient whose placements differ from the first one's.
+    """
+    mesh, is_max = grads[0].device_mesh, math.isinf(order)
+    by_copies: dict[int, list[Tensor]] = {}
+    for grad in grads:
+        copies = math.prod(
+            mesh.size(axis) for axis, each in enumerate(grad.placements) if each.is_replicate()
+        )
+        by_copies.setdefault(copies, []).append(grad.to_local())
+    dtype = torch.promote_types(torch.float32, grads[0].dtype)
+    total = torch.zeros((), dtype=dtype, device=grads[0].to_local().device)
+    for copies, pieces in by_copies.items():
+        own = [piece for piece in pieces if piece.numel()]
+        if own:
+            norm = torch.nn.utils.get_total_norm(own, order).to(dtype)
+            total = total.maximum(norm) if is_max else total + norm.pow(order) / copies
+    for axis in range(mesh.ndim):
+        total = Group.of(mesh.get_group(axis)).all_reduced(total, is_max=is_max)
+    return total if is_max else total.pow(1 / order)
 
 
 def _together(
