@@ -39,7 +39,9 @@ class Block(nn.Module):
 
 
 dist.init_process_group()
-mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 4, 2), mesh_dim_names=("pp", "dp", "tp"))
+mesh = init_device_mesh(
+    "cpu", (2, dist.get_world_size() // 4, 2), mesh_dim_names=("pp", "dp", "tp")
+)
 pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
 
 # the whole model from one seed, of which each rank keeps its stage, under the same names

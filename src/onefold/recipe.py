@@ -228,7 +228,8 @@ class Recipe:
         """The recipe of units with a mesh of so many ranks of their own; 0: this one."""
         if not ranks:
             return self
-        near, wire = min(self.local_world_size, ranks), Wire() if self.has_axes else self.wire
+        near = max(1, self.local_world_size * ranks // self.world_size)  # the axis lies in nodes
+        wire = Wire() if self.has_axes else self.wire
         return replace(
             self, world_size=ranks, local_world_size=near, has_axes=False, wire=wire, shares=None
         )

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from onefold.planner.axes import AxisMessage
-    from onefold.recipe import Member, Recipe
+    from onefold.recipe import Member
 
 
 class Work(NamedTuple):

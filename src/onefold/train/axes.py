@@ -77,6 +77,7 @@ class Axes:
         self._job = job
         self._device = world.device
         self.mesh: DeviceMesh | None = None
+        self._data: DeviceMesh | None = None
         self.data_rank, self.num_data = world.rank, world.world_size
         self._split: Any = None
         self._schedule: Any = None
@@ -86,13 +87,13 @@ class Axes:
             lengths = (job.pp, self.num_data, job.cp, job.tp)
             self.mesh = init_device_mesh(world.device.type, lengths, mesh_dim_names=NAMES)
             self.data_rank = self.mesh.get_local_rank("dp")
+            both = self.mesh["dp", "cp"]
+            self._data = both._flatten("data") if job.cp > 1 else self.mesh["dp"]
 
     @property
     def data(self) -> DeviceMesh | None:
         """The ranks over which state is sharded: they hold the same and see other tokens."""
-        if self.mesh is None:
-            return None
-        return self.mesh["dp", "cp"] if self._job.cp > 1 else self.mesh["dp"]
+        return self._data
 
     @property
     def pipeline(self) -> DeviceMesh | None:
@@ -164,7 +165,9 @@ class Axes:
         inputs, targets = rows[:, :-1], rows[:, 1:].contiguous()
         positions = torch.arange(inputs.shape[1], device=rows.device).expand_as(inputs)
         if self._split is not None:
-            inputs, targets, positions = (self._split.split(t) for t in (inputs, targets, positions))
+            inputs, targets, positions = (
+                self._split.split(t) for t in (inputs, targets, positions)
+            )
         losses: list[Tensor] = []
         call = self._schedule.step if trains else self._schedule.eval
         if self._stage.is_first:
