@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from contest.results import RESULTS, provenance
+from contest.results import RESULTS, provenance, rounded, write_block
 from hosts import Hosts, slow_down
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -45,6 +45,7 @@ import onefold
 from onefold.engine.actions import Verb
 from onefold.engine.registry import engine_of
 
+GUIDE = Path(__file__).parent.parent / "docs" / "guides" / "pipeline.md"
 SCHEDULES = (
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
     "DualPipeV",
@@ -247,6 +248,34 @@ def run_cell(engine: str, kind: str, dtype: str) -> dict[str, Any]:
     }
 
 
+def table(result: dict[str, Any]) -> list[str]:
+    """Lines of Markdown: what each engine sends, and the schedules that it gets wrong."""
+    lines = [
+        f"{result['date']}, torch {result['versions']['torch']}, {len(SCHEDULES)} schedules, "
+        f"fp32 and bf16, 4 micro-batches, 4 gloo ranks, by `{result['command']}`.",
+        "",
+        "| engine | gathers | reductions | right | not right |",
+        "|---|---|---|---|---|",
+    ]
+    for engine in ENGINES:
+        rows = [row for row in result["rows"] if row["engine"] == engine]
+        wrong = [row for row in rows if row["verdict"] != "right"]
+        failing = sorted(
+            {f"{row['schedule']}: {row['verdict'].split()[0].strip(':')}" for row in wrong}
+        )
+        most = {
+            name: max((row[name] for row in rows if name in row), default=0)
+            for name in ("gathers", "reductions")
+        }
+        lines.append(
+            f"| {engine} | {most['gathers']:g} | {most['reductions']:g} | "
+            f"{len(rows) - len(wrong)} of {len(rows)} | {', '.join(failing)} |".replace(
+                "|  |", "| |"
+            )
+        )
+    return lines
+
+
 def wire(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Seconds per step of each engine in each round, over two hosts."""
     found = []
@@ -328,17 +357,21 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one run")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="only write the page again")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         wire_rank(json.loads(options.rank))
         return 0
     for part, run in (("matrix", matrix), ("wire", lambda: wire(options))):
-        if options.only in (None, part):
+        if options.only in (None, part) and not options.page:
             about = provenance()
-            result = json.dumps({**about, "rows": run()}).replace('{"', '\n{"')
+            result = json.dumps(rounded({**about, "rows": run()})).replace('{"', '\n{"')
             path = options.results / f"{date.today().isoformat()}-pipeline-{part}.json"
             path.write_text(result.lstrip() + "\n")
+    if options.results == RESULTS:
+        newest = max(RESULTS.glob("*-pipeline-matrix.json"))
+        write_block(GUIDE, "pipeline", table(json.loads(newest.read_text())))
     return 0
 
 
