@@ -14,6 +14,10 @@ from torch.distributed.tensor import DTensor
 from onefold.errors import ConfigError, StateError, expected
 from onefold.wire.collectives import Group
 
+IS_COPY = "_onefold_is_copy"
+"""The attribute of every copy but the first of a weight that pipeline stages share: the norm counts
+the first, and all are scaled."""
+
 Clipped = nn.Module | Tensor | Iterable[nn.Module | Tensor]
 
 
@@ -84,8 +88,9 @@ def _by_mesh(parameters: Clipped) -> dict[DeviceMesh | None, list[Tensor]]:
 
 
 def _norm(parameters: list[Tensor], order: float) -> Tensor:
-    grads = [tensor.grad for tensor in parameters if tensor.grad is not None]
-    first = grads[0]
+    counted = [tensor for tensor in parameters if not getattr(tensor, IS_COPY, False)]
+    grads = [tensor.grad for tensor in counted if tensor.grad is not None]
+    first = grads[0] if grads else None
     if isinstance(first, DTensor) and first.device_mesh.ndim > 1:
         return _norm_of_pieces([grad for grad in grads if isinstance(grad, DTensor)], order)
     norm = torch.nn.utils.get_total_norm(grads, order)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from onefold.build import model_axes
-from onefold.build.model_axes import ModelAxes
+from onefold.build.model_axes import AxesOfCuts
 from onefold.build.own_meshes import UnitRanks, check_adapters
 from onefold.build.resolve import ModuleParts, Resolved
 from onefold.build.routes import Links, routes_of
@@ -106,7 +106,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
 
 
 def _context(
-    resolved: Resolved, store: Store, ledger: Ledger, tiers: Tiers, axes: ModelAxes
+    resolved: Resolved, store: Store, ledger: Ledger, tiers: Tiers, axes: AxesOfCuts
 ) -> Context:
     """Make the context of a module's units."""
     recipe, ranks = resolved.recipe, resolved.ranks
@@ -191,7 +191,7 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     assert module is not None, "its forward runs"
     recipe = replace(resolved.recipe, stage=STAGES[0], offload=Offload(), wire=Wire(), shares=None)
     tiers = replace(engine.context.tiers, weight=store, state=store, scratch=None)
-    axes = ModelAxes(holders=engine.context.holders)
+    axes = AxesOfCuts(holders=engine.context.holders)
     context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers, axes)
     source: Source = (initialisers_of(module), None)
     units: list[Unit] = []

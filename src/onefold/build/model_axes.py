@@ -28,7 +28,7 @@ plain on purpose: their gradients are the same on all ranks of the axis, or hook
 
 
 @dataclass(frozen=True, slots=True)
-class ModelAxes:
+class AxesOfCuts:
     """Meshes of (model axes ..., data axis) by that of the model axes; all ranks together."""
 
     meshes: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def compare(mine: list[Any], module: object) -> Iterator[tuple[Group, list[Any]]
 def join(
     parameters: Sequence[Owned], data: Group, shards: Group, device: str,
     holders: Group | None = None,
-) -> ModelAxes:  # fmt: skip
+) -> AxesOfCuts:  # fmt: skip
     """Build the meshes of sharded parameters. A collective over the data axis.
 
     `data` is the group of all ranks that train on other data, `shards` the part of them that holds
@@ -128,7 +128,7 @@ def join(
     found: dict[DeviceMesh, DeviceMesh] = {}
     firsts = {o.model.mesh: o for o in reversed(parameters) if o.model is not None}
     if not firsts:
-        return ModelAxes()
+        return AxesOfCuts()
     everyone = set(data.global_ranks())
     for mesh, first in firsts.items():
         grid = _grid(mesh, data)
@@ -148,7 +148,7 @@ def join(
             found[mesh] = DeviceMesh.from_group(
                 groups, device, mesh=_grid(mesh, shards), mesh_dim_names=(*names, "fsdp")
             )
-    return ModelAxes(found, holders or Group.over(sorted(everyone)))
+    return AxesOfCuts(found, holders or Group.over(sorted(everyone)))
 
 
 def _grid(mesh: DeviceMesh, data: Group) -> torch.Tensor:

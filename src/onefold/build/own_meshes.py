@@ -45,7 +45,7 @@ class UnitRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshPlace:
     """One rank's view of a unit: the ranks that it travels among, and its content here."""
 
     unit: str
@@ -75,14 +75,14 @@ def members_of(plan: UnitPlan, own: Group, everyone: Group) -> tuple[int, ...]:
     return tuple(known.index(rank) for rank in found)
 
 
-def places_of(root: nn.Module, plans: Sequence[UnitPlan], everyone: Group) -> list[Place]:
+def places_of(root: nn.Module, plans: Sequence[UnitPlan], everyone: Group) -> list[MeshPlace]:
     """Describe the units that may differ from rank to rank, for `clash_of`."""
     experts: dict[int, object] = {}
     for part in root.modules():
         own = part.__dict__.get(EXPERTS)
         if own is not None:
             experts |= {id(parameter): own for parameter in part.parameters()}
-    places: list[Place] = []
+    places: list[MeshPlace] = []
     for plan in plans:
         ranks = ranks_of(plan)
         held = [experts[key] for o in plan.members if (key := id(o.parameter)) in experts]
@@ -94,7 +94,7 @@ def places_of(root: nn.Module, plans: Sequence[UnitPlan], everyone: Group) -> li
             if len(members) < everyone.world_size:
                 for owned in plan.members:
                     _check_cut(owned, plan, everyone)
-            places.append(Place(plan.name, members, shapes, numbers))
+            places.append(MeshPlace(plan.name, members, shapes, numbers))
     return places
 
 
@@ -123,7 +123,7 @@ def _check_cut(owned: Owned, plan: UnitPlan, everyone: Group) -> None:
         )
 
 
-def clash_of(places: Sequence[Sequence[Place]]) -> ConfigError | None:
+def clash_of(places: Sequence[Sequence[MeshPlace]]) -> ConfigError | None:
     """The error if meshes of a unit overlap, or their ranks hold other weights; else None.
 
     `places`: of every rank; all ranks have the same units.
@@ -142,7 +142,7 @@ def clash_of(places: Sequence[Sequence[Place]]) -> ConfigError | None:
     return None
 
 
-def _difference(place: Place, other: Place, rank: int, other_rank: int) -> ConfigError | None:
+def _difference(place: MeshPlace, other: MeshPlace, rank: int, other_rank: int) -> ConfigError | None:
     wanted = got = ""
     if place.members != other.members:
         wanted = f"meshes of unit {place.unit!r} that do not overlap: each rank in one of them"

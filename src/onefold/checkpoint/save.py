@@ -41,7 +41,7 @@ PENDING = "_onefold_pending_save"
 """The attribute of a module that holds the ticket of its save in the background."""
 
 
-def save(
+def save(  # noqa: PLR0913 - each is one choice of a save
     directory: str | os.PathLike[str],
     module: Modules,
     optimizer: Optimizers = None,

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 
-class Replicated(ParallelStyle):
+class SameOnAll(ParallelStyle):
     """Every rank computes the same: for norms and small tables."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -26,12 +26,13 @@ class Replicated(ParallelStyle):
         def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:  # noqa: ARG001 - torch's names
             return output.to_local()
 
-        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)
+        hooks: Any = {"input_fn": enter, "output_fn": leave}  # torch declares that they return None
+        return distribute_module(module, device_mesh, **hooks)
 
 
 PLAN: dict[str, type[ParallelStyle]] = {
-    "tokens": Replicated, "positions": Replicated, "norm": Replicated,
-    "head": Replicated, "blocks.*.attention_norm": Replicated, "blocks.*.mlp_norm": Replicated,
+    "tokens": SameOnAll, "positions": SameOnAll, "norm": SameOnAll,
+    "head": SameOnAll, "blocks.*.attention_norm": SameOnAll, "blocks.*.mlp_norm": SameOnAll,
     "blocks.*.attention.qkv": ColwiseParallel, "blocks.*.attention.out": RowwiseParallel,
     "blocks.*.up": ColwiseParallel, "blocks.*.down": RowwiseParallel,
 }  # fmt: skip

@@ -60,8 +60,12 @@ def _check_pipeline(job: Job) -> None:
         wanted = f"--accumulate of at least --pp {job.pp}, the micro-batches of a pipeline"
         hint = f"--accumulate {4 * job.pp} leaves each stage idle for a fifth of the time"
         raise ConfigError(expected(wanted, job.accumulate, hint=hint))
-    others = {"--compile": job.compile, "--report": job.report, "--precision fp16":
-              job.precision == "fp16", "--offload in backward (--clip 0)": job.steps_in_backward}  # fmt: skip
+    others = {
+        "--compile": job.compile,
+        "--report": job.report is not None,
+        "--precision fp16": job.precision == "fp16",
+        "--offload with --clip 0 (steps in backward)": job.steps_in_backward,
+    }
     for flag, is_given in others.items():
         if is_given:
             raise ConfigError(expected(f"no {flag} beside --pp", "both", hint=f"leave {flag} out"))
@@ -70,7 +74,7 @@ def _check_pipeline(job: Job) -> None:
         raise ConfigError(expected(wanted, job.cp, hint="stages pass on pieces of equal length"))
 
 
-class Axes:
+class RunAxes:
     """This rank's place on the axes, its part of the model, and the loss of its positions."""
 
     def __init__(self, job: Job, world: World) -> None:

@@ -25,7 +25,7 @@ from onefold.models.loader import (
 )
 from onefold.recording.closed_form import stage0_nbytes
 from onefold.recording.files import prepare
-from onefold.train.axes import Axes
+from onefold.train.axes import RunAxes
 from onefold.train.axes import preflight as preflight_axes
 from onefold.train.checkpoints import Checkpoints
 from onefold.train.checkpoints import preflight as preflight_checkpoints
@@ -136,7 +136,7 @@ class Trainer:
         self.job = job
         self.world = world
         self.peak_lr = default_lr(job.model) if job.lr is None else job.lr
-        self.axes = Axes(job, world)
+        self.axes = RunAxes(job, world)
         torch.manual_seed(job.seed)
         whole = build_model(job.model, job.seq, is_cut=job.tp * job.pp > 1)
         if job.recompute:
