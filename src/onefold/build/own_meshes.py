@@ -142,7 +142,9 @@ def clash_of(places: Sequence[Sequence[MeshPlace]]) -> ConfigError | None:
     return None
 
 
-def _difference(place: MeshPlace, other: MeshPlace, rank: int, other_rank: int) -> ConfigError | None:
+def _difference(
+    place: MeshPlace, other: MeshPlace, rank: int, other_rank: int
+) -> ConfigError | None:
     wanted = got = ""
     if place.members != other.members:
         wanted = f"meshes of unit {place.unit!r} that do not overlap: each rank in one of them"

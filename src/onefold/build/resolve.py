@@ -167,7 +167,7 @@ def examine_together(
     Ranks of the model axes of `module` compare, too.
     """
     group, asked, problem = ranks.everyone, None, None
-    mine, places = list[str](), list[own_meshes.Place]()
+    mine, places = list[str](), list[own_meshes.MeshPlace]()
     try:
         asked = examine_mine()
         asked = replace(asked, recipe=_on_ranks(asked.recipe, ranks))
