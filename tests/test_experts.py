@@ -45,8 +45,12 @@ def test_a_divisor_that_is_twice_as_large_is_seen(monkeypatch):
             self.scale /= 2
 
     monkeypatch.setattr(transport.Composed, "__init__", doubled)
-    with pytest.raises(onefold.WireError, match="another unit on at least one"):
-        experts.run(Axis(2, 2), experts.gradients)
+
+    def body(rank: int) -> None:
+        with pytest.raises(onefold.WireError, match="another unit on at least one"):
+            experts.gradients(rank, Axis(2, 2))
+
+    run_ranks(4, body)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
