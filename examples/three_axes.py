@@ -86,7 +86,7 @@ for _ in range(STEPS):
         schedule.step(words)
     else:
         schedule.step(target=nexts, losses=losses)
-    onefold.clip_grad_norm_(model, 1.0, group=mesh["pp"])  # the norm over all three axes
+    onefold.clip_grad_norm_(model, 1.0, pipeline=mesh["pp"])  # the norm over all three axes
     optimizer.step()
     optimizer.zero_grad()
 

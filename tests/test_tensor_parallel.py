@@ -259,7 +259,7 @@ def _clip_two_meshes(rank: int, group_axis: str | None) -> tuple[float, float, N
     run = Run(2, 2, dtype=torch.float64)
     run.backward(0)
     if group_axis is not None:  # as pipeline ranks hold other parameters
-        found = onefold.clip_grad_norm_(run.model.parameters(), 0.1, group=run.mesh[group_axis])
+        found = onefold.clip_grad_norm_(run.model.parameters(), 0.1, pipeline=run.mesh[group_axis])
         return float(found), 0.0, grads_of(run.model), {}
     other = seeded(nn.Linear, 5, 3).to(torch.float64)
     onefold.shard(other)

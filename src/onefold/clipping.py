@@ -28,7 +28,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
-    group: DeviceMesh | dist.ProcessGroup | None = None,
+    pipeline: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their norm over all axes is at most `max_norm`.
 
@@ -42,7 +42,7 @@ def clip_grad_norm_(
         max_norm: the largest norm that stays as it is.
         norm_type: p of the p-norm, above 0; `math.inf` takes the largest absolute value.
         error_if_nonfinite: raise `StateError`, on every rank, if the norm is NaN or infinite.
-        group: the pipeline axis, a mesh of one axis or a process group, whose ranks hold other
+        pipeline: the pipeline axis, a mesh of one axis or a process group, whose ranks hold other
             parameters. None: there is no pipeline.
 
     Returns:
@@ -63,7 +63,7 @@ def clip_grad_norm_(
         raise ConfigError(expected("norm_type above 0", norm_type, hint=hint))
     by_mesh = _by_mesh(parameters)
     norms = [_norm(each, order) for each in by_mesh.values()]
-    total = _together(norms, order, group)
+    total = _together(norms, order, pipeline)
     if error_if_nonfinite and not bool(total.isfinite()):
         hint = "lower the learning rate or the loss scale, or look for NaN in the batch"
         raise StateError(expected("gradients of a finite norm", total.item(), hint=hint))
@@ -123,15 +123,15 @@ def _norm_of_pieces(grads: list[DTensor], order: float) -> Tensor:
 
 
 def _together(
-    norms: list[Tensor], order: float, group: DeviceMesh | dist.ProcessGroup | None
+    norms: list[Tensor], order: float, pipeline: DeviceMesh | dist.ProcessGroup | None
 ) -> Tensor:
-    """The norm of all meshes, and of all ranks of `group`, from the norm of each mesh."""
+    """The norm of all meshes, and of all ranks of `pipeline`, from the norm of each mesh."""
     parts = torch.stack(norms) if norms else torch.zeros(1)
-    if group is None and len(norms) == 1:
+    if pipeline is None and len(norms) == 1:
         return norms[0]
     is_max = math.isinf(order)
     total = parts.amax() if is_max else parts.pow(order).sum()
-    if group is not None:
-        handle = group.get_group() if isinstance(group, DeviceMesh) else group
+    if pipeline is not None:
+        handle = pipeline.get_group() if isinstance(pipeline, DeviceMesh) else pipeline
         total = Group.of(handle).all_reduced(total, is_max=is_max)
     return total if is_max else total.pow(1 / order)

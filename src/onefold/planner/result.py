@@ -111,7 +111,8 @@ class Plan:
     def command_words(self) -> list[str]:
         """The parts between which `command` may be broken: flags with their values."""
         row, accumulate, recipe = self.taken, self.search.accumulate, self.search.recipe
-        if row.composed is not None:
+        axes = row.composed.axes if row.composed is not None else ModelAxes()
+        if axes.are_used and not self._trains_on(axes):
             return []
         ranks = recipe.local_world_size
         words = ["onefold train"]
@@ -127,8 +128,16 @@ class Plan:
         words += [f"--wire {row.wire.name}"] * (row.wire.is_preset and not row.wire.wire.is_plain)
         words += [f"--accumulate {accumulate}"] * (accumulate > 1)
         words += ["--recompute"] * self.recompute
+        words += [f"--{name} {size}" for name, size in axes.sizes.items() if size > 1]
         words += [f"--ranks {ranks}"] * (recipe.nodes == 1)
         return words
+
+    def _trains_on(self, axes: ModelAxes) -> bool:
+        """True if `onefold train` has such axes for the model."""
+        from onefold.models.gpt import PRESETS
+
+        is_known = self.model in PRESETS and axes.ep == axes.virtual == 1
+        return is_known and self.search.accumulate >= axes.pp
 
     @property
     def line(self) -> str:
@@ -210,6 +219,9 @@ class Plan:
             yield from ("", f"in a script, once {' and '.join(names)} cut the model:")
             yield from wrapped(f"  mesh = {self._mesh[0]}", "      ")
             yield f"  {self.line}"
+            if self.command_words:
+                yield "or:"
+                yield from shell_lines(self.command_words)
             return
         yield ""
         if self.search.recipe.nodes > 1:

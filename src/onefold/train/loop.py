@@ -177,7 +177,7 @@ class Trainer:
             if self.axes.mesh is None:
                 nn.utils.clip_grad_norm_(self.module.parameters(), self.job.clip)
             else:
-                onefold.clip_grad_norm_(self.module, self.job.clip, group=self.axes.pipeline)
+                onefold.clip_grad_norm_(self.module, self.job.clip, pipeline=self.axes.pipeline)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if step + 1 == self.job.steps:  # all resting state is allocated at the end of a step
