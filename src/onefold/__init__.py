@@ -29,6 +29,9 @@ if TYPE_CHECKING:
         TierError,
         WireError,
     )
+    from onefold.outer.islands import Islands, islands
+    from onefold.outer.meeting import Meeting
+    from onefold.outer.periods import Periods
     from onefold.planner.planning import Cluster, plan
     from onefold.planner.result import Plan
     from onefold.recording.recorder import record
@@ -60,6 +63,10 @@ _HOMES = {
     "StateError": "onefold.errors",
     "TierError": "onefold.errors",
     "WireError": "onefold.errors",
+    "Islands": "onefold.outer.islands",
+    "islands": "onefold.outer.islands",
+    "Meeting": "onefold.outer.meeting",
+    "Periods": "onefold.outer.periods",
     "record": "onefold.recording.recorder",
     "Report": "onefold.recording.report",
     "GradScaler": "onefold.engine.precision",
@@ -74,9 +81,12 @@ __all__ = [
     "Cluster",
     "ConfigError",
     "GradScaler",
+    "Islands",
+    "Meeting",
     "MovingAverage",
     "Offload",
     "OnefoldError",
+    "Periods",
     "Plan",
     "Precision",
     "Report",
@@ -89,6 +99,7 @@ __all__ = [
     "from_deepspeed",
     "full_state_dict",
     "generating",
+    "islands",
     "load",
     "load_pretrained",
     "plan",
