@@ -121,9 +121,13 @@ class Anchors:
         numbers, rows = list[dict[str, float]](), list[list[str]]()
         for anchor in self.parameters:
             state = dict.get(self.outer.state, anchor, {})
-            is_rows = {k: isinstance(v, Tensor) and v.shape == anchor.shape for k, v in state.items()}
+            is_rows = {
+                k: isinstance(v, Tensor) and v.shape == anchor.shape for k, v in state.items()
+            }
             rows.append(sorted(name for name, found in is_rows.items() if found))
-            numbers.append({k: float(v) for k, v in state.items() if not is_rows[k] and v is not None})
+            numbers.append(
+                {k: float(v) for k, v in state.items() if not is_rows[k] and v is not None}
+            )
         return {"groups": groups, "numbers": numbers, "rows": rows}
 
     def state_rows(self, index: int, names: Sequence[str]) -> list[Tensor]:

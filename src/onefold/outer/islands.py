@@ -86,10 +86,9 @@ def islands(  # noqa: PLR0913 - the contract
     """
     engine = engine_of(module)
     crew = Crew(engine.group)
-    optimizers = _optimizers_of(optimizer)
 
     def prepare() -> tuple[Periods, Anchors]:
-        periods = Periods.of_choice(every)
+        periods, optimizers = Periods.of_choice(every), _optimizers_of(optimizer)
         if codec is not None:
             codec_of(codec)
         _check_timeout(timeout)
@@ -330,17 +329,18 @@ class Islands:
 
 def _optimizers_of(optimizer: object) -> tuple[Optimizer, ...]:
     given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    found: list[Optimizer] = []
     for each in given:
-        if each is not None and not isinstance(each, Optimizer):
+        if isinstance(each, Optimizer):
+            found.append(each)
+        elif each is not None:
             got = f"a {type(each).__name__}"
             hint = "pass the optimizer that was given to onefold.shard"
             raise ConfigError(expected("optimizer to be a torch.optim.Optimizer", got, hint=hint))
-    return tuple(each for each in given if each is not None)
+    return tuple(found)
 
 
-def _shares_of(
-    engine: Engine, periods: Periods, optimizers: tuple[Optimizer, ...]
-) -> list[Share]:
+def _shares_of(engine: Engine, periods: Periods, optimizers: tuple[Optimizer, ...]) -> list[Share]:
     """The units that islands exchange."""
     if engine.context.routes.replicas is not None:
         hint = "shard an island over one axis, or with Wire(secondary=None)"

@@ -69,10 +69,10 @@ class JournalRecord:
     @staticmethod
     def loads(text: bytes) -> JournalRecord:
         """The record of a text."""
-        found = json.loads(text)
-        joined = {int(island): name for island, name in found.pop("joined").items()}
-        lists = {name: tuple(found.pop(name)) for name in ("members", "adopters")}
-        return JournalRecord(**found, **lists, joined=joined)
+        found: dict[str, Any] = json.loads(text)
+        found["joined"] = {int(island): name for island, name in found["joined"].items()}
+        found |= {name: tuple(found[name]) for name in ("members", "adopters")}
+        return JournalRecord(**found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import (
 from onefold.errors import WireError, expected
 from onefold.outer.parcels import Owners
 
+_GLOO: Any = ProcessGroupGloo  # whose stubs lack some names
 _LOOK = timedelta(seconds=0.25)
 
 
@@ -37,7 +38,7 @@ class Station:
     address: str = ""  # "": gloo's choice, or GLOO_SOCKET_IFNAME
 
 
-class Links:
+class IslandLinks:
     """The groups of this rank among the islands that take part now."""
 
     def __init__(self, station: Station, name: str, place: tuple[int, int], timeout: float) -> None:
@@ -64,8 +65,8 @@ class Links:
         if not self._station.address:
             self._groups[owners] = ProcessGroupGloo(prefix, rank, self._size, limit)
             return
-        options: Any = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=self._station.address)]
+        options = _GLOO._Options()
+        options._devices = [_GLOO.create_device(hostname=self._station.address)]
         options._timeout = limit
         self._groups[owners] = ProcessGroupGloo(prefix, rank, self._size, options)
 

@@ -56,7 +56,9 @@ class Meeting:
         if not (self.islands >= 2 and 0 <= self.island < self.islands):
             got = f"island={self.island} of islands={self.islands}"
             hint = "islands counts all of them, island numbers this one from 0"
-            raise ConfigError(expected("island from 0 to islands - 1, of at least 2", got, hint=hint))
+            raise ConfigError(
+                expected("island from 0 to islands - 1, of at least 2", got, hint=hint)
+            )
 
     def connect(self, timeout: float) -> tuple[Store, str]:
         """Connect to the store; also return the address of this host on the way to it."""
@@ -162,7 +164,9 @@ def find_place(
         if not isinstance(meeting, Meeting):
             hint = 'onefold.Meeting("10.0.0.1:29400", island=0, islands=2)'
             raise ConfigError(
-                expected("meeting to be an onefold.Meeting", f"a {type(meeting).__name__}", hint=hint)
+                expected(
+                    "meeting to be an onefold.Meeting", f"a {type(meeting).__name__}", hint=hint
+                )
             )
         store, address = crew.together(lambda: meeting.connect(timeout))
         return IslandPlace(Station(store, crew.rank, address), meeting.island, meeting.islands)

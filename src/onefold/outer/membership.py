@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-
 from typing import Any
 
 import torch
 
 from onefold.errors import WireError, expected
-from onefold.layout.cut import cut_of
+from onefold.layout.cut import Cut, cut_of
 from onefold.outer.journal import Hello, Journal, JournalRecord, Vote, raise_problem
-from onefold.outer.links import Links
+from onefold.outer.links import IslandLinks
 from onefold.outer.meeting import Crew, IslandPlace
 from onefold.outer.message import ParcelMessage
-from onefold.outer.parcels import parcels_of
+from onefold.outer.parcels import ShareRows, parcels_of
 from onefold.outer.share import Share
 from onefold.wire.codec import Codec
 
@@ -36,10 +35,10 @@ class Membership:
         self.island, self.num_islands = place.island, place.num_islands
         self._station, self._shares, self._codec = place.station, shares, codec
         self._journal = Journal(place.station.store, place.island, place.num_islands)
-        self._left: list[Links] = []  # whose messages gloo has not given up yet
+        self._left: list[IslandLinks] = []  # whose messages gloo has not given up yet
         self._messages: dict[tuple[int, bool], list[ParcelMessage]] = {}
         self.record: JournalRecord
-        self.links: Links
+        self.links: IslandLinks
         self.weights: list[int] = []  # ranks of each island that takes part
         self._layouts: list[dict[str, Any]] = []
 
@@ -92,7 +91,7 @@ class Membership:
         )
         self.weights = [layout["ranks"] for layout in self._layouts]
         place = (self.position, len(members))
-        self.links = Links(self._station, f"epoch/{record.epoch}", place, self.timeout)
+        self.links = IslandLinks(self._station, f"epoch/{record.epoch}", place, self.timeout)
         self._messages.clear()
 
     def connect(self) -> None:
@@ -104,21 +103,18 @@ class Membership:
         """The messages of one unit's rows, as islands are cut now."""
         key = index, exact
         if key not in self._messages:
-            share, cuts = self._shares[index], []
-            for rows in share.rows:
-                cuts.append(
-                    [
-                        cut_of(
-                            rows.cut.shape, layout["ranks"], _shares_of(layout),
-                            by_rows=layout["by_rows"][index],
-                        )
-                        for layout in self._layouts
-                    ]
-                )  # fmt: skip
+            share = self._shares[index]
+            cuts = [[self._cut(rows, index, one) for one in self._layouts] for rows in share.rows]
             parcels = parcels_of(share.rows, cuts, self.position, self.crew.rank)
             codec = None if exact else self._codec
             self._messages[key] = [ParcelMessage(each, share.dtype, codec) for each in parcels]
         return self._messages[key]
+
+    def _cut(self, rows: ShareRows, index: int, layout: dict[str, Any]) -> Cut:
+        """How an island cuts a parameter of one unit."""
+        shares = None if layout["shares"] is None else tuple(layout["shares"])
+        by_rows = layout["by_rows"][index]
+        return cut_of(rows.cut.shape, layout["ranks"], shares, by_rows=by_rows)
 
     def note(self, text: str) -> None:
         """Leave a text about this attempt for the other islands. A collective."""
@@ -136,10 +132,6 @@ class Membership:
 
         key = f"meta/{self.record.index}"
         return self.crew.ask(lambda: self._journal.look_for(key), limit)
-
-
-def _shares_of(layout: dict[str, Any]) -> tuple[int, ...] | None:
-    return None if layout["shares"] is None else tuple(layout["shares"])
 
 
 def _not_met(journal: Journal, waited: float) -> str:
@@ -171,5 +163,3 @@ def model_of(shares: list[Share]) -> list[str]:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-

@@ -1,6 +1,6 @@
 """The bytes of one parcel: matrices in the codec's form, then vectors and scalars as they are.
 
-    [ codec message of all matrices | up to a multiple of 16 | exact elements ]
+[ codec message of all matrices | up to a multiple of 16 | exact elements ]
 """
 
 from __future__ import annotations

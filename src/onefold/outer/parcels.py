@@ -44,7 +44,7 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRows:
+class ShareRows:
     """The place of this rank's rows of one parameter: `offset` in its rows of the unit."""
 
     cut: Cut
@@ -52,7 +52,7 @@ class OwnRows:
 
 
 def parcels_of(
-    rows: Sequence[OwnRows], cuts: Sequence[Sequence[Cut]], island: int, rank: int
+    rows: Sequence[ShareRows], cuts: Sequence[Sequence[Cut]], island: int, rank: int
 ) -> list[Parcel]:
     """This rank's parcels of a unit, in the order that all owners agree on.
 
@@ -75,7 +75,7 @@ def parcels_of(
     return [found[owners] for owners in sorted(found)]
 
 
-def _starts(own: OwnRows, rank: int) -> list[tuple[int, int, int]]:
+def _starts(own: ShareRows, rank: int) -> list[tuple[int, int, int]]:
     """This rank's spans of a parameter: start, stop, and where it lies in the unit's rows."""
     found, at = list[tuple[int, int, int]](), own.offset
     for start, stop in own.cut.spans(rank):
@@ -97,9 +97,7 @@ def _refined(cuts: Sequence[Cut]) -> Iterator[tuple[Owners, Range]]:
         now = [spans[place] for spans, place in zip(lists, places, strict=True)]
         stop = min(span[1] for span in now)
         yield tuple(span[2] for span in now), (start, stop)
-        places = [
-            place + (span[1] == stop) for place, span in zip(places, now, strict=True)
-        ]
+        places = [place + (span[1] == stop) for place, span in zip(places, now, strict=True)]
         start = stop
 
 

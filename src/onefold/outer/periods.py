@@ -1,8 +1,8 @@
 """When islands exchange which values: DiLoCo, Streaming DiLoCo and DES-LOC are rows of this table.
 
-    DiLoCo             Periods(30)
-    Streaming DiLoCo   Periods(30, fragments=3, delay=2, keep=0.5)
-    DES-LOC            Periods(30, exp_avg=90, exp_avg_sq=180)
+DiLoCo             Periods(30)
+Streaming DiLoCo   Periods(30, fragments=3, delay=2, keep=0.5)
+DES-LOC            Periods(30, exp_avg=90, exp_avg_sq=180)
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onefold.layout.cut import Cut
 from onefold.layout.rows import PIECE_NUMEL, round_up
-from onefold.outer.parcels import OwnRows
+from onefold.outer.parcels import ShareRows
 from onefold.ticket import Ticket
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -32,10 +32,10 @@ class Share:
         self.parameters = [p for p in unit.parameters if _is_exchanged(p)]
         self.dtype = torch.promote_types(unit.stepped.dtype, torch.float32)
         self._is_gathered = not context.is_sharded and context.world_size > 1
-        self.rows, self._numels = list[OwnRows](), [0] * context.world_size
+        self.rows, self._numels = list[ShareRows](), [0] * context.world_size
         for parameter in self.parameters:
             cut = self._cut(parameter)
-            self.rows.append(OwnRows(cut, self._numels[context.rank]))
+            self.rows.append(ShareRows(cut, self._numels[context.rank]))
             for rank in range(context.world_size):
                 self._numels[rank] += round_up(cut.piece_numel(rank), PIECE_NUMEL)
 
