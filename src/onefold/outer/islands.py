@@ -295,7 +295,7 @@ class Islands:
                 for message in members.messages(index, exact=True):
                     packed = message.pack(values)
                     arriving = members.links.broadcast(message.owners, packed, source)
-                    arriving.wait(time.monotonic() + members.timeout)
+                    arriving.wait(time.monotonic() + members.timeout, members.has_failed)
                     message.unpack(arriving.messages[0], into)
                     if is_source:
                         nbytes = members.links.sent_nbytes(packed)

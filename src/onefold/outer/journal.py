@@ -6,8 +6,8 @@
     record i+1 the verdict on attempt i, written once (compare-and-set): the same for all islands
 
 Whoever first knows the votes, or whose deadline passes, writes the verdict. An island that did not
-vote in time is not in the next record. It asks to join and waits for a record that has it. Only
-rank 0 of an island calls these functions.
+vote in time is not in the next record. It asks to join and waits for a record that has it. Rank 0
+of an island speaks for it.
 """
 
 from __future__ import annotations
@@ -172,6 +172,26 @@ class Journal:
 
     # attempts
 
+    def announce(self, record: JournalRecord, work: str) -> str:
+        """Say what this island is about to send; return what another one sends instead, or "".
+
+        Of two islands that differ the later one knows, and sends nothing: gloo ends the process
+        where sizes of messages differ.
+        """
+        self._store.set(f"begins/{record.index}/{self.island}", work)
+        for island in record.members:
+            other = self.look_for(f"begins/{record.index}/{island}")
+            if other is not None and other != work:
+                return f"island {island} sends {other}"
+        return ""
+
+    def has_failed(self, record: JournalRecord) -> bool:
+        """True if another island has given up the attempt, or all have a verdict. On any rank."""
+        keys = [f"vote/{record.index}/{k}" for k in record.members if k != self.island]
+        votes = [self.look_for(key) for key in keys]
+        is_over = any(vote and not json.loads(vote)["is_complete"] for vote in votes)
+        return is_over or self._store.check([f"record/{record.index + 1}"])
+
     def vote(self, record: JournalRecord, vote: Vote) -> None:
         """Answer the attempt that follows a record."""
         self._store.set(f"vote/{record.index}/{self.island}", json.dumps(asdict(vote)))
@@ -242,7 +262,8 @@ class Journal:
 
     def _forget(self, index: int) -> None:
         keys = [f"record/{index}", f"meta/{index}"]
-        keys += [f"vote/{index}/{k}" for k in range(self.num_islands)]
+        for island in range(self.num_islands):
+            keys += [f"vote/{index}/{island}", f"begins/{index}/{island}"]
         for key in keys if index >= 0 else []:
             self._store.delete_key(key)
 

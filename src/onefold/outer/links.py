@@ -113,8 +113,11 @@ class Arriving:
     works: list[Any]
     messages: list[Tensor]
 
-    def wait(self, deadline: float) -> None:
-        """Wait until they are there; `WireError` at the deadline, or where a peer has gone."""
+    def wait(self, deadline: float, has_failed: Callable[[], bool]) -> None:
+        """Wait until they are there; `WireError` at the deadline, or where a peer has gone.
+
+        `has_failed` is asked now and then: True where waiting has become useless.
+        """
         for work in self.works:
             while True:
                 try:
@@ -125,6 +128,8 @@ class Arriving:
                         raise WireError(_lost(str(error).splitlines()[0])) from error
                     if time.monotonic() > deadline:
                         raise WireError(_lost("none within the timeout")) from error
+                    if has_failed():
+                        raise WireError(_lost("another island gave up")) from error
 
 
 def within(timeout: float, act: Callable[[], object]) -> None:

@@ -99,6 +99,21 @@ class Membership:
         units = range(len(self._shares))
         self.links.connect(m.owners for index in units for m in self.messages(index, exact=True))
 
+    def announce(self, step: int, work: str) -> None:
+        """Compare with the other islands what is about to be sent. A collective.
+
+        Raises `WireError` if another island sends other values; the vote then names both.
+        """
+        record, journal = self.record, self._journal
+        text = f"{work} at step {step}"
+        problem = self.crew.together_first(lambda: journal.announce(record, text))
+        if problem:
+            raise WireError(problem)
+
+    def has_failed(self) -> bool:
+        """True if another island has given up the attempt that is under way."""
+        return self._journal.has_failed(self.record)
+
     def messages(self, index: int, *, exact: bool) -> list[ParcelMessage]:
         """The messages of one unit's rows, as islands are cut now."""
         key = index, exact

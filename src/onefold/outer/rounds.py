@@ -49,6 +49,7 @@ class OuterRound:
         self.means.clear()
         self.failure = ""
         try:
+            members.announce(self.step, self.work)
             members.connect()
             for item, rows in self.sent.items():
                 messages = messages_of(members, item)
@@ -70,7 +71,7 @@ class OuterRound:
                 mean = self.means[item] = torch.zeros_like(self.sent[item])
                 pairs = zip(messages_of(members, item), self._arriving.pop(item), strict=True)
                 for message, arriving in pairs:
-                    arriving.wait(deadline)
+                    arriving.wait(deadline, members.has_failed)
                     message.mean(arriving.messages, members.weights, mean)
         except (WireError, RuntimeError) as error:
             self.failure = str(error).splitlines()[0]
