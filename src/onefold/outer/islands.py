@@ -343,7 +343,7 @@ def _optimizers_of(optimizer: object) -> tuple[Optimizer, ...]:
 def _shares_of(engine: Engine, periods: Periods, optimizers: tuple[Optimizer, ...]) -> list[Share]:
     """The units that islands exchange."""
     if engine.context.routes.replicas is not None:
-        hint = "shard an island over one axis, or with Wire(secondary=None)"
+        hint = 'shard an island over one axis, or without Wire(secondary="optimizer")'
         raise ConfigError(
             expected("an island that holds each state once", "nodes that are replicas", hint=hint)
         )
