@@ -101,10 +101,14 @@ def test_methods_are_what_the_papers_write(method, sizes, stage):
 
 
 @pytest.mark.parametrize(
-    "options", [{"precision": "bf16"}, {"offload": "cpu"}, {"offload": "optimizer"}], ids=str
+    "options",
+    [{"precision": "bf16"}, {"offload": "cpu"}, {"offload": "optimizer"}, {"offload": "disk:"}],
+    ids=str,
 )
-def test_masters_and_tiers_take_part(options):
+def test_masters_and_tiers_take_part(options, tmp_path):
     """Weights of both islands agree after an exchange, whatever the precision and the tier."""
+    if options.get("offload") == "disk:":
+        options = {"offload": f"disk:{tmp_path}"}
     run = IslandRun(
         (2, 1), 2, steps=4, outer=nesterov, options=options,
         build=lambda: build().float(),

@@ -243,9 +243,10 @@ class Islands:
     def _start(self, fragment: int, kinds: Sequence[str]) -> None:
         """Begin to exchange values of the units of one fragment."""
         self._rest()
-        units = range(fragment, len(self._anchors.shares), self.periods.fragments)
+        anchors = self._anchors
+        items = [(k, i) for k in kinds for i in self.periods.units_of(fragment, len(anchors.shares))]
         with torch.no_grad():
-            sent = {(k, i): self._anchors.to_send(k, i) for k in kinds for i in units}
+            sent = self._members.crew.together(lambda: {it: anchors.to_send(*it) for it in items})
         self._pending = OuterRound(self.num_steps, fragment, sent)
         self._pending.start(self._members, self._engine.ledger)
 

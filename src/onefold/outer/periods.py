@@ -77,6 +77,10 @@ class Periods:
         """Steps between exchanges of one kind of value."""
         return {WEIGHTS: self.weights, EXP_AVG: self.exp_avg, EXP_AVG_SQ: self.exp_avg_sq}[kind]
 
+    def units_of(self, fragment: int, num_units: int) -> range:
+        """The units of a fragment: neighbours are in different ones."""
+        return range(fragment, num_units, self.fragments)
+
     def due(self, step: int) -> tuple[int, tuple[str, ...]] | None:
         """The fragment whose exchange starts after this step, counted from 1, and the kinds."""
         for fragment in range(self.fragments):

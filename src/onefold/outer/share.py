@@ -88,6 +88,8 @@ class Share:
             if numel
         }
         works = [group.broadcast(each, rank) for rank, each in flats.items()]
+        nbytes = (self._world_size - 1) * flat.nbytes
+        self.unit.context.ledger.sent("islands inside", nbytes)
         Ticket(works, label=f"gather of averaged rows of {self.unit.name!r}").wait()
         return flats
 
