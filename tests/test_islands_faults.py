@@ -237,7 +237,9 @@ def test_an_error_on_one_rank_of_an_island_is_raised_on_all_of_them():
     def body(rank):
         own = {"every": 2 if rank else -2}
         with pytest.raises(onefold.ConfigError, match="got -2"):
-            IslandRank.start(rank, IslandRun((2, 1), timeout=1.0), **(own if rank < 2 else {"every": -2}))
+            IslandRank.start(
+                rank, IslandRun((2, 1), timeout=1.0), **(own if rank < 2 else {"every": -2})
+            )
 
     run_ranks(3, body)
 
@@ -348,5 +350,3 @@ def test_a_state_of_another_size_is_refused():
             found.handle.load_state_dict(state)
 
     run_ranks(3, body)
-
-

@@ -244,7 +244,9 @@ class Islands:
         """Begin to exchange values of the units of one fragment."""
         self._rest()
         anchors = self._anchors
-        items = [(k, i) for k in kinds for i in self.periods.units_of(fragment, len(anchors.shares))]
+        items = [
+            (k, i) for k in kinds for i in self.periods.units_of(fragment, len(anchors.shares))
+        ]
         with torch.no_grad():
             sent = self._members.crew.together(lambda: {it: anchors.to_send(*it) for it in items})
         self._pending = OuterRound(self.num_steps, fragment, sent)
