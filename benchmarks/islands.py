@@ -38,8 +38,16 @@ ISLANDS, RANKS, EVERY = 2, 2, 30
 RATE = "20mbit"
 ROWS, SEQ, HELD_OUT_ROWS = 16, 64, 512
 TIMED_STEPS = 6
+
+
+def averaging(anchors: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The outer optimizer that takes over the mean of the islands."""
+    return torch.optim.SGD(anchors, lr=1.0)
+
+
 SCHEMES = {
     "islands, exact": {"every": EVERY},
+    "islands, the mean alone": {"every": EVERY, "outer": averaging},
     "islands, int4 with feedback": {"every": EVERY, "codec": "int4"},
     "islands, 3 fragments, 2 steps later": {
         "every": onefold.Periods(EVERY, fragments=3, delay=2, keep=0.5)
@@ -159,7 +167,7 @@ def main() -> int:
     """Run every scheme; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--model", default="tiny", choices=PRESETS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schemes", nargs="*", default=list(SCHEMES), choices=SCHEMES)
