@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     )
     from onefold.pipelines.drive import pipeline
     from onefold.planner.axes import ModelAxes
+    from onefold.outer.islands import Islands, islands
+    from onefold.outer.meeting import Meeting
+    from onefold.outer.periods import Periods
     from onefold.planner.planning import Cluster, plan
     from onefold.planner.result import Plan
     from onefold.recording.recorder import record
@@ -66,6 +69,10 @@ _HOMES = {
     "StateError": "onefold.errors",
     "TierError": "onefold.errors",
     "WireError": "onefold.errors",
+    "Islands": "onefold.outer.islands",
+    "islands": "onefold.outer.islands",
+    "Meeting": "onefold.outer.meeting",
+    "Periods": "onefold.outer.periods",
     "record": "onefold.recording.recorder",
     "Report": "onefold.recording.report",
     "GradScaler": "onefold.engine.precision",
@@ -85,9 +92,12 @@ __all__ = [
     "ConfigError",
     "GradScaler",
     "ModelAxes",
+    "Islands",
+    "Meeting",
     "MovingAverage",
     "Offload",
     "OnefoldError",
+    "Periods",
     "Plan",
     "Precision",
     "Report",
@@ -101,6 +111,7 @@ __all__ = [
     "from_deepspeed",
     "full_state_dict",
     "generating",
+    "islands",
     "load",
     "load_pretrained",
     "pipeline",

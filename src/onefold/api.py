@@ -268,18 +268,19 @@ def report(module: nn.Module) -> Report:
 
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:
-    """Predicted peaks by kind; averages of `onefold.ema`, which no plan knows, as they are."""
+    """Predicted peaks by kind; averages and anchors, which no plan knows, as they are."""
     found = engine.expected_peaks(accumulates=engine.has_accumulated)
     more = engine.most_kept - found.get(Kind.UNSHARDED, 0)
     if more > 0 and found:
         found = {**found, Kind.UNSHARDED: engine.most_kept, "all": found["all"] + more}
-    averages = sum(
-        usage.now
-        for (kind, tier), usage in engine.ledger.usage.items()
-        if kind is Kind.AVERAGE and tier != "disk"
-    )
-    if averages and found:
-        found = {**found, Kind.AVERAGE: averages, "all": found["all"] + averages}
+    for added in (Kind.AVERAGE, Kind.ANCHOR):
+        nbytes = sum(
+            usage.now
+            for (kind, tier), usage in engine.ledger.usage.items()
+            if kind is added and tier != "disk"
+        )
+        if nbytes and found:
+            found = {**found, added: nbytes, "all": found["all"] + nbytes}
     return found
 
 

@@ -30,6 +30,7 @@ class Kind(StrEnum):
     FEEDBACK = "feedback"  # what coded gradients have rounded off, for the next message
     OPTIMIZER = "optimizer"  # exp_avg, exp_avg_sq and their like
     AVERAGE = "ema"  # of weights over the steps, by `onefold.ema`
+    ANCHOR = "anchor"  # the weights that islands agreed on last, by `onefold.islands`
     ACTIVATION = "activation"  # what backward needs of forward, where it was moved off the device
     CACHE = "kv_cache"  # keys and values of past tokens, in generation
     STAGING = "staging"  # slots through which bytes pass to and from far tiers

@@ -11,6 +11,7 @@ KINDS = {
     "master": "fp32 master weights",
     "optimizer": "optimizer states",
     "ema": "moving averages of weights",
+    "anchor": "anchors of islands",
     "grad": "gradients, reduced",
     "partial_grad": "gradients, not yet reduced",
     "feedback": "error feedback of coded gradients",

@@ -1,0 +1,323 @@
+"""The journal of islands: one list of records in a store that all islands reach.
+
+    record i   who takes part, and which attempt they make next: a round, or a transfer of state to
+               islands that join
+    votes  i   one of each island: did all of its ranks receive everything?
+    record i+1 the verdict on attempt i, written once (compare-and-set): the same for all islands
+
+Whoever first knows the votes, or whose deadline passes, writes the verdict. An island that did not
+vote in time is not in the next record. It asks to join and waits for a record that has it. Rank 0
+of an island speaks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from onefold.errors import ConfigError, StateError, expected
+
+MAX_TRIES = 3
+"""Attempts of one round among islands that all answer, before it is dropped."""
+
+KEPT_RECORDS = 64
+"""Records behind the last one that stay in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """One island's answer to an attempt."""
+
+    is_complete: bool
+    step: int
+    work: str  # what was exchanged: the same on all islands
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRecord:
+    """One record. `epoch` numbers the memberships: islands connect anew where it changes.
+
+    `adopters`: members that take over the state of `source` next, with their incarnations.
+    `is_committed`: the attempt before was complete everywhere. `is_dropped`: it was given up.
+    """
+
+    index: int
+    members: tuple[int, ...]
+    epoch: int
+    step: int = 0
+    source: int = 0
+    joined: Mapping[int, str] = field(default_factory=dict[int, str])
+    adopters: tuple[int, ...] = ()
+    is_committed: bool = False
+    is_dropped: bool = False
+    tries: int = 0
+    problem: str = ""
+
+    def dumps(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def loads(text: bytes) -> JournalRecord:
+        """The record of a text."""
+        found: dict[str, Any] = json.loads(text)
+        found["joined"] = {int(island): name for island, name in found["joined"].items()}
+        found |= {name: tuple(found[name]) for name in ("members", "adopters")}
+        return JournalRecord(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """One island as it introduces itself.
+
+    `facts` must be the same on all islands; `layout` says how it cuts its units.
+    """
+
+    facts: dict[str, Any]
+    layout: dict[str, Any]
+    step: int
+    incarnation: str = ""
+
+    def dumps(self) -> str:
+        """As text for the store, compressed: it has a line for each parameter."""
+        return b64encode(zlib.compress(json.dumps(asdict(self)).encode())).decode()
+
+    @staticmethod
+    def loads(text: bytes) -> Hello:
+        """The introduction of a text."""
+        return Hello(**json.loads(zlib.decompress(b64decode(text))))
+
+
+class Journal:
+    """One island's view of the journal."""
+
+    def __init__(self, store: Store, island: int, num_islands: int) -> None:
+        self._store, self.island, self.num_islands = store, island, num_islands
+        self._hello: Hello | None = None
+        self._tail = -1
+
+    # joining
+
+    def arrive(self, hello: Hello) -> None:
+        """Introduce this island and ask to take part."""
+        text = replace(hello, incarnation=uuid.uuid4().hex).dumps()
+        self._hello = Hello.loads(text.encode())  # as others read it
+        self._store.set(f"hello/{self.island}", text)
+        self._store.set(f"wants/{self.island}", self._hello.incarnation)
+        if self._store.check(["tail"]):
+            self._tail = int(self._store.get("tail")) - 1
+
+    def look_for_place(self) -> JournalRecord | None:
+        """The record that has this island, once there is one; None so far."""
+        assert self._hello is not None, "an island arrives first"
+        while (record := self._read(self._tail + 1)) is not None:
+            self._tail = record.index
+            if record.joined.get(self.island) == self._hello.incarnation:
+                self._check_facts(record.members)
+                self._store.set(f"wants/{self.island}", "")
+                return record
+        self._check_not_refused()
+        everyone = range(self.num_islands)
+        wants = {k: name for k in everyone if (name := self._wants(k))}
+        if len(wants) < self.num_islands:
+            return None
+        self._check_facts(tuple(everyone))
+        steps = {k: self.hello_of(k).step for k in everyone}
+        source = max(everyone, key=lambda k: (steps[k], -k))
+        first = JournalRecord(
+            index=self._tail + 1, members=tuple(everyone), epoch=self._tail + 1,
+            step=steps[source], source=source, joined=wants,
+            adopters=tuple(k for k in everyone if k != source and steps[k] in (0, *_older(steps))),
+        )  # fmt: skip
+        self._write(first)
+        return None  # the next look finds it, or the record of another island
+
+    def missing(self) -> list[int]:
+        """The islands that do not ask to take part."""
+        return [k for k in range(self.num_islands) if not self._wants(k)]
+
+    def is_running(self) -> bool:
+        """True if islands have met before."""
+        return self._store.check(["tail"])
+
+    def hello_of(self, island: int) -> Hello:
+        """How an island has introduced itself."""
+        return Hello.loads(self._store.get(f"hello/{island}"))
+
+    def _wants(self, island: int) -> str:
+        key = f"wants/{island}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _check_facts(self, islands: tuple[int, ...]) -> None:
+        assert self._hello is not None, "an island arrives first"
+        for island in islands:
+            difference = first_difference(self.hello_of(island), self._hello, island, self.island)
+            if difference:
+                raise ConfigError(difference)
+
+    def _check_not_refused(self) -> None:
+        assert self._hello is not None, "an island arrives first"
+        key = f"refused/{self._hello.incarnation}"
+        if self._store.check([key]):
+            raise ConfigError(self._store.get(key).decode())
+
+    # attempts
+
+    def announce(self, record: JournalRecord, work: str) -> str:
+        """Say what this island is about to send; return what another one sends instead, or "".
+
+        Of two islands that differ the later one knows, and sends nothing: gloo ends the process
+        where sizes of messages differ.
+        """
+        self._store.set(f"begins/{record.index}/{self.island}", work)
+        for island in record.members:
+            other = self.look_for(f"begins/{record.index}/{island}")
+            if other is not None and other != work:
+                return f"island {island} sends {other}"
+        return ""
+
+    def has_failed(self, record: JournalRecord) -> bool:
+        """True if another island has given up the attempt, or all have a verdict. On any rank."""
+        keys = [f"vote/{record.index}/{k}" for k in record.members if k != self.island]
+        votes = [self.look_for(key) for key in keys]
+        is_over = any(vote and not json.loads(vote)["is_complete"] for vote in votes)
+        return is_over or self._store.check([f"record/{record.index + 1}"])
+
+    def vote(self, record: JournalRecord, vote: Vote) -> None:
+        """Answer the attempt that follows a record."""
+        self._store.set(f"vote/{record.index}/{self.island}", json.dumps(asdict(vote)))
+
+    def look_for_verdict(self, record: JournalRecord, deadline: float) -> JournalRecord | None:
+        """The next record, once every member has voted, or asks to join, or time is up."""
+        index = record.index + 1
+        found = self._read(index)
+        if found is None:
+            votes = {
+                k: Vote(**json.loads(self._store.get(f"vote/{record.index}/{k}")))
+                for k in record.members
+                if self._store.check([f"vote/{record.index}/{k}"])
+            }
+            gone = [k for k in record.members if k not in votes and self._wants(k)]
+            if len(votes) + len(gone) < len(record.members) and time.monotonic() < deadline:
+                return None
+            verdict = decide(record, votes)
+            if verdict.is_committed and not record.adopters:
+                verdict = self._with_joiners(verdict)
+            found = self._write(verdict)
+        self._tail = found.index
+        return found
+
+    def _with_joiners(self, verdict: JournalRecord) -> JournalRecord:
+        """The verdict, with islands that ask to join and fit."""
+        joined: dict[int, str] = {}
+        for island in range(self.num_islands):
+            name = "" if island in verdict.members else self._wants(island)
+            if not name:
+                continue
+            difference = first_difference(
+                self.hello_of(self.island), self.hello_of(island), self.island, island
+            )
+            if difference:
+                self._store.set(f"refused/{name}", difference)
+                self._store.set(f"wants/{island}", "")
+            else:
+                joined[island] = name
+        if not joined:
+            return verdict
+        members = tuple(sorted((*verdict.members, *joined)))
+        return replace(
+            verdict, members=members, joined=joined, adopters=tuple(joined),
+            epoch=verdict.index, source=verdict.members[0],
+        )  # fmt: skip
+
+    # the store
+
+    def note(self, key: str, text: str) -> None:
+        """Leave a text for other islands."""
+        self._store.set(key, text)
+
+    def look_for(self, key: str) -> str | None:
+        """Another island's text, once it is there."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _read(self, index: int) -> JournalRecord | None:
+        text = self.look_for(f"record/{index}")
+        return JournalRecord.loads(text.encode()) if text else None
+
+    def _write(self, record: JournalRecord) -> JournalRecord:
+        """Write a record, unless another island has written one of this number: then return it."""
+        text = self._store.compare_set(f"record/{record.index}", "", record.dumps())
+        self._store.set("tail", str(record.index))
+        self._forget(record.index - KEPT_RECORDS)
+        return JournalRecord.loads(text)
+
+    def _forget(self, index: int) -> None:
+        keys = [f"record/{index}", f"meta/{index}"]
+        for island in range(self.num_islands):
+            keys += [f"vote/{index}/{island}", f"begins/{index}/{island}"]
+        for key in keys if index >= 0 else []:
+            self._store.delete_key(key)
+
+
+def _older(steps: Mapping[int, int]) -> list[int]:
+    """The steps before the last one: their islands take over a newer state."""
+    return [step for step in steps.values() if step < max(steps.values())]
+
+
+def decide(record: JournalRecord, votes: Mapping[int, Vote]) -> JournalRecord:
+    """The record that follows from the votes on an attempt: complete everywhere, or nowhere."""
+    index = record.index + 1
+    after = replace(record, index=index, joined={}, adopters=(), is_dropped=False, tries=0)
+    works = {(vote.step, vote.work) for vote in votes.values()}
+    if len(works) > 1:
+        described = ", ".join(f"{v.work} at step {v.step} on island {k}" for k, v in votes.items())
+        return replace(after, is_committed=False, problem=described)
+    voters = tuple(k for k in record.members if k in votes)
+    if len(voters) == len(record.members) and all(vote.is_complete for vote in votes.values()):
+        (step, _), *_ = works
+        return replace(after, is_committed=True, step=step)
+    members = tuple(k for k in voters if k not in record.adopters)
+    tries = record.tries + 1
+    is_dropped = tries >= MAX_TRIES or bool(record.adopters)
+    return replace(
+        after, members=members, epoch=index, is_committed=False, is_dropped=is_dropped,
+        tries=0 if is_dropped else tries,
+    )  # fmt: skip
+
+
+def first_difference(one: Hello, other: Hello, island: int, another: int) -> str:
+    """A message that names the first fact in which two islands differ; "" if there is none."""
+    for name, fact in one.facts.items():
+        given = other.facts.get(name)
+        if fact == given:
+            continue
+        if isinstance(fact, list) and isinstance(given, list):
+            pairs = [*zip(fact, given, strict=False), (len(fact), len(given))]
+            fact, given = next(pair for pair in pairs if pair[0] != pair[1])
+        return expected(
+            f"the same {name} on every island",
+            f"{fact} on island {island} and {given} on island {another}",
+            hint="islands may differ in their number of ranks, mesh and offload alone",
+        )
+    return ""
+
+
+def raise_problem(record: JournalRecord) -> None:
+    """Raise `StateError` for a record that says that islands do different things."""
+    if record.problem:
+        raise StateError(
+            expected(
+                "every island to exchange the same values at the same step",
+                record.problem,
+                hint="call step() of the handle once after each optimizer step, on every rank",
+            )
+        )

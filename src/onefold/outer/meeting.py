@@ -1,0 +1,257 @@
+"""Find the other islands: in one world of ranks, or at a store where separate jobs meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from onefold.errors import ConfigError, OnefoldError, WireError, expected
+from onefold.mesh.interfaces import own_address_towards
+from onefold.outer.links import Station
+from onefold.wire.collectives import Group
+
+T = TypeVar("T")
+
+_PAUSES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+"""Seconds between looks at the store: the first answers come soon."""
+
+_TURN_S = 1.0
+"""Rank 0 looks so long on its own; then all ranks of the island hear that it still waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where islands that are separate jobs meet: a store that outlives each of them.
+
+    `python -m onefold.outer --port 29400` runs one, on a host that all ranks reach.
+
+    Args:
+        address: "HOST:PORT" of the store.
+        island: the number of this island, from 0.
+        islands: how many islands there are; training starts when all have come.
+        name: of the run, where several use one store.
+
+    Example:
+        >>> meeting = onefold.Meeting("10.0.0.1:29400", island=0, islands=2)
+        >>> handle = onefold.islands(model, optimizer, every=30, meeting=meeting)
+    """
+
+    address: str
+    island: int
+    islands: int
+    name: str = "run"
+
+    def __post_init__(self) -> None:
+        host, _, port = str(self.address).rpartition(":")
+        if not host or not port.isdecimal():
+            hint = 'Meeting("10.0.0.1:29400", island=0, islands=2)'
+            raise ConfigError(expected('address as "HOST:PORT"', repr(self.address), hint=hint))
+        if not (self.islands >= 2 and 0 <= self.island < self.islands):
+            got = f"island={self.island} of islands={self.islands}"
+            hint = "islands counts all of them, island numbers this one from 0"
+            raise ConfigError(
+                expected("island from 0 to islands - 1, of at least 2", got, hint=hint)
+            )
+
+    def connect(self, timeout: float) -> tuple[Store, str]:
+        """Connect to the store; also return the address of this host on the way to it."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            store = dist.TCPStore(
+                host, int(port), is_master=False, timeout=timedelta(seconds=timeout)
+            )
+        except RuntimeError as error:
+            hint = "start it with `python -m onefold.outer --port PORT`; all ranks must reach it"
+            raise WireError(
+                expected(f"a store at {self.address}", str(error).splitlines()[0], hint=hint)
+            ) from error
+        return PrefixStore(f"onefold/islands/{self.name}", store), own_address_towards(host) or ""
+
+
+@dataclass(frozen=True, slots=True)
+class IslandPlace:
+    """This rank's island among all: its number, how many there are, and how to reach them."""
+
+    station: Station
+    island: int
+    num_islands: int
+
+
+class Crew:
+    """The ranks of one island. Rank 0 speaks for them; all hear the same answers."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the island."""
+        return self.group.rank
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's small value. A collective."""
+        if self.group.world_size == 1:
+            return [value]
+        return self.group.all_gather_object(value)  # type: ignore[return-value]
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Call `act` on every rank. If it raises on one, all raise. A collective."""
+        value: Any = None
+        failure: OnefoldError | None = None
+        try:
+            value = act()
+        except OnefoldError as error:
+            failure = error
+        failures = [each for each in self.gather(failure) if each is not None]
+        if failures:
+            raise failure or failures[0]
+        return value
+
+    def ask(self, look: Callable[[], T | None], limit: Callable[[], None] = lambda: None) -> T:
+        """Return what rank 0 finds once `look` returns it, on every rank. A collective.
+
+        `look` may raise an error, which all ranks raise. `limit` raises where it takes too long.
+        """
+        found: T | None = None
+        while found is None:
+            found = self.together_first(lambda: self._look(look, limit))
+        return found
+
+    def together_first(self, act: Callable[[], T]) -> T:
+        """Call `act` on rank 0, and return its value on every rank. A collective."""
+        answer: Any = None
+        if self.rank == 0:
+            try:
+                answer = act()
+            except OnefoldError as error:
+                answer = error
+            except dist.DistError as error:
+                answer = _store_is_gone(error)
+        answer = self.gather(answer)[0]
+        if isinstance(answer, OnefoldError):
+            raise answer
+        return answer
+
+    def _look(self, look: Callable[[], T | None], limit: Callable[[], None]) -> T | None:
+        until, pauses = time.monotonic() + _TURN_S, iter(_PAUSES)
+        pause = 0.0
+        while True:
+            found = look()
+            if found is not None:
+                return found
+            limit()
+            if time.monotonic() > until:
+                return None
+            pause = next(pauses, pause)
+            time.sleep(pause)
+
+
+def find_place(
+    crew: Crew, mesh: DeviceMesh | None, meeting: Meeting | None, timeout: float
+) -> IslandPlace:
+    """Find this island's place. A collective of the world where no `meeting` is given."""
+    if mesh is not None and meeting is not None:
+        hint = "mesh= for islands of one world, meeting= for islands that are separate jobs"
+        raise ConfigError(expected("mesh or meeting", "both", hint=hint))
+    if meeting is not None:
+        if not isinstance(meeting, Meeting):
+            hint = 'onefold.Meeting("10.0.0.1:29400", island=0, islands=2)'
+            raise ConfigError(
+                expected(
+                    "meeting to be an onefold.Meeting", f"a {type(meeting).__name__}", hint=hint
+                )
+            )
+        store, address = crew.together(lambda: meeting.connect(timeout))
+        return IslandPlace(Station(store, crew.rank, address), meeting.island, meeting.islands)
+    if not dist.is_initialized():
+        raise _one_island(1)
+    store = dist.distributed_c10d._get_default_store()
+    own = _global_ranks(crew.group)
+    name, everyone = "world", list(range(dist.get_world_size()))
+    if mesh is not None:
+        everyone = _ranks_of(mesh, own)
+        name = "-".join(map(str, everyone))
+    number = crew.together_first(lambda: store.add(f"onefold/islands/{name}/of/{own[0]}", 1))
+    prefix = PrefixStore(f"onefold/islands/{name}/{number}", store)
+    firsts = crew.ask(_islands_of(prefix, own, everyone), _until(timeout, prefix, len(everyone)))
+    if len(firsts) < 2:
+        raise _one_island(len(own))
+    return IslandPlace(Station(prefix, crew.rank), firsts.index(own[0]), len(firsts))
+
+
+def _islands_of(
+    store: Store, own: list[int], everyone: list[int]
+) -> Callable[[], list[int] | None]:
+    """Look for the first rank of each island, once every rank is in one."""
+    is_counted: list[bool] = []
+
+    def look() -> list[int] | None:
+        if not is_counted:
+            is_counted.append(True)
+            store.set(f"first/{own[0]}", str(len(own)))
+            store.add("ranks", len(own))
+        if store.add("ranks", 0) < len(everyone):
+            return None
+        return [rank for rank in everyone if store.check([f"first/{rank}"])]
+
+    return look
+
+
+def _until(timeout: float, store: Store, wanted: int) -> Callable[[], None]:
+    deadline = time.monotonic() + timeout
+
+    def limit() -> None:
+        if time.monotonic() > deadline:
+            got = f"{store.add('ranks', 0)} of {wanted} ranks in onefold.islands"
+            hint = "every rank of the world, or of mesh=, calls onefold.islands"
+            raise WireError(expected(f"all ranks within {timeout:g} s", got, hint=hint))
+
+    return limit
+
+
+def _global_ranks(group: Group) -> list[int]:
+    return [0] if group.handle is None else dist.get_process_group_ranks(group.handle)
+
+
+def _ranks_of(mesh: DeviceMesh, own: list[int]) -> list[int]:
+    """All ranks of a mesh (island, rank), whose rows are the ranks that shard together."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or own not in mesh.mesh.tolist():
+        got = f"a {type(mesh).__name__}"
+        if isinstance(mesh, DeviceMesh):
+            got = f"{mesh.mesh.tolist()}, and a module that is sharded over ranks {own}"
+        hint = (
+            'mesh = init_device_mesh(device, (2, 4), mesh_dim_names=("island", "rank")), then '
+            'onefold.shard(module, optimizer, mesh=mesh["rank"])'
+        )
+        raise ConfigError(
+            expected("a mesh of two axes whose rows are the islands' ranks", got, hint=hint)
+        )
+    return sorted(mesh.mesh.flatten().tolist())
+
+
+def _one_island(num_ranks: int) -> ConfigError:
+    return ConfigError(
+        expected(
+            "at least two islands",
+            f"one, of {num_ranks} ranks: all that there are",
+            hint='shard over the ranks of an island, onefold.shard(..., mesh=mesh["rank"]), or '
+            "pass meeting= for islands that are separate jobs",
+        )
+    )
+
+
+def _store_is_gone(error: Exception) -> WireError:
+    return WireError(
+        expected(
+            "the store where islands meet to answer",
+            str(error).splitlines()[0],
+            hint="run it on a host that outlives the islands, and restart from the last checkpoint",
+        )
+    )
