@@ -30,11 +30,11 @@ if TYPE_CHECKING:
         TierError,
         WireError,
     )
-    from onefold.pipelines.drive import pipeline
-    from onefold.planner.axes import ModelAxes
     from onefold.outer.islands import Islands, islands
     from onefold.outer.meeting import Meeting
     from onefold.outer.periods import Periods
+    from onefold.pipelines.drive import pipeline
+    from onefold.planner.axes import ModelAxes
     from onefold.planner.planning import Cluster, plan
     from onefold.planner.result import Plan
     from onefold.recording.recorder import record
@@ -91,9 +91,9 @@ __all__ = [
     "Cluster",
     "ConfigError",
     "GradScaler",
-    "ModelAxes",
     "Islands",
     "Meeting",
+    "ModelAxes",
     "MovingAverage",
     "Offload",
     "OnefoldError",
