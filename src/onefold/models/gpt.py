@@ -66,6 +66,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.num_heads = config.num_heads  # of all tensor parallel ranks
         self.head_width = config.width // config.num_heads
         self.qkv = Projection(config.width, 3 * config.width)
         self.out = Projection(config.width, config.width, gain=1 / sqrt(2 * config.num_layers))
