@@ -8,7 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import onefold
 from tests.commands import script, torchrun
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -135,3 +138,47 @@ def test_the_pipeline_learns_the_next_word():
     done = torchrun(str(EXAMPLES / "pipeline.py"), ranks=4)
     assert done.returncode == 0, done.stderr
     assert numbers(done.stdout)[0] < 0.5
+
+
+def three_axes_alone() -> tuple[nn.Module, list[float]]:
+    """The training of `three_axes.py` in this process: its model, and the loss of each step."""
+    source = (EXAMPLES / "three_axes.py").read_text()
+    scope = {"torch": torch, "nn": nn}
+    exec(source[source.index("WORDS, ") : source.index("dist.init_process_group")], scope)
+    torch.manual_seed(0)
+    words, width = scope["WORDS"], scope["WIDTH"]
+    model = nn.Sequential(
+        nn.Embedding(words, width), *(scope["Block"]() for _ in range(4)), nn.Linear(width, words)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    shape = 4 * scope["MICRO_BATCHES"], scope["LENGTH"]
+    drawn = []
+    for dp in range(2):
+        torch.manual_seed(100 + dp)
+        drawn.append([torch.randint(words, shape) for _ in range(scope["STEPS"])])
+    losses = []
+    for rows in zip(*drawn, strict=True):
+        tokens = torch.cat(rows)
+        targets = (tokens * 5 + 3) % words
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+@pytest.mark.process
+def test_three_axes_train_the_model_of_one_process(tmp_path):
+    folder = tmp_path / "saved"
+    done = torchrun(str(EXAMPLES / "three_axes.py"), str(folder), ranks=8)
+    assert done.returncode == 0, done.stderr
+    wanted, losses = three_axes_alone()
+    assert numbers(done.stdout) == pytest.approx([losses[-1]], rel=0.2)  # of one data rank's rows
+    found, _ = three_axes_alone()
+    nn.init.zeros_(found[0].weight)
+    onefold.shard(found)
+    onefold.load(folder, found)
+    for name, weight in wanted.named_parameters():
+        torch.testing.assert_close(found.get_parameter(name).data, weight, rtol=0, atol=2e-5)

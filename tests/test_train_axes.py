@@ -39,6 +39,8 @@ def test_losses_are_those_of_one_rank(flags, alone, tmp_path):
     assert found["held_out"] == pytest.approx(alone["held_out"], rel=2e-6)
     assert found["num_parameters"] == alone["num_parameters"]
     assert [each["rank"] for each in found["memory"]] == list(range(found["ranks"]))
+    for each in found["memory"]:
+        assert {kind: each["now"].get(kind, 0) for kind in each["expected"]} == each["expected"]
 
 
 @pytest.mark.process

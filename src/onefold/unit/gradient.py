@@ -272,8 +272,9 @@ class UnitGradient:
             self._count_local()
 
     def _count_local(self) -> None:
-        grads = [p.sharded.grad for p in self._parameters]
-        self._local_account.set(sum([grad.nbytes for grad in grads if grad is not None]))
+        grads = [(p, p.sharded.grad) for p in self._parameters]
+        own = [p.unwrap(grad).nbytes for p, grad in grads if grad is not None]
+        self._local_account.set(sum(own))
 
     def _finish_reduce(
         self, parameters: list[UnitParameter], used: list[bool], partials: list[Tensor],
