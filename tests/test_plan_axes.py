@@ -663,7 +663,8 @@ def test_the_command_prints_a_line_for_each_axis_and_rank():
     ]  # fmt: skip
     assert lines[first + 3].endswith("sends; bubble 20%")
     assert "  mesh = init_device_mesh" in done.stdout
-    assert 'mesh=mesh["dp"])' in lines[-1]
+    assert any('mesh=mesh["dp"])' in line for line in lines)
+    assert "--tp 2" in lines[-1]
     assert all(len(line) <= 80 for line in lines)
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import onefold
@@ -51,6 +51,7 @@ def test_a_rank_inside_torch_cannot_come_where_another_waits_for_it():
     assert not find_deadlock([reads, reads]), "torch's own to say"
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.integers(2, 5), st.data())
 def test_ranks_that_run_one_program_are_never_taken_for_lost(world_size, data):
     """Whatever the lead of some over others: the last one waits for what all have begun."""
