@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.errors import StateError
+from onefold.ledger import Usage
 from onefold.observer import Stream
 from onefold.recording.heap import allocator_probe
 from onefold.recording.perfetto import chrome_trace, rows
@@ -256,6 +258,26 @@ def test_a_report_comes_back_from_its_json_as_it_was():
     assert once.step.sent == report.step.sent
     assert len(once.step.spans) == len(report.step.spans)
     assert [c.nbytes for c in once.step.changes] == [c.nbytes for c in report.step.changes]
+
+
+@pytest.mark.parametrize("kind", ["staging", "partial_grad", "wire"])
+def test_kinds_that_the_plan_bounds_from_above_may_need_less_and_no_other_kind(kind):
+    module = nn.Linear(2, 2)
+    onefold.shard(module, torch.optim.SGD(module.parameters()))
+    usage = {kind: {"cpu": Usage(0, 100)}, "unsharded": {"device": Usage(0, 1000)}}
+    predicted = {kind: 600, "unsharded": 1000, "all": 1600}
+
+    def differing(total: int, **changes: int) -> dict[str, tuple[int, int]]:
+        report = onefold.report(module)
+        made = replace(report, memory=usage, total=Usage(0, total), predicted=predicted | changes)
+        return made.differing()
+
+    assert differing(1100) == {}
+    assert differing(1000) == {}  # the kind held nothing at the peak of all
+    assert differing(900) == {"all": (1600, 900)}
+    assert differing(1700) == {"all": (1600, 1700)}
+    assert differing(1100, all=1050, **{kind: 50}) == {kind: (50, 100)}
+    assert differing(1100, unsharded=2000) == {"unsharded": (2000, 1000)}
 
 
 def test_the_union_of_stretches_counts_overlaps_once():
