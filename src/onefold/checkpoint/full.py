@@ -52,11 +52,10 @@ def full_state_dict(
             )
         )
     shown = module.state_dict(keep_vars=True)  # without values that hooks would put in place
-    if (
-        engine.context.everyone.world_size > 1
-    ):  # a rank that is elsewhere is named here, not inside torch
-        engine.context.everyone.all_gather_object(len(shown))
-    is_wanted = engine.context.everyone.rank == 0 or not rank0_only
+    everyone = engine.context.everyone
+    if everyone.world_size > 1:  # a rank that is elsewhere is named here, not inside torch
+        everyone.all_gather_object(len(shown))
+    is_wanted = everyone.rank == 0 or not rank0_only
     owners = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
     packed = {
         key: parameter.decoded
