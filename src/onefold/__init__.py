@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TierError,
         WireError,
     )
+    from onefold.layered.accumulate import accumulate_layers
     from onefold.outer.islands import Islands, islands
     from onefold.outer.meeting import Meeting
     from onefold.outer.periods import Periods
@@ -77,6 +78,7 @@ _HOMES = {
     "Report": "onefold.recording.report",
     "GradScaler": "onefold.engine.precision",
     "pipeline": "onefold.pipelines.drive",
+    "accumulate_layers": "onefold.layered.accumulate",
     "Cluster": "onefold.planner.planning",
     "ModelAxes": "onefold.planner.axes",
     "Plan": "onefold.planner.result",
@@ -106,6 +108,7 @@ __all__ = [
     "Wire",
     "WireError",
     "accumulate",
+    "accumulate_layers",
     "clip_grad_norm_",
     "ema",
     "from_deepspeed",

@@ -20,6 +20,7 @@ from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
 from onefold.engine.keeping import keeping
 from onefold.engine.registry import engine_of
+from onefold.layered.choice import describe_accumulation, with_kept
 from onefold.layout.units import UnitChoice
 from onefold.ledger import Kind
 from onefold.mesh import ranks as meshes
@@ -269,7 +270,7 @@ def report(module: nn.Module) -> Report:
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:
     """Predicted peaks by kind; averages and anchors, which no plan knows, as they are."""
-    found = engine.expected_peaks(accumulates=engine.has_accumulated)
+    found = with_kept(engine, engine.expected_peaks(accumulates=engine.has_accumulated))
     more = engine.most_kept - found.get(Kind.UNSHARDED, 0)
     if more > 0 and found:
         found = {**found, Kind.UNSHARDED: engine.most_kept, "all": found["all"] + more}
@@ -286,7 +287,7 @@ def _predicted_peaks(engine: Engine) -> dict[str, int]:
 
 def _notes(engine: Engine) -> tuple[str, ...]:
     """Name messages that the run could save, and bytes that no plan knows."""
-    notes = list(engine.notes)
+    notes = [*engine.notes, *describe_accumulation(engine)]
     policy, most = engine.policy, engine.most_backwards
     if most > 1 and (policy.defers_reduction or policy.sums_rest) and engine.group.world_size > 1:
         notes.append(

@@ -32,6 +32,7 @@ class OpenCalls:
     def __init__(self, num_units: int) -> None:
         self._calls: list[WeakSet[Call]] = [WeakSet() for _ in range(num_units)]
         self.walk = 0  # the forward of the root that runs, or whose backward runs
+        self.are_more_to_come = False  # in layered order: calls of any unit may follow
 
     def grow(self, num_units: int) -> None:
         """More units came."""
@@ -48,6 +49,8 @@ class OpenCalls:
     def has(self, unit: int, *, apart: bool) -> bool:
         """True if this backward will reach the unit; `apart`: it is that of one forward."""
         calls = self._calls[unit]
+        if self.are_more_to_come:
+            return True
         return any(call.walk == self.walk for call in calls) if apart else bool(calls)
 
     def end(self, *, apart: bool) -> None:

@@ -12,8 +12,7 @@ waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
-from functools import partial
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from onefold.engine.policy import policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
 from onefold.engine.successors import Phase
-from onefold.engine.watch import in_backward, watch_outputs
+from onefold.engine.watch import announce_end, in_backward, watch_outputs
 from onefold.errors import StateError, expected
 from onefold.recipe import Recipe
 from onefold.unit.context import Context
@@ -73,6 +72,7 @@ class Engine:
         self._is_checked = False
         self._num_backwards = 0  # since the last step, outside of `accumulate`
         self.most_backwards = 0  # of them before one step
+        self.accumulation: object = None  # what onefold.accumulate_layers knows of the module
 
     # for units (`UnitOwner`); see also `on_grad`
 
@@ -205,8 +205,8 @@ class Engine:
         self.schedule.begin_backward(self._trained(self.resting), is_last=is_last)
         self.marks.begin("backward")
         self.context.phase.name = Phase.BACKWARD
-        end = partial(_end_backward, ref(self))
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        if not self.schedule.reductions.is_layered:
+            announce_end(ref(self))
 
     def _trained(self, without: Set[int] = frozenset()) -> list[int]:
         """Parameters of each unit that have gradients to reduce; none of units in `without`."""
@@ -383,13 +383,6 @@ class Engine:
 
     def __reduce__(self) -> str:
         raise StateError(NO_COPY)
-
-
-@torch._disable_dynamo  # [Note: torch.compile] in hooks.py
-def _end_backward(engine: ReferenceType[Engine]) -> None:
-    alive = engine()
-    if alive is not None:
-        alive.end_backward()
 
 
 def current_phase() -> Phase:

@@ -31,21 +31,35 @@ _SAME_SEED = (
 _SAMPLE_NBYTES = 1 << 20  # of each tensor: batches that differ differ early
 
 
-def compare_first_batches(module: nn.Module, group: Group) -> None:
-    """Compare in the first forward that trains, once. Rank 0 warns."""
-    if group.world_size == 1:
-        return
-    handle: RemovableHandle
+class _FirstBatch:
+    """The pre-forward hook that compares once."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.handle: RemovableHandle | None = None
 
     @torch._disable_dynamo  # as the hooks of hooks.py
-    def hook(root: nn.Module, args: object, kwargs: object) -> None:
-        if not torch.is_grad_enabled() or INFERENCE in calling_stage():
+    def __call__(self, root: nn.Module, args: object, kwargs: object) -> None:
+        if self.handle is None or not torch.is_grad_enabled() or INFERENCE in calling_stage():
             return
-        handle.remove()
-        _warn_of_others(root, (args, kwargs), group)
-        _compare(group, digest_of((args, kwargs)), _generator_of(root))
+        self.handle.remove()
+        self.handle = None
+        _warn_of_others(root, (args, kwargs), self._group)
+        _compare(self._group, digest_of((args, kwargs)), _generator_of(root))
 
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+def compare_first_batches(module: nn.Module, group: Group) -> None:
+    """Compare in the first forward that trains, once. Rank 0 warns."""
+    if group.world_size > 1:
+        hook = _FirstBatch(group)
+        hook.handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def compare_now(module: nn.Module, args: object, kwargs: object) -> None:
+    """Compare before the module runs, in the thread that a group of ranks belongs to."""
+    for hook in list(module._forward_pre_hooks.values()):
+        if isinstance(hook, _FirstBatch):
+            hook(module, args, kwargs)
 
 
 def _warn_of_others(root: nn.Module, arguments: object, group: Group) -> None:
@@ -110,10 +124,14 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return first.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def has_dropout(module: nn.Module) -> bool:
+    """True if a Dropout layer inside will draw random numbers."""
+    return any(isinstance(m, _DropoutNd) and m.p > 0 and m.training for m in module.modules())
+
+
 def _generator_of(root: nn.Module) -> str:
     """A digest of the generator's state, where dropout will draw from it; "" elsewhere."""
-    drops = any(isinstance(m, _DropoutNd) and m.p > 0 and m.training for m in root.modules())
-    if not drops:
+    if not has_dropout(root):
         return ""
     state = torch.get_rng_state()
     device = next((p.device for p in root.parameters() if p.device.type != "cpu"), None)

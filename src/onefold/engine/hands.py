@@ -37,9 +37,17 @@ class Hands:
         self.free_wire = free_wire
         self.steppers: WeakSet[Stepper] = WeakSet()
         self._tickets: dict[int, Ticket] = {}  # of reductions, by unit
+        self.relay: Callable[[Sequence[Action]], None] | None = None  # calls `execute`, elsewhere
 
-    def do(self, actions: Iterable[Action]) -> None:
+    def do(self, actions: Sequence[Action]) -> None:
         """Execute actions in order. Where one raises, the rest are skipped."""
+        if self.relay is not None:
+            self.relay(actions)
+        else:
+            self.execute(actions)
+
+    def execute(self, actions: Iterable[Action]) -> None:
+        """Execute actions in this thread."""
         index = -1
         try:
             for verb, index in actions:

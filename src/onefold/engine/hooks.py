@@ -13,6 +13,7 @@ does so at the first call.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -47,6 +48,13 @@ class ModuleEvents(BackwardEvents, Protocol):
     def hold_hidden(self, index: int) -> None: ...
 
 
+class _RunningCalls(threading.local):
+    """Calls of modules that run: forwards of several threads may run by turns."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Any], int]] = []  # and the next autograd node at their start
+
+
 class ModuleHooks:
     """The two hooks of one module that uses units, or is the root."""
 
@@ -59,7 +67,7 @@ class ModuleHooks:
         self.is_root = is_root
         self.compute = engine.context.compute
         self.others: list[ModuleHooks] = []  # of the root: the hooks of its parts
-        self._calls: list[tuple[list[Any], int]] = []  # and the next autograd node at their start
+        self._running = _RunningCalls()
         self._module = ref(module)
         self.register()
 
@@ -87,7 +95,7 @@ class ModuleHooks:
             if engine.saved is not None:
                 engine.saved.begin()
             engine.begin_forward()
-        self._calls.append(([engine.enter(unit) for unit in self.units], now()))
+        self._running.calls.append(([engine.enter(unit) for unit in self.units], now()))
         if self.compute is None or engine.is_unsharded:
             return None
         return cast_floating(args, self.compute), cast_floating(kwargs, self.compute)
@@ -107,7 +115,8 @@ class ModuleHooks:
 
     def _leave(self, module: nn.Module, outputs: object) -> None:
         engine = self.engine
-        calls, since = self._calls.pop() if self._calls else ([], 0)
+        opened = self._running.calls
+        calls, since = opened.pop() if opened else ([], 0)
         tensors = list(tensors_in(outputs))
         for tensor in tensors:
             base = tensor._base if tensor._is_view() else tensor

@@ -28,6 +28,7 @@ class Reductions:
         self._following: int | None = None  # landed last, whose second hop may be under way
         self.averaged: list[int] = []  # units with averaged gradients, for the schedule to take
         self.is_last = True  # of the micro-batches
+        self.is_layered = False  # several backwards of autograd are one: more gradients may follow
 
     def add(self, policy: Policy, units: Sequence[UnitFacts]) -> None:
         """More units came, at the end of `units`; they are reduced first."""
@@ -56,10 +57,13 @@ class Reductions:
         self.is_last = is_last
 
     def note_gradient(self, unit: int, member: int, out: list[Action]) -> None:
-        """Note a parameter's gradient; the last one of a unit makes the unit ready."""
+        """Note a parameter's gradient; the last one of a unit makes the unit ready.
+
+        In layered order a unit is ready once backward has left its last call.
+        """
         fired = self._fired[unit]
         fired.add(member)
-        if len(fired) == self._trained[unit] and not self.defers:
+        if len(fired) == self._trained[unit] and not (self.defers or self.is_layered):
             self.note_ready(unit, out)
 
     def note_ready(self, unit: int, out: list[Action]) -> None:

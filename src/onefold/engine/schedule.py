@@ -30,6 +30,7 @@ from onefold.engine.early_steps import EarlySteps
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
 from onefold.engine.successors import Phase, Successors
+from onefold.engine.uses import ModuleUses
 
 
 class Schedule:
@@ -43,16 +44,15 @@ class Schedule:
         self.is_backward = False
         self.ended: list[Call] = []  # calls that the last event ended in backward
         walked = [i for i, unit in enumerate(units) if not unit.is_tiled]
-        self._successors = Successors(walked, is_cyclic=policy.is_cyclic)
+        self.successors = Successors(walked, is_cyclic=policy.is_cyclic)
         self._clock = 0
-        self._users = [0] * len(units)
-        self._seen: list[set[Hashable]] = [set() for _ in units]
+        self.uses = ModuleUses(len(units))
         self._begun: list[Call] = []
-        self._open = OpenCalls(len(units))
+        self.open_calls = OpenCalls(len(units))
         self._unsharded: set[int] = set()  # unsharded bytes exist, or will soon
         self._fresh: set[int] = set()  # they have the values of the weights at rest
         self._shown: set[int] = set()  # modules see them
-        self._ahead: set[int] = set()  # gathered ahead, and not used since
+        self.ahead: set[int] = set()  # gathered ahead, and not used since
         self._held: set[int] = set()  # a graph or an output refers to them
         self._filled: set[int] = set()  # the node's second shard is up to date
         self._late: list[int] = []  # to be gathered with the next gradient
@@ -67,9 +67,8 @@ class Schedule:
         self.policy = replace(self.policy, has_second_hop=True)
         self.units = [*self.units, *units]
         self.reductions.add(self.policy, self.units)
-        self._users += [0 for _ in units]
-        self._seen += [set() for _ in units]
-        self._open.grow(len(units))
+        self.uses.grow(len(units))
+        self.open_calls.grow(len(units))
 
     # forward
 
@@ -77,11 +76,9 @@ class Schedule:
         """The root module's forward starts; a nested one inside it only counts."""
         out: list[Action] = []
         if self.forward_depth == 0 and phase is not Phase.BACKWARD:
-            self._successors.begin(phase)
-            self._open.walk = self._clock
-            self._users = [0] * len(self.units)
-            for seen in self._seen:
-                seen.clear()
+            self.successors.begin(phase)
+            self.open_calls.walk = self._clock
+            self.uses.begin()
             if phase is Phase.FORWARD and not self.is_driven:  # training goes on
                 out += self.keep(frozenset())
             if self.policy.fills_early:
@@ -95,10 +92,10 @@ class Schedule:
         """A module that uses `unit` starts; in `Phase.BACKWARD` it runs again (recompute)."""
         out: list[Action] = []
         self._clock += 1
-        self._users[unit] += 1
+        self.uses.enter(unit)
         if not self.is_suspended:
             self._unshard(unit, phase, out)
-        return Call(unit, self._clock, self._open.walk), out
+        return Call(unit, self._clock, self.open_calls.walk), out
 
     def leave(
         self, call: Call, module: Hashable, num_modules: int, *, is_recompute: bool
@@ -107,16 +104,10 @@ class Schedule:
         self._clock += 1
         call.finished = self._clock
         unit = call.unit
-        self._users[unit] -= 1
         out: list[Action] = []
-        if is_recompute or self.is_suspended or self._users[unit] > 0:
+        if not self.uses.leave(unit) or is_recompute or self.is_suspended:
             return out
-        seen = self._seen[unit]
-        if module is not None:
-            seen.add(module)
-        is_last = len(seen) >= num_modules or self.forward_depth == 0
-        if is_last:
-            seen.clear()
+        is_last = self.uses.note(unit, module, num_modules) or self.forward_depth == 0
         self._hide(unit, out, frees=is_last and self.policy.frees_after_forward)
         return out
 
@@ -125,9 +116,9 @@ class Schedule:
         out: list[Action] = []
         self.forward_depth = max(0, self.forward_depth - 1)
         if self.forward_depth == 0 and phase is not Phase.BACKWARD:
-            self._users = [0] * len(self.units)
+            self.uses.begin()
             for unit in range(len(self.units)):
-                is_next = self.policy.is_cyclic and unit in self._ahead
+                is_next = self.policy.is_cyclic and unit in self.ahead
                 self._hide(unit, out, frees=self.policy.frees_after_forward and not is_next)
             if phase is Phase.EVALUATION and not self.policy.is_cyclic:  # else more follows
                 out.append((Verb.REST, NO_UNIT))
@@ -152,12 +143,12 @@ class Schedule:
         """The operation of `show` is over: the next use meets sharded parameters again."""
         self._clock += 1
         out: list[Action] = []
-        if self._users[unit] == 0 and not self.is_suspended:
+        if not (self.uses.is_running(unit) or self.is_suspended):
             is_over = self.forward_depth == 0 and not is_recorded
             self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
             if is_over:
                 out.append((Verb.REST, NO_UNIT))
-        return Call(unit, self._clock, self._open.walk), out
+        return Call(unit, self._clock, self.open_calls.walk), out
 
     def keep(self, units: frozenset[int]) -> list[Action]:
         """Leave `units` unsharded until a forward trains, undriven; free others kept so far."""
@@ -191,11 +182,11 @@ class Schedule:
         """Autograd reaches this module's graph. `trained`: parameters of each unit that train."""
         self.is_backward = True
         self.reductions.begin(trained, is_last=is_last)
-        self._successors.begin(Phase.BACKWARD)
+        self.successors.begin(Phase.BACKWARD)
 
     def expect_backward(self, call: Call) -> None:
         """Note that backward, if it runs, will reach `call`: its outputs are watched."""
-        self._open.add(call)
+        self.open_calls.add(call)
 
     def enter_backward(self, call: Call, *, builds_graph: bool = False) -> list[Action]:
         """Autograd reaches the outputs of `call`.
@@ -208,12 +199,12 @@ class Schedule:
             self.builds_graph = True
             self._held.add(call.unit)
         call.is_begun = True
-        self._open.walk = call.walk
+        self.open_calls.walk = call.walk
         self.ended = [other for other in self._begun if other.started > call.finished]
         for later in self.ended:
             self._begun.remove(later)
             later.is_begun = False
-            self._open.close(later)
+            self.open_calls.close(later)
             self._leave_backward(later.unit, out)
         self._begun.append(call)
         self._unshard(call.unit, Phase.BACKWARD, out)
@@ -227,7 +218,7 @@ class Schedule:
         """
         if any(call.unit == unit for call in self._begun):
             return
-        is_through = not self._open.has(unit, apart=self.is_driven)  # else it is used again
+        is_through = not self.open_calls.has(unit, apart=self.is_driven)  # else it is used again
         if is_through and not self.reductions.defers:
             self.reductions.note_ready(unit, out)
         self._hide(unit, out, frees=is_through and self.policy.frees_after_backward)
@@ -289,7 +280,7 @@ class Schedule:
         self.ended, self._begun = self._begun, []
         for call in self.ended:
             call.is_begun = False
-        self._open.end(apart=self.is_driven)
+        self.open_calls.end(apart=self.is_driven)
 
     # step
 
@@ -342,9 +333,9 @@ class Schedule:
     def _unshard(self, unit: int, phase: Phase, out: list[Action]) -> None:
         """Gather a unit, begin the gathers of the next ones, and fetch the rows of one more."""
         number, there = self.policy.prefetch, self.kept & self._fresh
-        ahead = self._successors.enter(unit, phase, number + 1, without=there)
+        ahead = self.successors.enter(unit, phase, number + 1, without=there)
         to_gather, to_fetch = ahead[:number], ahead[number:]
-        self._ahead.discard(unit)
+        self.ahead.discard(unit)
         self._make_room(unit, out)
         self._gather(unit, out)
         if phase is Phase.BACKWARD and self.policy.prefetches_late:
@@ -362,7 +353,7 @@ class Schedule:
         if is_ahead:
             if not self._has_room(unit):
                 return
-            self._ahead.add(unit)
+            self.ahead.add(unit)
         if self.policy.keeps_second_shard:
             self._fill(unit, out)
         self._unsharded.add(unit)
@@ -386,7 +377,7 @@ class Schedule:
         for other in sorted(self._unsharded - in_use):
             if self._has_room(unit):
                 return
-            if self._users[other] == 0 and other not in self.kept:
+            if not self.uses.is_running(other) and other not in self.kept:
                 self._free(other, out, Verb.FREE)
 
     def _hide(self, unit: int, out: list[Action], *, frees: bool, is_rest: bool = False) -> None:
@@ -402,7 +393,7 @@ class Schedule:
     def _free(self, unit: int, out: list[Action], verb: Verb) -> None:
         self._shown.discard(unit)
         self._fresh.discard(unit)
-        self._ahead.discard(unit)
+        self.ahead.discard(unit)
         if verb is Verb.FREE:
             self._unsharded.discard(unit)
         out.append((verb, unit))
@@ -416,5 +407,5 @@ class Schedule:
 
     def is_through(self, unit: int) -> bool:
         """True if no call of the running backward will use the unit again."""
-        is_due = self._open.has(unit, apart=self.is_driven) or self.reductions.has_fired(unit)
+        is_due = self.open_calls.has(unit, apart=self.is_driven) or self.reductions.has_fired(unit)
         return not (is_due or any(call.unit == unit for call in self._begun))

@@ -26,6 +26,12 @@ class BackwardEvents(Protocol):
     def expect_backward(self, call: Any) -> None: ...
 
 
+class BackwardEnd(Protocol):
+    """The engine, as the end of a backward knows it."""
+
+    def end_backward(self) -> None: ...
+
+
 def in_backward() -> bool:
     """True while autograd runs a graph on this thread, recompute included."""
     return torch._C._current_graph_task_id() != -1
@@ -34,6 +40,19 @@ def in_backward() -> bool:
 def now() -> int:
     """Return the sequence number of this thread's next autograd node."""
     return torch.autograd._get_sequence_nr()
+
+
+def announce_end(receiver: ReferenceType[BackwardEnd]) -> None:
+    """Announce the end of the backward that runs."""
+    end = partial(_end_backward, receiver)
+    torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+
+
+@torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
+def _end_backward(receiver: ReferenceType[BackwardEnd]) -> None:
+    alive = receiver()
+    if alive is not None:
+        alive.end_backward()
 
 
 def watch_outputs(

@@ -10,11 +10,10 @@ layers fill the cache in their order gives the same keys and values, bit for bit
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
-from threading import Semaphore, Thread, current_thread
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from onefold.engine.engine import Engine
+from onefold.engine.forward_threads import current_forward, thread_of
 from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError, expected
 
@@ -113,12 +113,13 @@ def _by_block(
     with ExitStack() as stack:
         stack.callback(lambda: engine.hands.do(schedule.keep(before)))
         engine.hands.do(schedule.keep(frozenset(range(len(engine.units)))))
-        walks = [stack.enter_context(_walk(forward)) for forward in forwards]
+        stack.enter_context(torch.no_grad())
+        threads = [stack.enter_context(thread_of(forward)) for forward in forwards]
         for block in blocks[lead + 1 :]:
             stack.enter_context(block.register_forward_pre_hook(_halt, prepend=True))
         for stage in range(lead, len(blocks)):
-            for walk in walks:
-                walk.resume()
+            for thread in threads:
+                thread.resume()
             later = frozenset[int]().union(*used[stage + 1 :])
             held = {i for i, unit in enumerate(engine.units) if unit.unsharded.is_held}
             engine.hands.do(schedule.keep(schedule.kept - (held - later - tied - before)))
@@ -130,65 +131,7 @@ def _units_of(engine: Engine, block: nn.Module) -> frozenset[int]:
     return frozenset(i for i, unit in enumerate(engine.units) if id(unit) in found)
 
 
-class _Ended(Exception):
-    """Another chunk has failed: this one ends, too."""
-
-
-class _Walk(Thread):
-    """One forward, which runs between two halts while the caller waits."""
-
-    def __init__(self, forward: Callable[[], Any]) -> None:
-        super().__init__(name="onefold prefill", daemon=True)
-        self._forward = forward
-        self._go, self._halted = Semaphore(0), Semaphore(0)
-        self._error: BaseException | None = None
-        self._is_ending = False
-        self._threads = torch.get_num_threads()  # a thread has this setting for itself
-
-    def run(self) -> None:
-        self._go.acquire()
-        try:
-            torch.set_num_threads(self._threads)
-            if not self._is_ending:
-                with torch.no_grad():
-                    self._forward()
-        except _Ended:
-            pass
-        except BaseException as error:
-            self._error = error
-        self._halted.release()
-
-    def resume(self) -> None:
-        """Run to the next halt, or to the end. Raises the error of the forward."""
-        self._go.release()
-        self._halted.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def halt(self) -> None:
-        """Let the caller run on; return when it resumes this walk."""
-        self._halted.release()
-        self._go.acquire()
-        if self._is_ending:
-            raise _Ended
-
-    def end(self) -> None:
-        self._is_ending = True
-        self._go.release()
-        self.join()
-
-
-@contextmanager
-def _walk(forward: Callable[[], Any]) -> Iterator[_Walk]:
-    walk = _Walk(forward)
-    walk.start()
-    try:
-        yield walk
-    finally:
-        walk.end()
-
-
 def _halt(*_: object) -> None:
-    walk = current_thread()
-    assert isinstance(walk, _Walk), "the module runs inside prefill alone"
-    walk.halt()
+    thread = current_forward()
+    assert thread is not None, "the module runs inside prefill alone"
+    thread.halt()

@@ -1,0 +1,1 @@
+"""Accumulation that adapts: the order in which micro-batches of a step pass through the units."""

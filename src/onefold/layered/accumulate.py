@@ -1,0 +1,210 @@
+"""`onefold.accumulate_layers`: forward and backward of all micro-batches of a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onefold.engine.engine import Engine
+from onefold.engine.first_batch import compare_now
+from onefold.engine.registry import engine_of
+from onefold.engine.watch import in_backward
+from onefold.errors import ConfigError, StateError, expected
+from onefold.layered.chain import NotAChain
+from onefold.layered.choice import Accumulation, Order, accumulation_of, choose
+from onefold.layered.noise import NoiseScale
+from onefold.layered.orders import Forward, Layered, run_plain
+from onefold.layered.streams import RandomStreams
+from onefold.layout.units import repeated_blocks, uncompiled
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def accumulate_layers(
+    module: nn.Module,
+    microbatches: Iterable[Any],
+    loss: Loss | None = None,
+    *,
+    order: Order = "layers",
+    measures_noise: bool = False,
+) -> Tensor:
+    """Run forward and backward of all micro-batches of a step, unit by unit.
+
+    At stage 3 each unit is gathered twice and reduced once, whatever the number of micro-batches.
+    A loop with `onefold.accumulate` does so for each of them. From a disk each weight is read
+    twice. In exchange the activations of all micro-batches live at the same time: turn on
+    recompute, so that only inputs of blocks are left. A collective: ranks may have different
+    numbers of micro-batches.
+
+    The gradient is that of the mean loss. It is summed over micro-batches in their order, in the
+    dtype of the compute, then over ranks: as `onefold.accumulate` does at stages 0 to 2, bit for
+    bit. A weight that is used at both ends, as a tied head, is equal up to rounding. Each
+    micro-batch draws random numbers from a stream of its own (docs/guides/accumulation.md).
+
+    A model that is no chain of blocks is found out: it runs in the plain order, and the report says
+    why.
+
+    Args:
+        module: one that `shard` has sharded.
+        microbatches: inputs of any shapes, one entry a micro-batch: a tensor; a tuple, of which the
+            module gets as many entries as its forward takes; or a mapping of keyword arguments, of
+            which it gets those that its forward names.
+        loss: takes the module's output and the micro-batch, whole; returns one number. None:
+            `output.loss`, or the output itself.
+        order: "layers"; "keep" runs one micro-batch after the other and keeps unsharded weights
+            and gradients; "plain" is the loop; "auto" takes, on all ranks alike, the first of
+            "keep", "layers" and "plain" that fits into free memory.
+        measures_noise: estimate the gradient noise scale, and suggest a number of micro-batches in
+            the report. It reads each gradient once more, and needs two ranks at least.
+
+    Returns:
+        The mean loss of this rank's micro-batches, detached.
+
+    Raises:
+        ConfigError: no micro-batch, an unknown order, or a loss that is not one number.
+        StateError: inside a forward, a backward or `torch.no_grad`.
+
+    Example:
+        >>> loss = onefold.accumulate_layers(model, batches, lambda out, batch: out.mean())
+        >>> optimizer.step()
+    """
+    engine, batches = engine_of(module), list(microbatches)
+    _check(engine, batches, order)
+    known = accumulation_of(engine)
+    compare_now(_root(engine), *_arguments(module, batches[0]))
+    forwards = [partial(_forward, module, batch, loss, len(batches)) for batch in batches]
+    streams = RandomStreams(len(batches), engine.context.store.device, module)
+    chosen = choose(engine, known, order)
+    noise = NoiseScale(engine) if measures_noise else None
+    before = known.sent(engine)
+    try:
+        total = _run(engine, known, chosen, forwards, streams, noise)
+    finally:
+        streams.end()
+    known.note(engine, before, len(batches))
+    if noise is not None and known.order != "plain":
+        known.noise = noise.estimate(known.noise, _rows(batches), len(batches))
+    return total
+
+
+def _run(
+    engine: Engine, known: Accumulation, order: Order, forwards: Sequence[Forward],
+    streams: RandomStreams, noise: NoiseScale | None,
+) -> Tensor:  # fmt: skip
+    """Run all micro-batches; in the plain order where the module is no chain."""
+    root = _root(engine)
+    watch = noise.watch if noise is not None else None
+    if order == "layers":
+        known.refused = known.refused or _refusal(engine, root)
+        if known.refused is None:
+            names = {part: name for name, part in root.named_modules()}
+            blocks = {names[block]: block for block in repeated_blocks(root)}
+            kept = [] if known.is_proved else [(b, b.clone()) for b in root.buffers()]
+            run = Layered(engine, forwards, streams, blocks, watch=watch, is_proved=known.is_proved)
+            try:
+                total = run.run()
+            except NotAChain as why:
+                known.refused = str(why)
+                streams.undo()
+                with torch.no_grad():
+                    for buffer, value in kept:
+                        buffer.copy_(value)
+            else:
+                known.is_proved, known.border_nbytes = True, run.border_nbytes
+                known.order = order
+                return total
+        order = "plain"
+    known.order = order
+    if order == "keep":
+        known.has_kept = True
+        return Layered(engine, forwards, streams, {}, watch=watch).run()
+    return run_plain(engine, forwards, streams)
+
+
+def _root(engine: Engine) -> nn.Module:
+    root = engine.module()
+    assert root is not None, "the caller holds it"
+    return root
+
+
+def _refusal(engine: Engine, root: nn.Module) -> str | None:
+    """Why the module cannot be cut, if that shows before it runs."""
+    if not repeated_blocks(root):
+        return "it has no list of repeated blocks"
+    if engine.saved is not None:
+        return "its activations leave the device"
+    return None
+
+
+def _check(engine: Engine, batches: Sequence[Any], order: str) -> None:
+    where = f"rank {engine.group.rank}"
+    if not batches:
+        hint = "a rank without rows runs a micro-batch of zero weight: loss * 0"
+        raise ConfigError(expected("at least one micro-batch", "none", where=where, hint=hint))
+    if order not in ("auto", "layers", "keep", "plain"):
+        names = '"auto", "layers", "keep" or "plain"'
+        hint = '"layers" sends the least that one unit at a time allows'
+        raise ConfigError(expected(f"order to be {names}", repr(order), where=where, hint=hint))
+    is_inside = engine.schedule.forward_depth > 0 or in_backward()
+    if is_inside or not torch.is_grad_enabled() or engine.is_inference or engine.is_unsharded:
+        got = "a call from within one" if is_inside else "a module that records no graph now"
+        raise StateError(
+            expected(
+                "onefold.accumulate_layers outside forward and backward, with gradients", got,
+                where=where, hint="call it where the loop would call the module",
+            )
+        )  # fmt: skip
+
+
+def _forward(module: nn.Module, batch: Any, loss: Loss | None, number: int) -> Tensor:
+    """One micro-batch up to its part of the mean loss."""
+    args, kwargs = _arguments(module, batch)
+    output = module(*args, **kwargs)
+    found = loss(output, batch) if loss is not None else _loss_of(output)
+    if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+        got = type(found).__name__
+        if isinstance(found, Tensor):
+            graph = "with" if found.requires_grad else "without"
+            got = f"a tensor {list(found.shape)} {graph} a graph"
+        hint = "pass loss=, a function of the output and the micro-batch"
+        raise ConfigError(expected("a loss that is one number with a graph", got, hint=hint))
+    return found.reshape(()) / number
+
+
+def _loss_of(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return output if isinstance(output, Tensor) else getattr(output, "loss", None)
+
+
+def _arguments(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that the module's forward takes of a micro-batch."""
+    if not isinstance(batch, tuple | list | Mapping):
+        return (batch,), {}
+    parameters = list(inspect.signature(uncompiled(module).forward).parameters.values())
+    kinds = {each.kind for each in parameters}
+    if isinstance(batch, Mapping):
+        names = {each.name for each in parameters}
+        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        return (), {name: batch[name] for name in batch if takes_all or name in names}
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    number = sum(each.kind in positional for each in parameters)
+    return tuple(batch if inspect.Parameter.VAR_POSITIONAL in kinds else batch[:number]), {}
+
+
+def _rows(batches: Sequence[Any]) -> int:
+    """Rows of all micro-batches: the first dimension of the first tensor in each."""
+    return sum(_first_extent(batch) for batch in batches)
+
+
+def _first_extent(batch: Any) -> int:
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    entries = batch.values() if isinstance(batch, Mapping) else batch
+    tensors = [each for each in entries if isinstance(each, Tensor)]
+    return _first_extent(tensors[0]) if tensors else 1

@@ -1,0 +1,196 @@
+"""Run the micro-batches of a step: in layered order, with kept weights, or one after the other.
+
+In layered order every unit is gathered for all micro-batches at once. The stages of one step:
+
+    forward    all micro-batches run the stem, then all run the first block, and so on
+    head       each micro-batch runs the rest of its forward and its loss, and backward up to there
+    backward   all micro-batches run backward through the last block, then the one before it
+
+The engine sees one forward and one backward. Weights stay for all micro-batches of a stage. The
+first one gathers them, so ranks may have different numbers of micro-batches. Gradients are summed
+over micro-batches, in their order, in `.grad` of the unsharded weights. A unit is reduced when
+backward enters the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from onefold.engine.actions import Action
+from onefold.engine.engine import Engine
+from onefold.engine.forward_threads import ForwardThread, current_forward, thread_of
+from onefold.errors import StateError, expected
+from onefold.layered.chain import Cuts, NotAChain, cutting
+from onefold.layered.streams import RandomStreams
+
+Forward = Callable[[], Tensor]
+"""One micro-batch: its forward and its part of the mean loss."""
+
+Watch = Callable[[Sequence[Action]], None]
+"""Looks at the engine's actions before they are executed."""
+
+
+def run_plain(engine: Engine, forwards: Sequence[Forward], streams: RandomStreams) -> Tensor:
+    """Run micro-batches one after the other, as a loop with `onefold.accumulate`."""
+    before, losses = engine.is_accumulating, list[Tensor]()
+    try:
+        for number, forward in enumerate(forwards):
+            engine.is_accumulating = before or number < len(forwards) - 1
+            with streams.of(number):
+                loss = forward()
+            loss.backward()
+            losses.append(loss.detach())
+            del loss
+    finally:
+        engine.is_accumulating = before
+    return _sum(losses)
+
+
+class Layered:
+    """One step in layered order; without blocks, each micro-batch is a stage: weights are kept."""
+
+    def __init__(
+        self, engine: Engine, forwards: Sequence[Forward], streams: RandomStreams,
+        blocks: Mapping[str, nn.Module], *, watch: Watch | None = None, is_proved: bool = False,
+    ) -> None:  # fmt: skip
+        """`is_proved`: the module was a chain before, so one micro-batch is looked at."""
+        self._engine = engine
+        self._forwards = forwards
+        self._streams = streams
+        self._blocks = blocks
+        self._watch = watch
+        self._is_proved = is_proved
+        self._cuts: dict[ForwardThread, Cuts] = {}
+        self._all = frozenset(range(len(engine.units)))
+        self.border_nbytes = 0
+
+    def run(self) -> Tensor:
+        """Run forward and backward; return the sum of the losses, detached.
+
+        Raises `NotAChain` before any backward, and leaves nothing behind but changed buffers.
+        """
+        with self._driving(), ExitStack() as stack:
+            threads = [stack.enter_context(thread_of(forward)) for forward in self._forwards]
+            self._cuts = {thread: Cuts() for thread in threads}
+            stack.enter_context(cutting(self._blocks, self._cuts))
+            while not threads[0].is_over:
+                self._run_stage(threads)
+            losses = _sum([thread.result for thread in threads])
+            for border in reversed(range(len(self._cuts[threads[0]].borders))):
+                for number, thread in enumerate(threads):
+                    self._engine.schedule.successors.is_repeated = number > 0
+                    self._cuts[thread].backward(border)
+            if self._engine.schedule.is_backward:
+                self._engine.end_backward()
+        return losses
+
+    def _run_stage(self, threads: Sequence[ForwardThread]) -> None:
+        """Run all micro-batches up to their next border, or to their end and back."""
+        schedule, last = self._engine.schedule, len(threads) - 1
+        schedule.kept = self._all
+        for number, thread in enumerate(threads):
+            schedule.successors.is_repeated = number > 0
+            first, mine = self._cuts[threads[0]], self._cuts[thread]
+            with self._streams.of(number):
+                self._resume(thread, mine)
+            if mine.at != first.at or thread.is_over != threads[0].is_over:
+                self._refuse_paths(number, first, mine)
+            if thread.is_over:
+                mine.end_forward()
+                self.border_nbytes += mine.nbytes
+                self._run_back(thread, mine, is_first=number == 0, is_last=number == last)
+            elif number == 0 or not self._is_proved:
+                mine.check_border()
+        if not threads[0].is_over:
+            self._free_used()
+
+    def _resume(self, thread: ForwardThread, cuts: Cuts) -> None:
+        """Run one micro-batch to its next border, or to its end."""
+        try:
+            thread.resume()
+        except RuntimeError as error:
+            if "leaf Variable" not in str(error) or self._engine.schedule.is_backward:
+                raise
+            raise NotAChain(f"the part {cuts.at} changes its input in place") from error
+
+    def _free_used(self) -> None:
+        """Free units all of whose modules have run; others, as of a tied head, are used again."""
+        schedule = self._engine.schedule
+        over = {unit for unit in self._all - schedule.ahead if schedule.uses.is_between(unit)}
+        self._engine.hands.do(schedule.keep(self._all - over))
+
+    def _run_back(
+        self, thread: ForwardThread, cuts: Cuts, *, is_first: bool, is_last: bool
+    ) -> None:
+        """Run one micro-batch backward from its loss to the last border."""
+        schedule, loss = self._engine.schedule, thread.result
+        if is_first:
+            cuts.check([loss])
+            self._engine.hands.do(schedule.keep(self._all - schedule.ahead))  # no forward follows
+        # more micro-batches will call units of the head: keep these, and do not reduce them
+        schedule.open_calls.are_more_to_come = not is_last
+        schedule.kept = frozenset()  # backward goes by calls that are open or to come
+        loss.backward()
+        schedule.kept = frozenset() if is_last else self._all
+        thread.result = loss.detach()
+
+    def _refuse_paths(self, number: int, first: Cuts, mine: Cuts) -> None:
+        """Micro-batches go different ways through the module."""
+        if self._engine.schedule.is_backward:
+            raise StateError(
+                expected(
+                    "all micro-batches to call the same blocks",
+                    f"micro-batch 0 {first.at!r} and micro-batch {number} {mine.at!r}",
+                    where=f"rank {self._engine.group.rank}",
+                    hint='order="plain" runs them one after the other',
+                )
+            )
+        raise NotAChain(f"micro-batch 0 is {first.at} where micro-batch {number} is {mine.at}")
+
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        """One forward and one backward of the engine, whatever runs in this block."""
+        engine, schedule = self._engine, self._engine.schedule
+        engine.begin_forward()
+        depth = schedule.forward_depth
+        schedule.reductions.is_layered = True
+        engine.hands.relay = self._relay
+        is_over = False
+        try:
+            yield
+            is_over = True
+        finally:
+            schedule.kept = frozenset()
+            schedule.open_calls.are_more_to_come = False
+            engine.hands.relay = None
+            schedule.reductions.is_layered = schedule.successors.is_repeated = False
+            if schedule.is_backward:
+                engine.abort_backward()
+            if schedule.forward_depth >= depth:
+                engine.end_forward()
+            if not is_over:
+                engine.rest()
+
+    def _relay(self, actions: Sequence[Action]) -> None:
+        """Execute actions in the thread that drives: its group of ranks may be its own."""
+        if self._watch is not None:
+            self._watch(actions)
+        thread, execute = current_forward(), partial(self._engine.hands.execute, actions)
+        if thread is None or not actions:
+            execute()
+        else:
+            thread.ask(execute)
+
+
+def _sum(losses: Sequence[Tensor]) -> Tensor:
+    """Add in the order of micro-batches, in fp32 at least."""
+    with torch.no_grad():
+        total = losses[0].to(torch.promote_types(losses[0].dtype, torch.float32), copy=True)
+        for loss in losses[1:]:
+            total += loss
+        return total
