@@ -126,18 +126,40 @@ def test_layers_give_the_bits_of_a_loop_that_sums_micro_batches_before_ranks(wor
         {"stage": 2, "offload": "optimizer", "precision": "bf16"},
         {"stage": 3, "wire": "zero++"},
         {"stage": 3, "wire": onefold.Wire(gradients="int8")},
+        {"stage": 3, "wire": onefold.Wire(weights="int8")},
     ],
     ids=str,
 )
-def test_layers_and_kept_weights_give_the_same_bits_on_every_tier_and_wire(choices):
+def test_layers_and_kept_weights_give_the_bits_of_the_loop_on_every_tier_and_wire(choices):
     def keep(module: nn.Module, batches: Any) -> Tensor:
         return onefold.accumulate_layers(module, batches, next_token, order="keep")
 
     def body(rank: int) -> None:
-        assert_same_runs(train(layers, rank, **choices), train(keep, rank, **choices))
-        if "wire" not in choices:
-            exact = train(loop, rank, stage=2, precision=choices.get("precision"))
-            assert_same_runs(train(layers, rank, **choices), exact)
+        wanted = train(loop, rank, **choices | {"stage": 2, "offload": None})
+        for run in (layers, keep):
+            assert_same_runs(train(run, rank, **choices), wanted)
+
+    run_ranks(2, body)
+
+
+def test_layers_give_the_bits_of_the_loop_with_all_state_on_a_disk(tmp_path):
+    offload = onefold.Offload(parameters="disk", optimizer="disk", disk=str(tmp_path))
+
+    def body(rank: int) -> None:
+        assert_same_runs(train(layers, rank, stage=3, offload=offload), train(loop, rank, stage=2))
+
+    run_ranks(2, body)
+
+
+def test_weights_in_row_blocks_are_equal_up_to_rounding_and_no_costs_are_guessed():
+    def body(rank: int) -> None:
+        wanted = train(loop, rank, steps=1, stage=2)
+        found = train(layers, rank, steps=1, stage=3, offload=onefold.Offload("cpu", tile=600))
+        assert torch.equal(found[0][0], wanted[0][0])
+        for name, value in found[1].items():
+            torch.testing.assert_close(value, wanted[1][name], rtol=1e-5, atol=1e-7)
+        assert "'layers' order" in notes(found[3])
+        assert "sends" not in notes(found[3])
 
     run_ranks(2, body)
 
@@ -251,9 +273,6 @@ def test_stage_3_sends_two_gathers_and_one_reduction_of_a_unit_whatever_their_nu
 
             module = train(run, rank, batches=batches, stage=3)[3]
             report = onefold.report(module)
-            assert world_size == 3 or not report.differing(), (
-                "memory is within 5 % of the plan, in each kind"
-            )
             return {name: (t.calls, t.sent_nbytes) for name, t in report.last_step.items()}
 
         units = len(engine_of(sharded(stage=3)[0]).units)
@@ -280,6 +299,29 @@ def test_the_interface_of_a_host_sends_three_times_its_part_of_the_weights():
     assert found["interface_nbytes"] == pytest.approx(found["ledger_nbytes"], rel=0.05)
 
 
+@pytest.mark.parametrize("order", ["layers", "keep"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_memory_is_within_5_percent_of_the_plan_in_each_kind_and_together(world_size, order):
+    def build() -> GPT:
+        model = GPT(GPTConfig(num_layers=6, width=96, num_heads=4, lr=1e-3), max_seq=32)
+        model.recomputes = True
+        return model
+
+    def run(module: nn.Module, batches: Any) -> Tensor:
+        return accumulate_layers(module, batches, next_token, order=order)
+
+    def body(rank: int, **choices: Any) -> None:
+        def eight(rank: int, step: int) -> list[Tensor]:
+            return microbatches(rank, step, (8,) * 8)
+
+        module = train(run, rank, build, batches=eight, **choices)[3]
+        assert onefold.report(module).differing() == {}
+
+    for stage in (0, 2, 3):
+        run_ranks(world_size, lambda rank, stage=stage: body(rank, stage=stage))
+    run_ranks(world_size, lambda rank: body(rank, stage=3, offload="cpu"))
+
+
 def test_kept_weights_and_gradients_send_one_gather_and_one_reduction():
     def body(rank: int) -> None:
         def keep(module: nn.Module, batches: Any) -> Tensor:
@@ -289,7 +331,6 @@ def test_kept_weights_and_gradients_send_one_gather_and_one_reduction():
         traffic, units = onefold.report(module).traffic, len(engine_of(module).units)
         assert traffic["gather"].calls == traffic["reduce_scatter"].calls == 3 * units
         assert onefold.report(module).memory["unsharded"]["device"].now == 0
-        assert onefold.report(module).differing().keys() <= {"all"}, "each kind is within 5 %"
 
     run_ranks(2, body)
 
@@ -556,7 +597,7 @@ def test_a_micro_batch_that_fails_ends_all_others_and_the_next_step_is_right(whe
     run_ranks(2, body)
 
 
-# choice and noise
+# choice
 
 
 def test_the_pick_keeps_weights_where_they_fit_and_says_what_the_others_cost(monkeypatch):
@@ -579,28 +620,3 @@ def test_the_pick_keeps_weights_where_they_fit_and_says_what_the_others_cost(mon
     for nbytes, order in ((1 << 40, "keep"), (40_000, "layers"), (100, "plain")):
         free["nbytes"] = nbytes
         run_ranks(2, body, order)
-
-
-def test_the_noise_scale_is_that_of_the_two_batch_estimator():
-    def body(rank: int) -> None:
-        module = sharded(stage=3)[0]
-        losses = [accumulate_layers(module, microbatches(rank), next_token, measures_noise=True)]
-        noise = engine_of(module).accumulation.noise
-        mean = gradients(module)
-        alone = seeded(Model)
-        for batch in microbatches(rank):
-            (next_token(alone(batch), batch) / 3).backward()
-        small = torch.stack([p.grad.square().sum() for p in alone.parameters()]).sum()
-        dist.all_reduce(small)
-        small = small.item() / 3
-        big = sum(value.square().sum().item() for value in mean.values())
-        assert noise.rows == 3 * 9
-        assert noise.gradient == pytest.approx((3 * big - small) / 2, rel=1e-4)
-        assert noise.variance == pytest.approx((small - big) / (1 / 9 - 1 / 27), rel=1e-4)
-        assert "gradient noise scale" in notes(module)
-        plain = sharded(stage=3)[0]
-        assert torch.equal(layers(plain, microbatches(rank)), losses[0])
-        assert_same(gradients(plain), mean)
-        assert "noise" not in notes(plain)
-
-    run_ranks(3, body)

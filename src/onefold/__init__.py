@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         WireError,
     )
     from onefold.layered.accumulate import accumulate_layers
+    from onefold.layered.noise import measure_noise
     from onefold.outer.islands import Islands, islands
     from onefold.outer.meeting import Meeting
     from onefold.outer.periods import Periods
@@ -79,6 +80,7 @@ _HOMES = {
     "GradScaler": "onefold.engine.precision",
     "pipeline": "onefold.pipelines.drive",
     "accumulate_layers": "onefold.layered.accumulate",
+    "measure_noise": "onefold.layered.noise",
     "Cluster": "onefold.planner.planning",
     "ModelAxes": "onefold.planner.axes",
     "Plan": "onefold.planner.result",
@@ -117,6 +119,7 @@ __all__ = [
     "islands",
     "load",
     "load_pretrained",
+    "measure_noise",
     "pipeline",
     "plan",
     "record",

@@ -55,6 +55,7 @@ class Engine:
         self.expected_peaks = expected_peaks
         self.has_accumulated = self.is_accumulating = False
         self.resting: frozenset[int] = frozenset()  # units whose gradients wait in micro-batches
+        self.is_stage = False  # of a pipeline: a schedule drives its micro-batches
         self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more
         self.ledger, self.group = context.ledger, context.routes.group
         self.marks = Marks(context.ledger)
@@ -202,6 +203,8 @@ class Engine:
             self._num_backwards = 0  # gradients were cleared, with or without a step
         for gradient in self.gradients.values():
             gradient.begin()
+        if self.hands.noise is not None:
+            self.hands.noise.begin()
         self.schedule.begin_backward(self._trained(self.resting), is_last=is_last)
         self.marks.begin("backward")
         self.context.phase.name = Phase.BACKWARD
@@ -319,6 +322,8 @@ class Engine:
         for gradient in self.gradients.values():
             gradient.drop_cleared()
         self.complete()
+        if self.hands.noise is not None:
+            self.hands.noise.end_step()
         for index, unit in enumerate(self.units):
             unit.check_untouched()
             if index not in stepped:

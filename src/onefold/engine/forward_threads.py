@@ -10,10 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
-from threading import Semaphore, Thread, current_thread
-from typing import Any
+from threading import Semaphore, Thread, current_thread, local
+from typing import Any, Generic, TypeVar
 
 import torch
+
+Entry = TypeVar("Entry")
+
+
+class ThreadStack(local, Generic[Entry]):
+    """A stack that each thread has for itself, as forwards of several threads run by turns."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
 
 
 class _Ended(Exception):

@@ -7,6 +7,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from onefold.engine.actions import Action, Verb
+from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
 from onefold.ticket import Ticket
@@ -37,6 +38,7 @@ class Hands:
         self.free_wire = free_wire
         self.steppers: WeakSet[Stepper] = WeakSet()
         self._tickets: dict[int, Ticket] = {}  # of reductions, by unit
+        self.noise: NoiseScale | None = None  # onefold.measure_noise
         self.relay: Callable[[Sequence[Action]], None] | None = None  # calls `execute`, elsewhere
 
     def do(self, actions: Sequence[Action]) -> None:
@@ -77,13 +79,22 @@ class Hands:
         self.units[index].gather.begin_early(is_unsharded=self.schedule.is_suspended)
 
     def _reduce(self, index: int) -> None:
-        self._tickets[index] = self.units[index].gradient.start_reduce()
+        unit = self.units[index]
+        if self.noise is not None:
+            self.noise.note_partial(unit)
+        self._tickets[index] = unit.gradient.start_reduce()
 
     def _land(self, index: int) -> None:
         ticket = self._tickets.get(index)
         if ticket is not None:
             ticket.wait()
             del self._tickets[index]
+
+    def _finish(self, index: int) -> None:
+        unit = self.units[index]
+        unit.gradient.end_following()
+        if self.noise is not None:
+            self.noise.note_mean(unit)
 
     def _step(self, index: int) -> None:
         unit, steppers = self.units[index], list(self.steppers)
@@ -122,7 +133,7 @@ _HANDS: Mapping[Verb, Callable[[Hands, int], None]] = {
     Verb.LAND: Hands._land,
     Verb.KEEP_SUMS: lambda hands, index: hands.units[index].gradient.keep_sums(),
     Verb.FOLLOW: lambda hands, index: hands.units[index].gradient.follow(),
-    Verb.FINISH: lambda hands, index: hands.units[index].gradient.end_following(),
+    Verb.FINISH: Hands._finish,
     Verb.WAIT_STEP: lambda hands, index: hands.units[index].join_step(),
     Verb.STEP: Hands._step,
     Verb.REST: lambda hands, _: hands.free_wire(),

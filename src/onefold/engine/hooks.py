@@ -13,7 +13,6 @@ does so at the first call.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from onefold.engine.forward_threads import ThreadStack
 from onefold.engine.precision import cast_floating
 from onefold.engine.watch import BackwardEvents, now, tensors_in, watch_outputs
 from onefold.errors import WireError
@@ -48,13 +48,6 @@ class ModuleEvents(BackwardEvents, Protocol):
     def hold_hidden(self, index: int) -> None: ...
 
 
-class _RunningCalls(threading.local):
-    """Calls of modules that run: forwards of several threads may run by turns."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[Any], int]] = []  # and the next autograd node at their start
-
-
 class ModuleHooks:
     """The two hooks of one module that uses units, or is the root."""
 
@@ -67,7 +60,8 @@ class ModuleHooks:
         self.is_root = is_root
         self.compute = engine.context.compute
         self.others: list[ModuleHooks] = []  # of the root: the hooks of its parts
-        self._running = _RunningCalls()
+        # calls that run, and the next autograd node at their start
+        self._running = ThreadStack[tuple[list[Any], int]]()
         self._module = ref(module)
         self.register()
 
@@ -95,7 +89,7 @@ class ModuleHooks:
             if engine.saved is not None:
                 engine.saved.begin()
             engine.begin_forward()
-        self._running.calls.append(([engine.enter(unit) for unit in self.units], now()))
+        self._running.entries.append(([engine.enter(unit) for unit in self.units], now()))
         if self.compute is None or engine.is_unsharded:
             return None
         return cast_floating(args, self.compute), cast_floating(kwargs, self.compute)
@@ -115,7 +109,7 @@ class ModuleHooks:
 
     def _leave(self, module: nn.Module, outputs: object) -> None:
         engine = self.engine
-        opened = self._running.calls
+        opened = self._running.entries
         calls, since = opened.pop() if opened else ([], 0)
         tensors = list(tensors_in(outputs))
         for tensor in tensors:

@@ -4,6 +4,7 @@ on_init_end      shard, once PEFT and the Trainer are done with the model; mark 
 on_train_begin   load the sharded state of a checkpoint that Trainer resumes from
 on_step_end      agree on flags; if a save follows: bring whole weights to rank 0, save shards
 on_save          move these shards into the checkpoint that Trainer has made
+on_log           add the gradient noise scale, if `onefold.measure_noise` was called
 on_train_end     bring whole weights to rank 0, for `trainer.save_model()`
 """
 
@@ -232,6 +233,20 @@ class Callback(TrainerCallback):
         if self._run is not None and self.saves_by_event:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
             self._run.publish(folder)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Add the gradient noise scale, in batches of a step, to the logs of a training step."""
+        noise = engine_of(kwargs["model"]).hands.noise
+        logs: dict[str, float] = kwargs["logs"]
+        if noise is not None and noise.batches is not None and "loss" in logs:
+            found = {
+                "gradient_noise_scale": noise.batches,
+                "suggested_accumulation": noise.suggested_microbatches,
+            }
+            logs.update(found)
+            state.log_history[-1].update(found)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

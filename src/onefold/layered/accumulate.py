@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_now
+from onefold.engine.pipelined import calling_stage
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, expected
 from onefold.layered.chain import NotAChain
 from onefold.layered.choice import Accumulation, Order, accumulation_of, choose
-from onefold.layered.noise import NoiseScale
 from onefold.layered.orders import Forward, Layered, run_plain
 from onefold.layered.streams import RandomStreams
 from onefold.layout.units import repeated_blocks, uncompiled
@@ -31,7 +31,6 @@ def accumulate_layers(
     loss: Loss | None = None,
     *,
     order: Order = "layers",
-    measures_noise: bool = False,
 ) -> Tensor:
     """Run forward and backward of all micro-batches of a step, unit by unit.
 
@@ -59,15 +58,14 @@ def accumulate_layers(
         order: "layers"; "keep" runs one micro-batch after the other and keeps unsharded weights
             and gradients; "plain" is the loop; "auto" takes, on all ranks alike, the first of
             "keep", "layers" and "plain" that fits into free memory.
-        measures_noise: estimate the gradient noise scale, and suggest a number of micro-batches in
-            the report. It reads each gradient once more, and needs two ranks at least.
 
     Returns:
         The mean loss of this rank's micro-batches, detached.
 
     Raises:
         ConfigError: no micro-batch, an unknown order, or a loss that is not one number.
-        StateError: inside a forward, a backward or `torch.no_grad`.
+        StateError: inside a forward, a backward or `torch.no_grad`; or a stage of a pipeline, whose
+            schedule accumulates.
 
     Example:
         >>> loss = onefold.accumulate_layers(model, batches, lambda out, batch: out.mean())
@@ -80,32 +78,30 @@ def accumulate_layers(
     forwards = [partial(_forward, module, batch, loss, len(batches)) for batch in batches]
     streams = RandomStreams(len(batches), engine.context.store.device, module)
     chosen = choose(engine, known, order)
-    noise = NoiseScale(engine) if measures_noise else None
     before = known.sent(engine)
     try:
-        total = _run(engine, known, chosen, forwards, streams, noise)
+        total = _run(engine, known, chosen, forwards, streams)
     finally:
         streams.end()
     known.note(engine, before, len(batches))
-    if noise is not None and known.order != "plain":
-        known.noise = noise.estimate(known.noise, _rows(batches), len(batches))
+    if engine.hands.noise is not None and known.order != "plain":
+        engine.hands.noise.note_more(len(batches) - 1)
     return total
 
 
 def _run(
     engine: Engine, known: Accumulation, order: Order, forwards: Sequence[Forward],
-    streams: RandomStreams, noise: NoiseScale | None,
+    streams: RandomStreams,
 ) -> Tensor:  # fmt: skip
     """Run all micro-batches; in the plain order where the module is no chain."""
     root = _root(engine)
-    watch = noise.watch if noise is not None else None
     if order == "layers":
         known.refused = known.refused or _refusal(engine, root)
         if known.refused is None:
             names = {part: name for name, part in root.named_modules()}
             blocks = {names[block]: block for block in repeated_blocks(root)}
             kept = [] if known.is_proved else [(b, b.clone()) for b in root.buffers()]
-            run = Layered(engine, forwards, streams, blocks, watch=watch, is_proved=known.is_proved)
+            run = Layered(engine, forwards, streams, blocks, is_proved=known.is_proved)
             try:
                 total = run.run()
             except NotAChain as why:
@@ -122,7 +118,7 @@ def _run(
     known.order = order
     if order == "keep":
         known.has_kept = True
-        return Layered(engine, forwards, streams, {}, watch=watch).run()
+        return Layered(engine, forwards, streams, {}).run()
     return run_plain(engine, forwards, streams)
 
 
@@ -150,6 +146,11 @@ def _check(engine: Engine, batches: Sequence[Any], order: str) -> None:
         names = '"auto", "layers", "keep" or "plain"'
         hint = '"layers" sends the least that one unit at a time allows'
         raise ConfigError(expected(f"order to be {names}", repr(order), where=where, hint=hint))
+    if engine.is_stage or calling_stage():
+        hint = "schedule.step runs micro-batches; onefold.pipeline gathers each unit once a step"
+        raise StateError(
+            expected("a module that no pipeline schedule runs", "a stage", where=where, hint=hint)
+        )
     is_inside = engine.schedule.forward_depth > 0 or in_backward()
     if is_inside or not torch.is_grad_enabled() or engine.is_inference or engine.is_unsharded:
         got = "a call from within one" if is_inside else "a module that records no graph now"
@@ -195,16 +196,3 @@ def _arguments(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     number = sum(each.kind in positional for each in parameters)
     return tuple(batch if inspect.Parameter.VAR_POSITIONAL in kinds else batch[:number]), {}
-
-
-def _rows(batches: Sequence[Any]) -> int:
-    """Rows of all micro-batches: the first dimension of the first tensor in each."""
-    return sum(_first_extent(batch) for batch in batches)
-
-
-def _first_extent(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    entries = batch.values() if isinstance(batch, Mapping) else batch
-    tensors = [each for each in entries if isinstance(each, Tensor)]
-    return _first_extent(tensors[0]) if tensors else 1

@@ -18,7 +18,6 @@ from typing import Literal
 
 from onefold.engine.engine import Engine
 from onefold.host import in_bytes
-from onefold.layered.noise import Noise
 from onefold.ledger import Kind, Traffic
 from onefold.planner.auto import room_to_keep
 
@@ -43,7 +42,6 @@ class Accumulation:
     num_microbatches: int = 0
     border_nbytes: int = 0
     sent_nbytes: tuple[int, int] = (0, 0)
-    noise: Noise | None = None
     has_kept: bool = False
     _picked: Order | None = None
     _num_picks: int = field(default=0)
@@ -80,9 +78,10 @@ class Accumulation:
         line = f"accumulation: {self.order!r} order, {self.num_microbatches} micro-batches"
         if self.refused is not None:
             line += f", as the module is no chain of blocks: {self.refused}"
-        if engine.policy.frees_after_forward and engine.group.world_size > 1:
+        tiled = any(unit.is_tiled for unit in engine.units)  # gathered for each use in every order
+        if engine.policy.frees_after_forward and engine.group.world_size > 1 and not tiled:
             line += f". Sent {in_bytes(sum(self.sent_nbytes))} a step; {self._costs(engine)}"
-        return [line] if self.noise is None else [line, self.noise.describe()]
+        return [line]
 
     def _costs(self, engine: Engine) -> str:
         """Bytes that each order sends and holds, from those of the last step."""
@@ -90,7 +89,7 @@ class Accumulation:
         passes = {"layers": (2, 1), "keep": (1, 1), "plain": (2 * number, number)}
         gathers, reductions = passes[self.order]
         gather, reduction = gathered // gathers, reduced // reductions
-        weights = sum(unit.nbytes for unit in engine.schedule.units)
+        weights = _weights_nbytes(engine)
         borders = in_bytes(self.border_nbytes) if self.is_proved else "an unknown number of bytes"
         costs = (
             ("plain", number * (2 * gather + reduction), "nothing"),
@@ -117,7 +116,7 @@ def choose(engine: Engine, known: Accumulation, order: Order) -> Order:
 
 def kept_nbytes(engine: Engine) -> int:
     """Return the bytes of all unsharded weights and of gradients of those that train."""
-    return sum(unit.nbytes for unit in engine.schedule.units) + _trained_nbytes(engine)
+    return _weights_nbytes(engine) + _trained_nbytes(engine)
 
 
 def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
@@ -125,13 +124,23 @@ def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
     known = engine.accumulation
     if not (peaks and isinstance(known, Accumulation) and known.has_kept):
         return peaks
-    weights = sum(unit.nbytes for unit in engine.schedule.units)
-    found = dict(peaks)
-    for kind, most in ((Kind.UNSHARDED, weights), (Kind.PARTIAL_GRAD, _trained_nbytes(engine))):
+    found, added = dict(peaks), 0
+    kept = (Kind.UNSHARDED, _weights_nbytes(engine)), (Kind.PARTIAL_GRAD, _trained_nbytes(engine))
+    for kind, most in kept:
         more = max(0, most - found.get(kind, 0))
         found[kind] = found.get(kind, 0) + more
-        found["all"] += more
+        added += more
+    if engine.policy.keeps_gradients:
+        found["all"] += added
+    else:  # reduced gradients come as the others go
+        kinds = sum(nbytes for kind, nbytes in found.items() if kind not in ("all", Kind.GRAD))
+        found["all"] = max(found["all"], kinds)
     return found
+
+
+def _weights_nbytes(engine: Engine) -> int:
+    """Bytes of unsharded weights that are not at rest."""
+    return sum(unit.nbytes for unit in engine.schedule.units if not unit.is_resident)
 
 
 def _trained_nbytes(engine: Engine) -> int:
@@ -140,6 +149,7 @@ def _trained_nbytes(engine: Engine) -> int:
 
 
 def describe_accumulation(engine: Engine) -> list[str]:
-    """Return lines for the report of a module."""
-    known = engine.accumulation
-    return known.describe(engine) if isinstance(known, Accumulation) else []
+    """Return lines for the report of a module: orders, their costs, and the noise scale."""
+    known, noise = engine.accumulation, engine.hands.noise
+    lines = known.describe(engine) if isinstance(known, Accumulation) else []
+    return lines if noise is None else [*lines, noise.describe()]

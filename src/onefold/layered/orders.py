@@ -31,10 +31,6 @@ from onefold.layered.streams import RandomStreams
 Forward = Callable[[], Tensor]
 """One micro-batch: its forward and its part of the mean loss."""
 
-Watch = Callable[[Sequence[Action]], None]
-"""Looks at the engine's actions before they are executed."""
-
-
 def run_plain(engine: Engine, forwards: Sequence[Forward], streams: RandomStreams) -> Tensor:
     """Run micro-batches one after the other, as a loop with `onefold.accumulate`."""
     before, losses = engine.is_accumulating, list[Tensor]()
@@ -56,14 +52,13 @@ class Layered:
 
     def __init__(
         self, engine: Engine, forwards: Sequence[Forward], streams: RandomStreams,
-        blocks: Mapping[str, nn.Module], *, watch: Watch | None = None, is_proved: bool = False,
+        blocks: Mapping[str, nn.Module], *, is_proved: bool = False,
     ) -> None:  # fmt: skip
         """`is_proved`: the module was a chain before, so one micro-batch is looked at."""
         self._engine = engine
         self._forwards = forwards
         self._streams = streams
         self._blocks = blocks
-        self._watch = watch
         self._is_proved = is_proved
         self._cuts: dict[ForwardThread, Cuts] = {}
         self._all = frozenset(range(len(engine.units)))
@@ -178,8 +173,6 @@ class Layered:
 
     def _relay(self, actions: Sequence[Action]) -> None:
         """Execute actions in the thread that drives: its group of ranks may be its own."""
-        if self._watch is not None:
-            self._watch(actions)
         thread, execute = current_forward(), partial(self._engine.hands.execute, actions)
         if thread is None or not actions:
             execute()

@@ -6,6 +6,7 @@ all-to-all, attention runs on whole sequences of some heads, and the outputs tra
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,11 +23,11 @@ from onefold.sequence.heads import HeadCut
 from onefold.wire.collectives import Group
 
 
-class SplitAttention:
+class SplitAttention(threading.local):
     """Attention of one module over the ranks of `group`.
 
     `num_calls` counts calls. `padding`: positions of the present forward that no sequence has; 0
-    where each attention has a mask of its own.
+    where each attention has a mask of its own. Forwards of several threads have their own.
     """
 
     def __init__(self, group: Group) -> None:

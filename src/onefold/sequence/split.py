@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import digest_of
+from onefold.engine.forward_threads import ThreadStack
 from onefold.engine.registry import ENGINE, find_engine
 from onefold.errors import ConfigError, StateError, expected
 from onefold.sequence.attention import SplitAttention
@@ -46,7 +47,7 @@ class SequenceSplit:
         self._module = ref(module)
         self._checked: Callable[[], Engine | None] = lambda: None
         self._has_compared = self._has_looked = False
-        self._frames: list[tuple[AbstractContextManager[object] | None, int]] = []
+        self._frames = ThreadStack[tuple[AbstractContextManager[object] | None, int]]()
         self._handles = list(self._install(module))
         module.__dict__[MARK] = True
 
@@ -130,7 +131,7 @@ class SequenceSplit:
     def _begin(self, module: nn.Module, around: AbstractContextManager[object] | None) -> None:
         if around is not None:
             around.__enter__()
-        self._frames.append((around, self._attention.num_calls))
+        self._frames.entries.append((around, self._attention.num_calls))
         if self.parts > 1:
             self._hooks.enter(module)
 
@@ -138,9 +139,10 @@ class SequenceSplit:
     def _after(self, module: nn.Module, _: object, outputs: Any) -> Any:
         self._hooks.leave(module)
         self._attention.padding = 0
-        if not self._frames:  # the cut has failed
+        frames = self._frames.entries
+        if not frames:  # the cut has failed
             return None
-        around, before = self._frames.pop()
+        around, before = frames.pop()
         if around is not None:
             around.__exit__(None, None, None)
         if sys.exception() is not None or self._calls is None:
