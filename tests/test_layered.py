@@ -48,9 +48,10 @@ def loop(module: nn.Module, batches: Any, loss: Any = next_token) -> Tensor:
     for number, batch in enumerate(batches):
         is_last = number + 1 == len(batches)
         with nullcontext() if is_last else onefold.accumulate(module):
-            part = loss(module(batch), batch) / len(batches)
+            output = module(**batch) if isinstance(batch, dict) else module(batch)
+            part = loss(output, batch) / len(batches)
             part.backward()
-        total += part.detach()
+        total = total + part.detach()
     return total
 
 

