@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +22,7 @@ from onefold.models.gpt import GPT, GPTConfig
 from onefold.planner import auto
 from onefold.tier.disk import BlockFile
 from tests.models import VOCAB, WIDTH, Block, Model
-from tests.ranks import run_ranks, seeded
+from tests.ranks import run_processes, run_ranks, seeded
 
 LENGTHS = (6, 4, 9)
 """Tokens of the micro-batches: no two have the same shape."""
@@ -502,6 +503,19 @@ class Reentrant(Wandering):
 # inputs, losses, failures
 
 
+def test_a_micro_batch_of_one_rank_alone_that_calls_other_blocks_is_a_named_error():
+    def some(rank: int, step: int) -> list[Tensor]:
+        return rows(rank, step) if rank == 1 and step == 1 else [torch.ones(2, 8)] * 3
+
+    def body(rank: int) -> None:
+        with pytest.raises(onefold.WireError, match="all ranks in the same collective"):
+            train(
+                lambda m, b: accumulate_layers(m, b, square), rank, Wandering, batches=some, stage=3
+            )  # fmt: skip
+
+    run_processes(2, body)
+
+
 def test_ranks_may_have_different_numbers_of_micro_batches():
     def body(rank: int) -> None:
         def some(rank: int, step: int) -> list[Tensor]:
@@ -555,8 +569,9 @@ def test_bad_calls_are_named_errors_and_leave_the_module_as_it_was():
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("order", ["layers", "keep"])
 @pytest.mark.parametrize("where", ["embed", "blocks.2.up", "head", "loss", "backward"])
-def test_a_micro_batch_that_fails_ends_all_others_and_the_next_step_is_right(where):
+def test_a_micro_batch_that_fails_ends_all_others_and_the_next_step_is_right(where, order):
     def body(rank: int) -> None:
         module, optimizer = sharded(stage=3)
         wanted = train(layers, rank, steps=1, stage=3)
@@ -586,7 +601,7 @@ def test_a_micro_batch_that_fails_ends_all_others_and_the_next_step_is_right(whe
         if where not in ("loss", "backward"):
             handle = module.get_submodule(where).register_forward_hook(fail)
         with pytest.raises(KeyError, match="a bad micro-batch"):
-            accumulate_layers(module, microbatches(rank), loss)
+            accumulate_layers(module, microbatches(rank), loss, order=order)
         if handle is not None:
             handle.remove()
         assert onefold.report(module).memory["unsharded"]["device"].now == 0
@@ -615,9 +630,39 @@ def test_the_pick_keeps_weights_where_they_fit_and_says_what_the_others_cost(mon
             assert_same_runs(found, wanted)
         line = notes(found[3])
         assert f"{order!r} order, 3 micro-batches" in line
-        for other in ("plain", "keep weights", "keep", "layers"):
+        for other in ("plain", "keep", "layers"):
             assert f"{other!r} sends" in line
 
     for nbytes, order in ((1 << 40, "keep"), (40_000, "layers"), (100, "plain")):
         free["nbytes"] = nbytes
         run_ranks(2, body, order)
+
+
+def test_the_pick_for_a_model_that_is_no_chain_keeps_as_many_units_as_fit(monkeypatch):
+    monkeypatch.setattr(auto, "free_nbytes", lambda *_: 62_000)
+
+    def run(module: nn.Module, batches: Any) -> Tensor:
+        return accumulate_layers(module, batches, next_token, order="auto")
+
+    def body(rank: int) -> None:
+        wanted = train(loop, rank, Skipping, stage=3, steps=2)
+        found = train(run, rank, Skipping, stage=3, steps=2)
+        for name, value in found[1].items():
+            torch.testing.assert_close(value, wanted[1][name], rtol=1e-3, atol=1e-5)
+        assert "no chain of blocks: a skip connection" in notes(found[3])
+        assert re.search("[1-4] of 5 units kept", notes(found[3])), notes(found[3])
+        assert "'layers' sends" not in notes(found[3])
+        kept, plain = (onefold.report(each[3]).last_step for each in (found, wanted))
+        assert kept["gather"].calls < plain["gather"].calls
+        assert kept["reduce_scatter"].calls < plain["reduce_scatter"].calls
+        assert onefold.report(found[3]).memory["unsharded"]["device"].now == 0
+
+    run_ranks(2, body)
+
+
+def test_stages_that_gather_once_a_step_run_the_loop():
+    def run(module: nn.Module, batches: Any) -> Tensor:
+        return accumulate_layers(module, batches, next_token, order="auto")
+
+    module = train(run, 0, stage=2)[3]
+    assert "'plain' order" in notes(module)

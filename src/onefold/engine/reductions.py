@@ -61,6 +61,8 @@ class Reductions:
 
         In layered order a unit is ready once backward has left its last call.
         """
+        if not self._trained[unit]:  # its gradients rest
+            return
         fired = self._fired[unit]
         fired.add(member)
         if len(fired) == self._trained[unit] and not (self.defers or self.is_layered):

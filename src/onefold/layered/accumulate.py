@@ -17,8 +17,8 @@ from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, expected
 from onefold.layered.chain import NotAChain
-from onefold.layered.choice import Accumulation, Order, accumulation_of, choose
-from onefold.layered.orders import Forward, Layered, run_plain
+from onefold.layered.choice import Accumulation, Order, accumulation_of
+from onefold.layered.orders import Forward, Layered, run_loop
 from onefold.layered.streams import RandomStreams
 from onefold.layout.units import repeated_blocks, uncompiled
 
@@ -56,8 +56,9 @@ def accumulate_layers(
         loss: takes the module's output and the micro-batch, whole; returns one number. None:
             `output.loss`, or the output itself.
         order: "layers"; "keep" runs one micro-batch after the other and keeps unsharded weights
-            and gradients; "plain" is the loop; "auto" takes, on all ranks alike, the first of
-            "keep", "layers" and "plain" that fits into free memory.
+            and gradients; "plain" is the loop; "auto" takes, on all ranks alike, "keep" if all
+            units fit into free memory, else "layers" if the tensors between blocks do. Else, and
+            for a model that is no chain, it keeps as many units as fit.
 
     Returns:
         The mean loss of this rank's micro-batches, detached.
@@ -77,14 +78,14 @@ def accumulate_layers(
     compare_now(_root(engine), *_arguments(module, batches[0]))
     forwards = [partial(_forward, module, batch, loss, len(batches)) for batch in batches]
     streams = RandomStreams(len(batches), engine.context.store.device, module)
-    chosen = choose(engine, known, order)
+    chosen = known.choose(engine, order)
     before = known.sent(engine)
     try:
         total = _run(engine, known, chosen, forwards, streams)
     finally:
         streams.end()
     known.note(engine, before, len(batches))
-    if engine.hands.noise is not None and known.order != "plain":
+    if engine.hands.noise is not None and known.order == "layers":
         engine.hands.noise.note_more(len(batches) - 1)
     return total
 
@@ -114,12 +115,12 @@ def _run(
                 known.is_proved, known.border_nbytes = True, run.border_nbytes
                 known.order = order
                 return total
-        order = "plain"
+        order = known.loop_order()
     known.order = order
-    if order == "keep":
-        known.has_kept = True
-        return Layered(engine, forwards, streams, {}).run()
-    return run_plain(engine, forwards, streams)
+    if order == "plain":
+        known.window = frozenset()
+    known.kept |= known.window
+    return run_loop(engine, forwards, streams, known.window)
 
 
 def _root(engine: Engine) -> nn.Module:

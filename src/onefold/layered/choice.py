@@ -4,11 +4,10 @@ At stage 3, with m micro-batches, one gather of all weights of g bytes and one r
 
     order           sends            holds besides
     plain           m (2 g + r)      nothing
-    keep weights    g + m r          all unsharded weights
-    keep            g + r            those, and gradients of all of them
+    keep            g + r            unsharded weights of all units, and their gradients
     layers          2 g + r          tensors between blocks of all micro-batches
 
-"keep weights" is told for comparison: it sends more than "layers" from three micro-batches on.
+"keep" keeps a window of units, as a pipeline does. Other units are sent as in the plain order.
 """
 
 from __future__ import annotations
@@ -17,6 +16,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from onefold.engine.engine import Engine
+from onefold.engine.keeping import (
+    gathered_units,
+    most_nbytes,
+    trained_nbytes,
+    with_gradients,
+)
 from onefold.host import in_bytes
 from onefold.ledger import Kind, Traffic
 from onefold.planner.auto import room_to_keep
@@ -33,7 +38,8 @@ class Accumulation:
         is_proved: it was one.
         border_nbytes: bytes of tensors between blocks of all micro-batches, in the last step.
         sent_nbytes: bytes of the last step's gathers and reductions.
-        has_kept: a step kept weights and gradients.
+        window: units that "keep" keeps.
+        kept: units that some step has kept.
     """
 
     refused: str | None = None
@@ -42,7 +48,8 @@ class Accumulation:
     num_microbatches: int = 0
     border_nbytes: int = 0
     sent_nbytes: tuple[int, int] = (0, 0)
-    has_kept: bool = False
+    window: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
     _picked: Order | None = None
     _num_picks: int = field(default=0)
 
@@ -58,24 +65,42 @@ class Accumulation:
         self.sent_nbytes = after[0] - before[0], after[1] - before[1]
         self.num_microbatches = number
 
-    def pick(self, engine: Engine) -> Order:
-        """Pick an order for all ranks; again in the second step, when activations are known."""
+    def choose(self, engine: Engine, order: Order) -> Order:
+        """Return the order to run, and choose the window for it."""
+        if order != "auto":
+            self.window = _all_gathered(engine) if order == "keep" else frozenset()
+            return order
+        if not engine.policy.frees_after_forward:
+            return "plain"  # it gathers and reduces once
         if self._picked is None or self._num_picks < 2:
             self._num_picks += 1
-            room = room_to_keep(engine.recipe, engine.context.store.device, engine.group, None)
-            has_room = room >= kept_nbytes(engine)
-            needs: list[object] = [self.border_nbytes]
-            if engine.group.world_size > 1:
-                needs = engine.group.all_gather_object(self.border_nbytes)
-            fits = all(isinstance(need, int) and need <= room for need in needs)
-            self._picked = "keep" if has_room else "layers" if fits else "plain"
+            self._picked = self._pick(engine)
         return self._picked
+
+    def _pick(self, engine: Engine) -> Order:
+        """Pick an order for all ranks; again in the second step, when activations are known."""
+        room = room_to_keep(engine.recipe, engine.context.store.device, engine.group, None)
+        self.window = with_gradients(engine, room)
+        needs: list[object] = [self.border_nbytes]
+        if engine.group.world_size > 1:
+            needs = engine.group.all_gather_object(self.border_nbytes)
+        if self.window == _all_gathered(engine):
+            return "keep"
+        if self.refused is None and all(isinstance(need, int) and need <= room for need in needs):
+            return "layers"
+        return self.loop_order()
+
+    def loop_order(self) -> Order:
+        """Return the order of a loop over micro-batches."""
+        return "keep" if self.window else "plain"
 
     def describe(self, engine: Engine) -> list[str]:
         """Return lines for the report: the order of the last step, and the costs of all orders."""
         if not self.num_microbatches:
             return []
         line = f"accumulation: {self.order!r} order, {self.num_microbatches} micro-batches"
+        if self.order == "keep":
+            line += f", {len(self.window)} of {len(_all_gathered(engine))} units kept"
         if self.refused is not None:
             line += f", as the module is no chain of blocks: {self.refused}"
         tiled = any(unit.is_tiled for unit in engine.units)  # gathered for each use in every order
@@ -86,17 +111,20 @@ class Accumulation:
     def _costs(self, engine: Engine) -> str:
         """Bytes that each order sends and holds, from those of the last step."""
         number, (gathered, reduced) = self.num_microbatches, self.sent_nbytes
-        passes = {"layers": (2, 1), "keep": (1, 1), "plain": (2 * number, number)}
+        everything = trained_nbytes(engine, _all_gathered(engine))
+        share = trained_nbytes(engine, self.window) / max(1, everything)
+        kept = share + (1 - share) * 2 * number, share + (1 - share) * number
+        passes = {"layers": (2, 1), "keep": kept, "plain": (2 * number, number)}
         gathers, reductions = passes[self.order]
-        gather, reduction = gathered // gathers, reduced // reductions
-        weights = _weights_nbytes(engine)
+        gather, reduction = int(gathered / gathers), int(reduced / reductions)
         borders = in_bytes(self.border_nbytes) if self.is_proved else "an unknown number of bytes"
-        costs = (
+        costs = [
             ("plain", number * (2 * gather + reduction), "nothing"),
-            ("keep weights", gather + number * reduction, in_bytes(weights)),
-            ("keep", gather + reduction, in_bytes(kept_nbytes(engine))),
+            ("keep", gather + reduction, in_bytes(everything)),
             ("layers", 2 * gather + reduction, borders),
-        )
+        ]
+        if self.refused is not None:
+            del costs[-1]
         return ", ".join(
             f"{name!r} sends {in_bytes(sent)} and holds {held} more" for name, sent, held in costs
         )
@@ -109,43 +137,29 @@ def accumulation_of(engine: Engine) -> Accumulation:
     return engine.accumulation
 
 
-def choose(engine: Engine, known: Accumulation, order: Order) -> Order:
-    """Return the order to run: the one that was asked for, or the pick."""
-    return known.pick(engine) if order == "auto" else order
-
-
-def kept_nbytes(engine: Engine) -> int:
-    """Return the bytes of all unsharded weights and of gradients of those that train."""
-    return _weights_nbytes(engine) + _trained_nbytes(engine)
+def _all_gathered(engine: Engine) -> frozenset[int]:
+    return frozenset(gathered_units(engine.schedule.units))
 
 
 def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
-    """Return predicted peaks with those of an order that keeps weights and gradients."""
+    """Return predicted peaks with those of a step that kept a window of weights and gradients."""
     known = engine.accumulation
-    if not (peaks and isinstance(known, Accumulation) and known.has_kept):
+    if not (peaks and isinstance(known, Accumulation) and known.kept):
         return peaks
-    found, added = dict(peaks), 0
-    kept = (Kind.UNSHARDED, _weights_nbytes(engine)), (Kind.PARTIAL_GRAD, _trained_nbytes(engine))
-    for kind, most in kept:
-        more = max(0, most - found.get(kind, 0))
-        found[kind] = found.get(kind, 0) + more
-        added += more
-    if engine.policy.keeps_gradients:
-        found["all"] += added
-    else:  # reduced gradients come as the others go
+    trained = {
+        i: sum(parameter.full_nbytes for parameter in unit.gradient.trainable())
+        for i, unit in enumerate(engine.units)
+    }
+    more = sum(trained[i] for i in known.kept), sum(trained.values())
+    most = {
+        Kind.UNSHARDED: most_nbytes(engine.schedule.units, known.kept, engine.policy.prefetch),
+        Kind.PARTIAL_GRAD: min(peaks.get(Kind.PARTIAL_GRAD, 0) + more[0], more[1]),
+    }
+    found = peaks | {kind: max(peaks.get(kind, 0), nbytes) for kind, nbytes in most.items()}
+    if engine.policy.frees_after_forward:  # reduced gradients come as the others go
         kinds = sum(nbytes for kind, nbytes in found.items() if kind not in ("all", Kind.GRAD))
-        found["all"] = max(found["all"], kinds)
+        found["all"] = max(peaks["all"], kinds)
     return found
-
-
-def _weights_nbytes(engine: Engine) -> int:
-    """Bytes of unsharded weights that are not at rest."""
-    return sum(unit.nbytes for unit in engine.schedule.units if not unit.is_resident)
-
-
-def _trained_nbytes(engine: Engine) -> int:
-    trained = [p for gradient in engine.gradients.values() for p in gradient.trainable()]
-    return sum(parameter.full_nbytes for parameter in trained)
 
 
 def describe_accumulation(engine: Engine) -> list[str]:

@@ -1,4 +1,4 @@
-"""Run the micro-batches of a step: in layered order, with kept weights, or one after the other.
+"""Run the micro-batches of a step: in layered order, or one after the other.
 
 In layered order every unit is gathered for all micro-batches at once. The stages of one step:
 
@@ -31,24 +31,48 @@ from onefold.layered.streams import RandomStreams
 Forward = Callable[[], Tensor]
 """One micro-batch: its forward and its part of the mean loss."""
 
-def run_plain(engine: Engine, forwards: Sequence[Forward], streams: RandomStreams) -> Tensor:
-    """Run micro-batches one after the other, as a loop with `onefold.accumulate`."""
-    before, losses = engine.is_accumulating, list[Tensor]()
+
+def run_loop(
+    engine: Engine, forwards: Sequence[Forward], streams: RandomStreams, window: frozenset[int]
+) -> Tensor:
+    """Run micro-batches one after the other, as a loop with `onefold.accumulate`.
+
+    Units in `window` stay unsharded until the last backward, and so do their partial gradients.
+    """
+    schedule, before, losses = engine.schedule, engine.is_accumulating, list[Tensor]()
+    schedule.is_driven = bool(window)
     try:
+        engine.hands.do(schedule.keep(window))
         for number, forward in enumerate(forwards):
-            engine.is_accumulating = before or number < len(forwards) - 1
+            is_last = number == len(forwards) - 1
+            engine.is_accumulating = before or not is_last
             with streams.of(number):
                 loss = forward()
+            if is_last:
+                schedule.kept = frozenset()  # backward frees units as it leaves them
+            engine.resting = schedule.kept
             loss.backward()
             losses.append(loss.detach())
             del loss
+    except BaseException:
+        if window:
+            _free_all(engine)
+        raise
     finally:
-        engine.is_accumulating = before
+        schedule.is_driven, engine.is_accumulating, engine.resting = False, before, frozenset()
+        engine.hands.do(schedule.keep(frozenset()))
     return _sum(losses)
 
 
+def _free_all(engine: Engine) -> None:
+    """A micro-batch has failed: keep nothing unsharded."""
+    if engine.schedule.is_backward:
+        engine.abort_backward()
+    engine.rest()
+
+
 class Layered:
-    """One step in layered order; without blocks, each micro-batch is a stage: weights are kept."""
+    """One step in layered order."""
 
     def __init__(
         self, engine: Engine, forwards: Sequence[Forward], streams: RandomStreams,

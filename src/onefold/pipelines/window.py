@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from onefold.engine.engine import Engine
-from onefold.engine.keeping import choose, gathered_units
+from onefold.engine.keeping import gathered_units, trained_nbytes, with_gradients
 from onefold.errors import ConfigError, expected
 from onefold.planner.auto import room_to_keep
 from onefold.planner.sizes import parse_nbytes
@@ -32,8 +31,8 @@ def windows_of(engines: Sequence[Engine], window: Window) -> list[frozenset[int]
             found.append(frozenset(gathered[i * len(gathered) // count] for i in range(count)))
         else:
             room = room_to_keep(engine.recipe, engine.context.store.device, engine.group, limit)
-            found.append(_that_fit(engine, room - taken))
-            taken += sum(_nbytes(engine, i) for i in found[-1])
+            found.append(with_gradients(engine, room - taken))
+            taken += trained_nbytes(engine, found[-1])
     return found
 
 
@@ -50,18 +49,3 @@ def check_window(window: object) -> None:
                 hint='onefold.pipeline(schedule, window="8GiB"), or no window: what fits',
             )
         )
-
-
-def _that_fit(engine: Engine, room: int) -> frozenset[int]:
-    """The units that fit into `room` bytes with their gradients, beside the gathered others."""
-    units = [
-        replace(facts, nbytes=_nbytes(engine, index))
-        for index, facts in enumerate(engine.schedule.units)
-    ]
-    return choose(units, room, engine.policy.prefetch) if room > 0 else frozenset()
-
-
-def _nbytes(engine: Engine, index: int) -> int:
-    """Bytes of a unit's unsharded weights and gradients."""
-    unit = engine.units[index]
-    return engine.schedule.units[index].nbytes * (2 if unit.requires_grad() else 1)
