@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
 from onefold.errors import ConfigError, expected
-from onefold.host import free_host_nbytes, usable_cores
+from onefold.host import usable_cores
 from onefold.layout.units import plan_units
 from onefold.models.loader import build_model, refuse
 from onefold.models.loader import recompute as recompute_blocks
@@ -22,11 +23,11 @@ from onefold.planner.calibrate import Sample
 from onefold.planner.calibrate import calibrate as measured_here
 from onefold.planner.calibration import Calibration
 from onefold.planner.candidates import OFFLOADS, WAYS, Candidate, candidates, lossy
+from onefold.planner.clusters import Cluster, ClusterChoice, clusters_of
 from onefold.planner.estimate import estimated
-from onefold.planner.machines import Machine, machine_of
+from onefold.planner.mixed import Kind
 from onefold.planner.result import Plan
 from onefold.planner.search import Row, Search, best_of, nearest
-from onefold.planner.sizes import parse_nbytes
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.recipe import Recipe
@@ -36,29 +37,11 @@ Tracing = Callable[[int], Trace]
 """Traces a micro-batch of so many rows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """The devices to plan for: `ranks` on each of `nodes`, which compute on "cuda" or "cpu".
-
-    `memory`: of each device, or CPU rank; `host_memory` and `disk`: of each node, for all its
-    ranks: bytes, or a text such as "80GB" or "80GiB". `machine`: the machine of step times, by name
-    such as "h100" (`planner/machines.py`) or described.
-    """
-
-    ranks: int = 1
-    nodes: int = 1
-    device_type: str = "cuda"
-    memory: int | str | None = None
-    host_memory: int | str | None = None
-    disk: int | str | None = None
-    machine: str | Machine | None = None
-
-
 def plan(  # noqa: PLR0913 - the contract
     module_or_config: nn.Module | str | os.PathLike[str],
     *,
     world_size: int = 1,
-    cluster: Cluster | None = None,
+    cluster: ClusterChoice = None,
     seq: int = 1024,
     batch: int | Literal["auto"] = 1,
     accumulate: int = 1,
@@ -79,8 +62,11 @@ def plan(  # noqa: PLR0913 - the contract
             preset, a Hugging Face config.json, or "module:function".
         world_size: ranks on this machine, where no `cluster` is given: GPUs if torch sees one,
             else processes on the CPU.
-        cluster: the devices; default: those of this machine.
-        batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two.
+        cluster: the devices; default: those of this machine. Several kinds of devices: a list, or a
+            text as in "8xh100-80 + 16xa100-40". Then rows are split by speed and states by memory:
+            `Plan.split`, beside `Plan.equal_split`.
+        batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two. On
+            several kinds of devices: the mean over all ranks.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
         wire: None (exact, one axis), a preset's name or a `Wire`. "auto": on several nodes the
             exact preset that is fastest, or sends least between them; `Plan.wires` compares all
@@ -95,11 +81,18 @@ def plan(  # noqa: PLR0913 - the contract
         ConfigError: a model that cannot be built, counts below 1, words that are not known; a wire
             that `onefold.shard` refuses at that stage or on so many nodes; a calibration for other
             devices than this machine's CPU, or of a model that does not run; axes that do not
-            divide the world, or for which the model has not enough heads, blocks or experts.
+            divide the world, or for which the model has not enough heads, blocks or experts; a
+            cluster of several kinds beside axes, a wire or a calibration.
     """
-    where, axes = cluster or _this_machine(world_size), axes or ModelAxes()
-    _check(where, seq=seq, batch=batch, accumulate=accumulate)
-    axes.check(where.ranks * where.nodes)
+    kinds, axes = clusters_of(cluster, world_size), axes or ModelAxes()
+    where = _whole(kinds)
+    for kind in kinds:
+        _check(kind, seq=seq, batch=batch, accumulate=accumulate)
+    is_mixed = len(kinds) > 1
+    if is_mixed:
+        _check_mixed(kinds, axes, wire, calibrates=calibrate is not False)
+    world = sum(kind.world_size for kind in kinds)
+    axes.check(world)
     chosen = precision_of(precision)
     name, module = _model(module_or_config, seq, recompute=recompute)
     word = next((word for word, each in PRECISIONS.items() if each == chosen), None)
@@ -109,16 +102,20 @@ def plan(  # noqa: PLR0913 - the contract
         tokens = tokens_of(rows, seq)
         return trace(module, tokens, precision=chosen, device_type=where.device_type)
 
-    one, two, estimates = _traces(traced, rows, is_open=batch == "auto")
+    exact = cache(traced)
+    is_open = batch == "auto" or is_mixed
+    one, two, estimates = _traces(exact, 1 if is_mixed else rows, is_open=is_open)
     if one is None:
-        one = estimated(plan_units(without_values(module)), rows * seq, chosen)
+        units = plan_units(without_values(module))
+        exact = cache(lambda rows: estimated(units, rows * seq, chosen))
+        one, two = exact(1 if is_mixed else rows), exact(2) if is_mixed else None
     anatomy = Anatomy()
     if axes.are_used:
         anatomy = Anatomy.of(module, one.units)
         anatomy.check(axes)
         estimates += anatomy.estimates(axes)
     calibration = None
-    machine = machine_of(where.machine) if isinstance(where.machine, str) else where.machine
+    machine = where.described
     if calibrate is not False:
         runs = module_or_config if calibrate is True else calibrate
         model = runs if isinstance(runs, nn.Module) else os.fspath(runs)
@@ -130,29 +127,66 @@ def plan(  # noqa: PLR0913 - the contract
         one=one,
         two=two,
         recipe=Recipe(
-            world_size=where.ranks * where.nodes, local_world_size=where.ranks, precision=chosen,
+            world_size=world, local_world_size=where.ranks, precision=chosen,
             device_type=where.device_type,
         ),
-        room=_room(where),
+        room=where.room,
         machine=machine,
         tokens=seq,
         accumulate=accumulate,
-        wires=_wires(wire, where.nodes, axes),
+        wires=_wires(wire, 1 if is_mixed else where.nodes, axes),
         axes=axes,
         anatomy=anatomy,
+        kinds=_kinds(kinds) if is_mixed else (),
+        exact=exact,
     )  # fmt: skip
     ways = _ways(stage, offload, where.device_type)
     found = _found(search, ways, None if batch == "auto" else rows)
-    if batch == "auto" and two is not None:
+    if batch == "auto" and two is not None and not is_mixed:  # a mixed one has exact traces
         found = _confirmed(found, search, traced)
     best, closest = best_of(found), nearest(found)
     return Plan(
         name, word if precision is not None else None, recompute, search, found, best, closest,
         estimates, calibration,
         _compared(search, best or closest)
-        if wire == "auto" and where.nodes > 1 and not axes.are_used
+        if wire == "auto" and where.nodes > 1 and not axes.are_used and not is_mixed
         else (),
     )  # fmt: skip
+
+
+def _whole(kinds: Sequence[Cluster]) -> Cluster:
+    """Return the first kind, with the fewest ranks of a node of any."""
+    return replace(kinds[0], ranks=min(kind.ranks for kind in kinds))
+
+
+def _check_mixed(
+    kinds: Sequence[Cluster], axes: ModelAxes, wire: object, *, calibrates: bool
+) -> None:
+    """Refuse choices that no mixed cluster has."""
+    types = sorted({kind.device_type for kind in kinds})
+    refused = {
+        "axes of the model": axes.are_used,
+        "a calibration": calibrates,
+        f"wire {wire!r}": wire not in ("auto", "exact", None),
+        f"devices of types {' and '.join(types)}": len(types) > 1,
+    }
+    got = [words for words, is_there in refused.items() if is_there]
+    if got:
+        hint = "leave it out, or plan each kind of devices for itself"
+        wanted = "a cluster of several kinds with the exact wire, and nothing else"
+        raise ConfigError(expected(wanted, f"it with {got[0]}", hint=hint))
+
+
+def _kinds(kinds: Sequence[Cluster]) -> tuple[Kind, ...]:
+    """Return the kinds of a mixed cluster with their ranks."""
+    found: list[Kind] = []
+    first = 0
+    for index, kind in enumerate(kinds):
+        machine = kind.described
+        name = machine.name if machine is not None else f"kind {index}"
+        found.append(Kind(name, first, kind.world_size, kind.ranks, kind.room, machine))
+        first += kind.world_size
+    return tuple(found)
 
 
 def _traces(
@@ -254,30 +288,6 @@ def _check(where: Cluster, **counts: int | str) -> None:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             wanted = f"{name} to be a whole number of at least 1"
             raise ConfigError(expected(wanted, repr(count), hint=f"{name}=1 or more"))
-
-
-def _this_machine(world_size: int) -> Cluster:
-    if torch.accelerator.is_available():
-        memory = torch.accelerator.get_memory_info()[1]
-        return Cluster(ranks=world_size, memory=memory, host_memory=free_host_nbytes())
-    share = free_host_nbytes() // max(1, world_size)
-    return Cluster(ranks=world_size, device_type="cpu", memory=share)
-
-
-def _room(where: Cluster) -> dict[str, int]:
-    """Return the bytes there are, by place; see `Search`."""
-    memory = where.memory
-    if memory is None and isinstance(where.machine, str):
-        memory = int(machine_of(where.machine).memory_nbytes)
-    if memory is None:
-        memory = free_host_nbytes() // where.ranks
-    room = {"device": memory, "host": where.host_memory, "disk": where.disk}
-    names = {"device": "memory", "host": "host_memory", "disk": "disk"}
-    return {
-        place: parse_nbytes(f"Cluster.{names[place]}", size) if isinstance(size, str) else size
-        for place, size in room.items()
-        if size is not None
-    }
 
 
 def _calibration(where: Cluster, sample: Sample) -> Calibration:
