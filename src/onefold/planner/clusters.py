@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from onefold.config import Precision
 from onefold.errors import ConfigError, expected
 from onefold.host import free_host_nbytes
+from onefold.planner.axes import ModelAxes
 from onefold.planner.machines import Machine, machine_of
+from onefold.planner.mixed import DeviceKind
 from onefold.planner.sizes import parse_nbytes
+from onefold.recipe import Recipe
 
 EXAMPLE = "8xh100-80 + 16xa100-40"
 _KIND = re.compile(r"\s*([0-9]+)\s*[xX]\s*([^\s+]+)\s*")
@@ -120,6 +124,48 @@ def with_room(kinds: Sequence[Cluster], host: int | None, disk: int | None) -> t
         )
         for kind in kinds
     )  # fmt: skip
+
+
+def recipe_of(kinds: Sequence[Cluster], precision: Precision) -> Recipe:
+    """Return the recipe of all ranks, on nodes as small as the smallest of any kind."""
+    return Recipe(
+        world_size=sum(kind.world_size for kind in kinds),
+        local_world_size=min(kind.ranks for kind in kinds),
+        precision=precision,
+        device_type=kinds[0].device_type,
+    )
+
+
+def check_mixed(
+    kinds: Sequence[Cluster], axes: ModelAxes, wire: object, *, calibrates: bool
+) -> None:
+    """Refuse choices that no mixed cluster has."""
+    types = sorted({kind.device_type for kind in kinds})
+    refused = {
+        "axes of the model": axes.are_used,
+        "a calibration": calibrates,
+        f"wire {wire!r}": wire not in ("auto", "exact", None),
+        f"devices of types {' and '.join(types)}": len(types) > 1,
+    }
+    got = [words for words, is_there in refused.items() if is_there]
+    if got:
+        hint = "leave it out, or plan each kind of devices for itself"
+        wanted = "a cluster of several kinds with the exact wire, and nothing else"
+        raise ConfigError(expected(wanted, f"it with {got[0]}", hint=hint))
+
+
+def device_kinds(kinds: Sequence[Cluster]) -> tuple[DeviceKind, ...]:
+    """Return the kinds of a mixed cluster with their ranks; none where there is one alone."""
+    if len(kinds) == 1:
+        return ()
+    found: list[DeviceKind] = []
+    first = 0
+    for index, kind in enumerate(kinds):
+        machine = kind.described
+        name = machine.name if machine is not None else f"kind {index}"
+        found.append(DeviceKind(name, first, kind.world_size, kind.ranks, kind.room, machine))
+        first += kind.world_size
+    return tuple(found)
 
 
 def _this_machine(world_size: int) -> Cluster:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
+from math import ceil, gcd
 from typing import Any
 
 from onefold.errors import ConfigError
@@ -36,7 +36,7 @@ OWN_PARTS = ("compute", "memory", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class DeviceKind:
     """One kind of devices. Its ranks are neighbours, from rank `first` on.
 
     `room`: bytes of each "device", and of each "host" and its "disk" for all ranks of the host.
@@ -54,7 +54,7 @@ class Kind:
 class KindPlan:
     """What the ranks of one kind take. The forecast is that of the fullest of them."""
 
-    kind: Kind
+    kind: DeviceKind
     rows: int  # of the rank with most, in a micro-batch
     share: float  # of all states, of one rank
     forecast: Forecast
@@ -62,7 +62,7 @@ class KindPlan:
 
     @property
     def needs(self) -> dict[str, int]:
-        """Bytes by place, as in `Kind.room`."""
+        """Bytes by place, as in `DeviceKind.room`."""
         return self.forecast.by_place(self.kind.local_world_size)
 
     @property
@@ -88,7 +88,7 @@ class KindPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class MixedSplit:
     """A job over all kinds. `rows` of a micro-batch and `weights` of the states: one a rank.
 
     weights: None where all ranks hold the same. lacks: the states that have no room, as a share.
@@ -142,7 +142,7 @@ class MixedJob:
     near, exact: the trace of a number of rows, extrapolated and exact.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[DeviceKind, ...]
     recipe: Recipe
     rows: int
     tokens: int  # of a row
@@ -150,13 +150,13 @@ class MixedJob:
     near: Callable[[int], Trace]
     exact: Callable[[int], Trace]
 
-    def best(self) -> Split:
+    def best(self) -> MixedSplit:
         """Return the split by speed and memory."""
         rows = self._rows(None)
         lines = [self._line(kind, rows[kind.first]) for kind in self.kinds]
         if any(line.most < 0 for line in lines):  # activations alone are too many
             try:
-                rows = self._rows([self._most_rows(kind, rows[kind.first]) for kind in self.kinds])
+                rows = self._rows([self._most_rows(kind) for kind in self.kinds])
             except ConfigError:
                 return self._made(rows, None, lacks=1.0)
             lines = [self._line(kind, rows[kind.first]) for kind in self.kinds]
@@ -165,16 +165,15 @@ class MixedJob:
             return made
         return self._by_memory(rows, lines)
 
-    def equal(self) -> Split:
+    def equal(self) -> MixedSplit:
         """Return the split that gives all ranks the same."""
         return self._made((self.rows,) * self.recipe.world_size, None)
 
-    def growth(self, split: Split) -> float | None:
+    def growth(self, split: MixedSplit, *, is_even: bool) -> float | None:
         """Return how many times the states and units of the model could grow, at these rows.
 
-        Activations stay. None where no limit is known.
+        Activations stay. `is_even`: all ranks hold the same. None where no limit is known.
         """
-        is_even = split.weights is None and len(set(split.rows)) == 1
         lines = [self._line(each.kind, each.rows) for each in split.kinds]
         low, high = 0.0, 2.0**20
         if self._has_room(lines, high, is_even=is_even):
@@ -184,6 +183,32 @@ class MixedJob:
             fits = self._has_room(lines, middle, is_even=is_even)
             low, high = (middle, high) if fits else (low, middle)
         return low
+
+    def more(self, split: MixedSplit) -> dict[str, int]:
+        """Return how many further devices of each kind would hold the states without room.
+
+        Every further rank adds as many rows as the others have in the mean.
+        """
+        found: dict[str, int] = {}
+        for index, each in enumerate(split.kinds):
+            most = self._line(each.kind, each.rows).most
+            least = ceil(split.lacks / most) if most > 0 else 0
+            tries = range(least, least + TRIES) if least else ()
+            count = next((n for n in tries if self._with(index, n).best().fits), 0)
+            found |= {each.kind.name: count} if count else {}
+        return found
+
+    def _with(self, index: int, count: int) -> MixedJob:
+        """Return the same job with more devices of a kind."""
+        kinds = [
+            replace(
+                kind, first=kind.first + count * (at > index),
+                ranks=kind.ranks + count * (at == index),
+            )
+            for at, kind in enumerate(self.kinds)
+        ]  # fmt: skip
+        recipe = replace(self.recipe, world_size=self.recipe.world_size + count)
+        return replace(self, kinds=tuple(kinds), recipe=recipe, exact=self.near)
 
     def _has_room(self, lines: Sequence[_Line], times: float, *, is_even: bool) -> bool:
         most = [line.most_of(times) for line in lines]
@@ -204,7 +229,7 @@ class MixedJob:
             limits = [each for kind, each in pairs for _ in range(kind.ranks)]
         return rows_of(times, total, limits)
 
-    def _time(self, kind: Kind) -> RankTime:
+    def _time(self, kind: DeviceKind) -> RankTime:
         """Return the time of a rank's own work, from two numbers of rows."""
         if any(each.machine is None for each in self.kinds):
             return RankTime(0.0, 1.0)
@@ -212,15 +237,15 @@ class MixedJob:
         per_row = max((many - few) / self.rows, 1e-12)
         return RankTime(max(0.0, few - per_row * self.rows), per_row)
 
-    def _own_seconds(self, kind: Kind, rows: int) -> float:
+    def _own_seconds(self, kind: DeviceKind, rows: int) -> float:
         assert kind.machine is not None, "a kind without a machine has no time"
         work = self.near(rows).work(rows * self.tokens)
         step = simulate(work, self.recipe, kind.machine, self.conditions)
         return sum(getattr(step, part) for part in OWN_PARTS)
 
-    def _most_rows(self, kind: Kind, rows: int) -> int:
+    def _most_rows(self, kind: DeviceKind) -> int:
         """Return the most rows beside which a rank without states fits."""
-        low, high = 0, rows + 1
+        low, high = 0, self.rows * self.recipe.world_size + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._line(kind, middle).most >= 0 else (low, middle)
@@ -228,7 +253,7 @@ class MixedJob:
 
     # states
 
-    def _line(self, kind: Kind, rows: int) -> _Line:
+    def _line(self, kind: DeviceKind, rows: int) -> _Line:
         """Return the bytes of a rank of the kind, as they grow with its share."""
         world = self.recipe.world_size
         inside = range(kind.first, kind.first + kind.ranks)
@@ -249,7 +274,7 @@ class MixedJob:
     def _trace(self, source: Callable[[int], Trace], rows: int) -> Trace:
         return source(max(1, rows))  # a rank without rows runs one that counts for nothing
 
-    def _by_memory(self, rows: tuple[int, ...], lines: list[_Line]) -> Split:
+    def _by_memory(self, rows: tuple[int, ...], lines: list[_Line]) -> MixedSplit:
         """Return the most even shares that fit; where none fit, those that miss alike."""
         most = [max(0.0, line.most) for line in lines]
         made, lacks = self._made(rows, None), 0.0
@@ -273,7 +298,7 @@ class MixedJob:
 
     def _made(
         self, rows: tuple[int, ...], weights: tuple[int, ...] | None, lacks: float = 0.0
-    ) -> Split:
+    ) -> MixedSplit:
         """Forecast the fullest rank of each kind, and time it."""
         recipe = replace(self.recipe, shares=weights)
         total = sum(weights) if weights else 0
@@ -293,7 +318,7 @@ class MixedJob:
                 conditions = replace(self.conditions, share=share if weights else None)
                 step = simulate(trace.work(own * self.tokens), recipe, machine, conditions)
             found.append(KindPlan(kind, own, share, held, step))
-        return Split(tuple(found), rows, weights, lacks)
+        return MixedSplit(tuple(found), rows, weights, lacks)
 
     def _machines(self, shares: list[float] | None) -> list[Machine | None]:
         """Return each kind's machine with the links of the kind that a collective waits for."""
@@ -305,7 +330,9 @@ class MixedJob:
         burdens = [1.0] * len(known)
         if shares is not None:  # a rank sends its piece to all others, and receives theirs
             burdens = [max((world - 1) * share, 1 - share) / even for share in shares]
-        linked = [_burdened(machine, burden) for machine, burden in zip(known, burdens, strict=True)]
+        linked = [
+            _burdened(machine, burden) for machine, burden in zip(known, burdens, strict=True)
+        ]
         nbytes = self.exact(self.rows).numel * self.conditions.weight_itemsize
         group = LinkGroup(world, near)
         slowest = max(linked, key=lambda each: gather_cost(nbytes, group, each).seconds)
@@ -360,7 +387,7 @@ def _burdened(machine: Machine, burden: float) -> Machine:
     return replace(machine, inside=inside, outside=outside)
 
 
-def _level(kinds: Sequence[Kind], most: Sequence[float]) -> float:
+def _level(kinds: Sequence[DeviceKind], most: Sequence[float]) -> float:
     """Return the share of ranks that memory does not limit, where all shares sum to 1."""
     left, free = 1.0, sum(kind.ranks for kind in kinds)
     for each, ranks in sorted(zip(most, (kind.ranks for kind in kinds), strict=True)):
@@ -370,7 +397,7 @@ def _level(kinds: Sequence[Kind], most: Sequence[float]) -> float:
     return left / free if free else 1.0
 
 
-def _weights(kinds: Sequence[Kind], shares: Sequence[float]) -> tuple[int, ...]:
+def _weights(kinds: Sequence[DeviceKind], shares: Sequence[float]) -> tuple[int, ...]:
     """Return whole weights, one a rank; those of smaller shares are rounded down."""
     largest = max(shares)
     whole = [int(LARGEST_WEIGHT * share / largest + 1e-9) for share in shares]

@@ -23,14 +23,20 @@ from onefold.planner.calibrate import Sample
 from onefold.planner.calibrate import calibrate as measured_here
 from onefold.planner.calibration import Calibration
 from onefold.planner.candidates import OFFLOADS, WAYS, Candidate, candidates, lossy
-from onefold.planner.clusters import Cluster, ClusterChoice, clusters_of
+from onefold.planner.clusters import (
+    Cluster,
+    ClusterChoice,
+    check_mixed,
+    clusters_of,
+    device_kinds,
+    recipe_of,
+)
 from onefold.planner.estimate import estimated
-from onefold.planner.mixed import Kind
+from onefold.planner.mixed_plan import MixedPlan
 from onefold.planner.result import Plan
 from onefold.planner.search import Row, Search, best_of, nearest
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
-from onefold.recipe import Recipe
 from onefold.wire_config import WireChoice
 
 Tracing = Callable[[int], Trace]
@@ -64,7 +70,7 @@ def plan(  # noqa: PLR0913 - the contract
             else processes on the CPU.
         cluster: the devices; default: those of this machine. Several kinds of devices: a list, or a
             text as in "8xh100-80 + 16xa100-40". Then rows are split by speed and states by memory:
-            `Plan.split`, beside `Plan.equal_split`.
+            `Plan.mixed` has them beside an equal split.
         batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two. On
             several kinds of devices: the mean over all ranks.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
@@ -85,15 +91,13 @@ def plan(  # noqa: PLR0913 - the contract
             cluster of several kinds beside axes, a wire or a calibration.
     """
     kinds, axes = clusters_of(cluster, world_size), axes or ModelAxes()
-    where = _whole(kinds)
     for kind in kinds:
         _check(kind, seq=seq, batch=batch, accumulate=accumulate)
-    is_mixed = len(kinds) > 1
-    if is_mixed:
-        _check_mixed(kinds, axes, wire, calibrates=calibrate is not False)
-    world = sum(kind.world_size for kind in kinds)
-    axes.check(world)
-    chosen = precision_of(precision)
+    where, mixed, chosen = kinds[0], device_kinds(kinds), precision_of(precision)
+    if mixed:
+        check_mixed(kinds, axes, wire, calibrates=calibrate is not False)
+    recipe = recipe_of(kinds, chosen)
+    axes.check(recipe.world_size)
     name, module = _model(module_or_config, seq, recompute=recompute)
     word = next((word for word, each in PRECISIONS.items() if each == chosen), None)
     rows = 1 if batch == "auto" else int(batch)
@@ -102,20 +106,18 @@ def plan(  # noqa: PLR0913 - the contract
         tokens = tokens_of(rows, seq)
         return trace(module, tokens, precision=chosen, device_type=where.device_type)
 
-    exact = cache(traced)
-    is_open = batch == "auto" or is_mixed
-    one, two, estimates = _traces(exact, 1 if is_mixed else rows, is_open=is_open)
+    exact, least = cache(traced), 1 if mixed else rows
+    one, two, estimates = _traces(exact, least, is_open=batch == "auto" or bool(mixed))
     if one is None:
         units = plan_units(without_values(module))
         exact = cache(lambda rows: estimated(units, rows * seq, chosen))
-        one, two = exact(1 if is_mixed else rows), exact(2) if is_mixed else None
+        one, two = exact(least), exact(2) if mixed else None
     anatomy = Anatomy()
     if axes.are_used:
         anatomy = Anatomy.of(module, one.units)
         anatomy.check(axes)
         estimates += anatomy.estimates(axes)
-    calibration = None
-    machine = where.described
+    calibration, machine = None, where.described
     if calibrate is not False:
         runs = module_or_config if calibrate is True else calibrate
         model = runs if isinstance(runs, nn.Module) else os.fspath(runs)
@@ -126,67 +128,28 @@ def plan(  # noqa: PLR0913 - the contract
     search = Search(
         one=one,
         two=two,
-        recipe=Recipe(
-            world_size=world, local_world_size=where.ranks, precision=chosen,
-            device_type=where.device_type,
-        ),
+        recipe=recipe,
         room=where.room,
         machine=machine,
         tokens=seq,
         accumulate=accumulate,
-        wires=_wires(wire, 1 if is_mixed else where.nodes, axes),
+        wires=_wires(wire, 1 if mixed else where.nodes, axes),
         axes=axes,
         anatomy=anatomy,
-        kinds=_kinds(kinds) if is_mixed else (),
+        kinds=mixed,
         exact=exact,
     )  # fmt: skip
     ways = _ways(stage, offload, where.device_type)
     found = _found(search, ways, None if batch == "auto" else rows)
-    if batch == "auto" and two is not None and not is_mixed:  # a mixed one has exact traces
+    if batch == "auto" and two is not None and not mixed:  # a mixed one has exact traces
         found = _confirmed(found, search, traced)
     best, closest = best_of(found), nearest(found)
     return Plan(
         name, word if precision is not None else None, recompute, search, found, best, closest,
         estimates, calibration,
-        _compared(search, best or closest)
-        if wire == "auto" and where.nodes > 1 and not axes.are_used and not is_mixed
-        else (),
+        _compared(search, best or closest) if wire == "auto" else (),
+        MixedPlan.of(search, best or closest) if mixed else None,
     )  # fmt: skip
-
-
-def _whole(kinds: Sequence[Cluster]) -> Cluster:
-    """Return the first kind, with the fewest ranks of a node of any."""
-    return replace(kinds[0], ranks=min(kind.ranks for kind in kinds))
-
-
-def _check_mixed(
-    kinds: Sequence[Cluster], axes: ModelAxes, wire: object, *, calibrates: bool
-) -> None:
-    """Refuse choices that no mixed cluster has."""
-    types = sorted({kind.device_type for kind in kinds})
-    refused = {
-        "axes of the model": axes.are_used,
-        "a calibration": calibrates,
-        f"wire {wire!r}": wire not in ("auto", "exact", None),
-        f"devices of types {' and '.join(types)}": len(types) > 1,
-    }
-    got = [words for words, is_there in refused.items() if is_there]
-    if got:
-        hint = "leave it out, or plan each kind of devices for itself"
-        wanted = "a cluster of several kinds with the exact wire, and nothing else"
-        raise ConfigError(expected(wanted, f"it with {got[0]}", hint=hint))
-
-
-def _kinds(kinds: Sequence[Cluster]) -> tuple[Kind, ...]:
-    """Return the kinds of a mixed cluster with their ranks."""
-    found: list[Kind] = []
-    first = 0
-    for index, kind in enumerate(kinds):
-        machine = kind.described
-        name = machine.name if machine is not None else f"kind {index}"
-        found.append(Kind(name, first, kind.world_size, kind.ranks, kind.room, machine))
-        first += kind.world_size
-    return tuple(found)
 
 
 def _traces(
@@ -239,7 +202,9 @@ def _confirmed(found: tuple[Row, ...], search: Search, traced: Tracing) -> tuple
 
 
 def _compared(search: Search, row: Row) -> tuple[Row, ...]:
-    """Try the same way on every wire; none where the stage has but one."""
+    """Try the same way on every wire; none where the stage, or the cluster, has but one."""
+    if search.recipe.nodes == 1 or search.axes.are_used or search.kinds:
+        return ()
     found = search.over((*search.wires, *lossy()), row.stage, row.offload, row.rows)
     found = [row if each.wire == row.wire else each for each in found]
     return tuple(found) if len(found) > 1 else ()

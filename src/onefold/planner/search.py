@@ -16,7 +16,7 @@ from onefold.planner.composition import Composition, Place, compose
 from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
-from onefold.planner.mixed import Kind, MixedJob, Split
+from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
@@ -54,7 +54,7 @@ class Row:
     step: StepTime | None
     wire: Candidate
     composed: Composition | None = None  # with model axes
-    mixed: Split | None = None  # over several kinds of devices
+    mixed: MixedSplit | None = None  # over several kinds of devices
 
     @property
     def needs(self) -> dict[str, int]:
@@ -151,7 +151,7 @@ class Search:
     accumulate: int = 1  # micro-batches of a step
     axes: ModelAxes = field(default_factory=ModelAxes)
     anatomy: Anatomy = field(default_factory=Anatomy)
-    kinds: tuple[Kind, ...] = ()  # of devices, where there are several
+    kinds: tuple[DeviceKind, ...] = ()  # of devices, where there are several
     exact: Callable[[int], Trace] | None = None  # the trace of so many rows
 
     def row(self, stage: int, offload: str, rows: int) -> Row:
