@@ -73,14 +73,15 @@ class PlannedUnit(UnitBytes):
 
 
 def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> PlannedUnit:
-    """Compute the bytes and messages of a unit on a rank; None: the one with the largest share."""
+    """Compute the bytes and messages of a unit; `rank` as in `unit_bytes`."""
     recipe = recipe.on(unit.data_ranks)
-    first, found = unit.members[0], unit_bytes(unit.members, recipe, rank)
+    at = None if unit.data_ranks else rank
+    first, found = unit.members[0], unit_bytes(unit.members, recipe, at)
     mesh = recipe.world_size, recipe.local_world_size if recipe.has_axes else 0
     members = tuple(replace(member, fqn="") for member in unit.members)
     is_nccl = recipe.device_type != "cpu"
     if recipe.is_sharded:
-        axis = _Axis.of(recipe, rank)
+        axis = _Axis.of(recipe, at)
         sent = _messages_of(members, mesh, recipe.wire, is_nccl, axis)
     else:
         sent = _all_reduce(members, _Axis(recipe.world_size), is_nccl)

@@ -97,15 +97,15 @@ class MixedPlan:
             yield f"an equal split does not fit{fits.removeprefix(', but')}"
         if self.largest and self.equal_largest is not None:
             yield (
-                f"largest model at these rows: about {self.largest:,d} parameters; with an equal "
-                f"split {self.equal_largest:,d}"
+                f"largest model at these rows: about {_count(self.largest)} parameters; with an "
+                f"equal split {_count(self.equal_largest)}"
             )
 
     def _remedies(self) -> list[str]:
         found = [f"--batch {self.fewer_rows}"] * (self.fewer_rows > 0)
         found += [f"{count} more {name}" for name, count in self.more]
         if self.largest:
-            found.append(f"a model of about {self.largest:,d} parameters")
+            found.append(f"a model of about {_count(self.largest)} parameters")
         return found or ["a smaller model"]
 
 
@@ -117,6 +117,13 @@ def runs_of(numbers: tuple[int, ...]) -> str:
     """
     runs = [(number, len(list(each))) for number, each in groupby(numbers)]
     return " + ".join(f"[{number}] * {n}" if n > 1 else f"[{number}]" for number, n in runs)
+
+
+def sampler_of(split: MixedSplit) -> str:
+    """The line of a script that deals the rows of a split; empty where all ranks take the same."""
+    if len(set(split.rows)) == 1:
+        return ""
+    return f"onefold.RowSampler(dataset, rows={sum(split.rows)}, shares={runs_of(split.rows)})"
 
 
 def row_lines(split: MixedSplit) -> list[str]:
@@ -137,6 +144,10 @@ def _short(split: MixedSplit) -> str:
     return f"{format_bytes(nbytes)}{'' if place == 'device' else f' of {place}'} short " + (
         f"on {each.kind.name}"
     )
+
+
+def _count(numel: int) -> str:
+    return f"{numel / 1e9:,.1f} billion" if numel >= 1e9 else f"{numel / 1e6:,.1f} million"
 
 
 def _grown(numel: int, times: float | None) -> int | None:

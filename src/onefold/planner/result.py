@@ -13,7 +13,7 @@ from typing import Any
 
 from onefold.planner.axes import ModelAxes
 from onefold.planner.calibration import Calibration
-from onefold.planner.mixed_plan import MixedPlan, row_lines
+from onefold.planner.mixed_plan import MixedPlan, row_lines, sampler_of
 from onefold.planner.search import Row, Search
 from onefold.planner.show import memory_table, short_table, traffic_table, wire_lines
 from onefold.planner.show_axes import axis_lines, mesh_of, mesh_words
@@ -228,7 +228,8 @@ class Plan:
         if self.mixed is not None:
             yield from self.mixed.lines()
             yield from ("", "in a script:")
-            yield from wrapped(f"  {self.line}", "      ")
+            for line in filter(None, (self.line, sampler_of(self.mixed.split))):
+                yield from wrapped(f"  {line}", "      ")
             yield from row_lines(self.mixed.split)
             return
         composed = self.taken.composed
