@@ -269,3 +269,23 @@ def test_choices_that_no_mixed_cluster_has_are_named():
     done = command("plan", "--cluster", GPUS, "--mem", "80GiB")
     assert done.returncode == 2
     assert "--mem too" in done.stderr
+
+
+def test_auto_takes_as_many_rows_in_the_mean_as_fit():
+    memory = (8 * MIB, 24 * MIB)
+    made = planned(kinds(1.0, 3.0, memory=memory), batch="auto")
+    rows = made.taken.rows
+    assert made.fits
+    assert sum(made.mixed.split.rows) == 4 * rows
+    assert not planned(kinds(1.0, 3.0, memory=memory), batch=2 * rows).fits
+
+
+def test_without_machines_rows_are_the_same_and_states_follow_memory():
+    """There is no speed: only memory is known."""
+    cluster = [Cluster(ranks=2, memory="24MiB"), Cluster(ranks=2, memory="96MiB")]
+    made = plan(gpt(12, 256), cluster=cluster, seq=4, stage=3, offload=None)
+    assert made.taken.step is None
+    assert made.mixed.split.rows == (1,) * 4
+    assert made.mixed.split.weights[0] < made.mixed.split.weights[3]
+    assert made.fits
+    assert "an equal split does not fit: " in str(made)

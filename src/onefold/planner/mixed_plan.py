@@ -94,7 +94,7 @@ class MixedPlan:
                 f"an equal split takes {seconds(equal.seconds)} a step, {times:.2f} x as long{fits}"
             )
         elif fits:
-            yield f"an equal split does not fit{fits.removeprefix(', but')}"
+            yield f"an equal split does not fit: {_short(self.equal)}"
         if self.largest and self.equal_largest is not None:
             yield (
                 f"largest model at these rows: about {_count(self.largest)} parameters; with an "
