@@ -70,7 +70,8 @@ def add_to(commands: SubParsers) -> None:
     add("--cp", default="1", metavar="N", help="ranks of a context axis, which cut sequences")
     add("--ep", default="1", metavar="N", help="ranks of dp x cp that share the experts")
     add("--cluster", metavar="MACHINE", help="predict step times on such machines, and how they "
-        "scale: a100-40, a100-80, h100-80, h200, b200 ...")
+        "scale: a100-40, a100-80, h100-80, h200, b200 ... With counts, all devices there are, also "
+        "of several kinds: \"8xh100-80 + 16xa100-40\"")
     add("--calibrate", nargs="?", const=True, default=False, metavar="MODEL", help="measure CPU "
         "ranks here and predict their step times; with the name of a smaller model, measure that")
     add("--inference", action="store_true", help="plan `onefold generate` instead: passes over "
@@ -98,7 +99,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         batch = whole("--batch", arguments.batch, least=1)
     made = plan(
         arguments.model,
-        cluster=_cluster(arguments),
+        cluster=_kinds(arguments) or _cluster(arguments),
         seq=whole("--seq", arguments.seq, least=1),
         batch=batch,
         accumulate=whole("--accumulate", arguments.accumulate, least=1),
@@ -110,7 +111,8 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         calibrate=arguments.calibrate,
         axes=_axes(arguments),
     )
-    curve = _curve(made) if arguments.cluster and not made.search.axes.are_used else []
+    has_curve = arguments.cluster and not made.search.axes.are_used and made.mixed is None
+    curve = _curve(made) if has_curve else []
     if arguments.json:
         print(json.dumps({**made.as_dict(), "scaling": curve}))
     else:
@@ -138,6 +140,24 @@ def _check_calibrate(arguments: argparse.Namespace) -> None:
         wanted = "--calibrate for the CPU ranks of this machine"
         hint = "leave one of the two out; --ranks N sets the number of ranks"
         raise ConfigError(expected(wanted, f"it beside {given[0]}", hint=hint))
+
+
+def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
+    """Return the devices that `--cluster` counts; none where it names a machine, or is absent."""
+    from onefold.planner.clusters import names_kinds, parsed, with_room
+
+    if arguments.cluster is None or not names_kinds(arguments.cluster):
+        return ()
+    others = {"--gpus": arguments.gpus, "--ranks": arguments.ranks, "--mem": arguments.mem}
+    others["--nodes"] = None if arguments.nodes == "1" else arguments.nodes
+    given = [flag for flag, value in others.items() if value is not None]
+    if given:
+        hint = f"leave {given[0]} out: nodes and memory are those of the machines"
+        raise ConfigError(expected("--cluster with counts alone", f"{given[0]} too", hint=hint))
+    kinds = parsed(arguments.cluster)
+    return with_room(
+        kinds, _size("--host-mem", arguments.host_mem), _size("--disk", arguments.disk)
+    )
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:

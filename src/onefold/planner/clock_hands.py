@@ -82,7 +82,7 @@ class TierSeconds:
     @staticmethod
     def of(recipe: Recipe, run: Conditions, machine: Machine) -> TierSeconds:
         """Compute the seconds of the tiers of `recipe`; each rank has its own rows only."""
-        host, own, offload = machine.host_rate, 1.0 / recipe.rest_world, recipe.offload
+        host, own, offload = machine.host_rate, run.own_share(recipe), recipe.offload
         rate = machine.disk_rate if offload.parameters == "disk" else host
         by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
         is_faster = machine.launches_hide and streamed < by_cpu  # where there is a device
@@ -178,7 +178,7 @@ class ClockHands:
         machine = self._machine
         rate = machine.memory_rate * machine.efficiency.optimizer
         numel = sum(u.numel for u, far in zip(self._units, is_far, strict=True) if not far)
-        seconds = numel / self._recipe.rest_world * self._run.state_nbytes / rate
+        seconds = numel * self._run.own_share(self._recipe) * self._run.state_nbytes / rate
         self.streams.compute("", "step", {"optimizer": seconds, "memory": machine.step_seconds})
         for index, far in enumerate(is_far):
             if far and index not in stepped:

@@ -23,6 +23,7 @@ class Conditions:
         weight_itemsize: bytes of an element of an exact message of weights.
         grad_itemsize: bytes of an element of an exact message of gradients.
         ranks_per_host: ranks that share a host's network cards; 0: `Recipe.local_world_size`.
+        share: of all states, the part that this rank holds; None: as much as every other.
         uses_rings: another library than Onefold runs it: all messages are exact and go round rings,
             and a second hop follows the first by itself.
     """
@@ -34,6 +35,7 @@ class Conditions:
     weight_itemsize: int = 2
     grad_itemsize: int = 2
     ranks_per_host: int = 0
+    share: float | None = None
     uses_rings: bool = False
 
     def __post_init__(self) -> None:
@@ -41,6 +43,7 @@ class Conditions:
             (self.accumulate >= 1, "accumulate of at least 1", self.accumulate),
             (self.prefetch >= 0, "prefetch of at least 0", self.prefetch),
             (0 <= self.recompute <= 1, "recompute between 0 and 1", self.recompute),
+            (0 <= (self.share or 0) <= 1, "share between 0 and 1", self.share),
             (self.ranks_per_host >= 0, "ranks_per_host of at least 0", self.ranks_per_host),
         )
         for holds, what, got in checks:
@@ -56,6 +59,10 @@ class Conditions:
         is_local = recipe.world_size <= self.near(recipe)
         is_plain = is_local and recipe.wire.is_plain
         return recipe.is_sharded and not self.uses_rings and not is_plain
+
+    def own_share(self, recipe: Recipe) -> float:
+        """Return the part of all states that this rank holds."""
+        return 1.0 / recipe.rest_world if self.share is None else self.share
 
     def near(self, recipe: Recipe) -> int:
         """Return the number of ranks of a host."""

@@ -24,7 +24,7 @@ LINKS = ("inside", "between")
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The bytes that rank 0 will hold and send. Tiers are `device`, `cpu` and `disk`.
+    """The bytes that one rank will hold and send. Tiers are `device`, `cpu` and `disk`.
 
     peak: the moment at which the device holds most (with CPU memory, where the CPU computes).
     peaks: the most bytes by tier.
@@ -79,6 +79,16 @@ class Forecast:
         """The most that the memory which computes holds at a time."""
         return self.peak.memory_nbytes(self.recipe.device_type)
 
+    def by_place(self, ranks: int) -> dict[str, int]:
+        """Return bytes by place: of one device, and of one host and its disk for `ranks` ranks.
+
+        Where the CPU computes, device and host are one memory, of which each rank has its share.
+        """
+        cpu, disk = self.peaks.get("cpu", 0), self.peaks.get("disk", 0)
+        if self.recipe.device_type == "cpu":
+            return {"device": self.memory_nbytes, "host": 0, "disk": disk * ranks}
+        return {"device": self.peaks["device"], "host": cpu * ranks, "disk": disk * ranks}
+
     def most_of(self, kind: str) -> int:
         """Return the most bytes of one kind, over all tiers."""
         return sum(nbytes for (each, _), nbytes in self.most.items() if each == kind)
@@ -86,13 +96,13 @@ class Forecast:
 
 def forecast(
     trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False,
-    policy: Policy | None = None,
+    policy: Policy | None = None, rank: int | None = None,
 ) -> Forecast:  # fmt: skip
     """Play one step of `accumulate` micro-batches, each as in `trace`.
 
-    `policy`: other rules than the recipe's.
+    `policy`: other rules than the recipe's. `rank`: None: the one with the largest share.
     """
-    units = [planned_unit(unit, recipe) for unit in trace.units]
+    units = [planned_unit(unit, recipe, rank) for unit in trace.units]
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     facts = [
         UnitFacts(

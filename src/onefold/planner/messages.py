@@ -4,7 +4,8 @@
     two hops    cross (between nodes) -> gather (inside)  reduce (inside) -> second_hop (between)
     replicas    gather (inside)                           reduce (inside) -> second_hop -> share
 
-All numbers are those of rank 0, whose pieces are the longest. layout/axes.py decides which rank
+All numbers are those of one rank: of rank 0, whose pieces are the longest, unless another is
+asked for. Ranks of unequal shares talk on one axis. layout/axes.py decides which rank
 sends which rows, wire/cut.py which regions share a message, wire/coded.py how long a coded one is.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from onefold.layout.cut import Cut, cut_of, parts_of
+from onefold.layout.cut import Cut, Shares, cut_of, parts_of
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.rows import PIECE_NUMEL, round_up
 from onefold.planner.work import UnitWork
@@ -61,7 +62,7 @@ class UnitMessages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedUnit(UnitBytes):
-    """One unit on rank 0: bytes at rest, and messages."""
+    """One unit on one rank: bytes at rest, and messages."""
 
     name: str
     second: int  # weights that rest for the node
@@ -71,17 +72,19 @@ class PlannedUnit(UnitBytes):
     data_ranks: int = 0  # of a mesh of its own; 0: it travels among all ranks
 
 
-def planned_unit(unit: UnitWork, recipe: Recipe) -> PlannedUnit:
-    """Compute the bytes and messages of a unit."""
+def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> PlannedUnit:
+    """Compute the bytes and messages of a unit; `rank` as in `unit_bytes`."""
     recipe = recipe.on(unit.data_ranks)
-    first, found = unit.members[0], unit_bytes(unit.members, recipe)
+    at = None if unit.data_ranks else rank
+    first, found = unit.members[0], unit_bytes(unit.members, recipe, at)
     mesh = recipe.world_size, recipe.local_world_size if recipe.has_axes else 0
     members = tuple(replace(member, fqn="") for member in unit.members)
     is_nccl = recipe.device_type != "cpu"
     if recipe.is_sharded:
-        sent = _messages_of(members, mesh, recipe.wire, is_nccl)
+        axis = _Axis.of(recipe, at)
+        sent = _messages_of(members, mesh, recipe.wire, is_nccl, axis)
     else:
-        sent = _all_reduce(members, recipe.world_size, is_nccl)
+        sent = _all_reduce(members, _Axis(recipe.world_size), is_nccl)
     owed = sent.reduce.owed + sent.second_hop.owed + sent.share.owed
     is_trained = any(member.requires_grad for member in members)
     return PlannedUnit(
@@ -95,18 +98,35 @@ def planned_unit(unit: UnitWork, recipe: Recipe) -> PlannedUnit:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """The ranks of a message; `own` is the one that is asked for."""
+
+    ranks: int
+    shares: Shares = None
+    own: int = 0
+
+    @staticmethod
+    def of(recipe: Recipe, rank: int | None) -> _Axis:
+        """Return the one axis of a recipe. `rank`: see `planned_unit`."""
+        shares = recipe.shares
+        if rank is None:
+            rank = shares.index(max(shares)) if shares else 0
+        return _Axis(recipe.world_size, shares, rank)
+
+
 @lru_cache(maxsize=256)  # blocks are alike, and a plan tries many recipes
 def _messages_of(
-    members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire, is_nccl: bool
+    members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire, is_nccl: bool, axis: _Axis
 ) -> UnitMessages:
-    """`mesh`: all ranks, and the ranks of a node; 0: one axis."""
-    ranks, near = mesh
+    """`mesh`: all ranks, and the ranks of a node; 0: `axis` alone."""
+    _, near = mesh
     if not near:
-        return _one_axis(members, ranks, (wire.weights_between, wire.gradients_between), is_nccl)
+        return _one_axis(members, axis, (wire.weights_between, wire.gradients_between), is_nccl)
     if wire.secondary == "optimizer":
         return _replicas(members, mesh, wire, is_nccl)
     if not members[0].is_floating:
-        return _one_axis(members, ranks, (EXACT, EXACT), is_nccl, by_rows=True)
+        return _one_axis(members, axis, (EXACT, EXACT), is_nccl, by_rows=True)
     return _two_hops(members, mesh, wire, is_nccl)
 
 
@@ -118,6 +138,17 @@ class _Region:
     numels: tuple[int, ...]  # by rank of the group
     is_nccl: bool
     num_slabs: int = 1  # of the parameter
+    own: int = 0  # the rank that is asked for
+
+    @property
+    def own_numel(self) -> int:
+        """Elements of the rank that is asked for."""
+        return self.numels[self.own]
+
+    @property
+    def others_numel(self) -> int:
+        """Elements of all other ranks."""
+        return sum(self.numels) - self.own_numel
 
     @property
     def is_trained(self) -> bool:
@@ -146,26 +177,26 @@ def _numels(cut: Cut) -> tuple[int, ...]:
 
 
 def _slabs(
-    members: Iterable[Member], ranks: int, is_nccl: bool, *, by_rows: bool = False
+    members: Iterable[Member], axis: _Axis, is_nccl: bool, *, by_rows: bool = False
 ) -> list[_Region]:
     """Return the regions of one-hop messages: one for each slab of a parameter."""
     found: list[_Region] = []
     for member in members:
-        cut = cut_of(member.shape, ranks, by_rows=by_rows)
-        region = _Region(member, _numels(cut), is_nccl, cut.num_slabs)
+        cut = cut_of(member.shape, axis.ranks, axis.shares, by_rows=by_rows)
+        region = _Region(member, _numels(cut), is_nccl, cut.num_slabs, axis.own)
         found += [region] * cut.num_slabs
     return found
 
 
 def _one_axis(
-    members: tuple[Member, ...], ranks: int, words: tuple[str, str], is_nccl: bool,
+    members: tuple[Member, ...], axis: _Axis, words: tuple[str, str], is_nccl: bool,
     *, by_rows: bool = False,
 ) -> UnitMessages:  # fmt: skip
     """`words`: the codecs of weights and of gradients."""
-    if ranks == 1:
+    if axis.ranks == 1:
         return UnitMessages()
     first, (weights, gradients) = members[0], words
-    regions = _slabs(members, ranks, is_nccl, by_rows=by_rows)
+    regions = _slabs(members, axis, is_nccl, by_rows=by_rows)
     flags = 1 + sum(member.requires_grad for member in members)
     return UnitMessages(
         gather=_gather(regions, 1, weights if first.is_floating else EXACT, first.compute_itemsize),
@@ -173,10 +204,10 @@ def _one_axis(
     )
 
 
-def _all_reduce(members: tuple[Member, ...], ranks: int, is_nccl: bool) -> UnitMessages:
+def _all_reduce(members: tuple[Member, ...], axis: _Axis, is_nccl: bool) -> UnitMessages:
     """Stage 0: gradients are reduced, and their means gathered in the parameters' own dtype."""
-    reduce = _messages_of(members, (ranks, 0), Wire(), is_nccl).reduce
-    regions = _slabs([each for each in members if each.requires_grad], ranks, is_nccl)
+    reduce = _messages_of(members, (axis.ranks, 0), Wire(), is_nccl, axis).reduce
+    regions = _slabs([each for each in members if each.requires_grad], axis, is_nccl)
     return UnitMessages(reduce=reduce, second_hop=_gather(regions, 0, EXACT, members[0].itemsize))
 
 
@@ -186,7 +217,8 @@ def _replicas(
     """Nodes are replicas: each averages a part of own rows of a node's mean, then all gather."""
     ranks, near = mesh
     nodes = ranks // near
-    inside = _one_axis(members, near, (wire.weights_inside, wire.gradients_inside), is_nccl)
+    words = wire.weights_inside, wire.gradients_inside
+    inside = _one_axis(members, _Axis(near), words, is_nccl)
     regions = []
     for member in members:
         own = cut_of(member.shape, near).piece_numel(0)
@@ -238,16 +270,17 @@ def _gather(regions: Sequence[_Region], tags: int, word: str, itemsize: int) -> 
     sharded = [region for region in regions if not region.is_replicated]
     ranks = len(regions[0].numels) if regions else 1
     if word == EXACT:
-        sent = sum(region.numels[0] for region in sharded) * itemsize * (ranks - 1)
+        sent = sum(region.own_numel for region in sharded) * itemsize * (ranks - 1)
         return PlannedMessage(sent, _shared(sharded, tags, itemsize))
     codec = codec_of(word.removesuffix(DIFFERENCE))
     rest = tags * round_up(itemsize, ALIGN_NBYTES)
     lengths = [each + rest for each in _coded_nbytes(sharded, codec, itemsize)] or [rest] * ranks
-    owed = sum(region.numels[0] for region in sharded if region.is_matrix)
+    owed = sum(region.own_numel for region in sharded if region.is_matrix)
+    own = sharded[0].own if sharded else 0
     staged = sum(lengths)
     if word.endswith(DIFFERENCE):  # the first message is exact: differences refer to it
         staged = max((staged, *_shared(sharded, tags, itemsize)))
-    return PlannedMessage(lengths[0] * (ranks - 1), (staged,), owed)
+    return PlannedMessage(lengths[own] * (ranks - 1), (staged,), owed)
 
 
 def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> PlannedMessage:
@@ -255,17 +288,17 @@ def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) ->
     trained = [region for region in regions if region.is_trained]
     if not trained:
         return NOTHING
-    ranks = len(trained[0].numels)
+    ranks, own = len(trained[0].numels), trained[0].own
     if word != EXACT:
         rest = round_up(flags * itemsize, ALIGN_NBYTES)
         lengths = [each + rest for each in _coded_nbytes(trained, codec_of(word), itemsize)]
-        sent = sum(lengths[1:])
-        owed = sum(sum(region.numels[1:]) for region in trained if region.is_matrix)
-        return PlannedMessage(sent, (sent, (ranks - 1) * lengths[0]), owed)
+        sent = sum(lengths) - lengths[own]
+        owed = sum(region.others_numel for region in trained if region.is_matrix)
+        return PlannedMessage(sent, (sent, (ranks - 1) * lengths[own]), owed)
     sharded = [region for region in trained if not region.is_replicated]
-    sent = sum(sum(region.numels[1:]) for region in sharded) * itemsize
-    apart = [region.numels[0] for region in sharded if region.size(itemsize) is Size.LARGE]
-    packed = sum(region.numels[0] for region in trained) - sum(apart) + flags
+    sent = sum(region.others_numel for region in sharded) * itemsize
+    apart = [region.own_numel for region in sharded if region.size(itemsize) is Size.LARGE]
+    packed = sum(region.own_numel for region in trained) - sum(apart) + flags
     each = itemsize * (ranks if ranks > 2 else 1)  # of two, the own part does not travel
     received = [numel * each for numel in (*apart, packed)]
     return PlannedMessage(sent, (*received, *_shared(trained, flags, itemsize)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
 from onefold.errors import ConfigError, expected
-from onefold.host import free_host_nbytes, usable_cores
+from onefold.host import usable_cores
 from onefold.layout.units import plan_units
 from onefold.models.loader import build_model, refuse
 from onefold.models.loader import recompute as recompute_blocks
@@ -22,43 +23,31 @@ from onefold.planner.calibrate import Sample
 from onefold.planner.calibrate import calibrate as measured_here
 from onefold.planner.calibration import Calibration
 from onefold.planner.candidates import OFFLOADS, WAYS, Candidate, candidates, lossy
+from onefold.planner.clusters import (
+    Cluster,
+    ClusterChoice,
+    check_mixed,
+    clusters_of,
+    device_kinds,
+    recipe_of,
+)
 from onefold.planner.estimate import estimated
-from onefold.planner.machines import Machine, machine_of
+from onefold.planner.mixed_plan import MixedPlan
 from onefold.planner.result import Plan
 from onefold.planner.search import Row, Search, best_of, nearest
-from onefold.planner.sizes import parse_nbytes
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
-from onefold.recipe import Recipe
 from onefold.wire_config import WireChoice
 
 Tracing = Callable[[int], Trace]
 """Traces a micro-batch of so many rows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """The devices to plan for: `ranks` on each of `nodes`, which compute on "cuda" or "cpu".
-
-    `memory`: of each device, or CPU rank; `host_memory` and `disk`: of each node, for all its
-    ranks: bytes, or a text such as "80GB" or "80GiB". `machine`: the machine of step times, by name
-    such as "h100" (`planner/machines.py`) or described.
-    """
-
-    ranks: int = 1
-    nodes: int = 1
-    device_type: str = "cuda"
-    memory: int | str | None = None
-    host_memory: int | str | None = None
-    disk: int | str | None = None
-    machine: str | Machine | None = None
-
-
 def plan(  # noqa: PLR0913 - the contract
     module_or_config: nn.Module | str | os.PathLike[str],
     *,
     world_size: int = 1,
-    cluster: Cluster | None = None,
+    cluster: ClusterChoice = None,
     seq: int = 1024,
     batch: int | Literal["auto"] = 1,
     accumulate: int = 1,
@@ -79,8 +68,11 @@ def plan(  # noqa: PLR0913 - the contract
             preset, a Hugging Face config.json, or "module:function".
         world_size: ranks on this machine, where no `cluster` is given: GPUs if torch sees one,
             else processes on the CPU.
-        cluster: the devices; default: those of this machine.
-        batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two.
+        cluster: the devices; default: those of this machine. Several kinds of devices: a list, or a
+            text as in "8xh100-80 + 16xa100-40". Then rows are split by speed and states by memory:
+            `Plan.mixed` has them beside an equal split.
+        batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two. On
+            several kinds of devices: the mean over all ranks.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
         wire: None (exact, one axis), a preset's name or a `Wire`. "auto": on several nodes the
             exact preset that is fastest, or sends least between them; `Plan.wires` compares all
@@ -95,12 +87,17 @@ def plan(  # noqa: PLR0913 - the contract
         ConfigError: a model that cannot be built, counts below 1, words that are not known; a wire
             that `onefold.shard` refuses at that stage or on so many nodes; a calibration for other
             devices than this machine's CPU, or of a model that does not run; axes that do not
-            divide the world, or for which the model has not enough heads, blocks or experts.
+            divide the world, or for which the model has not enough heads, blocks or experts; a
+            cluster of several kinds beside axes, a wire or a calibration.
     """
-    where, axes = cluster or _this_machine(world_size), axes or ModelAxes()
-    _check(where, seq=seq, batch=batch, accumulate=accumulate)
-    axes.check(where.ranks * where.nodes)
-    chosen = precision_of(precision)
+    kinds, axes = clusters_of(cluster, world_size), axes or ModelAxes()
+    for kind in kinds:
+        _check(kind, seq=seq, batch=batch, accumulate=accumulate)
+    where, mixed, chosen = kinds[0], device_kinds(kinds), precision_of(precision)
+    if mixed:
+        check_mixed(kinds, axes, wire, calibrates=calibrate is not False)
+    recipe = recipe_of(kinds, chosen)
+    axes.check(recipe.world_size)
     name, module = _model(module_or_config, seq, recompute=recompute)
     word = next((word for word, each in PRECISIONS.items() if each == chosen), None)
     rows = 1 if batch == "auto" else int(batch)
@@ -109,16 +106,18 @@ def plan(  # noqa: PLR0913 - the contract
         tokens = tokens_of(rows, seq)
         return trace(module, tokens, precision=chosen, device_type=where.device_type)
 
-    one, two, estimates = _traces(traced, rows, is_open=batch == "auto")
+    exact, least = cache(traced), 1 if mixed else rows
+    one, two, estimates = _traces(exact, least, is_open=batch == "auto" or bool(mixed))
     if one is None:
-        one = estimated(plan_units(without_values(module)), rows * seq, chosen)
+        units = plan_units(without_values(module))
+        exact = cache(lambda rows: estimated(units, rows * seq, chosen))
+        one, two = exact(least), exact(2) if mixed else None
     anatomy = Anatomy()
     if axes.are_used:
         anatomy = Anatomy.of(module, one.units)
         anatomy.check(axes)
         estimates += anatomy.estimates(axes)
-    calibration = None
-    machine = machine_of(where.machine) if isinstance(where.machine, str) else where.machine
+    calibration, machine = None, where.described
     if calibrate is not False:
         runs = module_or_config if calibrate is True else calibrate
         model = runs if isinstance(runs, nn.Module) else os.fspath(runs)
@@ -129,29 +128,27 @@ def plan(  # noqa: PLR0913 - the contract
     search = Search(
         one=one,
         two=two,
-        recipe=Recipe(
-            world_size=where.ranks * where.nodes, local_world_size=where.ranks, precision=chosen,
-            device_type=where.device_type,
-        ),
-        room=_room(where),
+        recipe=recipe,
+        room=where.room,
         machine=machine,
         tokens=seq,
         accumulate=accumulate,
-        wires=_wires(wire, where.nodes, axes),
+        wires=_wires(wire, 1 if mixed else where.nodes, axes),
         axes=axes,
         anatomy=anatomy,
+        kinds=mixed,
+        exact=exact,
     )  # fmt: skip
     ways = _ways(stage, offload, where.device_type)
     found = _found(search, ways, None if batch == "auto" else rows)
-    if batch == "auto" and two is not None:
+    if batch == "auto" and two is not None and not mixed:  # a mixed one has exact traces
         found = _confirmed(found, search, traced)
     best, closest = best_of(found), nearest(found)
     return Plan(
         name, word if precision is not None else None, recompute, search, found, best, closest,
         estimates, calibration,
-        _compared(search, best or closest)
-        if wire == "auto" and where.nodes > 1 and not axes.are_used
-        else (),
+        _compared(search, best or closest) if wire == "auto" else (),
+        MixedPlan.of(search, best or closest) if mixed else None,
     )  # fmt: skip
 
 
@@ -205,7 +202,9 @@ def _confirmed(found: tuple[Row, ...], search: Search, traced: Tracing) -> tuple
 
 
 def _compared(search: Search, row: Row) -> tuple[Row, ...]:
-    """Try the same way on every wire; none where the stage has but one."""
+    """Try the same way on every wire; none where the stage, or the cluster, has but one."""
+    if search.recipe.nodes == 1 or search.axes.are_used or search.kinds:
+        return ()
     found = search.over((*search.wires, *lossy()), row.stage, row.offload, row.rows)
     found = [row if each.wire == row.wire else each for each in found]
     return tuple(found) if len(found) > 1 else ()
@@ -254,30 +253,6 @@ def _check(where: Cluster, **counts: int | str) -> None:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             wanted = f"{name} to be a whole number of at least 1"
             raise ConfigError(expected(wanted, repr(count), hint=f"{name}=1 or more"))
-
-
-def _this_machine(world_size: int) -> Cluster:
-    if torch.accelerator.is_available():
-        memory = torch.accelerator.get_memory_info()[1]
-        return Cluster(ranks=world_size, memory=memory, host_memory=free_host_nbytes())
-    share = free_host_nbytes() // max(1, world_size)
-    return Cluster(ranks=world_size, device_type="cpu", memory=share)
-
-
-def _room(where: Cluster) -> dict[str, int]:
-    """Return the bytes there are, by place; see `Search`."""
-    memory = where.memory
-    if memory is None and isinstance(where.machine, str):
-        memory = int(machine_of(where.machine).memory_nbytes)
-    if memory is None:
-        memory = free_host_nbytes() // where.ranks
-    room = {"device": memory, "host": where.host_memory, "disk": where.disk}
-    names = {"device": "memory", "host": "host_memory", "disk": "disk"}
-    return {
-        place: parse_nbytes(f"Cluster.{names[place]}", size) if isinstance(size, str) else size
-        for place, size in room.items()
-        if size is not None
-    }
 
 
 def _calibration(where: Cluster, sample: Sample) -> Calibration:

@@ -13,6 +13,7 @@ from typing import Any
 
 from onefold.planner.axes import ModelAxes
 from onefold.planner.calibration import Calibration
+from onefold.planner.mixed_plan import MixedPlan, row_lines, sampler_of
 from onefold.planner.search import Row, Search
 from onefold.planner.show import memory_table, short_table, traffic_table, wire_lines
 from onefold.planner.show_axes import axis_lines, mesh_of, mesh_words
@@ -42,6 +43,7 @@ class Plan:
     estimates: the parts of the plan that are not exact.
     calibration: the measurements behind step times of this machine.
     wires: the way to take on every wire, exact and lossy, if the wire was left open.
+    mixed: on several kinds of devices, the split of rows and states beside the equal one.
     """
 
     model: str
@@ -54,6 +56,7 @@ class Plan:
     estimates: tuple[str, ...]
     calibration: Calibration | None = None
     wires: tuple[Row, ...] = ()
+    mixed: MixedPlan | None = None
 
     @property
     def numel(self) -> int:
@@ -67,7 +70,10 @@ class Plan:
 
     @property
     def machine(self) -> str:
-        """The machine of step times; empty where there are none."""
+        """The machine of step times, or several; empty where there are none."""
+        if self.mixed is not None:
+            has_times = self.mixed.split.step is not None
+            return " + ".join(kind.name for kind in self.search.kinds) if has_times else ""
         return self.search.machine.name if self.search.machine else ""
 
     @property
@@ -105,7 +111,10 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """The command that carries the plan out, on every node; empty with model axes."""
+        """The command that carries the plan out, on every node.
+
+        Empty with model axes that `onefold train` has not, and on several kinds of devices.
+        """
         return " ".join(self.command_words)
 
     @property
@@ -113,7 +122,7 @@ class Plan:
         """The parts between which `command` may be broken: flags with their values."""
         row, accumulate, recipe = self.taken, self.search.accumulate, self.search.recipe
         axes = row.composed.axes if row.composed is not None else ModelAxes()
-        if axes.are_used and not self._trains_on(axes):
+        if self.mixed is not None or (axes.are_used and not self._trains_on(axes)):
             return []
         ranks = recipe.local_world_size
         words = ["onefold train"]
@@ -151,6 +160,8 @@ class Plan:
             options += f', wire="{name}"' if row.wire.is_preset else f", wire=onefold.{name}"
         if row.composed is not None:
             options += f", mesh={self._mesh[1]}"
+        if self.mixed is not None and self.mixed.shares:
+            options += f", shares={self.mixed.shares}"
         return f"onefold.shard(model, optimizer, stage={row.stage}{options})"
 
     @property
@@ -187,6 +198,7 @@ class Plan:
             "calibration": self.calibration.as_dict() if self.calibration else None,
             "command": self.command,
             "line": self.line,
+            **({"mixed": self.mixed.as_dict()} if self.mixed else {}),
         }
 
     def __str__(self) -> str:
@@ -213,6 +225,13 @@ class Plan:
         for line in [*self.explain(), *measured]:
             yield from wrapped(line)
         yield from wire_lines(self.wires, self.taken, self.numel)
+        if self.mixed is not None:
+            yield from self.mixed.lines()
+            yield from ("", "in a script:")
+            for line in filter(None, (self.line, sampler_of(self.mixed.split))):
+                yield from wrapped(f"  {line}", "      ")
+            yield from row_lines(self.mixed.split)
+            return
         composed = self.taken.composed
         if composed is not None:
             yield from axis_lines(composed, self.taken.stage)
@@ -236,18 +255,23 @@ class Plan:
         numbers = {row.rows for row in self.rows}
         rows = counted(numbers.pop(), "row") if len(numbers) == 1 else "as many rows as fit"
         where = f" on {nodes} nodes" if nodes > 1 else ""
+        if self.mixed is not None:
+            where = " on " + " + ".join(f"{kind.ranks}x{kind.name}" for kind in search.kinds)
         composed = self.taken.composed
         where += f" as {mesh_words(composed)}" if composed else ""
         cut = f" in each of {search.accumulate} micro-batches" if search.accumulate > 1 else ""
         return (
             f"{self.model}: {self.numel:,d} parameters, {counted(self.world_size, 'rank')}{where}, "
-            f"{rows} of {search.tokens} tokens a rank{cut}"
+            f"{rows} of {search.tokens} tokens a rank{cut}{' in the mean' * bool(search.kinds)}"
         )
 
     def _notes(self) -> Iterator[str]:
         """Explain the columns of the table, and what would fill them."""
         has = format_bytes(self.search.room["device"])
-        yield f"memory: of one device at the peak, with activations; it has {has}"
+        if self.mixed is not None:
+            yield "memory: of the tightest device at the peak, with activations"
+        else:
+            yield f"memory: of one device at the peak, with activations; it has {has}"
         if self.taken.step:
             source = "measured here" if self.calibration else f"on {self.machine}, from data sheets"
             yield f"step: seconds of one optimizer step, {source}"
@@ -303,6 +327,8 @@ def _wire_notes(row: Row) -> list[str]:
 
 def _advice(plan: Plan) -> str:
     row = plan.closest
+    if plan.mixed is not None:
+        return f"rank {plan.mixed.split.tightest.kind.first} is the tightest; see below"
     helps = ["--precision bf16"] * (plan.precision is None)
     helps += ["--recompute"] * (not plan.recompute)
     helps += ["fewer rows in a micro-batch (--batch)"] * (row.rows > 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from onefold.planner.composition import Composition, Place, compose
 from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
+from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
@@ -41,31 +42,28 @@ DTYPES = {2: "bf16", 4: "fp32"}
 class Row:
     """One way to train, and the bytes and seconds that it takes.
 
-    With model axes the forecast is that of the rank of the pipeline that holds most.
+    With model axes the forecast is that of the rank of the pipeline that holds most, on several
+    kinds of devices that of the tightest rank, with the room of its kind.
     """
 
     stage: int
     offload: str
-    rows: int  # of one micro-batch on one rank
+    rows: int  # of one micro-batch on one rank; on several kinds in the mean
     forecast: Forecast
     room: Mapping[str, int]  # see `Search`
     step: StepTime | None
     wire: Candidate
     composed: Composition | None = None  # with model axes
+    mixed: MixedSplit | None = None  # over several kinds of devices
 
     @property
     def needs(self) -> dict[str, int]:
-        """Bytes by place: of one device, and of one host and its disk for all ranks of the host.
-
-        Where the CPU computes, device and host are one memory, of which each rank has its share.
-        """
+        """Bytes by place: of one device, and of one host and its disk for all ranks of the host."""
         recipe = self.forecast.recipe
         ranks = min(recipe.local_world_size, recipe.world_size)
         ranks = self.composed.local_world_size if self.composed else ranks
-        cpu, disk = self.forecast.peaks.get("cpu", 0), self.forecast.peaks.get("disk", 0)
-        if recipe.device_type == "cpu":
-            return {"device": self.forecast.memory_nbytes, "host": 0, "disk": disk * ranks}
-        return {"device": self.forecast.peaks["device"], "host": cpu * ranks, "disk": disk * ranks}
+        ranks = self.mixed.tightest.kind.local_world_size if self.mixed else ranks
+        return self.forecast.by_place(ranks)
 
     @property
     def missing(self) -> dict[str, int]:
@@ -127,6 +125,7 @@ class Row:
             "tokens_per_s": None if step is None else step.tokens_per_s,
             "bound": None if step is None else step.bound,
             **({"composition": self.composed.as_dict()} if self.composed else {}),
+            **({"mixed": self.mixed.as_dict()} if self.mixed else {}),
         }
 
 
@@ -139,6 +138,7 @@ class Search:
     room: bytes of each "device", and of each "host" and its "disk" for all its ranks; a place that
         is left out is not checked.
     axes, anatomy: model axes, and the parts of the model that they cut.
+    kinds, exact: several kinds of devices, for which `room` and `machine` are those of the first.
     """
 
     one: Trace
@@ -151,6 +151,8 @@ class Search:
     accumulate: int = 1  # micro-batches of a step
     axes: ModelAxes = field(default_factory=ModelAxes)
     anatomy: Anatomy = field(default_factory=Anatomy)
+    kinds: tuple[DeviceKind, ...] = ()  # of devices, where there are several
+    exact: Callable[[int], Trace] | None = None  # the trace of so many rows
 
     def row(self, stage: int, offload: str, rows: int) -> Row:
         """Try micro-batches of `rows` rows, on the best wire for them."""
@@ -185,12 +187,28 @@ class Search:
             found = made.ranks[made.fullest].forecast
             number = recipe.stage.number
             return Row(number, offload, rows, found, self.room, step, wire, made)
+        if self.kinds:
+            split = self.job(recipe, rows).best()
+            held, number = split.tightest, recipe.stage.number
+            room = held.kind.room
+            return Row(
+                number, offload, rows, held.forecast, room, split.step, wire, mixed=split
+            )  # fmt: skip
         found = forecast(trace, recipe, accumulate=self.accumulate)
         step = None
         if self.machine is not None:
             work = trace.work(rows * self.tokens)
             step = simulate(work, recipe, self.machine, self.conditions)
         return Row(recipe.stage.number, offload, rows, found, self.room, step, wire)
+
+    def job(self, recipe: Recipe, rows: int) -> MixedJob:
+        """Return the job of `rows` rows a rank in the mean on all kinds of devices."""
+        exact = self.exact or self.trace_of
+        recipe = replace(recipe, shares=None)
+        return MixedJob(
+            kinds=self.kinds, recipe=recipe, rows=rows, tokens=self.tokens,
+            conditions=self.conditions, near=self.trace_of, exact=exact,
+        )  # fmt: skip
 
     @property
     def conditions(self) -> Conditions:

@@ -374,7 +374,7 @@ def _link_rows(world: World, layout: Layout) -> Iterator[BandwidthRow]:
     }  # fmt: skip
     for name, action in ways.items():
         of = "" if name == "exchange" else "exchange"
-        yield BandwidthRow(name, 4 * received, action, of, finish=_waiter(world.device))
+        yield BandwidthRow(name, 4 * received, action, of, finish=waiter(world.device))
 
 
 def measure_copies(ask: Ask) -> dict[str, Any]:
@@ -387,12 +387,12 @@ def measure_copies(ask: Ask) -> dict[str, Any]:
     table = [
         BandwidthRow(
             f"{name}_pinned", gpu.nbytes, partial(target.copy_, source, non_blocking=True),
-            finish=_waiter(torch.device("cuda")),
+            finish=waiter(torch.device("cuda")),
         )
         for name, (target, source) in ways.items()
     ]  # fmt: skip
     return in_rounds(table, ask.seconds)["rates"]
 
 
-def _waiter(device: torch.device) -> Callable[[], object]:
+def waiter(device: torch.device) -> Callable[[], object]:
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None

@@ -1,0 +1,176 @@
+"""The devices to plan for: one kind of them, or several side by side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from onefold.config import Precision
+from onefold.errors import ConfigError, expected
+from onefold.host import free_host_nbytes
+from onefold.planner.axes import ModelAxes
+from onefold.planner.machines import Machine, machine_of
+from onefold.planner.mixed import DeviceKind
+from onefold.planner.sizes import parse_nbytes
+from onefold.recipe import Recipe
+
+EXAMPLE = "8xh100-80 + 16xa100-40"
+_KIND = re.compile(r"\s*([0-9]+)\s*[xX]\s*([^\s+]+)\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The devices to plan for: `ranks` on each of `nodes`, which compute on "cuda" or "cpu".
+
+    `memory`: of each device, or CPU rank; `host_memory` and `disk`: of each node, for all its
+    ranks: bytes, or a text such as "80GB" or "80GiB". `machine`: the machine of step times, by name
+    such as "h100" (`planner/machines.py`) or described.
+    """
+
+    ranks: int = 1
+    nodes: int = 1
+    device_type: str = "cuda"
+    memory: int | str | None = None
+    host_memory: int | str | None = None
+    disk: int | str | None = None
+    machine: str | Machine | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes."""
+        return self.ranks * self.nodes
+
+    @property
+    def described(self) -> Machine | None:
+        """The machine of step times."""
+        return machine_of(self.machine) if isinstance(self.machine, str) else self.machine
+
+    @property
+    def room(self) -> dict[str, int]:
+        """Bytes of each "device", and of each "host" and its "disk" for all ranks of the host."""
+        memory = self.memory
+        if memory is None and isinstance(self.machine, str):
+            memory = int(machine_of(self.machine).memory_nbytes)
+        if memory is None:
+            memory = free_host_nbytes() // self.ranks
+        room = {"device": memory, "host": self.host_memory, "disk": self.disk}
+        names = {"device": "memory", "host": "host_memory", "disk": "disk"}
+        return {
+            place: parse_nbytes(f"Cluster.{names[place]}", size) if isinstance(size, str) else size
+            for place, size in room.items()
+            if size is not None
+        }
+
+
+ClusterChoice = Cluster | str | Sequence[Cluster] | None
+"""One kind of devices, several, or a text such as `EXAMPLE`."""
+
+
+def clusters_of(choice: ClusterChoice, world_size: int) -> tuple[Cluster, ...]:
+    """Return the kinds of devices of a choice; None: `world_size` ranks of this machine."""
+    if choice is None:
+        return (_this_machine(world_size),)
+    if isinstance(choice, Cluster):
+        return (choice,)
+    kinds = parsed(choice) if isinstance(choice, str) else tuple(choice)
+    if not kinds:
+        hint = f"onefold.plan(model, cluster={EXAMPLE!r})"
+        raise ConfigError(expected("at least one kind of devices", "none", hint=hint))
+    return kinds
+
+
+def names_kinds(text: str) -> bool:
+    """Return True for a text such as `EXAMPLE`, and False for the name of one machine."""
+    return "+" in text or _KIND.fullmatch(text) is not None
+
+
+def parsed(text: str) -> tuple[Cluster, ...]:
+    """Return the kinds of devices of a text such as `EXAMPLE`, in the order of their ranks.
+
+    A kind that is named twice is one kind. Devices fill whole nodes, or a part of a single one.
+    """
+    found: dict[str, int] = {}
+    for part in text.split("+"):
+        match = _KIND.fullmatch(part)
+        if match is None or int(match[1]) < 1:
+            hint = f'for example --cluster "{EXAMPLE}"'
+            wanted = "kinds of devices as COUNTxMACHINE, joined by +"
+            raise ConfigError(expected(wanted, repr(part.strip()), where=repr(text), hint=hint))
+        name = machine_of(match[2]).name
+        found[name] = found.get(name, 0) + int(match[1])
+    return tuple(_nodes_of(machine_of(name), count) for name, count in found.items())
+
+
+def _nodes_of(machine: Machine, count: int) -> Cluster:
+    ranks = min(count, machine.ranks_per_node)
+    if count % ranks:
+        hint = "describe other nodes with onefold.Cluster(ranks=..., nodes=..., machine=...)"
+        wanted = f"whole nodes of {ranks} {machine.name}, or a part of one"
+        raise ConfigError(expected(wanted, f"{count} of them", hint=hint))
+    return Cluster(
+        ranks=ranks, nodes=count // ranks, memory=int(machine.memory_nbytes), machine=machine
+    )
+
+
+def with_room(kinds: Sequence[Cluster], host: int | None, disk: int | None) -> tuple[Cluster, ...]:
+    """Return the kinds with so many bytes of host memory and disk on each node; None: as before."""
+    return tuple(
+        replace(
+            kind, host_memory=kind.host_memory if host is None else host,
+            disk=kind.disk if disk is None else disk,
+        )
+        for kind in kinds
+    )  # fmt: skip
+
+
+def recipe_of(kinds: Sequence[Cluster], precision: Precision) -> Recipe:
+    """Return the recipe of all ranks, on nodes as small as the smallest of any kind."""
+    return Recipe(
+        world_size=sum(kind.world_size for kind in kinds),
+        local_world_size=min(kind.ranks for kind in kinds),
+        precision=precision,
+        device_type=kinds[0].device_type,
+    )
+
+
+def check_mixed(
+    kinds: Sequence[Cluster], axes: ModelAxes, wire: object, *, calibrates: bool
+) -> None:
+    """Refuse choices that no mixed cluster has."""
+    types = sorted({kind.device_type for kind in kinds})
+    refused = {
+        "axes of the model": axes.are_used,
+        "a calibration": calibrates,
+        f"wire {wire!r}": wire not in ("auto", "exact", None),
+        f"devices of types {' and '.join(types)}": len(types) > 1,
+    }
+    got = [words for words, is_there in refused.items() if is_there]
+    if got:
+        hint = "leave it out, or plan each kind of devices for itself"
+        wanted = "a cluster of several kinds with the exact wire, and nothing else"
+        raise ConfigError(expected(wanted, f"it with {got[0]}", hint=hint))
+
+
+def device_kinds(kinds: Sequence[Cluster]) -> tuple[DeviceKind, ...]:
+    """Return the kinds of a mixed cluster with their ranks; none where there is one alone."""
+    if len(kinds) == 1:
+        return ()
+    found: list[DeviceKind] = []
+    first = 0
+    for index, kind in enumerate(kinds):
+        machine = kind.described
+        name = machine.name if machine is not None else f"kind {index}"
+        found.append(DeviceKind(name, first, kind.world_size, kind.ranks, kind.room, machine))
+        first += kind.world_size
+    return tuple(found)
+
+
+def _this_machine(world_size: int) -> Cluster:
+    if torch.accelerator.is_available():
+        memory = torch.accelerator.get_memory_info()[1]
+        return Cluster(ranks=world_size, memory=memory, host_memory=free_host_nbytes())
+    share = free_host_nbytes() // max(1, world_size)
+    return Cluster(ranks=world_size, device_type="cpu", memory=share)

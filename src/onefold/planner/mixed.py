@@ -1,0 +1,407 @@
+"""Split a job over several kinds of devices: rows by speed, states by memory.
+
+    rows     of a micro-batch: those that end the step soonest (layout/row_split.py)
+    shares   of the states: even, if they fit; else as even as memory allows, since a rank sends its
+             own rows to all others: the largest share sets the pace of the wire
+
+Rows come first, and states take the room that activations, whole units and messages leave. Bytes
+are those of planner/memory.py for each kind's fullest rank, times those of planner/simulate.py. All
+ranks meet in every collective, so a step takes as long as its slowest rank. See Cephalo (ICS'25)
+for the two choices made apart, and Poplar (AAAI'25) for rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, gcd
+from typing import Any
+
+from onefold.errors import ConfigError
+from onefold.layout.row_split import RankTime, rows_of
+from onefold.planner.conditions import Conditions
+from onefold.planner.links import LinkGroup, gather_cost
+from onefold.planner.machines import Link, Machine
+from onefold.planner.memory import Forecast, forecast
+from onefold.planner.simulate import StepTime, simulate
+from onefold.planner.trace import Trace
+from onefold.recipe import Recipe
+
+LARGEST_WEIGHT = 1000
+"""Weights of shares are whole numbers up to this one."""
+TRIES = 8
+"""Of shares: bytes bend a little with a share, as pieces are whole rows."""
+OWN_PARTS = ("compute", "memory", "optimizer")
+"""The parts of a step in which a rank waits for no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """One kind of devices. Its ranks are neighbours, from rank `first` on.
+
+    `room`: bytes of each "device", and of each "host" and its "disk" for all ranks of the host.
+    """
+
+    name: str
+    first: int
+    ranks: int
+    local_world_size: int
+    room: Mapping[str, int]
+    machine: Machine | None
+
+
+@dataclass(frozen=True, slots=True)
+class KindPlan:
+    """What the ranks of one kind take. The forecast is that of the fullest of them."""
+
+    kind: DeviceKind
+    rows: int  # of the rank with most, in a micro-batch
+    share: float  # of all states, of one rank
+    forecast: Forecast
+    step: StepTime | None
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """Bytes by place, as in `DeviceKind.room`."""
+        return self.forecast.by_place(self.kind.local_world_size)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Bytes that are missing, by place; negative: free."""
+        return {place: self.needs[place] - nbytes for place, nbytes in self.kind.room.items()}
+
+    @property
+    def at_rest_nbytes(self) -> int:
+        """Bytes of state on one rank, over all tiers."""
+        rest = ("weight", "master", "optimizer", "grad")
+        return sum(n for (kind, _), n in self.forecast.resting.items() if kind in rest)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain dicts and numbers, for JSON."""
+        kind, step = self.kind, self.step
+        return {
+            "kind": kind.name, "first_rank": kind.first, "ranks": kind.ranks, "rows": self.rows,
+            "share": self.share, "at_rest_nbytes": self.at_rest_nbytes, "nbytes": self.needs,
+            "missing_nbytes": self.missing, "sent_nbytes": self.forecast.sent_nbytes,
+            "seconds": None if step is None else step.seconds,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSplit:
+    """A job over all kinds. `rows` of a micro-batch and `weights` of the states: one a rank.
+
+    weights: None where all ranks hold the same. lacks: the states that have no room, as a share.
+    """
+
+    kinds: tuple[KindPlan, ...]
+    rows: tuple[int, ...]
+    weights: tuple[int, ...] | None
+    lacks: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """True if nothing is missing on any rank."""
+        return all(nbytes <= 0 for each in self.kinds for nbytes in each.missing.values())
+
+    @property
+    def tightest(self) -> KindPlan:
+        """The first kind of those with the fewest free bytes."""
+        return max(self.kinds, key=lambda each: max(each.missing.values()))
+
+    @property
+    def step(self) -> StepTime | None:
+        """The step of the slowest kind; `tokens_per_s` counts the rows of all ranks."""
+        steps = [each.step for each in self.kinds if each.step is not None]
+        if len(steps) < len(self.kinds):
+            return None
+        slowest = max(self.kinds, key=lambda each: each.step.seconds if each.step else 0.0)
+        found = slowest.step
+        assert found is not None, "every kind has a step"
+        rows = slowest.rows * len(self.rows)
+        rate = found.tokens_per_s * sum(self.rows) / rows if rows else 0.0
+        return replace(found, tokens_per_s=rate)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain dicts and numbers, for JSON."""
+        step = self.step
+        return {
+            "fits": self.fits,
+            "rows": list(self.rows),
+            "shares": None if self.weights is None else list(self.weights),
+            "seconds": None if step is None else step.seconds,
+            "tightest": {"kind": self.tightest.kind.name, "rank": self.tightest.kind.first},
+            "kinds": [each.as_dict() for each in self.kinds],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedJob:
+    """One way to train on several kinds: its recipe, and the rows of a rank in the mean.
+
+    near, exact: the trace of a number of rows, extrapolated and exact.
+    """
+
+    kinds: tuple[DeviceKind, ...]
+    recipe: Recipe
+    rows: int
+    tokens: int  # of a row
+    conditions: Conditions
+    near: Callable[[int], Trace]
+    exact: Callable[[int], Trace]
+
+    def best(self) -> MixedSplit:
+        """Return the split by speed and memory."""
+        rows = self._rows(None)
+        lines = [self._line(kind, rows[kind.first]) for kind in self.kinds]
+        if any(line.most < 0 for line in lines):  # activations alone are too many
+            try:
+                rows = self._rows([self._most_rows(kind) for kind in self.kinds])
+            except ConfigError:
+                return self._made(rows, None, lacks=1.0)
+            lines = [self._line(kind, rows[kind.first]) for kind in self.kinds]
+        made = self._made(rows, None)
+        if made.fits or not self.recipe.is_sharded:
+            return made
+        return self._by_memory(rows, lines)
+
+    def equal(self) -> MixedSplit:
+        """Return the split that gives all ranks the same."""
+        return self._made((self.rows,) * self.recipe.world_size, None)
+
+    def growth(self, split: MixedSplit, *, is_even: bool) -> float | None:
+        """Return how many times the states and units of the model could grow, at these rows.
+
+        Activations stay. `is_even`: all ranks hold the same. None where no limit is known.
+        """
+        lines = [self._line(each.kind, each.rows) for each in split.kinds]
+        low, high = 0.0, 2.0**20
+        if self._has_room(lines, high, is_even=is_even):
+            return None
+        for _ in range(60):
+            middle = (low + high) / 2
+            fits = self._has_room(lines, middle, is_even=is_even)
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    def more(self, split: MixedSplit) -> dict[str, int]:
+        """Return how many further devices of each kind would hold the states without room.
+
+        Every further rank adds as many rows as the others have in the mean.
+        """
+        found: dict[str, int] = {}
+        for index, each in enumerate(split.kinds):
+            most = self._line(each.kind, each.rows).most
+            least = ceil(split.lacks / most) if most > 0 else 0
+            tries = range(least, least + TRIES) if least else ()
+            count = next((n for n in tries if self._with(index, n).best().fits), 0)
+            found |= {each.kind.name: count} if count else {}
+        return found
+
+    def _with(self, index: int, count: int) -> MixedJob:
+        """Return the same job with more devices of a kind."""
+        kinds = [
+            replace(
+                kind, first=kind.first + count * (at > index),
+                ranks=kind.ranks + count * (at == index),
+            )
+            for at, kind in enumerate(self.kinds)
+        ]  # fmt: skip
+        recipe = replace(self.recipe, world_size=self.recipe.world_size + count)
+        return replace(self, kinds=tuple(kinds), recipe=recipe, exact=self.near)
+
+    def _has_room(self, lines: Sequence[_Line], times: float, *, is_even: bool) -> bool:
+        most = [line.most_of(times) for line in lines]
+        if is_even or not self.recipe.is_sharded:
+            return min(most) * self.recipe.world_size >= 1
+        total = sum(kind.ranks * each for kind, each in zip(self.kinds, most, strict=True))
+        return min(most) >= 0 and total >= 1
+
+    # rows
+
+    def _rows(self, most: list[int] | None) -> tuple[int, ...]:
+        """Return the rows of each rank. `most`: of a rank of each kind."""
+        total = self.rows * self.recipe.world_size
+        times = [time for kind in self.kinds for time in [self._time(kind)] * kind.ranks]
+        limits = None
+        if most is not None:
+            pairs = zip(self.kinds, most, strict=True)
+            limits = [each for kind, each in pairs for _ in range(kind.ranks)]
+        return rows_of(times, total, limits)
+
+    def _time(self, kind: DeviceKind) -> RankTime:
+        """Return the time of a rank's own work, from two numbers of rows."""
+        if any(each.machine is None for each in self.kinds):
+            return RankTime(0.0, 1.0)
+        few, many = (self._own_seconds(kind, rows) for rows in (self.rows, 2 * self.rows))
+        per_row = max((many - few) / self.rows, 1e-12)
+        return RankTime(max(0.0, few - per_row * self.rows), per_row)
+
+    def _own_seconds(self, kind: DeviceKind, rows: int) -> float:
+        assert kind.machine is not None, "a kind without a machine has no time"
+        work = self.near(rows).work(rows * self.tokens)
+        step = simulate(work, self.recipe, kind.machine, self.conditions)
+        return sum(getattr(step, part) for part in OWN_PARTS)
+
+    def _most_rows(self, kind: DeviceKind) -> int:
+        """Return the most rows beside which a rank without states fits."""
+        low, high = 0, self.rows * self.recipe.world_size + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._line(kind, middle).most >= 0 else (low, middle)
+        return low
+
+    # states
+
+    def _line(self, kind: DeviceKind, rows: int) -> _Line:
+        """Return the bytes of a rank of the kind, as they grow with its share."""
+        world = self.recipe.world_size
+        inside = range(kind.first, kind.first + kind.ranks)
+        none = tuple(0 if rank in inside else 1 for rank in range(world))
+        trace = self._trace(self.near, rows)
+        held = [
+            forecast(
+                trace, replace(self.recipe, shares=shares if self.recipe.is_sharded else None),
+                accumulate=self.conditions.accumulate, rank=kind.first,
+            )
+            for shares in (none, None)
+        ]  # fmt: skip
+        empty, even = (each.by_place(kind.local_world_size) for each in held)
+        rest = ("activation", "logits", "batch", "buffer")
+        fixed = sum(n for (what, _), n in held[1].peak.held.items() if what in rest)
+        return _Line(kind.room, fixed, empty, {p: (even[p] - empty[p]) * world for p in even})
+
+    def _trace(self, source: Callable[[int], Trace], rows: int) -> Trace:
+        return source(max(1, rows))  # a rank without rows runs one that counts for nothing
+
+    def _by_memory(self, rows: tuple[int, ...], lines: list[_Line]) -> MixedSplit:
+        """Return the most even shares that fit; where none fit, those that miss alike."""
+        most = [max(0.0, line.most) for line in lines]
+        made, lacks = self._made(rows, None), 0.0
+        for _ in range(TRIES):
+            total = sum(kind.ranks * each for kind, each in zip(self.kinds, most, strict=True))
+            if total <= 0:
+                return replace(made, lacks=1.0)
+            lacks = max(0.0, 1 - total)
+            level = _level(self.kinds, most)
+            shares = [min(each, level) if total >= 1 else each / total for each in most]
+            made = self._made(rows, _weights(self.kinds, shares), lacks=lacks)
+            if made.fits or lacks:
+                break
+            for index, each in enumerate(made.kinds):
+                over = max(
+                    (nbytes / lines[index].slopes[place] for place, nbytes in each.missing.items()
+                     if nbytes > 0 and lines[index].slopes[place] > 0), default=0.0,
+                )  # fmt: skip
+                most[index] = max(0.0, min(most[index], each.share) - over if over else most[index])
+        return made
+
+    def _made(
+        self, rows: tuple[int, ...], weights: tuple[int, ...] | None, lacks: float = 0.0
+    ) -> MixedSplit:
+        """Forecast the fullest rank of each kind, and time it."""
+        recipe = replace(self.recipe, shares=weights)
+        total = sum(weights) if weights else 0
+        shares = [
+            weights[kind.first] / total if weights else 1 / recipe.rest_world
+            for kind in self.kinds
+        ]  # fmt: skip
+        machines = self._machines(shares if weights else None)
+        found: list[KindPlan] = []
+        for kind, share, machine in zip(self.kinds, shares, machines, strict=True):
+            own = rows[kind.first]
+            trace, step = self._trace(self.exact, own), None
+            held = forecast(
+                trace, recipe, accumulate=self.conditions.accumulate, rank=kind.first
+            )  # fmt: skip
+            if machine is not None:
+                conditions = replace(self.conditions, share=share if weights else None)
+                step = simulate(trace.work(own * self.tokens), recipe, machine, conditions)
+            found.append(KindPlan(kind, own, share, held, step))
+        return MixedSplit(tuple(found), rows, weights, lacks)
+
+    def _machines(self, shares: list[float] | None) -> list[Machine | None]:
+        """Return each kind's machine with the links of the kind that a collective waits for."""
+        known = [kind.machine for kind in self.kinds if kind.machine is not None]
+        if len(known) < len(self.kinds):
+            return [None] * len(self.kinds)
+        world, near = self.recipe.world_size, self.recipe.local_world_size
+        even = (world - 1) / world
+        burdens = [1.0] * len(known)
+        if shares is not None:  # a rank sends its piece to all others, and receives theirs
+            burdens = [max((world - 1) * share, 1 - share) / even for share in shares]
+        linked = [
+            _burdened(machine, burden) for machine, burden in zip(known, burdens, strict=True)
+        ]
+        nbytes = self.exact(self.rows).numel * self.conditions.weight_itemsize
+        group = LinkGroup(world, near)
+        slowest = max(linked, key=lambda each: gather_cost(nbytes, group, each).seconds)
+        return [
+            replace(
+                machine, inside=slowest.inside, outside=slowest.outside,
+                efficiency=replace(
+                    machine.efficiency, link=slowest.efficiency.link,
+                    reduce=slowest.efficiency.reduce,
+                ),
+            )
+            for machine in known
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Bytes of a rank by place: `empty` without states, and `slopes` more with all of them.
+
+    `fixed`: bytes on the device that a larger model of the same rows would not have more of.
+    """
+
+    room: Mapping[str, int]
+    fixed: int
+    empty: Mapping[str, int]
+    slopes: Mapping[str, int]
+
+    @property
+    def most(self) -> float:
+        """The largest share that fits; negative where none does."""
+        return self.most_of(1.0)
+
+    def most_of(self, times: float) -> float:
+        """Return the largest share that fits of a model whose states are `times` as large."""
+        found = float("inf")
+        for place, room in self.room.items():
+            fixed = self.fixed if place == "device" else 0
+            free = (room - fixed) / times - (self.empty[place] - fixed)
+            if self.slopes[place] > 0:
+                found = min(found, free / self.slopes[place])
+            elif free < 0:
+                return -1.0
+        return min(found, 1.0) if found >= 0 else -1.0
+
+
+def _burdened(machine: Machine, burden: float) -> Machine:
+    """Return a machine whose links are as much slower as a rank has more to send or receive."""
+    inside, outside = (
+        Link(link.nbytes_per_second / burden, link.latency)
+        for link in (machine.inside, machine.outside)
+    )
+    return replace(machine, inside=inside, outside=outside)
+
+
+def _level(kinds: Sequence[DeviceKind], most: Sequence[float]) -> float:
+    """Return the share of ranks that memory does not limit, where all shares sum to 1."""
+    left, free = 1.0, sum(kind.ranks for kind in kinds)
+    for each, ranks in sorted(zip(most, (kind.ranks for kind in kinds), strict=True)):
+        if each * free >= left:
+            break
+        left, free = left - each * ranks, free - ranks
+    return left / free if free else 1.0
+
+
+def _weights(kinds: Sequence[DeviceKind], shares: Sequence[float]) -> tuple[int, ...]:
+    """Return whole weights, one a rank; those of smaller shares are rounded down."""
+    largest = max(shares)
+    whole = [int(LARGEST_WEIGHT * share / largest + 1e-9) for share in shares]
+    common = gcd(*whole)
+    return tuple(
+        each // common for kind, each in zip(kinds, whole, strict=True) for _ in range(kind.ranks)
+    )
