@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from onefold.planner.result import Plan
     from onefold.recording.recorder import record
     from onefold.recording.report import Report
+    from onefold.rows.sampler import RowSampler
     from onefold.splitting import split_sequence
     from onefold.weighing import weigh
     from onefold.wire_config import Wire
@@ -75,6 +76,7 @@ _HOMES = {
     "Periods": "onefold.outer.periods",
     "record": "onefold.recording.recorder",
     "Report": "onefold.recording.report",
+    "RowSampler": "onefold.rows.sampler",
     "GradScaler": "onefold.engine.precision",
     "pipeline": "onefold.pipelines.drive",
     "Cluster": "onefold.planner.planning",
@@ -101,6 +103,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Report",
+    "RowSampler",
     "StateError",
     "TierError",
     "Wire",
