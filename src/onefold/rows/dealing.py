@@ -132,7 +132,7 @@ class AffineFit:
     @property
     def is_ready(self) -> bool:
         """True if enough time or steps were measured."""
-        return self.steps >= self.STEPS or (self.seconds >= self.SECONDS and self.steps >= 3)
+        return self.steps >= self.STEPS or (self.steps > 2 and self.seconds > self.SECONDS / 2)
 
     def note(self, rows: int, seconds: float) -> None:
         """Add one step."""

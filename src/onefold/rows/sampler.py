@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -90,8 +91,9 @@ class RowSampler(Sampler[list[int]]):
     def _order(self) -> Tensor:
         if not self._is_shuffled:
             return torch.arange(self._numel)
-        generator = torch.Generator()
-        generator.manual_seed(self._seed + (self._epoch << 32))
+        # torch's generator takes 32 bits of a seed; a sum would repeat epochs of the next seed
+        digest = blake2b(f"{self._seed} {self._epoch}".encode(), digest_size=4).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest))
         return torch.randperm(self._numel, generator=generator)
 
     def set_epoch(self, epoch: int) -> None:
@@ -131,13 +133,19 @@ class RowSampler(Sampler[list[int]]):
         self._speeds = speeds
 
     def collate(
-        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] = default_collate
-    ) -> Callable[[list[Any]], Any]:
-        """Return a `collate_fn` that also makes batches without rows.
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] = default_collate,
+        empty: Callable[[Any], Any] | None = None,
+    ) -> Callable[[list[Any]], Any]:  # fmt: skip
+        """Return a `collate_fn` that also makes the batch of a rank without rows.
 
-        Such a batch is that of the first row of the dataset with each tensor cut to length zero.
+        Args:
+            dataset: the dataset; its first row gives dtypes and dimensions.
+            collate_fn: for batches with rows.
+            empty: makes the other batches from that of the first row. None: cuts each tensor to
+                length zero. Models of transformers refuse such a batch: return the row with labels
+                of -100, so that none of its tokens counts.
         """
-        return _Collate(dataset, collate_fn)
+        return _Collate(dataset, collate_fn, empty or _without_rows)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Return the position in the data, equal on every rank and for any number of ranks.
@@ -173,15 +181,18 @@ class RowSampler(Sampler[list[int]]):
 class _Collate:
     """See `RowSampler.collate`; a class, so that workers can pickle it."""
 
-    def __init__(self, dataset: Any, inner: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self, dataset: Any, inner: Callable[[list[Any]], Any], empty: Callable[[Any], Any]
+    ) -> None:
         self._dataset = dataset
         self._inner = inner
+        self._empty = empty
 
     def __call__(self, rows: list[Any]) -> Any:
         """Collate rows."""
         if rows:
             return self._inner(rows)
-        return _without_rows(self._inner([self._dataset[0]]))
+        return self._empty(self._inner([self._dataset[0]]))
 
 
 def _without_rows(value: Any) -> Any:

@@ -132,6 +132,8 @@ class Windows:
         last = self._split.nbytes - self._seq
         offsets = torch.randint(0, last, (self._rows,), generator=self._generator).tolist()
         rows = [self._split.read(offsets[row], self._seq + 1) for row in self.own]
+        if not rows:
+            return torch.empty(0, self._seq + 1, dtype=torch.int64)
         flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
         return flat.view(len(rows), self._seq + 1).long()
 
