@@ -93,7 +93,7 @@ def train(is_auto: bool, arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def core_shares(shares: tuple[float, ...]) -> Iterator[list[Path]]:
-    """Cgroups whose processes may use these shares of a core."""
+    """Cgroups whose processes may use these shares of a core, before all other processes."""
     is_v1 = (GROUPS / "cpu").is_dir()
     parent = GROUPS / "cpu" if is_v1 else GROUPS
     made = [parent / f"onefold-{os.getpid()}-{number}" for number in range(len(shares))]
@@ -101,6 +101,7 @@ def core_shares(shares: tuple[float, ...]) -> Iterator[list[Path]]:
         for group, share in zip(made, shares, strict=True):
             group.mkdir()
             quota = int(share * PERIOD_US)
+            (group / ("cpu.shares" if is_v1 else "cpu.weight")).write_text("10000")
             if is_v1:
                 (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
                 (group / "cpu.cfs_quota_us").write_text(str(quota))
@@ -171,8 +172,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=70)
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--model", default="tiny", choices=PRESETS)
     parser.add_argument("--results", type=Path, default=RESULTS)

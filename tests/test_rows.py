@@ -20,6 +20,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, StateError, WireError
 from onefold.observer import members_of
 from onefold.rows.dealing import AffineFit, RankSpeed, balance, split_rows
+from onefold.rows.speeds import measure
 from tests.models import Model, token_batches
 from tests.ranks import run_processes, run_ranks, seeded
 
@@ -101,6 +102,10 @@ def test_a_fit_remembers_a_second_of_short_steps_and_twenty_long_ones():
 # deal
 
 
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
 def dealt(world_size, body):
     return run_ranks(world_size, lambda rank: body(rank))
 
@@ -116,10 +121,10 @@ def test_global_batches_do_not_depend_on_ranks_or_shares(drop_last):
             return found
 
         parts = dealt(world_size, body)
-        return [sum(rows, []) for rows in zip(*parts, strict=True)], parts
+        return [flat(rows) for rows in zip(*parts, strict=True)], parts
 
     alone, _ = batches(1, None)
-    assert sorted(sum(alone, [])) == (sorted(set(sum(alone, []))) if drop_last else list(range(50)))
+    assert sorted(flat(alone)) == (sorted(set(flat(alone))) if drop_last else list(range(50)))
     for world_size, shares in ((2, None), (2, [3, 1]), (3, [1, 0, 5]), (3, None)):
         together, parts = batches(world_size, shares)
         assert together == alone
@@ -133,7 +138,7 @@ def test_epochs_and_seeds_permute_differently_and_no_shuffle_keeps_the_order():
     def order(epoch, **options):
         sampler = onefold.RowSampler(40, 7, **options)
         sampler.set_epoch(epoch)
-        return sum(sampler, [])
+        return flat(sampler)
 
     assert order(0, shuffle=False) == order(3, shuffle=False) == list(range(40))
     assert len({tuple(order(e, seed=s)) for e in range(3) for s in range(3)}) == 9
@@ -152,7 +157,7 @@ def test_a_sampler_resumes_exactly_on_any_number_of_ranks(world_size):
         return first, state, [ahead[0], *rows]
 
     parts = dealt(2, begun)
-    rest = [sum(rows, []) for rows in zip(*(part[2] for part in parts), strict=True)]
+    rest = [flat(rows) for rows in zip(*(part[2] for part in parts), strict=True)]
 
     def resumed(rank):
         sampler = onefold.RowSampler(50, 12)
@@ -162,11 +167,11 @@ def test_a_sampler_resumes_exactly_on_any_number_of_ranks(world_size):
         assert sampler.shares == pytest.approx((0.75, 0.25) if world_size == 2 else
                                                (1 / world_size,) * world_size)  # fmt: skip
         sampler.set_epoch(5)
-        return found, sum(sampler, [])
+        return found, flat(sampler)
 
     again = dealt(world_size, resumed)
-    assert [sum(rows, []) for rows in zip(*(part[0] for part in again), strict=True)] == rest
-    assert sorted(sum((part[1] for part in again), [])) == list(range(50)), "the next is whole"
+    assert [flat(rows) for rows in zip(*(part[0] for part in again), strict=True)] == rest
+    assert sorted(flat(part[1] for part in again)) == list(range(50)), "the next is whole"
 
 
 def test_a_loader_reads_uneven_and_empty_batches_and_shares_change_between_steps():
@@ -340,7 +345,7 @@ def test_nothing_is_measured_unless_it_is_asked_for():
     assert run_ranks(2, body) == [(0.5, 0.5)] * 2
 
 
-def train_at_two_speeds(rank):
+def train_at_two_speeds(rank, is_queued):
     """Rank 1 is three times slower: rows end at 3 : 1, on both ranks in the same step."""
     torch.manual_seed(0)
     data = torch.cat(token_batches(1, rows=200))
@@ -354,6 +359,7 @@ def train_at_two_speeds(rank):
     module.blocks[0].register_forward_pre_hook(compute)
     sampler = onefold.RowSampler(data, 16)
     sampler.follow(module)
+    measure(module)._is_queued = is_queued  # as on a device, whose steps are recorded
     lengths = []
     for step, rows in zip(range(30), itertools.cycle(sampler), strict=False):
         lengths.append(len(rows))
@@ -377,8 +383,9 @@ def train_at_two_speeds(rank):
 
 
 @pytest.mark.process
-def test_rows_move_to_the_rank_that_computes_faster():
-    run_processes(2, train_at_two_speeds)
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_rows_move_to_the_rank_that_computes_faster(is_queued):
+    run_processes(2, train_at_two_speeds, is_queued)
 
 
 def test_a_sampler_follows_a_module_over_the_same_ranks_alone():

@@ -147,7 +147,7 @@ class AffineFit:
 
     def fit(self) -> tuple[float, float]:
         """Return seconds of the fixed part, and seconds of each row: infinite without any row."""
-        if not self._weight:
+        if self._seconds <= 0:
             return 0.0, inf
         rows, seconds = self._rows / self._weight, self._seconds / self._weight
         if rows == 0:
