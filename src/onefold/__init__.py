@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from onefold.planner.result import Plan
     from onefold.recording.recorder import record
     from onefold.recording.report import Report
+    from onefold.rows.sampler import RowSampler
     from onefold.splitting import split_sequence
     from onefold.weighing import weigh
     from onefold.wire_config import Wire
@@ -77,6 +78,7 @@ _HOMES = {
     "Periods": "onefold.outer.periods",
     "record": "onefold.recording.recorder",
     "Report": "onefold.recording.report",
+    "RowSampler": "onefold.rows.sampler",
     "GradScaler": "onefold.engine.precision",
     "pipeline": "onefold.pipelines.drive",
     "accumulate_layers": "onefold.layered.accumulate",
@@ -105,6 +107,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Report",
+    "RowSampler",
     "StateError",
     "TierError",
     "Wire",

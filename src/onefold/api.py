@@ -28,6 +28,7 @@ from onefold.mesh.meeting import as_timeout, meet
 from onefold.mesh.ranks import TIMEOUT
 from onefold.planner.auto import room_to_keep
 from onefold.recording.report import Report, copied, snapshot, unit_lines
+from onefold.rows.speeds import row_shares
 from onefold.wire_config import WireChoice
 
 
@@ -265,6 +266,7 @@ def report(module: nn.Module) -> Report:
         last_step=copied(engine.ledger.last_step),
         units=unit_lines(engine.units),
         is_inference=engine.is_inference,
+        row_shares=row_shares(engine),
     )
 
 

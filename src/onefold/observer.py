@@ -7,7 +7,7 @@ Several threads call observers: the one that trains, autograd's and workers'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from typing import Protocol
@@ -42,6 +42,48 @@ class Observer(Protocol):
     def begin(self, stream: Stream, verb: str, unit: str) -> Span:
         """A verb begins, for a unit where it has one; any thread may end it."""
         ...
+
+
+class Several:
+    """Tells several observers, one after the other."""
+
+    def __init__(self, members: Sequence[Observer]) -> None:
+        self.members = members
+
+    def held(self, kind: str, tier: str, nbytes: int) -> None:
+        """See `Observer.held`."""
+        for member in self.members:
+            member.held(kind, tier, nbytes)
+
+    def begin(self, stream: Stream, verb: str, unit: str) -> Span:
+        """See `Observer.begin`."""
+        return _Spans([member.begin(stream, verb, unit) for member in self.members])
+
+
+class _Spans:
+    """The spans of several observers."""
+
+    __slots__ = ("_spans",)
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+
+    def end(self, nbytes: int = 0) -> None:
+        """See `Span.end`."""
+        for span in self._spans:
+            span.end(nbytes)
+
+
+def members_of(observer: Observer | None) -> Sequence[Observer]:
+    """Return the observers that an observer tells, or itself."""
+    if isinstance(observer, Several):
+        return observer.members
+    return [] if observer is None else [observer]
+
+
+def joined(observers: Sequence[Observer]) -> Observer | None:
+    """Return one observer for any number of them."""
+    return Several(observers) if len(observers) > 1 else next(iter(observers), None)
 
 
 _NOTHING = nullcontext()

@@ -49,6 +49,8 @@ def add_to(commands: SubParsers) -> None:
     add("--data", metavar="DIR", help="folder of text files (default: the standard library)")
     add("--steps", default=str(DEFAULTS.steps), help="optimizer steps")
     add("--batch", default="8", help="rows of one rank in a micro-batch")
+    add("--rows", metavar="auto|W,W", help="rows of a step that each rank takes: auto, by measured "
+        "speed, or one weight a rank, such as 3,1 (default: equal)")
     add("--seq", default=str(DEFAULTS.seq), help="bytes in a row")
     add("--accumulate", default=str(DEFAULTS.accumulate), help="micro-batches in a step")
     add("--tp", default="1", metavar="N", help="ranks that share each layer (tensor parallel)")
@@ -109,12 +111,19 @@ def job_of(arguments: argparse.Namespace, world_size: int) -> Job:
         **{name: given[name] for name in texts},
         **checked,
         rows=rows * max(1, world_size // _model_ranks(checked)) * checked["accumulate"],
+        row_shares=_row_shares(given["rows"]),
         stage=word_or_number(given["stage"]),
         fraction=fraction,
         lr=None if given["lr"] is None else real("--lr", given["lr"], above=0),
         clip=real("--clip", given["clip"], least=0),
         every=0 if given["every"] is None else whole("--every", given["every"], least=1),
     )
+
+
+def _row_shares(text: str | None) -> tuple[float, ...] | str | None:
+    if text is None or text == "auto":
+        return text
+    return tuple(real("--rows", each, least=0) for each in text.split(","))
 
 
 def _model_ranks(checked: Mapping[str, int]) -> int:

@@ -72,11 +72,10 @@ class Attention(nn.Module):
         self.out = Projection(config.width, config.width, gain=1 / sqrt(2 * config.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, positions, _ = x.shape
-        split = (rows, positions, -1, 3, self.head_width)
-        q, k, v = self.qkv(x).view(split).permute(3, 0, 2, 1, 4)  # each [B, heads, T, D / heads]
+        heads = self.qkv(x).unflatten(2, (-1, 3, self.head_width))  # batches may have no rows
+        q, k, v = heads.permute(3, 0, 2, 1, 4)  # each [B, heads, T, D / heads]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(rows, positions, -1))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

@@ -28,7 +28,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import StateError, expected
 from onefold.ledger import Ledger, Traffic
-from onefold.observer import Stream
+from onefold.observer import Stream, joined, members_of
 from onefold.recording.closed_form import stage0_nbytes
 from onefold.recording.heap import allocator_probe
 from onefold.recording.report import copied, unit_lines
@@ -87,16 +87,17 @@ def record(module: nn.Module) -> Iterator[Recording]:
     Record the third step or a later one: the first steps make buffers and optimizer states.
     """
     engine = engine_of(module)
-    if engine.ledger.observer is not None:
+    ledger = engine.ledger
+    if any(isinstance(each, Recorder) for each in members_of(ledger.observer)):
         wanted, got = "one recording of a module at a time", "a second one inside the first"
         where, hint = f"rank {engine.group.rank}", "end the block of one step before the next"
         raise StateError(expected(wanted, got, where=where, hint=hint))
-    recording, recorder = Recording(engine), Recorder(engine.ledger, engine.context.store.device)
-    engine.ledger.observer = recorder
+    recording, recorder = Recording(engine), Recorder(ledger, engine.context.store.device)
+    ledger.observer = joined([*members_of(ledger.observer), recorder])
     try:
         yield recording
     finally:
-        engine.ledger.observer = None
+        ledger.observer = joined([o for o in members_of(ledger.observer) if o is not recorder])
     recording.finish(recorder)
 
 

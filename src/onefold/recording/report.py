@@ -46,6 +46,8 @@ class Report:
             `whole_matrix` is the matrices that matrix optimizers exchange.
         last_step: the same for the last step.
         is_inference: the module evaluates alone (`onefold.stream`).
+        row_shares: the part of the rows of a global batch that each rank should take, in rank
+            order; they add up to 1. Equal until speeds are measured (`onefold.RowSampler.follow`).
     """
 
     stage: int
@@ -64,6 +66,7 @@ class Report:
     last_step: dict[str, Traffic]
     units: tuple[UnitLine, ...]
     is_inference: bool = False
+    row_shares: tuple[float, ...] = ()
 
     @property
     def title(self) -> str:
@@ -114,6 +117,8 @@ class Report:
         lines += [f"{self.skipped} steps skipped: gradients not finite"] * bool(self.skipped)
         lines += [f"planned: {self.offload}"] * bool(self.offload)
         lines += [f"note: {note}" for note in self.notes]
+        if len(set(self.row_shares)) > 1:
+            lines += [f"rows by speed: {', '.join(f'{each:.1%}' for each in self.row_shares)}"]
         lines += ["kind           tier          now bytes         peak bytes"]
         for kind, tiers in self.memory.items():
             lines += [

@@ -82,7 +82,8 @@ class Checkpoints:
                 job.checkpoint, self._module, self._optimizer, pipeline=self._pipeline
             )
         for name, each in self._stateful.items():
-            each.load_state_dict(extra[name])
+            if name in extra:  # a run without `--rows auto` saves no shares of rows
+                each.load_state_dict(extra[name])
         self._saved = extra["step"]
         if self._world.rank == 0:
             _set_aside(Path(job.checkpoint), newer_than=extra["step"])

@@ -113,7 +113,7 @@ class Windows:
         self._split = split
         self._rows = rows
         self._seq = seq
-        self._own = own
+        self.own = own  # rows of each global batch; may change between batches
         self._generator = torch.Generator().manual_seed(seed)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -131,7 +131,9 @@ class Windows:
         """Return own rows [len(own), seq + 1] of the next batch, as int64 tokens."""
         last = self._split.nbytes - self._seq
         offsets = torch.randint(0, last, (self._rows,), generator=self._generator).tolist()
-        rows = [self._split.read(offsets[row], self._seq + 1) for row in self._own]
+        rows = [self._split.read(offsets[row], self._seq + 1) for row in self.own]
+        if not rows:
+            return torch.empty(0, self._seq + 1, dtype=torch.int64)
         flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
         return flat.view(len(rows), self._seq + 1).long()
 

@@ -29,6 +29,7 @@ class Job:
     steps: int = 160
     rows: int = 16
     seq: int = 64
+    row_shares: tuple[float, ...] | str | None = None  # of ranks; "auto" measures; None: equal
     accumulate: int = 1  # micro-batches of a step
     tp: int = 1  # ranks that share each layer
     pp: int = 1  # ranks that have blocks one after the other

@@ -31,6 +31,8 @@ from onefold.train.checkpoints import Checkpoints
 from onefold.train.checkpoints import preflight as preflight_checkpoints
 from onefold.train.corpus import Corpus, Windows, open_corpus, own_rows
 from onefold.train.course import Progress, TrainObserver, TrainResult
+from onefold.train.deal import RowDeal
+from onefold.train.deal import preflight as preflight_deal
 from onefold.train.job import Job
 from onefold.train.memory_table import RankMemory, measure
 from onefold.train.prediction import predict, trace_of
@@ -56,6 +58,7 @@ def preflight(job: Job, world_size: int) -> Corpus:
     offload_for(job)
     wire_of(job.wire)
     preflight_axes(job, world_size)
+    preflight_deal(job, world_size)
     num_data = world_size // job.model_ranks
     smallest = num_data * job.accumulate
     if job.rows < smallest:
@@ -143,7 +146,7 @@ class Trainer:
             recompute(whole, job.model)
         if not any(parameter.is_meta for parameter in whole.parameters()):
             whole.to(world.device)
-        is_traced = world.rank == 0 and job.model_ranks == 1
+        is_traced = world.rank == 0 and job.model_ranks == 1 and job.row_shares is None
         self.trace = trace_of(job, whole, world) if is_traced else None
         self.num_parameters = sum(parameter.numel() for parameter in whole.parameters())
         self.module = self.axes.part_of(whole)
@@ -159,9 +162,11 @@ class Trainer:
             compile_blocks(self.module)
         self.recipe = engine_of(self.module).recipe
         self.scaler = onefold.GradScaler(world.device.type, enabled=job.precision == "fp16")
-        own = own_rows(job.rows, self.axes.data_rank, self.axes.num_data)
-        self.windows = Windows(corpus.train, rows=job.rows, seq=job.seq, seed=job.seed, own=own)
-        stateful = {"windows": self.windows, "scaler": self.scaler}
+        self.deal = RowDeal(job, self.module, self.axes.data_rank, self.axes.num_data)
+        self.windows = Windows(
+            corpus.train, rows=job.rows, seq=job.seq, seed=job.seed, own=self.deal.own
+        )
+        stateful = {"windows": self.windows, "scaler": self.scaler, **self.deal.stateful}
         self.checkpoints = Checkpoints(
             job, world, self.module, self.optimizer, stateful, self.axes.pipeline
         )
@@ -171,6 +176,7 @@ class Trainer:
         """Take one optimizer step; return a loss whose mean over ranks is the batch's."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.peak_lr * schedule(step, self.job.steps)
+        self.windows.own = self.deal.own
         total = self._backward(next(self.windows).to(self.world.device))
         if self.job.clip > 0:
             self.scaler.unscale_(self.optimizer)
@@ -248,7 +254,7 @@ class Meter:
 def held_out_loss(job: Job, world: World, trainer: Trainer, corpus: Corpus) -> float:
     """Return nats per byte over fixed windows of the held-out files; a collective."""
     batches, axes = min(max(1, job.steps // HELD_OUT_SHARE), MAX_HELD_OUT_BATCHES), trainer.axes
-    own = own_rows(job.rows, axes.data_rank, axes.num_data)
+    own = trainer.deal.own
     windows = Windows(corpus.held_out, rows=job.rows, seq=job.seq, seed=0, own=own)
     total = 0.0
     for _ in range(batches):

@@ -1,0 +1,1 @@
+"""Uneven rows: ranks of different speed take different numbers of rows of each global batch."""

@@ -1,0 +1,160 @@
+"""Divide the rows of a global batch among ranks: by weights, or so that all end together.
+
+No torch here: every rank computes the same integers from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, isfinite
+
+from onefold.errors import ConfigError, expected
+from onefold.layout.cut import bounds_of
+
+HYSTERESIS = 0.05
+"""Rows move only if a step becomes shorter by more than this share."""
+
+_SCALE = 1 << 30
+_ITERATIONS = 64
+
+
+def even(world_size: int) -> tuple[float, ...]:
+    """Return equal weights."""
+    return (1 / world_size,) * world_size
+
+
+def check_shares(shares: Sequence[float], world_size: int) -> tuple[float, ...]:
+    """Return weights of rows, scaled to a sum of 1.
+
+    Raises `ConfigError` unless there is one finite weight a rank, none negative and one positive.
+    """
+    found = tuple(float(share) for share in shares)
+    hint = f"pass {world_size} weights, such as {[3, *[1] * (world_size - 1)]}"
+    if len(found) != world_size:
+        raise ConfigError(expected(f"{world_size} shares of rows, one a rank", found, hint=hint))
+    if any(not isfinite(share) or share < 0 for share in found) or sum(found) <= 0:
+        raise ConfigError(expected("finite shares of rows, none negative", found, hint=hint))
+    return tuple(share / sum(found) for share in found)
+
+
+def split_rows(rows: int, shares: Sequence[float]) -> list[range]:
+    """Return the rows of a global batch for each rank: contiguous, in rank order.
+
+    Each rank gets its part rounded down. Ranks with the largest remainders get one row more. A rank
+    with a positive weight gets one row at least, if there are enough; a rank with weight zero none.
+    """
+    weights = [round(share / sum(shares) * _SCALE) for share in shares]
+    bounds = bounds_of(rows, len(shares), tuple(weights))
+    counts = [stop - start for start, stop in pairwise(bounds)]
+    without = [rank for rank, share in enumerate(shares) if share > 0 and counts[rank] == 0]
+    if rows >= sum(share > 0 for share in shares):
+        for rank in without:
+            counts[counts.index(max(counts))] -= 1
+            counts[rank] = 1
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpeed:
+    """The time of a step on one rank: `fixed + per_row * rows` seconds; and the rows it takes now.
+
+    `per_row` is infinite where it is unknown.
+    """
+
+    fixed: float
+    per_row: float
+    rows: int
+
+    def seconds(self, rows: int) -> float:
+        """Return the time for so many rows."""
+        return self.fixed + self.per_row * rows if rows else self.fixed
+
+    def rows_within(self, seconds: float) -> int:
+        """Return how many rows end within so many seconds."""
+        return max(0, int((seconds - self.fixed) / self.per_row))
+
+
+def balance(ranks: Sequence[RankSpeed], hysteresis: float = HYSTERESIS) -> list[int]:
+    """Divide the rows that the ranks take now so that the slowest rank ends soonest.
+
+    Bisects the time T of a step for the smallest with sum(floor((T - fixed) / per_row)) >= rows.
+    Ranks that are free to take rows get one at least. Returns the rows of now where the best
+    division does not save more than the share `hysteresis` of a step.
+    """
+    total = sum(rank.rows for rank in ranks)
+    now = [rank.rows for rank in ranks]
+    best = _best(ranks, total)
+
+    def seconds(rows: Sequence[int]) -> float:
+        return max(rank.seconds(count) for rank, count in zip(ranks, rows, strict=True))
+
+    return best if seconds(best) < (1 - hysteresis) * seconds(now) else now
+
+
+def _best(ranks: Sequence[RankSpeed], total: int) -> list[int]:
+    low, high = 0.0, max(rank.seconds(total) for rank in ranks if rank.per_row < inf)
+    for _ in range(_ITERATIONS):
+        middle = (low + high) / 2
+        if sum(rank.rows_within(middle) for rank in ranks) >= total:
+            high = middle
+        else:
+            low = middle
+    counts = [rank.rows_within(high) for rank in ranks]
+    if total >= sum(rank.per_row < inf for rank in ranks):
+        counts = [
+            max(count, int(rank.per_row < inf)) for count, rank in zip(counts, ranks, strict=True)
+        ]
+    while sum(counts) > total:  # several ranks end at the same moment, or got their only row
+        last = max(range(len(counts)), key=lambda i: (counts[i] > 1, ranks[i].seconds(counts[i])))
+        counts[last] -= 1
+    return counts
+
+
+class AffineFit:
+    """Fits `seconds = fixed + per_row * rows` to the latest steps of one rank.
+
+    Older steps weigh exponentially less. The fit remembers about `STEPS` steps, and more where
+    these take less than `SECONDS`: the quota of a cgroup stops a process once in 100 ms.
+    """
+
+    STEPS = 20
+    SECONDS = 1.0
+    SPREAD = 0.1  # relative spread of rows below which the fixed part cannot be told
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # of all steps
+        self.steps = 0
+        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """True if enough time or steps were measured."""
+        return self.steps >= self.STEPS or (self.steps > 2 and self.seconds > self.SECONDS / 2)
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Add one step."""
+        self.steps += 1
+        self.seconds += seconds
+        keep = 1 - min(1 / self.STEPS, seconds / self.SECONDS)
+        self._weight = self._weight * keep + 1
+        self._rows = self._rows * keep + rows
+        self._seconds = self._seconds * keep + seconds
+        self._squares = self._squares * keep + rows * rows
+        self._products = self._products * keep + rows * seconds
+
+    def fit(self) -> tuple[float, float]:
+        """Return seconds of the fixed part, and seconds of each row: infinite without any row."""
+        if self._seconds <= 0:
+            return 0.0, inf
+        rows, seconds = self._rows / self._weight, self._seconds / self._weight
+        if rows == 0:
+            return seconds, inf
+        variance = self._squares / self._weight - rows * rows
+        if variance <= (self.SPREAD * rows) ** 2:
+            return 0.0, seconds / rows
+        slope = (self._products / self._weight - rows * seconds) / variance
+        slope = min(max(slope, 0.1 * seconds / rows), seconds / rows)
+        return seconds - slope * rows, slope
