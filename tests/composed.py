@@ -7,7 +7,7 @@ tensors and one to the pipeline. Ranks along the others are copies of it, which 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import onefold
+from onefold.engine.registry import engine_of
 from onefold.models.gpt import GPT, GPTConfig, GPTStage
 from onefold.models.parallel import parallelize_gpt
 from tests.ranks import seeded
@@ -84,8 +85,8 @@ class Place:
 ALONE = Place(Axes(), None, {})
 
 
-def gpt(dtype: torch.dtype = torch.float32, seed: int = 0) -> GPT:
-    return seeded(lambda: GPT(SIZES, LENGTH), seed=seed).to(dtype)
+def gpt(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) -> GPT:
+    return seeded(lambda: GPT(replace(SIZES, **sizes), LENGTH), seed=seed).to(dtype)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +104,36 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def whole(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Named:
+    """Whole weights, masters, moments and step counts, by name."""
+    found = Named()
+    for unit in engine_of(module).units:
+        for each in unit.parameters:
+            found[f"{each.fqn} weight"] = whole(each.sharded)
+            found[f"{each.fqn} master"] = whole(each.wrap(each.stepped))
+            for key, value in optimizer.state[each.sharded].items():
+                found[f"{each.fqn} {key}"] = whole(value)
+    return found
+
+
+def of_all(state: Named, mesh: DeviceMesh) -> Named:
+    """The states of all stages as one."""
+    everyone: list[Named] = [{} for _ in range(mesh.size())]
+    dist.all_gather_object(everyone, state, group=mesh.get_group())
+    return {name: value for each in everyone for name, value in each.items()}
+
+
+def check_bits(found: Named, wanted: Named, about: str) -> None:
+    assert found.keys() == wanted.keys(), about
+    for name, value in wanted.items():
+        assert bits(found[name]) == bits(value), f"{about}: {name}"
+
+
+def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.dtype, tensor.shape, flat.numpy().tobytes()
 
 
 class Run:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from onefold.engine.registry import engine_of
-from tests.composed import ALONE, Axes, Named, Place, Places, Run, gpt, whole
+from tests import composed
+from tests.composed import ALONE, Axes, Named, Place, Places, Run, gpt
 from tests.ranks import run_processes
 
 pytestmark = pytest.mark.process
@@ -39,19 +39,8 @@ def train_and_save(run: Run, folder: Path, name: str) -> None:
 
 
 def state_of(run: Run) -> Named:
-    """Whole weights, masters, moments and step counts of all stages, by name."""
-    found = {f"weight {name}": value for name, value in run.weights().items()}
-    for unit in engine_of(run.part).units:
-        for each in unit.parameters:
-            found[f"master {each.fqn}"] = whole(each.wrap(each.stepped))
-    for name, parameter in run.part.named_parameters():
-        for key, value in run.optimizer.state[parameter].items():
-            found[f"{key} {name}"] = whole(value)
-    if "pp" not in run.place.named:
-        return found
-    stages: list[Named] = [{} for _ in range(run.place.axes.pp)]
-    dist.all_gather_object(stages, found, group=run.place.named["pp"].get_group())
-    return {name: value for each in stages for name, value in each.items()}
+    found = composed.state_of(run.part, run.optimizer)
+    return composed.of_all(found, run.place.named["pp"]) if "pp" in run.place.named else found
 
 
 def load_others(place: Place, stage: int, folder: Path, own: str) -> None:
@@ -60,15 +49,8 @@ def load_others(place: Place, stage: int, folder: Path, own: str) -> None:
             continue
         run = begin(place, stage, seed=1)
         onefold.load(folder / other, run.part, run.optimizer, pipeline=place.named.get("pp"))
-        found, wanted = state_of(run), torch.load(folder / f"{other}.pt")
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
-            assert bits(found[name]) == bits(value), f"{name}: from {other} to {own}"
-
-
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return tensor.dtype, tensor.shape, flat.numpy().tobytes()
+        wanted = torch.load(folder / f"{other}.pt")
+        composed.check_bits(state_of(run), wanted, f"from {other} to {own}")
 
 
 def move(_: int, folder: str) -> None:
@@ -85,7 +67,7 @@ def test_weights_masters_moments_and_steps_move_between_any_two(tmp_path):
     run_processes(8, move, str(tmp_path), start_method="forkserver")
     load_others(ALONE, 1, tmp_path, ONE)
     state = torch.load(tmp_path / f"{ONE}.pt")
-    dtypes = {name.partition(" ")[0]: value.dtype for name, value in state.items()}
+    dtypes = {name.rpartition(" ")[2]: value.dtype for name, value in state.items()}
     assert dtypes == {"weight": torch.bfloat16} | dict.fromkeys(
         ("master", "exp_avg", "exp_avg_sq", "step"), torch.float32
     )
