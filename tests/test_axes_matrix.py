@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import warnings
@@ -89,6 +90,7 @@ def measure_all(rank: int, folder: str) -> None:
         place = places.of(axes)
         if stage % (WORLD // axes.world_size) == place.copy:
             found.append(measure(place, stage, dtype, wanted[dtype]))
+            gc.collect()  # lest each run leaves its threads
     torch.save(found, f"{folder}/{rank}")
 
 
