@@ -100,10 +100,13 @@ def run_processes(
 ) -> None:
     """Call the module-level `body(rank, *args)` in `world_size` gloo processes.
 
-    "fork" starts in no time; "spawn" gives processes with a heap of their own.
+    "fork" starts in no time; "spawn" gives processes with a heap of their own; "forkserver" forks
+    all of them from a process that has imported what they use and has no other thread.
     """
     if start_method == "fork":
         await_ended_threads()
+    elif start_method == "forkserver":
+        mp.set_forkserver_preload(["tests.ranks", body.__module__])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _process,

@@ -562,11 +562,13 @@ def test_stage_3_of_a_pipeline_chooses_its_window_from_free_memory():
     assert [rank.window for rank in wide.ranks] == [Window(True, True)] * 2
     needs = [rank.forecast.memory_nbytes for rank in wide.ranks]
     assert needs[0] > needs[1]
-    tight = window_of(f"{needs[0] - 1}B")
+    assert wide.window is None
+    tight = window_of(f"{needs[0] - 1}B")  # `onefold.pipeline` must be told, as activations need it
     assert tight.ranks[0].window != Window(True, True)
-    assert tight.ranks[1].window == Window(True, True)
-    assert tight.ranks[0].forecast.memory_nbytes < needs[0]
+    assert max(rank.forecast.memory_nbytes for rank in tight.ranks) < needs[0]
+    assert tight.window
     assert [rank.window for rank in window_of("1KiB").ranks] == [Window(False, False)] * 2
+    assert window_of("1KiB").window == 0
 
 
 def test_gradients_that_are_summed_where_they_are_take_time_at_every_stage():
@@ -588,19 +590,41 @@ def test_messages_of_windows_are_closed_forms():
     own = (data - 1) / data * rank.numel * ITEMSIZE
     sent = [
         forecast_steps(rank, recipe, micro, window.policy(recipe)).sent
-        for window in Window.choices(recipe, ModelAxes(pp=2))
+        for window in (Window(True, True), Window(True, False), Window(False, False))
     ]
     assert [each["gather"] / own for each in sent[:2]] == [1, 1]
     assert [each["reduce_scatter"] / own for each in sent] == [1, micro, micro]
     assert 2 * micro - 1 <= sent[2]["gather"] / own <= 2 * micro
 
 
+def test_messages_of_a_window_of_some_units_are_closed_forms():
+    """One gather and one reduction a step of its units; 2 m and m of the others."""
+    micro, recipe, machine = 5, Recipe(world_size=4, device_type="cuda"), machine_of("h100-80")
+    rank = ranks_of("gpt", ModelAxes(pp=2), 8)[0]
+    last = len(rank.units) - 1
+    window = Window(False, False, frozenset({0, last}))
+    own = [3 / 4 * ITEMSIZE * unit.numel for unit in rank.units]
+    kept, others = own[0] + own[last], sum(own[1:last])
+    found = forecast_steps(rank, recipe, micro, window.policy(recipe), window.units)
+    assert found.sent["gather"] == pytest.approx(kept + 2 * micro * others)
+    assert found.sent["reduce_scatter"] == pytest.approx(kept + micro * others)
+    run, work = Conditions(accumulate=micro), rank.work(TOKENS)
+    steps = [
+        simulate(work, recipe, machine, run, each.policy(recipe), each.units)
+        for each in (Window(True, True), window, Window(False, False))
+    ]
+    sent = [each.sent_nbytes("gather") + each.sent_nbytes("reduce") for each in steps]
+    assert sent == sorted(sent)
+    assert len(set(sent)) == 3
+
+
 def test_a_step_of_many_micro_batches_is_told_from_three():
     rank, recipe = ranks_of("gpt", ModelAxes(pp=2), 8)[0], Recipe(world_size=4)
-    for window in Window.choices(recipe, ModelAxes(pp=2)):
+    some = Window(False, False, frozenset({0, 2}))
+    for window in (*Window.choices(recipe, ModelAxes(pp=2)), some):
         policy = window.policy(recipe)
-        told = forecast_steps(rank, recipe, 7, policy)
-        played = forecast(rank, recipe, accumulate=7, policy=policy)
+        told = forecast_steps(rank, recipe, 7, policy, window.units)
+        played = forecast(rank, recipe, accumulate=7, policy=policy, window=window.units)
         assert (told.sent, told.peaks) == (played.sent, played.peaks)
 
 

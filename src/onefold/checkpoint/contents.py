@@ -40,6 +40,17 @@ MODEL, MASTER, OPTIM, RANK = "model", "master", "optim", "rank"
 GRAD, PARTIAL = "grad", "partial"
 _EXTRA = "_extra_state"
 
+TIE = "_onefold_tie"
+"""The attribute of a sharded parameter that several stages of a pipeline hold: a `TiedCopy`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiedCopy:
+    """One copy of a weight that stages share. `key`: the same for all copies."""
+
+    key: str
+    is_copy: bool  # False: the first one
+
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
@@ -47,7 +58,7 @@ class ShardedModel:
 
     `names`: fqns of the parameters that are meant; None: all of them. `number`: that of this rank
     among all ranks that save together, those of other stages of a pipeline included; None: its
-    number among the ranks of this module.
+    number among the ranks of this module. `left_out`: fqns of weights that another stage saves.
     """
 
     engine: Engine
@@ -55,6 +66,7 @@ class ShardedModel:
     optimizers: tuple[Optimizer, ...] = ()
     names: frozenset[str] | None = None
     number: int | None = None
+    left_out: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """Take names from `module`, maybe a wrapper. A collective where adapters came."""
@@ -109,7 +121,18 @@ class ShardedModel:
 
     def parameters(self) -> list[UnitParameter]:
         found = [p for unit in self.engine.units for p in unit.parameters if p.places]
+        found = [p for p in found if p.fqn not in self.left_out]
         return [p for p in found if self.names is None or p.fqn in self.names]
+
+    def ties(self) -> dict[str, TiedCopy]:
+        """Return the weights that other stages of a pipeline hold, too, by name."""
+        found = ((p.fqn, getattr(p.sharded, TIE, None)) for p in self.parameters())
+        return {fqn: tie for fqn, tie in found if tie is not None}
+
+    def without_copies(self) -> ShardedModel:
+        """This model without the copies of weights that another stage of the pipeline saves."""
+        copies = frozenset(fqn for fqn, tie in self.ties().items() if tie.is_copy)
+        return replace(self, left_out=copies)
 
     def trainable(self) -> ShardedModel:
         """This model without its frozen parameters, such as the base of adapters."""
@@ -222,6 +245,7 @@ def collect(model: ShardedModel) -> dict[str, Any]:
             parameter.fqn: {key: plain(v) for key, v in entry.items() if v is not None}
             for optimizer in model.optimizers
             for parameter in model.stepped_by(optimizer)
+            if parameter.fqn not in model.left_out
             if (entry := optimizer.state.get(parameter.sharded))
         }
         found[OPTIM] = {"state": state, "param_groups": [_named(g, model) for g in model.groups()]}
@@ -238,6 +262,7 @@ def collect(model: ShardedModel) -> dict[str, Any]:
 def _named(group: dict[str, Any], model: ShardedModel) -> dict[str, Any]:
     """Return a param group with names in place of parameters."""
     names = [model.parameter(tensor).fqn for tensor in group["params"]]
+    names = [name for name in names if name not in model.left_out]
     return {**{key: plain(v) for key, v in group.items() if key != "params"}, "params": names}
 
 

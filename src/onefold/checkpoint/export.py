@@ -21,6 +21,7 @@ from onefold.checkpoint.directory import Draft, find
 from onefold.checkpoint.pretrained import begin, write_small_files
 from onefold.checkpoint.quantised import is_offset, packed_among
 from onefold.checkpoint.storage import bytes_of, chunk_of, data_offset, read_metadata
+from onefold.checkpoint.ties import first_names
 from onefold.errors import CheckpointError
 
 PART_NBYTES = 8 << 20
@@ -88,12 +89,7 @@ def _weights(
     metadata: Metadata, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, safetensors.TensorEntry]]:
     """Yield every weight and buffer once, with the name in the checkpoint to read it from."""
-    names = metadata.state_dict_metadata
-    by_place: dict[tuple[str, int], str] = {}  # tied weights are in one place: the first name wins
-    first = {
-        index.fqn: by_place.setdefault((info.relative_path, info.offset), index.fqn)
-        for index, info in metadata.storage_data.items()
-    }
+    names, first = metadata.state_dict_metadata, first_names(metadata)
     packed = packed_among(names)
     for name, saved in names.items():
         if not name.startswith(f"{MODEL}.") or not isinstance(saved, TensorStorageMetadata):

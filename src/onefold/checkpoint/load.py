@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from onefold.checkpoint.agreement import Damaged, check_same, gather_together, together
@@ -24,6 +25,7 @@ from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.stages import Axis, Modules, Optimizers, Stages
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
+from onefold.checkpoint.ties import spread_ties
 from onefold.wire.collectives import Group
 
 
@@ -97,15 +99,19 @@ def _load(stages: Stages, models: list[ShardedModel], found: Found) -> Any:
 
     def aim() -> list[Targets]:
         metadata = read_metadata(found)
-        return [Targets(model, found, metadata, elsewhere) for model in models]
+        others = spread_ties(metadata)
+        return [Targets(model, found, metadata, elsewhere, others) for model in models]
 
     targets = together(group, aim)
     reader = Reader(found, targets[0].metadata)
     objects = _read(group, reader, _union(each.objects() for each in targets))
     together(group, lambda: [each.compare(objects) for each in targets])
     own_tensors = together(group, lambda: [each.tensors() for each in targets])
-    tensors = _read(group, reader, _union(own_tensors))
-    together(group, lambda: [each.finish(objects, tensors) for each in targets])
+    tensors = _read_parts(group, reader, own_tensors)
+    together(
+        group,
+        lambda: [each.finish(objects, own) for each, own in zip(targets, tensors, strict=True)],
+    )
     own = objects.get(f"{RANK}.{targets[0].own_rank}")
     if own is None:  # saved by another library
         return None
@@ -129,6 +135,18 @@ def _names_of_stages(stages: Stages, models: list[ShardedModel]) -> set[str]:
 
 def _union(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
+
+
+def _read_parts(group: Group, reader: Reader, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Read by name for each module of a rank. Stages may call a weight that they share the same."""
+    found = _read(group, reader, _union(parts))
+    for part in parts:
+        for name, own in part.items():
+            if not isinstance(own, Tensor):
+                part[name] = found[name]
+            elif own is not found[name]:
+                own.copy_(found[name])
+    return parts
 
 
 def _read(group: Group, reader: Reader, wanted: dict[str, Any]) -> dict[str, Any]:

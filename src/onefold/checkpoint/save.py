@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,6 +31,7 @@ from onefold.checkpoint.directory import Draft, prune
 from onefold.checkpoint.manifest import Manifest
 from onefold.checkpoint.stages import Axis, Modules, Optimizers, Stages, merge_groups, merged
 from onefold.checkpoint.storage import RankFiles, WritePlanner, Writer
+from onefold.checkpoint.ties import RankNames, join_names
 from onefold.collecting import no_garbage
 from onefold.engine.engine import Engine
 from onefold.errors import CheckpointError
@@ -95,6 +96,12 @@ def save(  # noqa: PLR0913 - each is one choice of a save
         for each in models:
             _refuse_multiplied(each)
             each.wait_steps()
+        names = RankNames(
+            {alias: name for each in models for alias, name in each.aliases().items()},
+            {name: tie for each in models for name, tie in each.ties().items()},
+        )
+        if stages.is_pipeline:
+            models = [each.without_copies() for each in models]
         first, engine = models[0], models[0].engine
         if first.rank == 0:
             draft.check()
@@ -111,11 +118,11 @@ def save(  # noqa: PLR0913 - each is one choice of a save
             config=contents.config_of(first.module), frozen=frozen,
         )  # fmt: skip
         files = RankFiles(draft.folder, is_cached=not wait)
-        return _Save(stages, draft, files, manifest, keep), models, state
+        return _Save(stages, draft, files, manifest, keep, names), models, state
 
     job, models, state = together(stages.group, prepare)
     job.agree(models, state)
-    job.write(models, state)
+    job.write(state)
     if wait:
         job.finish()
         return DONE
@@ -153,6 +160,7 @@ class _Summary:
     nbytes: int
     save_id: str
     groups: list[dict[str, Any]]  # of the parts of one optimizer, where stages have parts
+    names: RankNames
 
 
 @dataclass(slots=True)
@@ -164,6 +172,8 @@ class _Save:
     files: RankFiles
     manifest: Manifest
     keep: int | None
+    names: RankNames
+    aliases: dict[str, str] = field(default_factory=dict)  # of all ranks
 
     @property
     def group(self) -> Group:
@@ -183,7 +193,7 @@ class _Save:
             choices = (str(self.draft.target), self.files.is_cached, self.keep)
             nbytes = contents.own_nbytes({k: v for k, v in state.items() if k != RANK})
             prints = contents.fingerprints(buffers)
-            return _Summary(choices, prints, nbytes, self.manifest.save_id, groups)
+            return _Summary(choices, prints, nbytes, self.manifest.save_id, groups, self.names)
 
         everyone = agreement.gather_together(self.group, summary)
         hint = "name the directory by the step, not by rank or time"
@@ -197,13 +207,13 @@ class _Save:
         for name, buffer in buffers.items():
             if len({each.buffers[name] for each in everyone if name in each.buffers}) > 1:
                 own["buffers"][name] = buffer
+        self.aliases = join_names(each.names for each in everyone)
         if groups:
             state[OPTIM]["param_groups"] = merge_groups([each.groups for each in everyone])
 
-    def write(self, models: Sequence[ShardedModel], state: dict[str, Any]) -> None:
+    def write(self, state: dict[str, Any]) -> None:
         """Plan together and write this rank's pieces, to the disk or to the page cache."""
-        names = [pair for model in models for pair in model.aliases().items()]
-        aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in names}
+        aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in self.aliases.items()}
         handle = self.group.handle
         try:
             with planning():

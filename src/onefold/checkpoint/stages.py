@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from onefold.checkpoint.agreement import refusal
+from onefold.checkpoint.agreement import refusal, together
 from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, ShardedModel
 from onefold.engine.registry import engine_of
 from onefold.layout.units import uncompiled
@@ -40,8 +40,8 @@ class Stages:
     def of(modules: Modules, pipeline: Axis) -> Stages:
         """Find the ranks: those of the module, or all ranks of the world that `pipeline` spans.
 
-        Raises `CheckpointError` for several modules without a pipeline, or for axes that do not
-        multiply to the world.
+        Raises `CheckpointError` for several modules without a pipeline, or, on every rank, for axes
+        that do not multiply to the world.
         """
         given = [modules] if isinstance(modules, nn.Module) else list(modules)
         found = tuple(uncompiled(module) for module in given)
@@ -51,14 +51,18 @@ class Stages:
                 hint = 'pipeline=mesh["pp"] saves stages of a pipeline; else save them one by one'
                 raise refusal("one module, without pipeline=", f"{len(found)} modules", hint=hint)
             return Stages(found, everyone, is_pipeline=False)
-        axis = of_axis(pipeline, "the pipeline axis").everyone
         world = Group.of(dist.group.WORLD if dist.is_initialized() else None)
-        if axis.world_size * everyone.world_size != world.world_size:
-            raise refusal(
-                f"a pipeline axis and the ranks of a stage that multiply to {world.world_size}",
-                f"{axis.world_size} and {everyone.world_size}",
-                hint='mesh=mesh["dp"] for onefold.shard, pipeline=mesh["pp"] for save and load',
-            )
+
+        def check() -> None:
+            axis = of_axis(pipeline, "the pipeline axis").everyone
+            if axis.world_size * everyone.world_size != world.world_size:
+                raise refusal(
+                    f"a pipeline axis and the ranks of a stage that multiply to {world.world_size}",
+                    f"{axis.world_size} and {everyone.world_size}",
+                    hint='mesh=mesh["dp"] for onefold.shard, pipeline=mesh["pp"] for save and load',
+                )
+
+        together(world, check)
         return Stages(found, world, is_pipeline=True)
 
     def models(self, optimizers: Optimizers) -> list[ShardedModel]:

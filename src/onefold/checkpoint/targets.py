@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,11 +33,15 @@ class Targets:
 
     def __init__(
         self, model: ShardedModel, found: Found, metadata: Metadata,
-        elsewhere: Set[str] = frozenset(),
+        elsewhere: Set[str] = frozenset(), others: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """`elsewhere`: names of all stages of a pipeline, of which this module is one."""
+        """`elsewhere`: names of all stages of a pipeline, of which this module is one.
+
+        `others`: names of weights that the checkpoint has under another, first name.
+        """
         self.model = model
         self._elsewhere = elsewhere
+        self._others = others
         self.manifest = found.manifest
         self.metadata = metadata
         self._path = found.path
@@ -135,7 +140,8 @@ class Targets:
         mismatches = []
         for index, (group, saved) in enumerate(zip(ours, theirs, strict=True)):
             here = {self.model.parameter(tensor).fqn for tensor in group["params"]}
-            there = set(saved["params"]) - (self._elsewhere - here)
+            here -= self._others.keys()  # the group of the first name has them
+            there = set(saved["params"]) - (self._elsewhere - here) - self.model.aliases().keys()
             mismatches += [f"{n}: in param group {index} here alone" for n in sorted(here - there)]
             mismatches += [
                 f"{n}: in param group {index} of the checkpoint alone" for n in sorted(there - here)
@@ -167,6 +173,8 @@ class Targets:
             wanted[self._source(parameter)] = parameter.wrap(parameter.stepped)
             for name in self._gradients(parameter):
                 wanted[name] = self._gradient_target(name, parameter)
+        for name, (parameter, _) in self._copies().items():
+            wanted[name] = parameter.wrap(torch.empty_like(parameter.stepped))
         for name, buffer in self.model.buffers().items():
             wanted[self._prefix + name] = buffer
         by_fqn: defaultdict[str, list[str]] = defaultdict(list)
@@ -182,9 +190,25 @@ class Targets:
             binding.take_over(list(flats.values()))
         return wanted
 
-    def _source(self, parameter: UnitParameter) -> str:
+    def _copies(self) -> dict[str, tuple[UnitParameter, str]]:
+        """Return other names of tied weights for which the checkpoint has bytes of their own.
+
+        Stages of a pipeline have saved them, or a module whose weights were not tied.
+        """
+        if not self.model.optimizers:
+            return {}
+        by_fqn = {parameter.fqn: parameter for parameter in self.model.parameters()}
+        return {
+            self._source(by_fqn[fqn], alias): (by_fqn[fqn], alias)
+            for alias, fqn in self.model.aliases().items()
+            if self._prefix + alias in self._names
+            and self._others.get(alias, alias) != self._others.get(fqn, fqn)
+        }
+
+    def _source(self, parameter: UnitParameter, fqn: str | None = None) -> str:
         """Return the weight's name if it has the dtype that is stepped, else its master's."""
-        weight, master = self._prefix + parameter.fqn, f"{MASTER}.{parameter.fqn}"
+        fqn = fqn or parameter.fqn
+        weight, master = self._prefix + fqn, f"{MASTER}.{fqn}"
         saved = self._names[weight]
         assert isinstance(saved, TensorStorageMetadata), "mismatches were refused"
         is_alike = saved.properties.dtype == parameter.unit.stepped.dtype
@@ -236,6 +260,13 @@ class Targets:
     def finish(self, objects: dict[str, Any], tensors: dict[str, Any]) -> None:
         """Hand the values that were read to the engine, the module and the optimizers."""
         engine = self.model.engine
+        self._refuse(
+            [
+                f"{alias}: other values than {parameter.fqn}, with which the module ties it"
+                for name, (parameter, alias) in self._copies().items()
+                if not torch.equal(parameter.unwrap(tensors[name]), parameter.stepped)
+            ]
+        )
         for unit in engine.units:
             unit.replaced()
             unit.forget()

@@ -101,8 +101,11 @@ def shared(fqn: str, first: int, second: int) -> ConfigError:
 
 
 def agree(groups: Sequence[Group], facts: Sequence[str], problem: ConfigError | None) -> None:
-    """Raise `ConfigError` on every rank if one has a problem, or plans another run."""
-    for group in groups:
+    """Raise `ConfigError` on every rank if one has a problem, or plans another run.
+
+    Ranks may have different numbers of stages: those of the same ranks exchange once.
+    """
+    for group in {tuple(each.global_ranks()): each for each in reversed(groups)}.values():
         mine = [f"! {problem}"] if problem else list(facts)
         everyone: list[Any] = group.all_gather_object(mine) if group.world_size > 1 else [mine]
         for rank, theirs in enumerate(everyone):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import (
@@ -79,7 +80,7 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
     except ConfigError as error:
         problem = error
     found = [find_engine(stage.submod) for stage in stages]  # where there was a problem, too
-    axes = [group, *(engine.group for engine in found if engine is not None)]
+    axes = [group, *(engine.context.everyone for engine in found if engine is not None)]
     agree(axes, _facts(schedule, window, tied), problem)
     if tied is None:
         check_undeclared(engines, group)
@@ -146,12 +147,17 @@ def _stages_of(schedule: object) -> list[Any]:
 
 def _splits(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> bool:
     """True if the program has backwards of inputs and of weights apart."""
-    program = schedule.pipeline_order or {}
-    if isinstance(schedule, _PipelineScheduleRuntime):
-        program = schedule.pipeline_order_with_comms
-    actions = [action for each in program.values() for action in each if action is not None]
+    program = _program(schedule).values()
+    actions = [action for each in program for action in each if action is not None]
     flat = [each for action in actions for each in action.sub_actions or (action,)]
     return any(each.computation_type in (BACKWARD_INPUT, BACKWARD_WEIGHT) for each in flat)
+
+
+def _program(schedule: Any) -> dict[int, list[Any]]:
+    """The actions of all ranks, where the schedule lists them."""
+    if isinstance(schedule, _PipelineScheduleRuntime):
+        return schedule.pipeline_order_with_comms
+    return schedule.pipeline_order or {}
 
 
 def _facts(schedule: Any, window: Window, tied: Tied) -> list[str]:
@@ -162,4 +168,5 @@ def _facts(schedule: Any, window: Window, tied: Tied) -> list[str]:
         f"scale_grads={schedule.scale_grads}",
         f"window={window!r}",
         f"tied={tied!r}",
+        f"a program of actions with digest {crc32(str(_program(schedule)).encode()):08x}",
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onefold.checkpoint.contents import TIE, TiedCopy
 from onefold.engine.engine import Engine
 from onefold.errors import ConfigError, expected
 from onefold.unit.parameter import UnitParameter
@@ -94,8 +95,12 @@ def ties_of(engines: dict[int, Engine], group: Group, tied: Tied) -> list[Tie]:
         ranks = sorted({rank for rank, _ in by_stage.values()})
         copies = [mine[stage] for stage in sorted(mine)]
         is_first = min(by_stage) in mine
-        for copy in copies[is_first:]:
-            setattr(copy.sharded, COPY, True)
+        key = " ".join(names)
+        for index, copy in enumerate(copies):
+            is_copy = index >= is_first
+            setattr(copy.sharded, TIE, TiedCopy(key, is_copy))
+            if is_copy:
+                setattr(copy.sharded, COPY, True)
         found.append(Tie(copies, ranks, is_first))
         _share_values(found[-1], group, by_stage[min(by_stage)][0])
     return found

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from onefold.engine.engine import Engine
 from onefold.engine.keeping import gathered_units, trained_nbytes, with_gradients
+from onefold.engine.keeping import gathered_units
 from onefold.errors import ConfigError, expected
-from onefold.planner.auto import room_to_keep
+from onefold.planner.auto import free_on_all
 from onefold.planner.sizes import parse_nbytes
+from onefold.planner.windows import StageUnits, choose_windows
 
 Window = int | str | None
 
@@ -20,20 +22,36 @@ def windows_of(engines: Sequence[Engine], window: Window) -> list[frozenset[int]
         engines: of the modules, which share the rank's memory.
         window: units of each module, bytes of all of them as text, or None: what fits.
     """
-    limit = parse_nbytes("window", window) if isinstance(window, str) else None
-    taken, found = 0, list[frozenset[int]]()
-    for engine in engines:
-        gathered = gathered_units(engine.schedule.units)
-        if not engine.recipe.frees_after_forward:  # stages 0 to 2 hold whole weights anyway
-            found.append(frozenset(gathered))
-        elif isinstance(window, int):
+    found = [frozenset(gathered_units(engine.schedule.units)) for engine in engines]
+    chosen = [i for i, each in enumerate(engines) if each.recipe.frees_after_forward]
+    if isinstance(window, int):
+        for i in chosen:
+            gathered = sorted(found[i])
             count = min(window, len(gathered))
             found.append(frozenset(gathered[i * len(gathered) // count] for i in range(count)))
         else:
             room = room_to_keep(engine.recipe, engine.context.store.device, engine.group, limit)
             found.append(with_gradients(engine, room - taken))
             taken += trained_nbytes(engine, found[-1])
+            found[i] = frozenset(gathered[n * len(gathered) // count] for n in range(count))
+    elif chosen:  # stages 0 to 2 hold whole weights anyway
+        limit = None if window is None else parse_nbytes("window", window)
+        free = min(_free_nbytes(engines[i]) for i in chosen)
+        windows = choose_windows([stage_units(engines[i]) for i in chosen], free, limit)
+        for i, each in zip(chosen, windows, strict=True):
+            found[i] = each
     return found
+
+
+def stage_units(engine: Engine) -> StageUnits:
+    """Describe the units of a stage module."""
+    trains = tuple(unit.requires_grad() for unit in engine.units)
+    return StageUnits(tuple(engine.schedule.units), trains, engine.policy.prefetch)
+
+
+def _free_nbytes(engine: Engine) -> int:
+    local = engine.recipe.local_world_size
+    return free_on_all(engine.context.store.device, local, engine.group)
 
 
 def check_window(window: object) -> None:

@@ -34,6 +34,20 @@ def free_nbytes(device: torch.device, local_world_size: int) -> int:
     return free_host_nbytes() // local_world_size
 
 
+def free_on_all(device: torch.device, local_world_size: int, group: Group) -> int:
+    """Return the least `free_nbytes` of the ranks of `group`. A collective."""
+    free = free_nbytes(device, local_world_size)
+    if group.world_size == 1:
+        return free
+    everyone: list[Any] = group.all_gather_object(free)
+    return min(everyone)
+
+
+def room_of(free: int) -> int:
+    """Return the share of free bytes that is not left for activations and messages."""
+    return int((1 - ACTIVATIONS_SHARE) * free)
+
+
 def nbytes_without_activations(recipe: Recipe) -> int:
     """Return the most bytes that an engine with these units holds by itself."""
     return forecast(bare(recipe.units), recipe).memory_nbytes
@@ -90,11 +104,8 @@ def lowest_stage(
     Returns:
         The recipe, or None where none fits; the reason, for people.
     """
-    free = free_nbytes(device, local_world_size)
-    if group.world_size > 1:
-        everyone: list[Any] = group.all_gather_object(free)
-        free = min(everyone)
-    room, before = (1 - ACTIVATIONS_SHARE) * free, ""
+    free = free_on_all(device, local_world_size, group)
+    room, before = room_of(free), ""
     for recipe in recipes:
         need, number = nbytes_without_activations(recipe), recipe.stage.number
         if need <= room:
@@ -111,8 +122,7 @@ def room_to_keep(recipe: Recipe, device: torch.device, group: Group, budget: int
         raise ConfigError(expected("a budget in bytes, from 0 on", repr(budget), hint="e.g. 2**30"))
     if not recipe.frees_after_forward:
         return 0  # nothing is freed
-    free = free_nbytes(device, recipe.local_world_size)
-    room = int((1 - ACTIVATIONS_SHARE) * free)
+    room = room_of(free_nbytes(device, recipe.local_world_size))
     if budget is not None:
         room = min(room, budget)
     rooms: list[Any] = group.all_gather_object(room) if group.world_size > 1 else [room]

@@ -104,12 +104,14 @@ class TierSeconds:
 class ClockHands:
     """The clocks of one rank. With `uses_rings` a second hop follows the first one by itself.
 
-    `sums`: gradients of micro-batches are summed where they are, as at stages 0 to 2.
+    `sums`: units whose gradients are summed over micro-batches where they are, as all are at stages
+    0 to 2.
     """
 
     def __init__(
-        self, work: ModelWork, recipe: Recipe, run: Conditions, machine: Machine, *, sums: bool
-    ) -> None:
+        self, work: ModelWork, recipe: Recipe, run: Conditions, machine: Machine, *,
+        sums: frozenset[int],
+    ) -> None:  # fmt: skip
         self._sums = sums
         self._units, self._recipe, self._machine, self._run = work.units, recipe, machine, run
         self._crosses_late = recipe.has_hops and not recipe.keeps_weights
@@ -137,8 +139,7 @@ class ClockHands:
         All but the first gradients are added to resting ones: two reads, a write.
         """
         self._is_last = micro + 1 == self._run.accumulate
-        adds = micro > 0 and self._sums
-        self._added_nbytes = 3.0 * self._run.grad_itemsize * adds
+        self._added_nbytes = 3.0 * self._run.grad_itemsize * (micro > 0)
 
     def reach(self, event: Event) -> None:
         """Compute until the event."""
@@ -148,7 +149,8 @@ class ClockHands:
         elif event.kind is EventKind.GRAD and event.call == GRADIENTS[-1]:
             unit, parts = self._units[event.unit], self._durations[event.unit][1]
             rate = self._machine.memory_rate * self._machine.efficiency.memory
-            memory = parts["memory"] + self._added_nbytes * unit.numel / rate
+            added = self._added_nbytes * unit.numel * (event.unit in self._sums)
+            memory = parts["memory"] + added / rate
             self.streams.compute(unit.name, "backward", parts | {"memory": memory})
 
     def has_landed(self, unit: int) -> bool:

@@ -1,8 +1,8 @@
 """Plan a composed run: memory of every rank of the pipeline, bytes of every axis, and the step.
 
 Each rank of the pipeline is planned on its data axis (planner/composed.py). Stage 3 chooses a
-window for each from its free memory: weights kept through the step, and gradients summed where they
-are, cost memory and save messages.
+window for each from its free memory, as `onefold.pipeline` does (planner/windows.py): weights kept
+through the step, and gradients summed where they are, cost memory and save messages.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from onefold.engine.keeping import gathered_units
 from onefold.engine.policy import Policy, policy_of
 from onefold.planner.axes import MESSAGES, ModelAxes
-from onefold.planner.composed import ComposedJob, pieces_of, rank_trace
-from onefold.planner.memory import Forecast, forecast
+from onefold.planner.byte_counter import Moment
+from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
+from onefold.planner.memory import Forecast, facts_of, forecast
+from onefold.planner.messages import planned_unit
 from onefold.planner.simulate import StepTime, simulate
+from onefold.planner.windows import StageUnits, choose_windows
 from onefold.planner.work import ModelWork
 
 if TYPE_CHECKING:
@@ -34,26 +38,39 @@ class Window:
 
     keeps: unsharded weights stay until the step, and are gathered once.
     sums: gradients of the micro-batches are summed where they are, and reduced once.
+    units: both hold for these units alone, as positions; None: all are alike.
     """
 
     keeps: bool
     sums: bool
+    units: frozenset[int] | None = None
 
     @staticmethod
     def choices(recipe: Recipe, axes: ModelAxes) -> tuple[Window, ...]:
-        """Return the windows to try, from the fewest messages to the least memory.
+        """Return the windows in which all units are alike, first that with the fewest messages.
 
         Only stage 3 of a pipeline has a choice.
         """
         if recipe.frees_after_forward and axes.pp > 1:
-            return Window(True, True), Window(True, False), Window(False, False)
+            return Window(True, True), Window(False, False)
         sums = recipe.sums_rest or recipe.world_size == 1
         return (Window(not recipe.frees_after_forward, sums),)
+
+    @staticmethod
+    def fitting(stages: Sequence[StageUnits], free: int, limit: int | None = None) -> Window:
+        """Return the window that `onefold.pipeline` chooses for the stages of a rank."""
+        found, all_units, first = set[int](), set[int](), 0
+        for stage, window in zip(stages, choose_windows(stages, free, limit), strict=True):
+            found |= {first + unit for unit in window}
+            all_units |= {first + unit for unit in gathered_units(stage.units)}
+            first += len(stage.units)
+        is_whole = found == all_units
+        return Window(is_whole, is_whole, None if is_whole or not found else frozenset(found))
 
     def policy(self, recipe: Recipe) -> Policy:
         """Return the rules of a recipe with this window."""
         policy = policy_of(recipe)
-        if not recipe.frees_after_forward:
+        if not recipe.frees_after_forward or self.units is not None:
             return policy
         frees = not self.keeps
         return replace(
@@ -84,6 +101,8 @@ class RankPlan:
             "rank": self.rank, "blocks": list(self.blocks), "parameters": self.numel,
             "micro_batches_in_flight": self.in_flight, "keeps_weights": self.window.keeps,
             "sums_gradients": self.window.sums, "nbytes": self.forecast.memory_nbytes,
+            "units": len(self.work.units),
+            "window": None if self.window.units is None else sorted(self.window.units),
         }  # fmt: skip
 
 
@@ -103,7 +122,10 @@ class AxisLine:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The ranks of a pipeline and the axes of one way to train; `fullest`: of which rank."""
+    """The ranks of a pipeline and the axes of one way to train; `fullest`: of which rank.
+
+    `window`: the bytes to pass to `onefold.pipeline` where activations need more than it leaves.
+    """
 
     axes: ModelAxes
     dp: int
@@ -112,12 +134,14 @@ class Composition:
     ranks: tuple[RankPlan, ...]
     fullest: int
     lines: tuple[AxisLine, ...]
+    window: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
         return {
             "dp": self.dp, **self.axes.sizes, "virtual": self.axes.virtual,
             "bubble_share": self.axes.bubble_share(self.num_micro), "fullest_rank": self.fullest,
+            "window": self.window,
             "axes": [
                 {"axis": each.axis, "ranks": each.ranks, "sent_nbytes": round(each.nbytes),
                  "seconds": each.seconds, "share": each.share}
@@ -144,44 +168,95 @@ def compose(
     Returns the composition, and the step where there is a machine.
     """
     axes, run = job.axes, place.conditions
-    ranks = [_plan_rank(trace, job, recipe, place, rank) for rank in range(axes.pp)]
+    ranks, limit = list[RankPlan](), None
+    for limit in _limits(recipe, axes, place):
+        ranks = [_plan_rank(trace, job, recipe, place, rank, limit) for rank in range(axes.pp)]
+        if place.room is None or all(r.forecast.memory_nbytes <= place.room for r in ranks):
+            break
     fullest = max(ranks, key=lambda each: each.forecast.memory_nbytes).rank
     step, slowest = None, 0
     if place.machine is not None:
         works = [(each.work, each.window.policy(recipe)) for each in ranks]
-        step, slowest = pipeline_step(works, recipe, axes, place.machine, run)
+        windows = [each.window.units for each in ranks]
+        step, slowest = pipeline_step(works, recipe, axes, place.machine, run, windows)
     made = Composition(
         axes, axes.dp(job.recipe.world_size), job.recipe.local_world_size, run.accumulate,
         tuple(ranks), fullest, tuple(_lines(ranks, ranks[slowest], recipe, axes, (step, place))),
+        limit,
     )  # fmt: skip
     return made, step
 
 
-def _plan_rank(trace: Trace, job: ComposedJob, recipe: Recipe, place: Place, rank: int) -> RankPlan:
-    """Choose the first window that fits, or the last."""
+def _limits(recipe: Recipe, axes: ModelAxes, place: Place) -> tuple[int | None, ...]:
+    """Return the limits of windows to try: none, which a run has by itself, and then less."""
+    if len(Window.choices(recipe, axes)) == 1 or place.room is None:
+        return (None,)
+    return (None, *(whole_mib(place.room // part) for part in (4, 8, 16)), 0)
+
+
+def whole_mib(nbytes: int) -> int:
+    """Round bytes down to MiB, where they have some."""
+    return nbytes >> 20 << 20 or nbytes
+
+
+def _plan_rank(
+    trace: Trace, job: ComposedJob, recipe: Recipe, place: Place, rank: int, limit: int | None
+) -> RankPlan:  # fmt: skip
+    """Plan a rank with the window that a run chooses under this limit."""
     axes, num_micro = job.axes, place.conditions.accumulate
     own = rank_trace(trace, job, rank, num_micro)
+    pieces = pieces_of(trace.units, job)
     blocks = tuple(
         block
-        for unit, piece in zip(trace.units, pieces_of(trace.units, job), strict=True)
+        for unit, piece in zip(trace.units, pieces, strict=True)
         if (block := job.anatomy.block_of(unit.name)) >= 0 and piece % axes.pp == rank
     )
-    windows = Window.choices(recipe, axes)
-    for window in windows:
-        found = forecast_steps(own, recipe, num_micro, window.policy(recipe))
-        if place.room is None or found.memory_nbytes <= place.room or window == windows[-1]:
-            work = own.work(job.tokens // axes.cp)
-            held = axes.in_flight(rank, num_micro)
-            return RankPlan(rank, tuple(dict.fromkeys(blocks)), held, window, work, found)
-    raise AssertionError("the last window is taken")
+    window = Window.choices(recipe, axes)[0]
+    if len(Window.choices(recipe, axes)) > 1 and place.room is not None:
+        of_units = [
+            axes.num_pieces - 1 if part.is_tied else pieces[part.unit]
+            for part in parts_of(trace.units, job, rank)
+        ]
+        stages, free = stages_of(own, recipe, of_units), free_of(own, recipe, place)
+        window = Window.fitting(stages, free, limit)
+    found = forecast_steps(own, recipe, num_micro, window.policy(recipe), window.units)
+    work, held = own.work(job.tokens // axes.cp), axes.in_flight(rank, num_micro)
+    return RankPlan(rank, tuple(dict.fromkeys(blocks)), held, window, work, found)
 
 
-def forecast_steps(trace: Trace, recipe: Recipe, num_micro: int, policy: Policy) -> Forecast:
+def stages_of(trace: Trace, recipe: Recipe, pieces: Sequence[int]) -> list[StageUnits]:
+    """Describe the stages of a rank, whose units belong to these pieces of the pipeline."""
+    planned = [planned_unit(unit, recipe) for unit in trace.units]
+    facts = facts_of(planned, recipe)
+    found = list[StageUnits]()
+    for piece in dict.fromkeys(pieces):
+        own = [index for index, each in enumerate(pieces) if each == piece]
+        trains = tuple(any(planned[index].partials) for index in own)
+        units = tuple(facts[index] for index in own)
+        found.append(StageUnits(units, trains, policy_of(recipe).prefetch))
+    return found
+
+
+def free_of(trace: Trace, recipe: Recipe, place: Place) -> int:
+    """Predict the bytes that are free before the first step: all but what rests."""
+    assert place.room is not None, "checked by the caller"
+    resting = Moment("", "", forecast(trace, recipe).resting)
+    return max(0, place.room - resting.memory_nbytes(recipe.device_type))
+
+
+def forecast_steps(
+    trace: Trace, recipe: Recipe, num_micro: int, policy: Policy,
+    units: frozenset[int] | None = None,
+) -> Forecast:  # fmt: skip
     """Forecast a step of many micro-batches from one of three: bytes sent grow along a line."""
-    found = forecast(trace, recipe, accumulate=min(num_micro, MOST_PLAYED), policy=policy)
+
+    def played(micro: int) -> Forecast:
+        return forecast(trace, recipe, accumulate=micro, policy=policy, window=units)
+
+    found = played(min(num_micro, MOST_PLAYED))
     if num_micro <= MOST_PLAYED:
         return found
-    fewer = forecast(trace, recipe, accumulate=MOST_PLAYED - 1, policy=policy)
+    fewer = played(MOST_PLAYED - 1)
     more = num_micro - MOST_PLAYED
     sent = {name: n + more * (n - fewer.sent.get(name, 0)) for name, n in found.sent.items()}
     return replace(found, sent=sent)
@@ -189,20 +264,21 @@ def forecast_steps(trace: Trace, recipe: Recipe, num_micro: int, policy: Policy)
 
 def pipeline_step(
     works: Sequence[tuple[ModelWork, Policy]], recipe: Recipe, axes: ModelAxes, machine: Machine,
-    run: Conditions,
+    run: Conditions, windows: Sequence[frozenset[int] | None] = (),
 ) -> tuple[StepTime, int]:  # fmt: skip
     """Return the step of a pipeline, and which of its ranks is the slowest.
 
     The slowest rank computes all micro-batches. While the pipeline fills and drains it waits for
-    one micro-batch of all others, or for one piece of it where pieces are interleaved.
+    one micro-batch of all others, or for one piece of it where pieces are interleaved. `windows`:
+    of ranks that keep some of their units.
     """
     known: dict[object, StepTime] = {}
     steps: list[StepTime] = []
-    for work, policy in works:
+    for (work, policy), window in zip(works, windows or [None] * len(works), strict=True):
         units = tuple(replace(unit, name="", members=()) for unit in work.units)
-        key = units, policy
+        key, same = (units, policy, window), ModelWork(units, work.tokens)
         if key not in known:
-            known[key] = simulate(ModelWork(units, work.tokens), recipe, machine, run, policy)
+            known[key] = simulate(same, recipe, machine, run, policy, window)
         steps.append(known[key])
     busy = [each.compute + each.memory + each.contention + each.exposed_axes for each in steps]
     slowest = max(range(len(steps)), key=lambda rank: steps[rank].seconds)

@@ -8,13 +8,14 @@ the largest sum of all three.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onefold.engine.policy import Policy, UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.planner.byte_counter import ByteCounter, Holding, Moment
 from onefold.planner.byte_hands import ByteHands
-from onefold.planner.messages import planned_unit
+from onefold.planner.messages import PlannedUnit, planned_unit
 from onefold.planner.replay import Replay
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
@@ -101,22 +102,22 @@ def forecast(
     """Play one step of `accumulate` micro-batches, each as in `trace`.
 
     `policy`: other rules than the recipe's. `rank`: None: the one with the largest share.
+    policy: Policy | None = None, window: frozenset[int] | None = None,
+) -> Forecast:  # fmt: skip
+    """Play one step of `accumulate` micro-batches, each as in `trace`.
+
+    `policy`: other rules than the recipe's. `window`: the units that a pipeline's schedule keeps.
     """
     units = [planned_unit(unit, recipe, rank) for unit in trace.units]
     is_far = recipe.offloaded_units([unit.numel for unit in units])
-    facts = [
-        UnitFacts(
-            nbytes=unit.unsharded + unit.decoded, is_resident=unit.unsharded == 0,
-            is_offloaded=far or not recipe.rests_near,
-        )
-        for unit, far in zip(units, is_far, strict=True)
-    ]  # fmt: skip
+    facts = facts_of(units, recipe)
     counter = ByteCounter(recipe.device_type, has_timeline=has_timeline)
     schedule = Schedule(policy or policy_of(recipe), facts)
     hands = ByteHands(recipe, units, is_far, counter)
     hands.rest(schedule.policy, trace.batch_nbytes, trace.buffers_nbytes)
     resting = counter.now
-    replay = Replay(trace.events, schedule, [sum(map(bool, unit.partials)) for unit in units])
+    trained = [sum(map(bool, unit.partials)) for unit in units]
+    replay = Replay(trace.events, schedule, trained, window)
     replay.learn(accumulate)
     for micro in range(accumulate):
         counter.phase, counter.unit = "forward", ""
@@ -126,3 +127,15 @@ def forecast(
         recipe, counter.peak, counter.peaks, counter.most, resting, tuple(counter.timeline),
         {name: nbytes for name, nbytes in hands.sent.items() if nbytes},
     )  # fmt: skip
+
+
+def facts_of(units: Sequence[PlannedUnit], recipe: Recipe) -> list[UnitFacts]:
+    """Return the facts on which the schedule of these units depends."""
+    is_far = recipe.offloaded_units([unit.numel for unit in units])
+    return [
+        UnitFacts(
+            nbytes=unit.unsharded + unit.decoded, is_resident=unit.unsharded == 0,
+            is_offloaded=far or not recipe.rests_near,
+        )
+        for unit, far in zip(units, is_far, strict=True)
+    ]  # fmt: skip

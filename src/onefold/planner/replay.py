@@ -6,7 +6,7 @@ executes them; here `planner/byte_hands.py` counts bytes and `planner/clock_hand
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -65,12 +65,23 @@ class PlanHands(Protocol):
 
 
 class Replay:
-    """Micro-batches of one rank. `trained`: parameters of each unit that have a gradient."""
+    """Micro-batches of one rank.
 
-    def __init__(self, events: Sequence[Event], schedule: Schedule, trained: Sequence[int]) -> None:
+    trained: how many parameters of each unit have a gradient.
+    window: units that a pipeline keeps through the step, as pipelines/driver.py does; None: no
+        pipeline has units of its own choice.
+    """
+
+    def __init__(
+        self, events: Sequence[Event], schedule: Schedule, trained: Sequence[int],
+        window: frozenset[int] | None = None,
+    ) -> None:  # fmt: skip
         self._events = events
         self._schedule = schedule
-        self._trained = trained
+        self._window = window
+        kept = window or frozenset()
+        self._trained = [0 if unit in kept else each for unit, each in enumerate(trained)]
+        self._rested = [each if unit in kept else 0 for unit, each in enumerate(trained)]
         self._calls: dict[int, Call] = {}
 
     def learn(self, num_microbatches: int) -> None:
@@ -85,6 +96,9 @@ class Replay:
         """Announce every event of a micro-batch, and have `hands` execute the answers."""
         schedule = self._schedule
         self._calls.clear()
+        if self._window is not None:
+            schedule.is_driven = True
+            schedule.keep(self._window)
         begun = schedule.begin_forward(Phase.FORWARD)
         for event in self._events:
             if event.kind in _OF_BACKWARD and not schedule.is_backward:
@@ -97,6 +111,17 @@ class Replay:
             actions, begun = begun + self._answer(event), []
             if hands is not None:
                 hands.follow(event, actions)
+        if is_last and self._window is not None:
+            for actions in self._end_stage():
+                if hands is not None:
+                    hands.do(actions)
+
+    def _end_stage(self) -> Iterator[list[Action]]:
+        """The stage's last backward is over: free what stayed, reduce what rests."""
+        self._schedule.is_driven = False
+        yield self._schedule.keep(frozenset())
+        yield self._schedule.start(self._rested)
+        yield self._schedule.finish()
 
     def _answer(self, event: Event) -> list[Action]:
         schedule, calls = self._schedule, self._calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from onefold.planner.axes import MESSAGES
-from onefold.planner.composition import Composition
+from onefold.planner.composition import Composition, RankPlan
 from onefold.planner.show import seconds
 from onefold.planner.sizes import format_bytes
 from onefold.text import columns, wrapped
@@ -57,11 +57,29 @@ def _pipeline(made: Composition) -> Iterator[str]:
         rows.append([
             f"{mark}{rank.rank}", _ranges(rank.blocks), f"{rank.numel:,d}", f"{rank.in_flight:g}",
             format_bytes(rank.forecast.memory_nbytes),
-            "kept" if rank.window.keeps else "freed", "once" if rank.window.sums else "each",
+            *_window(rank),
         ])  # fmt: skip
     micro = f"{made.num_micro:,d} micro-batch{'es' * (made.num_micro > 1)}"
     yield from ("", f"ranks of the pipeline, {micro} a step; *: the fullest")
     yield from columns(rows, ">>>>><<")
+    if made.window is not None:
+        limit = f'"{exact_bytes(made.window)}"' if made.window else "0"
+        said = "leaves room for activations: by itself it would keep more"
+        yield from wrapped(f"onefold.pipeline(schedule, window={limit}) {said}")
+
+
+def exact_bytes(nbytes: int) -> str:
+    """Write bytes as `onefold.pipeline(window=)` reads them."""
+    return f"{nbytes >> 20}MiB" if nbytes % 2**20 == 0 else f"{nbytes}B"
+
+
+def _window(rank: RankPlan) -> tuple[str, str]:
+    """Say what happens to weights and gradients, by the number of units where they differ."""
+    window = rank.window
+    if window.units is not None:
+        share = f"{len(window.units)} of {len(rank.work.units)}"
+        return f"{share} kept", f"{share} once"
+    return "kept" if window.keeps else "freed", "once" if window.sums else "each"
 
 
 def _ranges(blocks: tuple[int, ...]) -> str:

@@ -79,16 +79,17 @@ class StepTime:
 
 def simulate(
     work: ModelWork, recipe: Recipe, machine: Machine, conditions: Conditions | None = None,
-    policy: Policy | None = None,
+    policy: Policy | None = None, window: frozenset[int] | None = None,
 ) -> StepTime:  # fmt: skip
     """Return the time of one step of `work` under `recipe` on `machine`, in seconds.
 
     With states off the device it is the second of two steps, which waits for the first's. `policy`:
-    other rules than the recipe's.
+    other rules than the recipe's. `window`: the units that a pipeline's schedule keeps.
     """
     run, units = conditions or Conditions(), work.units
     policy = policy or policy_of(recipe)
-    hands = ClockHands(work, recipe, run, machine, sums=policy.defers_reduction)
+    sums = frozenset(range(len(units))) if policy.defers_reduction else window or frozenset()
+    hands = ClockHands(work, recipe, run, machine, sums=sums)
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     is_resident = recipe.rest_world == 1 and recipe.rests_near
     facts = [
@@ -97,7 +98,7 @@ def simulate(
     ]
     schedule = Schedule(replace(policy, prefetch=run.prefetch), facts)
     events = plain_events([0] * len(units), [GRADIENTS] * len(units))
-    replay = Replay(events, schedule, [len(GRADIENTS)] * len(units))
+    replay = Replay(events, schedule, [len(GRADIENTS)] * len(units), window)
     begin = 0.0
     is_offloaded = {recipe.offload.optimizer, recipe.offload.parameters} != {"device"}
     for _ in range(2 if is_offloaded else 1):
