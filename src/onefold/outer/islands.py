@@ -122,6 +122,8 @@ class Islands:
         num_rounds: exchanges that were applied.
         num_dropped: exchanges that were given up, on all islands alike.
         num_joined: how often this island took over the state of others after it was left out.
+        waited_s: seconds that this rank waited for messages of other islands. `Periods.delay` hides
+            them behind steps.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Islands:
     ) -> None:  # fmt: skip
         self.outer, self.periods = anchors.outer, periods
         self.num_steps = self.num_rounds = self.num_dropped = self.num_joined = 0
+        self.waited_s = 0.0
         self._engine, self._anchors, self._members = engine, anchors, members
         self._facts = facts
         self._layout = layout_of(members.crew, anchors.shares)
@@ -178,7 +181,9 @@ class Islands:
         self._rest()
         members = self._members
         while True:
+            begun = time.monotonic()
             deadline = pending.receive(members, members.timeout)
+            self.waited_s += time.monotonic() - begun
             verdict = members.verdict(deadline, pending.failure, pending.step, pending.work)
             if members.island not in verdict.members:
                 self._join()
