@@ -14,7 +14,8 @@ time    Some steps with 20 Mbit/s between the islands, which are network namespa
 kill    Two jobs, which meet at a store. All processes of island 1 are killed. 60 s later it is
         started again, without a checkpoint.
 
-The result file has bytes of the ledger, which must be the closed form.
+The result file has bytes of the ledger, which must be the closed form. A run of all parts writes
+the tables of docs/guides/islands.md.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from math import cos, pi
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest.results import RESULTS, provenance, rounded
+from contest.results import RESULTS, provenance, rounded, write_block
 from convergence import loss_of
 from hosts import Hosts, HostsError
 from torch import Tensor, nn
@@ -48,8 +50,9 @@ from onefold.train.corpus import Windows, open_corpus, own_rows
 ISLANDS, RANKS, EVERY = 2, 2, 30
 RATE, STORE_PORT = "20mbit", 29400
 ROWS, SEQ, HELD_OUT_ROWS, WARM_UP = 16, 64, 2048, 25
-PARALLEL, BEFORE, MOMENTUM = "data parallel", "before", "islands, outer momentum 0.9"
+PARALLEL, BEFORE = "data parallel", "before"
 FRAGMENTS, DELAY = 3, 6
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "islands.md"
 
 Options = dict[str, Any]
 
@@ -59,11 +62,6 @@ def averaging(anchors: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(anchors, lr=1.0)
 
 
-def nesterov(anchors: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The outer optimizer of DiLoCo."""
-    return torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
-
-
 SCHEMES: dict[str, Options] = {
     "islands, exact": {"every": EVERY, "outer": averaging},
     "islands, int4 with feedback": {"every": EVERY, "outer": averaging, "codec": "int4"},
@@ -71,9 +69,8 @@ SCHEMES: dict[str, Options] = {
         "every": onefold.Periods(EVERY, fragments=FRAGMENTS, delay=DELAY, keep=0.5),
         "outer": averaging,
     },
-    MOMENTUM: {"every": EVERY, "outer": nesterov},
 }
-TIMED = {PARALLEL: (2, 8), **{k: (EVERY, 2 * EVERY) for k in SCHEMES if k != MOMENTUM}}
+TIMED = {PARALLEL: (2, 8), **dict.fromkeys(SCHEMES, (EVERY, 2 * EVERY))}
 """Steps before the clock starts, and on it: whole periods."""
 
 
@@ -201,9 +198,7 @@ def live(job: Options, arguments: argparse.Namespace) -> None:
     onefold.shard(module, optimizer)
     meeting = onefold.Meeting(job["address"], island=job["island"], islands=ISLANDS)
     options: Options = {"every": EVERY, "outer": averaging, "codec": "int4"}
-    islands = onefold.islands(
-        module, optimizer, meeting=meeting, timeout=job["timeout"], **options
-    )
+    islands = onefold.islands(module, optimizer, meeting=meeting, timeout=job["timeout"], **options)
     is_second, was_away = job["life"] > 1, False
     end = islands.num_steps + 2 * EVERY if is_second else None
     batches = trainer.batches(job["island"] * RANKS + dist.get_rank(), seed=arguments.seed)
@@ -345,7 +340,7 @@ def main() -> int:
     parser.add_argument("--jobs", help=argparse.SUPPRESS)
     parser.add_argument("--live", help=argparse.SUPPRESS)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--before", type=int, default=1000, help="steps of the first model")
+    parser.add_argument("--before", type=int, default=2000, help="steps of the first model")
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--lr", type=float, help="peak learning rate; the preset's by default")
     parser.add_argument("--model", default="tiny", choices=PRESETS)
@@ -362,7 +357,7 @@ def main() -> int:
         act(json.loads(arguments.jobs or arguments.live), arguments)
         dist.destroy_process_group()
         return 0
-    about = provenance()
+    about, lines = provenance(), list[str]()
     path = arguments.results / f"{about['date']}-islands.json"
     found: Options = {**about, "job": {k: v for k, v in vars(arguments).items() if k in JOB}}
     for name in arguments.parts:
@@ -371,10 +366,15 @@ def main() -> int:
         except HostsError as error:
             print(f"islands: {name}: {error}", file=sys.stderr)
             return 2
-        lines = PART[name][1](measured)
-        found[name] = {"lines": lines, "measured": rounded(measured)}
+        shown = PART[name][1](measured)
+        lines += [*shown, ""]
+        found[name] = {"lines": shown, "measured": rounded(measured)}
         path.write_text(json.dumps(found) + "\n")
-        print("\n".join(lines), flush=True)
+        print("\n".join(shown), flush=True)
+    if arguments.parts == PARTS and arguments.results == RESULTS:
+        told = [f"{about['date']}, commit {about['commit']}: {arguments.before} steps before, then"]
+        told.append(f"{arguments.steps} of each scheme, of {ROWS * SEQ:,} bytes.")
+        write_block(PAGE, "islands", [*told, "", *lines[:-1]])
     return 0
 
 
@@ -393,7 +393,7 @@ def show_losses(runs: list[Options]) -> list[str]:
         gap = each["held_out"] / parallel["held_out"] - 1
         exact = each["held_out"] / others[0]["held_out"] - 1
         exact_nbytes = 4 * ISLANDS * each["numel"] * each["rounds"]
-        if FRAGMENTS > 1 and "fragments" in each["scheme"]:
+        if "fragments" in each["scheme"]:
             exact_nbytes //= FRAGMENTS
         form = f"closed form {exact_nbytes:,}"
         if "int4" in each["scheme"]:
@@ -440,18 +440,18 @@ def show_kill(found: Options) -> list[str]:
     ends = [whole[-1], second[-1]]
     killed_at = [line["step"] for line in first][-1]
     joined_at = next(line["step"] for line in second if "step" in line) - 1
-    pauses = [b["at"] - a["at"] for a, b in zip(steps, steps[1:], strict=False)]
+    pauses = [b["at"] - a["at"] for a, b in pairwise(steps)]
     alone = sum(line["members"] == 1 for line in steps)
     is_whole = [line["step"] for line in steps] == list(range(1, ends[0]["end"] + 1))
     is_whole &= ends[0]["rounds"] == ends[0]["end"] // EVERY and not ends[0]["dropped"]
     is_same = ends[0]["held_out"] == ends[1]["held_out"]
     own = killed_at % EVERY
-    around = [line["loss"] for line in steps]
+    losses = [line["loss"] for line in steps]
 
     def mean(start: int) -> float:
-        return sum(around[start : start + EVERY]) / EVERY
+        return sum(losses[start : start + EVERY]) / EVERY
 
-    return [
+    lines = [
         f"island 0: {len(steps)} steps, each once: {is_whole}; {ends[0]['rounds']} exchanges, "
         f"{ends[0]['dropped']} dropped; {alone} steps alone; longest step {max(pauses):.1f} s",
         f"island 1: killed after step {killed_at}, which loses {own} steps that it had not "
@@ -462,6 +462,7 @@ def show_kill(found: Options) -> list[str]:
         f"{ends[1]['held_out']:.5f} on island 1",
         f"it cost at most its own steps: {is_whole and is_same and own < EVERY}",
     ]
+    return [f"- {line}" for line in lines]
 
 
 JOB = ("before", "steps", "lr", "model", "seed")
