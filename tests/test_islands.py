@@ -17,6 +17,7 @@ from onefold.wire.codec import codec_of
 from tests.island_runs import (
     IslandRank,
     IslandRun,
+    averaging,
     batches,
     build,
     simulate,
@@ -92,6 +93,16 @@ METHODS = {
 
 def nesterov(parameters):
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def test_islands_take_over_the_mean_by_default():
+    adam = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
+    given, default = (
+        train_islands(IslandRun((2, 1), 3, outer=outer, **adam))[0] for outer in (averaging, None)
+    )
+    for name, weight in given.weights.items():
+        assert torch.equal(default.weights[name], weight), name
+    assert_near(default.weights, simulate(IslandRun((2, 1), 3, **adam), default.units)[0])
 
 
 @pytest.mark.parametrize("method", METHODS)
