@@ -1,33 +1,46 @@
 """Islands behind a slow link, beside data parallelism over it: the same data, seeds and tokens.
 
-    python benchmarks/islands.py                 2 islands x 2 ranks, 20 Mbit/s between them
-    python benchmarks/islands.py --steps 300     a shorter run
+    python benchmarks/islands.py                 all parts: about 15 minutes on two idle cores
+    python benchmarks/islands.py --parts loss    held-out losses alone: needs no root
 
-Hosts are network namespaces (benchmarks/hosts.py; root and iproute2), one for each island. A
-byte-level GPT trains on the standard library's source. Data parallelism sends 2 bytes a parameter
-and step for each byte that an island sends in 30 steps. Its loss does not depend on the link, so it
-is taken from a run without a limit; its time is that of a few steps over the slow link, times all
-steps. Islands run whole over the slow link. The result file has bytes of the ledger, which must be
-the closed form, and of the hosts' interfaces, headers included.
+2 islands of 2 ranks train a byte-level GPT on the standard library's source. They go on from a
+model that has been trained before, as in the paper of DiLoCo, with one schedule for all schemes: a
+short warm-up, then a cosine to zero. Parts:
+
+loss    Whole runs without a slow link, which does not change a loss.
+time    Some steps with 20 Mbit/s between the islands, which are network namespaces
+        (benchmarks/hosts.py; root and iproute2), twice and in turn. The same steps without a limit
+        must end at the same losses, to the last bit.
+kill    Two jobs, which meet at a store. All processes of island 1 are killed. 60 s later it is
+        started again, without a checkpoint.
+
+The result file has bytes of the ledger, which must be the closed form. A run of all parts writes
+the tables of docs/guides/islands.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
 from math import cos, pi
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest.results import RESULTS, provenance, rounded
+from contest.results import RESULTS, provenance, rounded, write_block
 from convergence import loss_of
 from hosts import Hosts, HostsError
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import onefold
@@ -35,9 +48,13 @@ from onefold.models.gpt import GPT, PRESETS
 from onefold.train.corpus import Windows, open_corpus, own_rows
 
 ISLANDS, RANKS, EVERY = 2, 2, 30
-RATE = "20mbit"
-ROWS, SEQ, HELD_OUT_ROWS = 16, 64, 512
-TIMED_STEPS = 6
+RATE, STORE_PORT = "20mbit", 29400
+ROWS, SEQ, HELD_OUT_ROWS, WARM_UP = 16, 64, 2048, 25
+PARALLEL, BEFORE = "data parallel", "before"
+FRAGMENTS, DELAY = 3, 6
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "islands.md"
+
+Options = dict[str, Any]
 
 
 def averaging(anchors: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -45,83 +62,110 @@ def averaging(anchors: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(anchors, lr=1.0)
 
 
-SCHEMES = {
-    "islands, exact": {"every": EVERY},
-    "islands, the mean alone": {"every": EVERY, "outer": averaging},
-    "islands, int4 with feedback": {"every": EVERY, "codec": "int4"},
-    "islands, 3 fragments, 2 steps later": {
-        "every": onefold.Periods(EVERY, fragments=3, delay=2, keep=0.5)
+SCHEMES: dict[str, Options] = {
+    "islands, exact": {"every": EVERY, "outer": averaging},
+    "islands, int4 with feedback": {"every": EVERY, "outer": averaging, "codec": "int4"},
+    f"islands, {FRAGMENTS} fragments, {DELAY} steps later": {
+        "every": onefold.Periods(EVERY, fragments=FRAGMENTS, delay=DELAY, keep=0.5),
+        "outer": averaging,
     },
 }
-DATA_PARALLEL = "data parallel"
+TIMED = {PARALLEL: (2, 8), **dict.fromkeys(SCHEMES, (EVERY, 2 * EVERY))}
+"""Steps before the clock starts, and on it: whole periods."""
 
 
-# the worker: one rank
+# one rank
 
 
-def work(scheme: str, steps: int, model: str, seed: int) -> None:
-    """Train, and print what rank 0 and the hosts found."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (ISLANDS, RANKS), mesh_dim_names=("island", "rank"))
-    found = trained(scheme, mesh, steps, model, seed)
-    if dist.get_rank() == 0:
-        print(json.dumps({"scheme": scheme, **found}), flush=True)
-    dist.destroy_process_group()
+class Trainer:
+    """Trains runs, one after another, in a world of ranks."""
 
+    def __init__(self, model: str, seed: int, mesh: DeviceMesh | None = None) -> None:
+        self.preset, self.seed, self.mesh = PRESETS[model], seed, mesh
+        self.corpus = open_corpus(None, SEQ)
+        self.start: dict[str, Tensor] | None = None
 
-def trained(scheme: str, mesh: DeviceMesh, steps: int, model: str, seed: int) -> dict[str, Any]:
-    """One run: seconds, bytes, and the held-out loss at its end."""
-    torch.manual_seed(seed)
-    preset = PRESETS[model]
-    module = GPT(preset, SEQ)
-    numel = sum(p.numel() for p in module.parameters())
-    matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
-    optimizer = torch.optim.AdamW(
-        module.parameters(), lr=preset.lr, betas=(0.9, 0.95), weight_decay=0.1
-    )
-    islands = None
-    if scheme in SCHEMES:
-        onefold.shard(module, optimizer, mesh=mesh["rank"])
-        islands = onefold.islands(module, optimizer, mesh=mesh, **SCHEMES[scheme])
-    else:
-        onefold.shard(module, optimizer, stage=1, mesh=mesh)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    own = own_rows(ROWS, rank, world_size)
-    corpus = open_corpus(None, SEQ)
-    windows = Windows(corpus.train, rows=ROWS, seq=SEQ, seed=seed, own=own)
-    dist.barrier()
-    sent, begun = own_interface(), time.monotonic()
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            warm = min(1.0, (step + 1) / 25) * 0.5
-            group["lr"] = preset.lr * warm * (1 + cos(pi * (step + 1) / steps))
-        loss_of(module, next(windows)).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model as runs begin with it, and its optimizer."""
+        torch.manual_seed(self.seed)
+        module = GPT(self.preset, SEQ)
+        if self.start is not None:
+            module.load_state_dict(self.start)
+        options: Options = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+        return module, torch.optim.AdamW(module.parameters(), lr=self.preset.lr, **options)
+
+    def batches(self, number: int, *, seed: int) -> Iterator[Tensor]:
+        """This rank's rows of each batch of all islands."""
+        own = own_rows(ROWS, number, ISLANDS * RANKS)
+        return Windows(self.corpus.train, rows=ROWS, seq=SEQ, seed=seed, own=own)
+
+    def before(self, steps: int) -> None:
+        """Train the model that all runs begin with: data parallel, at a constant learning rate."""
+        assert self.mesh is not None, "islands of one world"
+        module, optimizer = self.build()
+        onefold.shard(module, optimizer, stage=1, mesh=self.mesh)
+        batches = self.batches(dist.get_rank(), seed=self.seed)
+        for step in range(steps):
+            train(module, optimizer, next(batches), self.preset.lr * warm(step))
+        self.start = onefold.full_state_dict(module, rank0_only=False)
+
+    def run(self, scheme: str, steps: int, lr: float, timed: tuple[int, int]) -> Options:
+        """One run: held-out loss at its end, bytes, and seconds of the steps on the clock."""
+        assert self.mesh is not None, "islands of one world"
+        module, optimizer = self.build()
+        islands = None
+        if scheme in SCHEMES:
+            onefold.shard(module, optimizer, mesh=self.mesh["rank"])
+            islands = onefold.islands(module, optimizer, mesh=self.mesh, **SCHEMES[scheme])
+        else:
+            onefold.shard(module, optimizer, stage=1, mesh=self.mesh)
+        batches, begun, seconds = self.batches(dist.get_rank(), seed=self.seed + 1), 0.0, 0.0
+        waited = 0.0
+        for step in range(steps):
+            if step == timed[0]:
+                begun, waited = time.monotonic(), islands.waited_s if islands else 0.0
+            now = lr * warm(step) * 0.5 * (1 + cos(pi * (step + 1) / steps))
+            train(module, optimizer, next(batches), now)
+            if islands is not None:
+                islands.step()
+            if step + 1 == sum(timed):
+                seconds = time.monotonic() - begun
+                waited = (islands.waited_s if islands else 0.0) - waited
         if islands is not None:
-            islands.step()
-    if islands is not None:
-        islands.finish()
-    dist.barrier()
-    seconds, sent = time.monotonic() - begun, own_interface() - sent
-    traffic = onefold.report(module).traffic.get("islands")
-    rounds = 0 if islands is None else islands.num_rounds
-    return {
-        "seconds": seconds, "steps": steps, "numel": numel, "matrices": matrices,
-        "held_out": held_out(module, corpus.held_out, own_rows(HELD_OUT_ROWS, rank, world_size)),
-        "interface_nbytes": int(total(sent) / RANKS),  # ranks of one host read the same counter
-        "ledger_nbytes": int(total(traffic.sent_nbytes if traffic else 0)), "rounds": rounds,
-    }  # fmt: skip
+            islands.finish()
+        traffic = onefold.report(module).traffic.get("islands")
+        return {
+            "seconds": seconds / timed[1], "waited": waited / timed[1], "steps": steps,
+            "numel": sum(p.numel() for p in GPT(self.preset, SEQ).parameters()),
+            "held_out": self.held_out(module), "lr": lr,
+            "nbytes": int(total(traffic.sent_nbytes if traffic else 0)),
+            "rounds": 0 if islands is None else islands.num_rounds,
+        }  # fmt: skip
+
+    def held_out(self, module: nn.Module) -> float:
+        """Nats a byte on held-out text, the mean over all ranks."""
+        own = own_rows(HELD_OUT_ROWS, dist.get_rank(), dist.get_world_size())
+        rows = next(Windows(self.corpus.held_out, rows=HELD_OUT_ROWS, seq=SEQ, seed=0, own=own))
+        with torch.no_grad():
+            mean = torch.stack([loss_of(module, part) for part in rows.split(64)]).mean()
+        return total(mean.item()) / dist.get_world_size()
 
 
-def held_out(module: nn.Module, text: Any, own: range) -> float:
-    """Nats a byte on held-out text, the mean over all ranks."""
-    rows = next(Windows(text, rows=HELD_OUT_ROWS, seq=SEQ, seed=0, own=own))
-    with torch.no_grad():
-        mean = torch.stack([loss_of(module, part) for part in rows.split(16)]).mean()
-    return total(mean.item()) / dist.get_world_size()
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor, lr: float) -> float:
+    """One step on this rank's rows; their loss."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss = loss_of(module, rows)
+    loss.backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def warm(step: int) -> float:
+    """The share of the learning rate that the first steps have."""
+    return min(1.0, (step + 1) / WARM_UP)
 
 
 def total(value: float) -> float:
@@ -131,94 +175,303 @@ def total(value: float) -> float:
     return summed.item()
 
 
-def own_interface() -> int:
-    """Bytes that this host's `eth0` has sent."""
-    rows = dict(line.split(":", 1) for line in Path("/proc/net/dev").read_text().splitlines()[2:])
-    return next(int(row.split()[8]) for name, row in rows.items() if name.strip() == "eth0")
+def work(jobs: list[Options], arguments: argparse.Namespace) -> None:
+    """Train jobs one after another, and tell what rank 0 found of each."""
+    mesh = init_device_mesh("cpu", (ISLANDS, RANKS), mesh_dim_names=("island", "rank"))
+    trainer = Trainer(arguments.model, arguments.seed, mesh)
+    for job in jobs:
+        if job["scheme"] == BEFORE:
+            trainer.before(job["steps"])
+            continue
+        found = trainer.run(**job)
+        if dist.get_rank() == 0:
+            print(json.dumps({"scheme": job["scheme"], **found}), flush=True)
+
+
+def live(job: Options, arguments: argparse.Namespace) -> None:
+    """One life of an island that is a job of its own; it tells each step.
+
+    It trains until two periods after an island joins that was away.
+    """
+    trainer = Trainer(arguments.model, arguments.seed)
+    module, optimizer = trainer.build()
+    onefold.shard(module, optimizer)
+    meeting = onefold.Meeting(job["address"], island=job["island"], islands=ISLANDS)
+    options: Options = {"every": EVERY, "outer": averaging, "codec": "int4"}
+    islands = onefold.islands(module, optimizer, meeting=meeting, timeout=job["timeout"], **options)
+    is_second, was_away = job["life"] > 1, False
+    end = islands.num_steps + 2 * EVERY if is_second else None
+    batches = trainer.batches(job["island"] * RANKS + dist.get_rank(), seed=arguments.seed)
+    for _ in range(islands.num_steps):
+        next(batches)
+    while end is None or islands.num_steps < end:
+        loss = train(module, optimizer, next(batches), arguments.lr * warm(islands.num_steps))
+        islands.step()
+        members = len(islands.members)
+        was_away |= members < ISLANDS
+        if end is None and was_away and members == ISLANDS:
+            end = islands.num_steps + 2 * EVERY
+        if dist.get_rank() == 0:
+            told = {"step": islands.num_steps, "loss": loss, "members": members}
+            print(json.dumps({**told, "at": time.time()}), flush=True)
+    held_out = trainer.held_out(module)
+    if dist.get_rank() == 0:
+        counts = {"rounds": islands.num_rounds, "dropped": islands.num_dropped}
+        print(json.dumps({"end": end, "held_out": held_out, **counts}), flush=True)
 
 
 # the driver
 
 
-def run(scheme: str, steps: int, rate: str | None, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One run on fresh hosts."""
-    lines: list[dict[str, Any]] = []
+def torchrun(jobs: list[Options], rate: str | None, arguments: argparse.Namespace) -> list[Options]:
+    """Train jobs in one world of ranks: of this host without a rate, or of hosts behind links."""
+    found: list[Options] = []
 
     def note(line: str) -> None:
         if line.startswith("{"):
-            lines.append(rounded(json.loads(line)))
+            found.append({**json.loads(line), "rate": rate})
+            one = found[-1]
+            told = f"held-out {one['held_out']:.5f}, {one['seconds']:.4f} s a step"
+            print(f"{one['scheme']:38s} {rate or 'no limit':9s} {told}", flush=True)
 
-    command = (
-        __file__, "--worker", scheme, "--steps", str(steps), "--model", arguments.model,
-        "--seed", str(arguments.seed),
-    )  # fmt: skip
-    with Hosts(ISLANDS, rate) as hosts:
-        ended = hosts.torchrun(*command, ranks=RANKS, timeout_s=3000, on_line=note)
-    failed = [host for host in ended if host.code]
+    command = worker(arguments, jobs=json.dumps(jobs))
+    if rate is not None:
+        with Hosts(ISLANDS, rate) as hosts:
+            ended = hosts.torchrun(*command, ranks=RANKS, timeout_s=1800, on_line=note)
+        failed = [host.err for host in ended if host.code]
+    else:
+        launch = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ISLANDS * RANKS), *command]
+        pipe, env = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(launch, stdout=pipe, text=True, env=env) as process:
+            for line in process.stdout or ():
+                note(line)
+        failed = [f"exit code {process.returncode}"] if process.returncode else []
     if failed:
-        sys.exit(f"islands: a host ended with {failed[0].code}:\n{failed[0].err}")
-    found = {**lines[0], "rate": rate}
-    told = f"held-out {found['held_out']:.4f}, {found['seconds']:.1f} s for {steps} steps"
-    print(f"{scheme:38s} {rate or 'no limit':9s} {told}", flush=True)
+        sys.exit(f"islands: a host failed:\n{failed[0]}")
     return found
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def worker(arguments: argparse.Namespace, **options: str) -> list[str]:
+    """This file as a worker."""
+    same = {"model": arguments.model, "seed": str(arguments.seed), "lr": str(arguments.lr)}
+    pairs = {**same, **options}.items()
+    return [__file__, *(word for name, value in pairs for word in (f"--{name}", value))]
+
+
+def measure_losses(arguments: argparse.Namespace) -> list[Options]:
+    """Whole runs of all schemes, from the model that was trained before."""
+    steps = arguments.steps
+    jobs: list[Options] = [
+        {"scheme": each, "steps": steps, "lr": arguments.lr, "timed": (EVERY, steps - EVERY)}
+        for each in (PARALLEL, *SCHEMES)
+    ]
+    jobs.insert(0, {"scheme": BEFORE, "steps": arguments.before})
+    return torchrun(jobs, None, arguments)
+
+
+def measure_times(arguments: argparse.Namespace) -> list[Options]:
+    """A few steps of all schemes, twice behind links and once without."""
+    jobs: list[Options] = [
+        {"scheme": each, "steps": sum(timed) + (0 if each == PARALLEL else 1), "timed": timed}
+        for each, timed in TIMED.items()
+    ]
+    jobs = [{**job, "lr": arguments.lr} for job in jobs]
+    return torchrun(2 * jobs, RATE, arguments) + torchrun(jobs, None, arguments)
+
+
+def kill_one(arguments: argparse.Namespace) -> Options:
+    """Kill an island, start it again, and return all lines of each of the three lives."""
+    with Hosts(ISLANDS, RATE) as hosts, TemporaryDirectory() as folder:
+        store = [sys.executable, "-m", "onefold.outer", "--port", str(STORE_PORT)]
+        hosts[0].popen(store, stdout=subprocess.DEVNULL)
+
+        def start(island: int, life: int = 1) -> tuple[subprocess.Popen[str], Path]:
+            job = {"island": island, "life": life, "timeout": arguments.timeout}
+            job["address"] = f"{hosts[0].address}:{STORE_PORT}"
+            command = worker(arguments, live=json.dumps(job))
+            own = ["--master-addr", "127.0.0.1", "--master-port", "29500"]
+            path = Path(folder, f"{island}-{life}")
+            launch = [*TORCHRUN, *own, "--nproc-per-node", str(RANKS), *command]
+            with path.open("w") as out:
+                return hosts[island].popen(launch, stdout=out), path
+
+        first, survivor = start(1), start(0)
+        await_line(first, lambda line: line["step"] == 2 * EVERY + EVERY // 2)
+        killed = time.time()
+        kill_all(hosts[1].name)
+        time.sleep(arguments.away)
+        second = start(1, life=2)
+        for each in (survivor, second):
+            await_line(each, lambda line: "end" in line)
+        lives = [read_lines(path) for _, path in (survivor, first, second)]
+    for line in (line for life in lives for line in life if "at" in line):
+        line["at"] -= killed  # seconds since then
+    return {"away": arguments.away, "timeout": arguments.timeout, "lives": lives}
+
+
+def kill_all(namespace: str) -> None:
+    """Kill every process of a host at once."""
+    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
+    for pid in listed.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def await_line(life: tuple[subprocess.Popen[str], Path], is_it: Any) -> None:
+    """Wait until a life tells a line; end the benchmark if it ends before."""
+    deadline = time.monotonic() + 600
+    while not any(map(is_it, read_lines(life[1]))):
+        if life[0].poll() is not None or time.monotonic() > deadline:
+            sys.exit(f"islands: {life[1].name} ended, or hangs, with {life[0].poll()}")
+        time.sleep(0.05)
+
+
+def read_lines(path: Path) -> list[Options]:
+    """What a life has told so far."""
+    return [json.loads(x) for x in path.read_text().splitlines() if x[:1] + x[-1:] == "{}"]
+
+
 def main() -> int:
-    """Run every scheme; the exit code."""
+    """Run the parts; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--jobs", help=argparse.SUPPRESS)
+    parser.add_argument("--live", help=argparse.SUPPRESS)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--before", type=int, default=2000, help="steps of the first model")
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--lr", type=float, help="peak learning rate; the preset's by default")
     parser.add_argument("--model", default="tiny", choices=PRESETS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--schemes", nargs="*", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--away", type=float, default=60.0, help="seconds until it starts again")
+    parser.add_argument("--timeout", type=float, default=10.0, help="of islands, in the part kill")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        work(arguments.worker, arguments.steps, arguments.model, arguments.seed)
+    arguments.lr = arguments.lr or PRESETS[arguments.model].lr
+    if arguments.jobs or arguments.live:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        act = work if arguments.jobs else live
+        act(json.loads(arguments.jobs or arguments.live), arguments)
+        dist.destroy_process_group()
         return 0
-    about = provenance()
+    about, lines = provenance(), list[str]()
     path = arguments.results / f"{about['date']}-islands.json"
-    try:
-        slow = run(DATA_PARALLEL, TIMED_STEPS, RATE, arguments)
-        fast = run(DATA_PARALLEL, arguments.steps, None, arguments)
-        runs = [run(scheme, arguments.steps, RATE, arguments) for scheme in arguments.schemes]
-    except HostsError as error:
-        print(f"islands: {error}", file=sys.stderr)
-        return 2
-    found = {**about, "every": EVERY, "slow": slow, "fast": fast, "runs": runs}
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    print("\n".join(table(found)))
+    found: Options = {**about, "job": {k: v for k, v in vars(arguments).items() if k in JOB}}
+    for name in arguments.parts:
+        try:
+            measured = PART[name][0](arguments)
+        except HostsError as error:
+            print(f"islands: {name}: {error}", file=sys.stderr)
+            return 2
+        shown = PART[name][1](measured)
+        lines += [*shown, ""]
+        found[name] = {"lines": shown, "measured": rounded(measured)}
+        path.write_text(json.dumps(found) + "\n")
+        print("\n".join(shown), flush=True)
+    if arguments.parts == PARTS and arguments.results == RESULTS:
+        told = [f"{about['date']}, commit {about['commit']}: {arguments.before} steps before, then"]
+        told.append(f"{arguments.steps} of each scheme, of {ROWS * SEQ:,} bytes.")
+        write_block(PAGE, "islands", [*told, "", *lines[:-1]])
     return 0
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    """Loss and time beside data parallelism, bytes beside the closed form."""
-    slow, fast = found["slow"], found["fast"]
-    parallel_seconds = slow["seconds"] / slow["steps"] * fast["steps"]
+# tables
+
+
+def show_losses(runs: list[Options]) -> list[str]:
+    """Held-out losses beside data parallelism, bytes beside the closed form."""
+    parallel, *others = runs
     lines = [
-        "| scheme | held-out loss | beside data parallel | seconds | of its time | bytes sent |",
-        "|---|---|---|---|---|---|",
-        f"| {DATA_PARALLEL} | {fast['held_out']:.4f} | | {parallel_seconds:.0f} | | |",
+        "| scheme | held-out loss | beside data parallel | beside exact | bytes sent |",
+        "|---|---|---|---|---|",
+        f"| {PARALLEL} | {parallel['held_out']:.4f} | | | |",
     ]
-    for each in found["runs"]:
-        gap = each["held_out"] / fast["held_out"] - 1
-        share = each["seconds"] / parallel_seconds
+    for each in others:
+        gap = each["held_out"] / parallel["held_out"] - 1
+        exact = each["held_out"] / others[0]["held_out"] - 1
+        exact_nbytes = 4 * ISLANDS * each["numel"] * each["rounds"]
+        if "fragments" in each["scheme"]:
+            exact_nbytes //= FRAGMENTS
+        form = f"closed form {exact_nbytes:,}"
+        if "int4" in each["scheme"]:
+            form = f"{each['nbytes'] / exact_nbytes:.3f} of exact"
         lines.append(
-            f"| {each['scheme']} | {each['held_out']:.4f} | {gap:+.2%} | {each['seconds']:.0f} "
-            f"| {share:.3f} | {each['ledger_nbytes']:,.0f} ({described(each)}) |"
+            f"| {each['scheme']} | {each['held_out']:.4f} | {gap:+.2%} | {exact:+.2%} "
+            f"| {each['nbytes']:,} ({form}) |"
         )
     return lines
 
 
-def described(run: dict[str, Any]) -> str:
-    """The closed form of an exact run's bytes: each island sends 4 bytes a parameter and round."""
-    numels: Sequence[int] = (run["numel"], run["matrices"])
-    exact = 4 * ISLANDS * numels[0] * run["rounds"]
-    if "int4" in run["scheme"]:
-        return f"{run['ledger_nbytes'] / exact:.3f} of exact"
-    whole = run["rounds"] * 1.0 if "fragments" not in run["scheme"] else run["rounds"] / 3
-    return f"closed form {4 * ISLANDS * numels[0] * whole:,.0f}"
+def seconds_of(run: Options) -> float:
+    """Seconds a step."""
+    return run["seconds"]
 
+
+def show_times(runs: list[Options]) -> list[str]:
+    """Seconds a step beside data parallelism, and whether the link changes a loss.
+
+    Of two runs behind links the faster one counts, of all schemes alike.
+    """
+    lines = [
+        "| scheme | s a step | waited for messages | without a limit | of data parallel | losses |",
+        "|---|---|---|---|---|---|",
+    ]
+    slow = {each["scheme"]: [r for r in runs if r["scheme"] == each["scheme"]] for each in runs}
+    best = {k: min((r for r in v if r["rate"]), key=seconds_of) for k, v in slow.items()}
+    parallel = best[PARALLEL]["seconds"]
+    for scheme, each in slow.items():
+        seconds, waited = best[scheme]["seconds"], best[scheme]["waited"]
+        free = next(r["seconds"] for r in each if not r["rate"])
+        same = len({r["held_out"] for r in each}) == 1
+        lines.append(
+            f"| {scheme} | {seconds:.4f} | {waited:.4f} | {free:.4f} | {seconds / parallel:.3f} "
+            f"| {'equal, to the last bit' if same else 'DIFFERENT'} |"
+        )
+    return lines
+
+
+def show_kill(found: Options) -> list[str]:
+    """What each island lost, in steps and seconds."""
+    whole, first, second = found["lives"]
+    steps = [line for line in whole if "step" in line]
+    ends = [whole[-1], second[-1]]
+    killed_at = [line["step"] for line in first][-1]
+    joined_at = next(line["step"] for line in second if "step" in line) - 1
+    pauses = [b["at"] - a["at"] for a, b in pairwise(steps)]
+    alone = sum(line["members"] == 1 for line in steps)
+    is_whole = [line["step"] for line in steps] == list(range(1, ends[0]["end"] + 1))
+    is_whole &= ends[0]["rounds"] == ends[0]["end"] // EVERY and not ends[0]["dropped"]
+    is_same = ends[0]["held_out"] == ends[1]["held_out"]
+    own = killed_at % EVERY
+    losses = [line["loss"] for line in steps]
+
+    def mean(start: int) -> float:
+        return sum(losses[start : start + EVERY]) / EVERY
+
+    lines = [
+        f"island 0: {len(steps)} steps, each once: {is_whole}; {ends[0]['rounds']} exchanges, "
+        f"{ends[0]['dropped']} dropped; {alone} steps alone; longest step {max(pauses):.1f} s",
+        f"island 1: killed after step {killed_at}, which loses {own} steps that it had not "
+        f"exchanged; away for {found['away']:.0f} s; goes on after step {joined_at}",
+        f"loss of island 0, mean of {EVERY} steps: {mean(killed_at - EVERY):.4f} before, "
+        f"{mean(joined_at - EVERY):.4f} before it joins, {mean(joined_at):.4f} after",
+        f"held-out loss at step {ends[0]['end']}: {ends[0]['held_out']:.5f} on island 0, "
+        f"{ends[1]['held_out']:.5f} on island 1",
+        f"it cost at most its own steps: {is_whole and is_same and own < EVERY}",
+    ]
+    return [f"- {line}" for line in lines]
+
+
+JOB = ("before", "steps", "lr", "model", "seed")
+PART = {
+    "loss": (measure_losses, show_losses),
+    "time": (measure_times, show_times),
+    "kill": (kill_one, show_kill),
+}
+PARTS = list(PART)
 
 if __name__ == "__main__":
     sys.exit(main())

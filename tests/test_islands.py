@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -13,8 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import onefold
 from onefold.outer.message import ParcelMessage
 from onefold.wire.codec import codec_of
-from tests.island_runs import IslandRank, IslandRun, build, simulate, train_islands, train_plain
-from tests.ranks import run_ranks
+from tests.island_runs import (
+    IslandRank,
+    IslandRun,
+    averaging,
+    batches,
+    build,
+    simulate,
+    train_islands,
+    train_plain,
+)
+from tests.ranks import run_ranks, seeded
 
 SIZES = [(1, 1), (2, 2), (2, 1), (3, 2, 1)]
 
@@ -85,6 +95,16 @@ def nesterov(parameters):
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
+def test_islands_take_over_the_mean_by_default():
+    adam = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
+    given, default = (
+        train_islands(IslandRun((2, 1), 3, outer=outer, **adam))[0] for outer in (averaging, None)
+    )
+    for name, weight in given.weights.items():
+        assert torch.equal(default.weights[name], weight), name
+    assert_near(default.weights, simulate(IslandRun((2, 1), 3, **adam), default.units)[0])
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("sizes", "stage"), [((1, 1), 3), ((2, 1), 2), ((2, 2), 0)], ids=str)
 def test_methods_are_what_the_papers_write(method, sizes, stage):
@@ -98,6 +118,40 @@ def test_methods_are_what_the_papers_write(method, sizes, stage):
     for rank, island in enumerate(ranks):
         assert_near(trained[rank].weights, wanted[island], 1e-9)
     assert len(set(trained[0].units.values())) > 2
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """Steps by the sign of a first moment, and has no second one."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                first = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                first.lerp_(p.grad, 0.1)
+                p.sub_(first.sign(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, SignMomentum])
+def test_first_moments_alone_do_not_move_weights_far(optimizer):
+    """The first input is not 0 on island 1 alone, so island 0 has no second moment for it."""
+    data = batches(8)
+    for x, _ in data:
+        x[: len(x) // 2, 0] = 0
+    run = IslandRun(
+        (1, 1), onefold.Periods(2, exp_avg=4), steps=8, batches=data,
+        optimizer=lambda p: optimizer(p, lr=1e-2),
+    )  # fmt: skip
+    start = dict(seeded(build).named_parameters())
+    trained = train_islands(run)
+    for each in trained:
+        moved = max((w - start[n]).abs().max().item() for n, w in each.weights.items())
+        assert 1e-2 < moved < 8 * 2e-2
+    if optimizer is SignMomentum:  # whose first moments all travel
+        assert_near(trained[0].weights, simulate(run, trained[0].units)[0])
 
 
 @pytest.mark.parametrize(
@@ -174,6 +228,22 @@ def test_coded_exchanges_with_feedback_reach_the_optimum(monkeypatch):
     assert int4 < 1.05 * exact
     monkeypatch.setattr(ParcelMessage, "keep_rounding", lambda *_: None)
     assert abs(regression("int4") - exact) > 3 * abs(int4 - exact)
+
+
+def test_an_island_counts_the_seconds_that_it_waited():
+    """Island 1 is late in every step."""
+
+    def body(rank):
+        run = IslandRun((1, 1), 2, steps=4)
+        found = IslandRank.start(rank, run)
+        for batch in run.data:
+            time.sleep(0.2 if rank == 1 else 0.0)
+            found.train([batch])
+        return found.handle.waited_s
+
+    island_0, island_1 = run_ranks(2, body)
+    assert island_0 > 0.3
+    assert island_1 < island_0
 
 
 def test_states_lie_in_the_host_tier_and_are_counted():

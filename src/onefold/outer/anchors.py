@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from onefold.errors import ConfigError, StateError, expected
 from onefold.ledger import Kind, Ledger, StateBytes
-from onefold.outer.periods import WEIGHTS
+from onefold.outer.periods import EXP_AVG, EXP_AVG_SQ, WEIGHTS
 from onefold.outer.share import Share, ValuesOf
 from onefold.tier.device import DeviceStore
 from onefold.unit.buffer import Buffer
@@ -69,6 +69,14 @@ class Anchors:
 
         return state_of
 
+    def _has_second(self, parameter: UnitParameter) -> Tensor | None:
+        """Where a parameter's second moment is not 0; everywhere if its optimizer has none."""
+        second = self.values_of(EXP_AVG_SQ)(parameter)
+        if second is not None:
+            return second != 0
+        first = self.values_of(EXP_AVG)(parameter)
+        return None if first is None else torch.ones_like(first)
+
     def to_send(self, kind: str, index: int) -> Tensor:
         """The values of a unit that other islands need: [own rows].
 
@@ -102,8 +110,14 @@ class Anchors:
 
     @torch.no_grad()
     def write(self, kind: str, index: int, rows: Tensor, keep: float = 0.0) -> None:
-        """Write averaged rows to a unit's weights or states, which keep a share of their own."""
+        """Write averaged rows to a unit's weights or states, which keep a share of their own.
+
+        A first moment stays 0 where the second one is: Adam divides by its root. Elements are like
+        this that other islands alone have had gradients for, such as those of rare tokens.
+        """
         share = self.shares[index]
+        if kind == EXP_AVG:
+            rows = rows * share.collect(self._has_second)
         share.spread(rows, self.values_of(kind), keep)
         if kind == WEIGHTS:
             share.unit.publish(is_rounded=False)
@@ -190,7 +204,7 @@ def weight_of(parameter: UnitParameter) -> Tensor:
 
 def _outer_of(outer: OuterChoice, parameters: list[nn.Parameter]) -> Optimizer:
     if outer is None:
-        return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+        return torch.optim.SGD(parameters, lr=1.0)
     made = outer(parameters) if callable(outer) else outer
     held = {id(p) for g in made.param_groups for p in g["params"]} if _is_optimizer(made) else None
     if held != {id(parameter) for parameter in parameters}:

@@ -54,7 +54,8 @@ def islands(  # noqa: PLR0913 - the contract
         optimizer: the one that was given to `onefold.shard`, or several.
         every: steps between exchanges, or `onefold.Periods`.
         outer: returns an optimizer of the anchors that it gets: flat tensors [own rows], in fp32,
-            on the CPU. Default: SGD with lr 0.7 and Nesterov momentum 0.9.
+            on the CPU. Default: SGD with lr 1 and no momentum, which takes over the mean. DiLoCo
+            has lr 0.7 and Nesterov momentum 0.9, which needs a long run.
         codec: None (exact), "int8", "int4", "int8+h" or "int4+h": how matrices travel, with error
             feedback.
         mesh: axes (island, rank), whose second axis the module is sharded over. Default: the
@@ -122,6 +123,8 @@ class Islands:
         num_rounds: exchanges that were applied.
         num_dropped: exchanges that were given up, on all islands alike.
         num_joined: how often this island took over the state of others after it was left out.
+        waited_s: seconds that this rank waited for messages of other islands. `Periods.delay` hides
+            them behind steps.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class Islands:
     ) -> None:  # fmt: skip
         self.outer, self.periods = anchors.outer, periods
         self.num_steps = self.num_rounds = self.num_dropped = self.num_joined = 0
+        self.waited_s = 0.0
         self._engine, self._anchors, self._members = engine, anchors, members
         self._facts = facts
         self._layout = layout_of(members.crew, anchors.shares)
@@ -178,7 +182,9 @@ class Islands:
         self._rest()
         members = self._members
         while True:
+            begun = time.monotonic()
             deadline = pending.receive(members, members.timeout)
+            self.waited_s += time.monotonic() - begun
             verdict = members.verdict(deadline, pending.failure, pending.step, pending.work)
             if members.island not in verdict.members:
                 self._join()

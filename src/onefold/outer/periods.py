@@ -86,7 +86,7 @@ class Periods:
         for fragment in range(self.fragments):
             moved = step + fragment * self.weights // self.fragments
             if moved % self.weights == 0:
-                kinds = (WEIGHTS, EXP_AVG, EXP_AVG_SQ)
+                kinds = (WEIGHTS, EXP_AVG_SQ, EXP_AVG)  # which needs to see new second moments
                 periods = ((kind, self.of(kind)) for kind in kinds)
                 return fragment, tuple(k for k, every in periods if every and moved % every == 0)
         return None
