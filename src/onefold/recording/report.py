@@ -46,6 +46,7 @@ class Report:
             `whole_matrix` is the matrices that matrix optimizers exchange.
         last_step: the same for the last step.
         is_inference: the module evaluates alone (`onefold.stream`).
+        shares: the weight of each rank's share of the state; None where all hold the same.
     """
 
     stage: int
@@ -64,6 +65,7 @@ class Report:
     last_step: dict[str, Traffic]
     units: tuple[UnitLine, ...]
     is_inference: bool = False
+    shares: tuple[int, ...] | None = None
 
     @property
     def title(self) -> str:
@@ -112,6 +114,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.title}, rank {self.rank} of {self.world_size}, {self.steps} steps"]
         lines += [f"{self.skipped} steps skipped: gradients not finite"] * bool(self.skipped)
+        lines += [f"shares: {' : '.join(map(str, self.shares))}"] if self.shares else []
         lines += [f"planned: {self.offload}"] * bool(self.offload)
         lines += [f"note: {note}" for note in self.notes]
         lines += ["kind           tier          now bytes         peak bytes"]
