@@ -266,7 +266,9 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
         recipe = _at_stage(recipe, recipe.stage, adapts=adapts)
     if asked.mixes_tiers and recipe.keeps_weights:
         raise checks.mixed_tiers("the same tiers on every rank, for a second shard in each node")
-    held = sum(each.nbytes for each in parts.parameters if each.parameter.device == device)
+    near = "cpu" if device.type == "cpu" else "device"
+    lies = (each.nbytes for each in parts.parameters if each.parameter.device == device)
+    held = {near: sum(lies)}
     measures = asked.opens_shares and not has_room
     recipe, why_shares = choose(recipe, device, group, held, is_auto=measures)
     why_fraction = ""

@@ -40,7 +40,7 @@ PARTS_A_RANK = 32
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
+class MemoryLine:
     """One memory of one rank.
 
     `bounds`: free bytes by the name of the limit, which ranks of the same name share. `held`: bytes
@@ -54,24 +54,25 @@ class RankMemory:
     whole: int
 
 
-def rooms_of(recipe: Recipe, device: torch.device, held: int) -> list[RankMemory]:
+def rooms_of(
+    recipe: Recipe, device: torch.device, held: Mapping[str, int]
+) -> list[MemoryLine]:
     """Return the memories that limit this rank's share of a recipe's states.
 
     Args:
         recipe: the resolved choices but `shares`, for two ranks or more that cut the state.
         device: that which computes.
-        held: bytes of the module's parameters that lie in the memory that computes.
+        held: bytes of the module that lie in each tier, and that its shard replaces.
     """
     ranks = recipe.shard_world
     even, alone = (
         _needs(replace(recipe, shares=shares)) for shares in (None, (1,) + (0,) * (ranks - 1))
     )
-    near = "cpu" if recipe.device_type == "cpu" else "device"
-    found: list[RankMemory] = []
+    found: list[MemoryLine] = []
     for tier, most in alone.items():
         slope = max(0, most - even.get(tier, 0)) * ranks // (ranks - 1)
         bounds = tuple(_bounds(tier, device, recipe.offload.paths))
-        found.append(RankMemory(tier, bounds, held if tier == near else 0, most - slope, slope))
+        found.append(MemoryLine(tier, bounds, held.get(tier, 0), most - slope, slope))
     return found
 
 
@@ -104,10 +105,10 @@ def _bounds(tier: str, device: torch.device, paths: Sequence[Path]) -> Iterator[
 class Capacity:
     """The memories of all ranks that hold one copy of the state, in rank order."""
 
-    ranks: tuple[tuple[RankMemory, ...], ...]
+    ranks: tuple[tuple[MemoryLine, ...], ...]
 
     @staticmethod
-    def of(everyone: Sequence[Sequence[RankMemory]], shard_world: int) -> Capacity:
+    def of(everyone: Sequence[Sequence[MemoryLine]], shard_world: int) -> Capacity:
         """Put the rooms of nodes that are replicas together: rank i of each has the same share."""
         users = Counter(
             name for rooms in everyone for name in {n for room in rooms for n, _ in room.bounds}
@@ -177,21 +178,21 @@ class Capacity:
         return ", ".join(lines)
 
 
-def _divided(room: RankMemory, users: Mapping[str, int]) -> RankMemory:
+def _divided(room: MemoryLine, users: Mapping[str, int]) -> MemoryLine:
     bounds = tuple((name, max(0, free) // users[name]) for name, free in room.bounds)
     return replace(room, bounds=bounds)
 
 
-def _free(room: RankMemory) -> int:
+def _free(room: MemoryLine) -> int:
     """Free bytes of a room, with the module's own, which its shard replaces."""
     return min(free for _, free in room.bounds) + room.held
 
 
-def _need(room: RankMemory, share: float) -> int:
+def _need(room: MemoryLine, share: float) -> int:
     return room.base + int(share * room.whole)
 
 
-def _share(room: RankMemory, left: float) -> float:
+def _share(room: MemoryLine, left: float) -> float:
     """The largest share that a room holds."""
     if not room.bounds:
         return float("inf")
@@ -202,7 +203,7 @@ def _share(room: RankMemory, left: float) -> float:
 
 
 def choose(
-    recipe: Recipe, device: torch.device, group: Group, held: int, *, is_auto: bool
+    recipe: Recipe, device: torch.device, group: Group, held: Mapping[str, int], *, is_auto: bool
 ) -> tuple[Recipe, str]:
     """Settle the shares of a recipe, the same on every rank, and say why. A collective.
 
