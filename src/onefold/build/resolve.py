@@ -47,7 +47,7 @@ from onefold.planner.auto import least_fraction, lowest_stage
 from onefold.planner.residency import with_residents
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.shares.rooms import choose
-from onefold.shares.weights import AUTO, weights_of
+from onefold.shares.weights import AUTO, unless_even, weights_of
 from onefold.wire.collectives import Group
 from onefold.wire_config import Wire, resolve_wire, wire_of
 
@@ -309,7 +309,7 @@ def _at_stage(recipe: Recipe, stage: Stage, *, adapts: bool) -> Recipe:
         wire = resolve_wire(recipe.wire, stage, offload, has_axes=has_axes, adapts=adapts)
     found = replace(recipe, stage=stage, wire=wire)
     checks.check_shares(found.shares, found)
-    return found
+    return replace(found, shares=unless_even(found.shares))
 
 
 def _stages(recipe: Recipe, *, adapts: bool) -> Iterator[Recipe]:

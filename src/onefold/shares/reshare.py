@@ -26,7 +26,7 @@ from onefold.recipe import Recipe
 from onefold.shares.moving import Rows, move
 from onefold.shares.rooms import choose
 from onefold.shares.states import Entry, OptimizerStates
-from onefold.shares.weights import AUTO, SharesChoice, weights_of
+from onefold.shares.weights import AUTO, SharesChoice, unless_even, weights_of
 from onefold.unit.context import Context
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.spec import UnitSpec
@@ -70,7 +70,7 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
     asked_by = [asked for asked, _, _ in found]
     if len(set(asked_by)) > 1 or any(text for _, text, _ in found):
         raise _different(engine, [text or f"shares={asked}" for asked, text, _ in found])
-    recipe = _recipe(engine, asked)
+    recipe = _recipe(engine, asked if asked == AUTO else unless_even(asked))  # type: ignore[arg-type]
     if recipe.shares != engine.recipe.shares:
         _Reshare.of(engine, ready, recipe, [notes for _, _, notes in found]).run()
 
@@ -81,7 +81,7 @@ def _checked(engine: Engine, shares: object) -> tuple[object, ConfigError | Stat
         asked = AUTO if shares == AUTO else None if shares is None else weights_of(shares)
         _check_state(engine)
         ranks = engine.recipe.shard_world
-        if shares is not None and shares != AUTO and len(shares) != ranks:  # type: ignore[arg-type]
+        if isinstance(asked, tuple) and len(asked) != ranks:
             wanted = f"`shares` with one weight for each of {ranks} ranks"
             raise ConfigError(expected(wanted, repr(shares), hint="in rank order"))
     except (ConfigError, StateError) as error:

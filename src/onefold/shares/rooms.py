@@ -32,7 +32,7 @@ from onefold.planner.estimate import bare
 from onefold.planner.memory import forecast
 from onefold.planner.sizes import format_bytes
 from onefold.recipe import Recipe
-from onefold.shares.weights import in_parts, weights_of
+from onefold.shares.weights import in_parts, unless_even, weights_of
 from onefold.wire.collectives import Group
 
 PARTS_A_RANK = 32
@@ -162,7 +162,7 @@ class Capacity:
                 found[rank] = limits[rank]
                 left -= limits[rank]
             open_ranks -= full
-        return weights_of(in_parts(found, parts))
+        return unless_even(weights_of(in_parts(found, parts)))
 
     def describe(self, shares: Shares) -> str:
         """Needed and free bytes of the tightest memory of each rank, at these shares."""

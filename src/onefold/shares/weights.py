@@ -17,8 +17,8 @@ PARTS = 1000
 """Floats become parts of this many, or of 100 a rank where that is more."""
 
 
-def weights_of(given: object) -> Shares:
-    """Return integer weights without a common divisor; None where all are equal.
+def weights_of(given: object) -> tuple[int, ...]:
+    """Return integer weights without a common divisor.
 
     Integers keep their ratios exactly. Floats become thousandths of their sum (hundredths of the
     mean share, above 10 ranks): rounded by largest remainder, at least one for a weight above 0.
@@ -27,7 +27,7 @@ def weights_of(given: object) -> Shares:
         ConfigError: not a list of finite numbers from 0 up, one of them above 0.
 
     >>> weights_of([6, 2]), weights_of([0.75, 0.25]), weights_of([2, 2])
-    ((3, 1), (3, 1), None)
+    ((3, 1), (3, 1), (1, 1))
     """
     numbers = _numbers(given)
     if numbers is None or not any(numbers):
@@ -38,8 +38,12 @@ def weights_of(given: object) -> Shares:
         numbers = in_parts([number / total for number in numbers], parts)
     integers = [int(number) for number in numbers]
     divisor = math.gcd(*integers)
-    found = tuple(number // divisor for number in integers)
-    return None if len(set(found)) == 1 else found
+    return tuple(number // divisor for number in integers)
+
+
+def unless_even(shares: Shares) -> Shares:
+    """Return None where all weights are equal: the even cut, which plain DTensors describe."""
+    return None if shares is None or len(set(shares)) == 1 else shares
 
 
 def in_parts(fractions: Sequence[float], parts: int) -> list[int]:
