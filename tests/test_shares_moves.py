@@ -180,7 +180,12 @@ def test_replicas_of_nodes_change_their_shares_together():
 
 @pytest.mark.parametrize(
     ("shares", "match"),
-    [([1], "one weight"), ([0, 0], "finite numbers"), ([1, float("nan")], "finite"), ("even", "fin")],
+    [
+        ([1], "one weight"),
+        ([0, 0], "finite numbers"),
+        ([1, float("nan")], "finite"),
+        ("even", "fin"),
+    ],
 )
 def test_shares_that_mean_nothing_change_nothing(shares, match):
     def body(rank):

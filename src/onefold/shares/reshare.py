@@ -235,7 +235,9 @@ class _Reshare:
         left = [b.recut(numel, s) for b, s in zip(unit.row_buffers(), stores, strict=True)]
         items: list[Rows] = []
         for old, buffer in zip(before, buffers, strict=False):
-            items += [self._rows(unit, spec, p, old[p.span], buffer.tensor) for p in unit.parameters]
+            items += [
+                self._rows(unit, spec, p, old[p.span], buffer.tensor) for p in unit.parameters
+            ]
         flats = [self._state_rows(unit, spec, at, items) for at in range(len(self.ready.states))]
         means = self._mean_rows(unit, spec, items)
         move(items, self.context, unit.name)
@@ -300,4 +302,3 @@ class _Reshare:
 
 def _is_by_rows(unit: Unit) -> bool:
     return unit.context.routes.hops is not None or unit.is_tiled
-

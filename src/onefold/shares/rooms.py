@@ -54,9 +54,7 @@ class MemoryLine:
     whole: int
 
 
-def rooms_of(
-    recipe: Recipe, device: torch.device, held: Mapping[str, int]
-) -> list[MemoryLine]:
+def rooms_of(recipe: Recipe, device: torch.device, held: Mapping[str, int]) -> list[MemoryLine]:
     """Return the memories that limit this rank's share of a recipe's states.
 
     Args:

@@ -83,7 +83,7 @@ class OptimizerStates:
         return torch.empty(0, dtype=dtype)
 
     def room(self, unit: Unit, name: str, dtype: torch.dtype, numel: int) -> Tensor:
-        """Zeros for a state of a unit's new rows: its moments, or a flat tensor to step in place."""
+        """Zeros for a state of new rows: the unit's moments, or a flat tensor to step in place."""
         if unit.steps_in_blocks:
             unit.make_moments({name: dtype})
             return unit.moments[name].tensor
