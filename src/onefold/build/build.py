@@ -68,7 +68,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     """Shard the module in place under a recipe. A collective."""
     recipe, ranks, device = resolved.recipe, resolved.ranks, resolved.device
     group, shards = ranks.everyone, ranks.shards(are_replicas=recipe.are_replicas)
-    expectation = Expectation.of(recipe)
+    expectation = Expectation.of(recipe, shards.rank)
     ledger = Ledger(advise=expectation.smallest_change)
     store = DeviceStore(device, is_read_into=recipe.reads_directly)
     budget = budget_of(recipe, parts.plans, parts.optimizers, shards.rank)

@@ -86,13 +86,14 @@ class Forecast:
 
 def forecast(
     trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False,
-    policy: Policy | None = None,
+    policy: Policy | None = None, rank: int | None = None,
 ) -> Forecast:  # fmt: skip
     """Play one step of `accumulate` micro-batches, each as in `trace`.
 
-    `policy`: other rules than the recipe's.
+    `policy`: other rules than the recipe's. `rank`: whose share of the states is played; None: the
+    largest.
     """
-    units = [planned_unit(unit, recipe) for unit in trace.units]
+    units = [planned_unit(unit, recipe, rank) for unit in trace.units]
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     facts = [
         UnitFacts(

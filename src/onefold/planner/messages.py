@@ -71,10 +71,11 @@ class PlannedUnit(UnitBytes):
     data_ranks: int = 0  # of a mesh of its own; 0: it travels among all ranks
 
 
-def planned_unit(unit: UnitWork, recipe: Recipe) -> PlannedUnit:
-    """Compute the bytes and messages of a unit."""
+def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> PlannedUnit:
+    """Compute the bytes and messages of a unit; `rank` as in `unit_bytes`."""
     recipe = recipe.on(unit.data_ranks)
-    first, found = unit.members[0], unit_bytes(unit.members, recipe)
+    at = None if unit.data_ranks else rank
+    first, found = unit.members[0], unit_bytes(unit.members, recipe, at)
     mesh = recipe.world_size, recipe.local_world_size if recipe.has_axes else 0
     members = tuple(replace(member, fqn="") for member in unit.members)
     is_nccl = recipe.device_type != "cpu"

@@ -217,7 +217,7 @@ class _Reshare:
         for unit in _moving(engine):
             self._move(unit, unit.spec.on(self.context, by_rows=_is_by_rows(unit)))
             engine.gradients[unit] = unit.gradient
-        expectation = Expectation.of(recipe)
+        expectation = Expectation.of(recipe, self.context.rank)
         engine.context, engine.recipe = self.context, recipe
         engine.expected_peaks = expectation.peaks
         engine.ledger.advise = expectation.smallest_change
