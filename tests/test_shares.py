@@ -13,7 +13,7 @@ import onefold
 from onefold import ConfigError, TierError
 from onefold.engine.registry import engine_of
 from onefold.layout.flat import unit_bytes
-from onefold.recipe import Recipe
+from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.shares import rooms
 from onefold.shares.rooms import Capacity, MemoryLine
 from onefold.shares.weights import weights_of
@@ -252,9 +252,34 @@ def test_state_without_room_is_refused_and_ranks_are_named(monkeypatch):
     run_ranks(2, nowhere)
 
 
+def test_caps_of_one_to_three_hold_twice_the_model_of_even_shares():
+    """By the closed form: the largest number of blocks whose state fits, even and with shares."""
+
+    def recipe_of(blocks: int) -> Recipe:
+        member = Member("weight", (512, 512), torch.float32, torch.float32)
+        units = tuple(UnitRecipe(f"block {n}", (member,)) for n in range(blocks))
+        return Recipe(world_size=2, local_world_size=2, units=units)
+
+    caps = [200 << 20, 600 << 20]
+
+    def best_of(blocks: int) -> Capacity:
+        line = rooms.rooms_of(recipe_of(blocks), torch.device("cpu"), {})[0]
+        lines = [[replace(line, bounds=((str(n), cap),))] for n, cap in enumerate(caps)]
+        return Capacity.of(lines, 2)
+
+    even = max(n for n in range(1, 300) if best_of(n).fits(None))
+    uneven = max(n for n in range(1, 300) if not isinstance(best_of(n).best, str))
+    assert uneven >= 1.8 * even
+    shares = best_of(uneven).best
+    held = sum(unit_bytes(u.members, recipe_of(uneven), 0).numel for u in recipe_of(uneven).units)
+    assert 16 * held * shares[0] / sum(shares) <= caps[0]
+    assert 16 * held * shares[1] / sum(shares) <= caps[1]
+
+
 def test_measured_shares_are_even_on_one_host():
     def body(rank):
         module, _ = sharded("auto")
-        return onefold.report(module).shares
+        lowest, _ = sharded("auto", stage="auto")
+        return onefold.report(module).shares, onefold.report(lowest).stage
 
-    assert run_ranks(2, body) == [None, None]
+    assert run_ranks(2, body) == [(None, 0), (None, 0)]

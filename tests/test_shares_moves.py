@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -47,8 +48,7 @@ def trained(
         average.update()
     own = sum(p.to_local().numel() for p in module.parameters())
     table = measure(engine_of(module).recipe, onefold.report(module))
-    state = optimizer.state_dict()["state"]
-    values = {f"{n}.{k}": whole(v) for n, entry in state.items() for k, v in entry.items()}
+    values = values_of(optimizer.state_dict()["state"], module)
     values |= {f"average {n}": whole(v) for n, v in average.state_dict()["averages"].items()}
     with onefold.unsharded(module):
         values |= {n: p.detach().clone() for n, p in module.named_parameters()}
@@ -229,3 +229,52 @@ def in_process(rank: int) -> None:
 @pytest.mark.process
 def test_real_processes_move_rows_as_threads_do():
     run_processes(2, in_process)
+
+
+def values_of(state: dict[Any, Any], module: torch.nn.Module) -> dict[str, Tensor]:
+    found = {f"{n}.{k}": whole(v) for n, entry in state.items() for k, v in entry.items()}
+    return found | {n: whole(p.detach()) for n, p in module.named_parameters()}
+
+
+def test_a_checkpoint_after_a_move_loads_in_one_process(tmp_path):
+    def move_and_save(rank):
+        module = seeded(Model)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        onefold.shard(module, optimizer, offload="cpu" if rank else None)
+        for number, batch in enumerate(batches(3)):
+            loss_of(module, [t.chunk(3)[rank] for t in batch]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            onefold.reshare(module, [[1, 0, 2], [0, 1, 1], [4, 1, 0]][number])
+        onefold.save(tmp_path / "saved", module, optimizer)
+        state = optimizer.state_dict()["state"]
+        return values_of(state, module)
+
+    wanted = run_ranks(3, move_and_save)[0]
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer)
+    onefold.load(tmp_path / "saved", module, optimizer)
+    state = optimizer.state_dict()["state"]
+    found = values_of(state, module)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name].reshape(-1), value.reshape(-1)), name
+
+
+def test_a_disk_gets_the_bytes_of_old_rows_back(tmp_path):
+    def body(rank):
+        module = seeded(Model)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        onefold.shard(module, optimizer, offload=f"disk:{tmp_path}")
+        (file,) = engine_of(module).context.tiers.weight.files
+        for number, batch in enumerate(batches(4)):
+            loss_of(module, [t.chunk(2)[rank] for t in batch]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            onefold.reshare(module, [3, 1] if number % 2 else [1, 3])
+        held = sum(b.tensor.nbytes for u in engine_of(module).units for b in u.row_buffers())
+        pages = 4096 * sum(len(u.row_buffers()) for u in engine_of(module).units)
+        return os.fstat(file.fd).st_blocks * 512 - held - pages
+
+    assert max(run_ranks(2, body)) <= 0
