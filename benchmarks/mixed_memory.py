@@ -59,7 +59,7 @@ def run_rank(asked: dict[str, Any]) -> dict[str, Any]:
     return {"shares": report.shares, "held": {kind: report.nbytes(kind) for kind in kinds}}
 
 
-def Block(nn: Any) -> Any:  # noqa: N802 - a class, made when torch is imported
+def Block(nn: Any) -> Any:
     """Two Linears with a residual: `BLOCK_NUMEL` weights."""
 
     class Residual(nn.Module):

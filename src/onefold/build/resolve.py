@@ -47,7 +47,7 @@ from onefold.planner.auto import least_fraction, lowest_stage
 from onefold.planner.residency import with_residents
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.shares.rooms import choose
-from onefold.shares.weights import AUTO, unless_even, weights_of
+from onefold.shares.weights import AUTO, is_auto, unless_even, weights_of
 from onefold.wire.collectives import Group
 from onefold.wire_config import Wire, resolve_wire, wire_of
 
@@ -137,7 +137,7 @@ def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group)
     checks.check_parameters(parameters)
     checks.check_optimizers(optimizers, parameters)
     is_inference = choices.inference is not None
-    opens_shares = choices.shares == AUTO
+    opens_shares = is_auto(choices.shares)
     shares = None if opens_shares or choices.shares is None else weights_of(choices.shares)
     model_axes.claim(module, parameters, data)
     others = {"shares=": choices.shares, "onefold.stream": choices.inference}

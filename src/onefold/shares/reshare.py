@@ -9,8 +9,9 @@ Parameters, optimizers and averages stay the same objects. See docs/adr/0025.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, expected
+from onefold.layout.cut import Shares
 from onefold.ledger import Kind
 from onefold.planner.auto import Expectation
 from onefold.recipe import Recipe
 from onefold.shares.moving import Rows, move
 from onefold.shares.rooms import choose
 from onefold.shares.states import Entry, OptimizerStates
-from onefold.shares.weights import AUTO, SharesChoice, unless_even, weights_of
+from onefold.shares.weights import AUTO, SharesChoice, is_auto, unless_even, weights_of
 from onefold.unit.context import Context
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.spec import UnitSpec
@@ -62,23 +64,23 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
     """
     engine = engine_of(module)
     asked, problem = _checked(engine, shares)
-    ready = None if problem else _rest(engine)
-    found = _agree(engine, (asked, str(problem) if problem else "", ready and ready.notes()))
+    found = _gathered(engine, (asked, str(problem) if problem else ""))
     if problem is not None:
         raise problem
-    assert ready is not None, "neither a problem nor a module at rest"
-    asked_by = [asked for asked, _, _ in found]
-    if len(set(asked_by)) > 1 or any(text for _, text, _ in found):
-        raise _different(engine, [text or f"shares={asked}" for asked, text, _ in found])
-    recipe = _recipe(engine, asked if asked == AUTO else unless_even(asked))  # type: ignore[arg-type]
+    if any(theirs != (asked, "") for theirs in found):
+        raise _different(engine, [text or f"shares={each}" for each, text in found])
+    ready = _rest(engine)
+    recipe = _recipe(engine, asked)
     if recipe.shares != engine.recipe.shares:
-        _Reshare.of(engine, ready, recipe, [notes for _, _, notes in found]).run()
+        _Reshare.of(engine, ready, recipe, _gathered(engine, ready.notes())).run()
 
 
-def _checked(engine: Engine, shares: object) -> tuple[object, ConfigError | StateError | None]:
+def _checked(
+    engine: Engine, shares: object
+) -> tuple[Shares | str, ConfigError | StateError | None]:
     """Put the argument into values; the problem of this rank, if there is one."""
     try:
-        asked = AUTO if shares == AUTO else None if shares is None else weights_of(shares)
+        asked = AUTO if is_auto(shares) else None if shares is None else weights_of(shares)
         _check_state(engine)
         ranks = engine.recipe.shard_world
         if isinstance(asked, tuple) and len(asked) != ranks:
@@ -86,7 +88,7 @@ def _checked(engine: Engine, shares: object) -> tuple[object, ConfigError | Stat
             raise ConfigError(expected(wanted, repr(shares), hint="in rank order"))
     except (ConfigError, StateError) as error:
         return None, error
-    return asked, None
+    return asked if isinstance(asked, str) else unless_even(asked), None
 
 
 def _check_state(engine: Engine) -> None:
@@ -113,7 +115,7 @@ def _check_state(engine: Engine) -> None:
         raise StateError(expected("a module whose rows may move", got, where=where, hint=hint))
 
 
-def _agree(engine: Engine, mine: Any) -> list[Any]:
+def _gathered(engine: Engine, mine: Any) -> list[Any]:
     group = engine.group
     return list(group.all_gather_object(mine)) if group.world_size > 1 else [mine]
 
@@ -125,17 +127,17 @@ def _different(engine: Engine, asked: list[str]) -> ConfigError:
     return ConfigError(expected("the same `shares` on every rank", lines, where=where, hint=hint))
 
 
-def _recipe(engine: Engine, asked: Any) -> Recipe:
+def _recipe(engine: Engine, asked: Shares | str) -> Recipe:
     """The recipe under other shares, for which every rank has room. A collective."""
     held: dict[str, int] = {}
     is_cpu = engine.recipe.device_type == "cpu"
     for (_, tier), usage in engine.ledger.usage.items():
         place = "cpu" if is_cpu and tier == "device" else tier
         held[place] = held.get(place, 0) + usage.now
-    is_auto = asked == AUTO
-    wanted = replace(engine.recipe, shares=None if is_auto else asked)
+    measures = isinstance(asked, str)
+    wanted = replace(engine.recipe, shares=None if isinstance(asked, str) else asked)
     device = engine.context.store.device
-    return choose(wanted, device, engine.group, held, is_auto=is_auto)[0]
+    return choose(wanted, device, engine.group, held, is_auto=measures)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ class _Reshare:
             engine.gradients[unit] = unit.gradient
         expectation = Expectation.of(recipe, self.context.rank)
         engine.context, engine.recipe = self.context, recipe
-        engine.expected_peaks = expectation.peaks
+        engine.expected_peaks = partial(_highest, (engine.expected_peaks, expectation.peaks))
         engine.ledger.advise = expectation.smallest_change
         if engine.saved is not None:
             engine.saved.keep([unit.weight.tensor for unit in engine.units])
@@ -298,6 +300,17 @@ class _Reshare:
                     found[parameter].copy_(mean)
                 items.append(Rows(parameter.slot, slot, mean, found[parameter]))
         return found
+
+
+def _highest(
+    expected_by: Sequence[Callable[..., dict[str, int]]], *, accumulates: bool
+) -> dict[str, int]:
+    """The highest peaks of a run under all the shares that it has had."""
+    found: dict[str, int] = {}
+    for peaks in expected_by:
+        for kind, nbytes in peaks(accumulates=accumulates).items():
+            found[kind] = max(nbytes, found.get(kind, 0))
+    return found
 
 
 def _is_by_rows(unit: Unit) -> bool:

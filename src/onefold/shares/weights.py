@@ -17,6 +17,11 @@ PARTS = 1000
 """Floats become parts of this many, or of 100 a rank where that is more."""
 
 
+def is_auto(given: object) -> bool:
+    """True for the word that has shares measured."""
+    return isinstance(given, str) and given == AUTO
+
+
 def weights_of(given: object) -> tuple[int, ...]:
     """Return integer weights without a common divisor.
 
