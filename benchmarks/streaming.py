@@ -201,13 +201,13 @@ def streamed_bytes(model: Any) -> dict[str, int]:
 
 
 @contextmanager
-def memory_limit(nbytes: int) -> Iterator[Path]:
+def memory_limit(nbytes: int, name: str = "") -> Iterator[Path]:
     """A cgroup whose processes may hold `nbytes`, page cache included."""
     is_v1 = (GROUPS / "memory").is_dir()
     own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     inside = next(path for _, kind, path in own if kind == ("memory" if is_v1 else ""))
     parent = GROUPS / ("memory" if is_v1 else "") / inside.lstrip("/")
-    group = (parent if parent.is_dir() else GROUPS / "memory") / f"onefold-{os.getpid()}"
+    group = (parent if parent.is_dir() else GROUPS / "memory") / f"onefold-{os.getpid()}{name}"
     group.mkdir()
     try:
         (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(nbytes))

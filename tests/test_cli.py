@@ -192,6 +192,9 @@ def test_a_reader_that_has_left_ends_ranks_too(arguments, unread, step_device):
     (["train", "--steps"], "expected one argument"),
     (["train", "--lr", "-1"], "expected --lr to be a number above 0, got '-1'"),
     (["train", "--clip", "nan"], "expected --clip to be a number of at least 0, got 'nan'"),
+    (["train", "--shares", "3,x"], "expected --shares to be a number of at least 0, got 'x'"),
+    (["train", "--shares", "0,0"], "not all of them 0, got (0, 0)"),
+    (["train", "--shares", "1,2,3"], "expected --shares with one weight for each of 2 ranks"),
     (["train", "--data", "/nonexistent"], "expected a data folder with text files, got no folder"),
     (["train", "--model", "tini"], "did you mean 'tiny'?"),
     (["train", "--model", "nosuch:build"], "expected 'nosuch:build' to import"),
@@ -298,7 +301,8 @@ def test_train_tells_the_same_in_json_alone_and_under_torchrun(step_device):
 
 @pytest.mark.process
 def test_without_a_terminal_progress_is_lines_and_the_table_equals_the_closed_form(step_device):
-    done = onefold("train", "--model", "mine:net", "--stage", "2", *TINY_RUN, cwd=step_device)
+    run = ("--model", "mine:net", "--stage", "2", "--shares", "1,3", *TINY_RUN)
+    done = onefold("train", *run, cwd=step_device)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "\x1b" not in done.stdout

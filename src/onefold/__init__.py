@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from onefold.recording.recorder import record
     from onefold.recording.report import Report
     from onefold.rows.sampler import RowSampler
+    from onefold.shares.reshare import reshare
     from onefold.splitting import split_sequence
     from onefold.weighing import weigh
     from onefold.wire_config import Wire
@@ -87,6 +88,7 @@ _HOMES = {
     "ModelAxes": "onefold.planner.axes",
     "Plan": "onefold.planner.result",
     "plan": "onefold.planner.planning",
+    "reshare": "onefold.shares.reshare",
     "split_sequence": "onefold.splitting",
     "weigh": "onefold.weighing",
     "Wire": "onefold.wire_config",
@@ -127,6 +129,7 @@ __all__ = [
     "plan",
     "record",
     "report",
+    "reshare",
     "save",
     "save_pretrained",
     "shard",

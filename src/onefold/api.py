@@ -29,6 +29,7 @@ from onefold.mesh.ranks import TIMEOUT
 from onefold.planner.auto import room_to_keep
 from onefold.recording.report import Report, copied, snapshot, unit_lines
 from onefold.rows.speeds import row_shares
+from onefold.shares.weights import SharesChoice
 from onefold.wire_config import WireChoice
 
 
@@ -42,6 +43,7 @@ def shard(  # noqa: PLR0913 - the contract
     precision: PrecisionChoice = None,
     offload: OffloadChoice = None,
     wire: WireChoice = None,
+    shares: SharesChoice = None,
     timeout: float | timedelta | None = None,
 ) -> nn.Module:
     """Shard a module and its optimizer over the ranks, in place.
@@ -71,6 +73,9 @@ def shard(  # noqa: PLR0913 - the contract
             an `Offload`. At stages 1 to 3.
         wire: None (exact), "zero++" or another preset, or a `Wire`: codecs of messages. With no
             mesh given, other wires than None take the hosts that torchrun started for the nodes.
+        shares: how much state each rank holds. None: all the same. A list: one weight a rank that
+            holds a copy of the state, in rank order; a rank of weight 0 holds none. "auto": as
+            even as the free memory of the ranks allows. `offload` may differ between ranks.
         timeout: seconds, or a timedelta, that ranks wait for one another before they raise a
             `WireError` that says where each rank is. Default: that of the process group, 5 minutes
             for one that this call starts.
@@ -80,7 +85,8 @@ def shard(  # noqa: PLR0913 - the contract
 
     Raises:
         ConfigError: a choice that cannot work; on every rank where it can be seen.
-        TierError: a tier lacks room, or its path cannot be used; on every rank.
+        TierError: a tier lacks room, a rank lacks room for its share, or a path cannot be used; on
+            every rank.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -88,7 +94,7 @@ def shard(  # noqa: PLR0913 - the contract
 
     Source: ZeRO, arXiv 1910.02054, sections 5 and 7.
     """
-    choices = Choices(stage, units, precision, offload, wire)
+    choices = Choices(stage, units, precision, offload, wire, shares)
     return _shard(module, optimizer, mesh, choices, timeout)
 
 
@@ -267,6 +273,7 @@ def report(module: nn.Module) -> Report:
         units=unit_lines(engine.units),
         is_inference=engine.is_inference,
         row_shares=row_shares(engine),
+        shares=engine.recipe.shares,
     )
 
 

@@ -55,18 +55,28 @@ def memory_nbytes() -> tuple[int, int]:
 
 def free_host_nbytes() -> int:
     """Bytes of memory that processes here may still take, within the limit of this container."""
+    return max(0, min(free for _, free in free_host_bounds()))
+
+
+def free_host_bounds() -> list[tuple[str, int]]:
+    """Each limit of memory around this process, by name, with the bytes that are free in it.
+
+    Processes under the same limit share these bytes.
+    """
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         free = int(line.split()[1]) * 1024
+    found = [("host", free)]
     for limit, used in _cgroup_memory():
         with suppress(OSError, ValueError):  # also "max", which is no number
             lines = (used.parent / "memory.stat").read_text().splitlines()
             stat = dict(line.split() for line in lines)
             cached = int(stat.get("inactive_file", 0))  # given up when memory is wanted
-            free = min(free, int(limit.read_text()) - int(used.read_text()) + cached)
-    return max(0, free)
+            free = int(limit.read_text()) - int(used.read_text()) + cached
+            found.append((str(limit.parent), free))
+    return found
 
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -68,11 +68,12 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     """Shard the module in place under a recipe. A collective."""
     recipe, ranks, device = resolved.recipe, resolved.ranks, resolved.device
     group, shards = ranks.everyone, ranks.shards(are_replicas=recipe.are_replicas)
-    expectation = Expectation.of(recipe)
+    expectation = Expectation.of(recipe, shards.rank)
     ledger = Ledger(advise=expectation.smallest_change)
     store = DeviceStore(device, is_read_into=recipe.reads_directly)
     budget = budget_of(recipe, parts.plans, parts.optimizers, shards.rank)
-    tiers = build_tiers(recipe, budget, store, ledger, group)
+    is_agreed = resolved.any_offloads or recipe.offload != Offload()
+    tiers = build_tiers(recipe, budget, store, ledger, group, is_agreed=is_agreed)
     rests = describe(recipe, budget, resolved.why_fraction)
     LOG.info("rank %d: %s", group.rank, rests or "all state rests on the device")
     axes = model_axes.join(_members(parts, resolved, None), group, shards, device.type)
@@ -84,7 +85,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
         if owned.is_packed and owned.table is None:
             for part, _ in owned.owners:
                 packed.prepare_module(part, owned.parameter)
-    notes = (resolved.why_stage, rests, resolved.why_stepper)
+    notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
     engine = Engine(
         parts.module,
         partial(_units, parts, contexts, source),

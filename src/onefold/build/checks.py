@@ -15,6 +15,7 @@ from onefold.layout import packed
 from onefold.layout.cut import Shares
 from onefold.layout.model_axes import is_owned
 from onefold.layout.units import Owned
+from onefold.recipe import Recipe
 
 _WRAPPERS = (
     "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule",
@@ -166,16 +167,32 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned
         )
 
 
-def check_shares(shares: Shares, world_size: int) -> None:
-    """Raise `ConfigError` unless every rank has a weight, and one of them is above zero."""
+def check_shares(shares: Shares, recipe: Recipe) -> None:
+    """Raise `ConfigError` unless each rank has a weight that the stage takes."""
     if shares is None:
         return
-    is_sound = len(shares) == world_size and all(type(w) is int and w >= 0 for w in shares)
-    if not is_sound or not any(shares):
-        raise ConfigError(
-            expected(
-                f"`shares` to be {world_size} integers from 0 up, not all of them 0",
-                str(shares),
-                hint="one weight for each rank over which state is sharded, in rank order",
-            )
-        )
+    ranks = recipe.shard_world
+    if len(shares) != ranks:
+        wanted, hint = f"`shares` with one weight for each of {ranks} ranks", "in rank order"
+        raise ConfigError(expected(wanted, f"{len(shares)}: {list(shares)}", hint=hint))
+    if not all(shares) and not recipe.is_sharded:
+        wanted = "`shares` above 0 at stage 0, where every rank holds all state"
+        raise ConfigError(expected(wanted, str(list(shares)), hint="stage=1 or higher"))
+
+
+def check_mixed_tiers(
+    tiers: Sequence[tuple[object, ...]], device_type: str, *, opens_stage: bool
+) -> None:
+    """Raise `ConfigError` where ranks have chosen tiers that do not go together."""
+    if len(set(tiers)) > 1 and opens_stage:
+        raise mixed_tiers('the same tiers on every rank, for stage="auto"')
+    twins = {states != "device" and weights == "device" for states, weights, *_ in tiers}
+    if device_type != "cpu" and len(twins) > 1:
+        wanted = "masters of the same weights on every rank, for checkpoints"
+        raise mixed_tiers(f"{wanted}: Offload(optimizer=) without parameters= on all or none")
+
+
+def mixed_tiers(wanted: str) -> ConfigError:
+    """The error for tiers of ranks that do not go together."""
+    hint = "pass the same offload= on every rank, or a stage as a number"
+    return ConfigError(expected(wanted, "ranks with different offload=", hint=hint))

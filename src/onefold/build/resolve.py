@@ -23,6 +23,7 @@ from onefold.build.tiers import budget_of, moments_of
 from onefold.config import (
     STAGES,
     Inference,
+    Offload,
     Precision,
     Stage,
     check_offload,
@@ -31,7 +32,6 @@ from onefold.config import (
     stage_of,
 )
 from onefold.errors import ConfigError, expected
-from onefold.layout.cut import Shares
 from onefold.layout.units import (
     Owned,
     UnitChoice,
@@ -46,24 +46,22 @@ from onefold.mesh.ranks import Ranks, local_place, two_axes_of_launcher
 from onefold.planner.auto import least_fraction, lowest_stage
 from onefold.planner.residency import with_residents
 from onefold.recipe import Member, Recipe, UnitRecipe
+from onefold.shares.rooms import choose
+from onefold.shares.weights import AUTO, is_auto, unless_even, weights_of
 from onefold.wire.collectives import Group
 from onefold.wire_config import Wire, resolve_wire, wire_of
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The arguments of `onefold.shard`, as they were given; `shares` has no public argument yet.
-
-    A rank's part of every parameter is in proportion to its weight in `shares`. A rank of weight 0
-    holds nothing.
-    """
+    """The arguments of `onefold.shard`, as they were given."""
 
     stage: object = 3
     units: UnitChoice = None
     precision: object = None
     offload: object = None
     wire: object = None
-    shares: Shares = None
+    shares: object = None
     inference: Inference | None = None
 
 
@@ -77,6 +75,10 @@ class ModuleParts:
     plans: list[UnitPlan]
 
 
+RankTiers = tuple[object, ...]
+"""The tiers of one rank: of states, parameters, activations; the fraction, and who steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """Arguments that were found sound on this rank: a recipe with open choices."""
@@ -85,6 +87,25 @@ class Asked:
     recipe: Recipe
     opens_stage: bool  # stage="auto"
     names_wire: bool  # a name means less where a mesh has fewer axes
+    opens_shares: bool = False  # shares="auto"
+    tiers: tuple[RankTiers, ...] = ()  # of every rank, which each chooses for itself
+
+    @property
+    def mixes_tiers(self) -> bool:
+        """True if ranks have chosen different tiers."""
+        return len(set(self.tiers)) > 1
+
+    def digest(self) -> list[str]:
+        """One line for each choice that ranks must share. A rank's tiers are its own."""
+        shares = repr(AUTO) if self.opens_shares else self.recipe.shares
+        lines = self.recipe.digest()
+        return [f"shares={shares}", *(each for each in lines if not each.startswith(_OWN_CHOICES))]
+
+
+_OWN_CHOICES = (
+    *(f"Offload.{n}=" for n in ("optimizer", "parameters", "activations", "fraction", "step")),
+    "shares=",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +119,8 @@ class Resolved:
     why_stage: str = ""
     why_fraction: str = ""
     why_stepper: str = ""
+    why_shares: str = ""
+    any_offloads: bool = False  # some rank's state leaves the device
 
 
 def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group) -> Asked:
@@ -114,6 +137,8 @@ def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group)
     checks.check_parameters(parameters)
     checks.check_optimizers(optimizers, parameters)
     is_inference = choices.inference is not None
+    opens_shares = is_auto(choices.shares)
+    shares = None if opens_shares or choices.shares is None else weights_of(choices.shares)
     model_axes.claim(module, parameters, data)
     others = {"shares=": choices.shares, "onefold.stream": choices.inference}
     model_axes.check_choices(parameters, optimizers, others=others)
@@ -123,7 +148,7 @@ def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group)
     _order_members(plans, optimizers)
     recipe = Recipe(
         stage=row, precision=dtypes, offload=tiers, wire=wire_of(choices.wire),
-        shares=choices.shares, inference=choices.inference,
+        shares=shares, inference=choices.inference,
         units=tuple(
             UnitRecipe(
                 plan.name,
@@ -136,7 +161,8 @@ def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group)
         ),
     )  # fmt: skip
     parts = ModuleParts(module, optimizers, parameters, plans)
-    return Asked(parts, recipe, opens_stage, isinstance(choices.wire, str))
+    names_wire = isinstance(choices.wire, str)
+    return Asked(parts, recipe, opens_stage, names_wire, opens_shares)
 
 
 def _member(owned: Owned, dtypes: Precision) -> Member:
@@ -171,16 +197,16 @@ def examine_together(
     try:
         asked = examine_mine()
         asked = replace(asked, recipe=_on_ranks(asked.recipe, ranks))
-        mine = asked.recipe.digest()
+        mine = asked.digest()
         places = own_meshes.places_of(asked.parts.module, asked.parts.plans, group)
     except ConfigError as error:
         problem, mine = error, [f"! {error}"]
-    told: list[Any] = [(mine, places)]
+    told: list[Any] = [(mine, places, _tiers_of(asked))]
     everyone: list[Any] = group.all_gather_object(told[0]) if group.world_size > 1 else told
-    digests = [lines for lines, _ in everyone]
+    digests = [lines for lines, *_ in everyone]
     clash = None
     if not any(lines[0].startswith("!") for lines in digests):
-        clash = own_meshes.clash_of([theirs for _, theirs in everyone])
+        clash = own_meshes.clash_of([theirs for _, theirs, _ in everyone])
     others = [[f"! {clash}"]] if clash else [theirs for theirs in digests if theirs != mine][:1]
     sent = [(group, [[each] for each in digests]), *model_axes.compare([mine, *others], module)]
     if problem is not None or clash is not None:
@@ -191,7 +217,16 @@ def examine_together(
             for theirs in found:  # a rank of a model axis passes on what it has learned
                 if theirs != mine:
                     raise _different(mine, theirs, where, rank)
-    return asked
+    return replace(asked, tiers=tuple(tiers for *_, tiers in everyone))
+
+
+def _tiers_of(asked: Asked | None) -> RankTiers:
+    return () if asked is None else _tiers_in(asked.recipe.offload)
+
+
+def _tiers_in(offload: Offload) -> RankTiers:
+    names = ("optimizer", "parameters", "activations", "fraction", "step")
+    return (*(getattr(offload, name) for name in names), bool(offload.paths))
 
 
 def _different(mine: list[str], theirs: list[str], group: Group, rank: int) -> ConfigError:
@@ -212,7 +247,9 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
     group, parts, recipe = ranks.everyone, asked.parts, asked.recipe
     device = device_of(parts.parameters, group, ranks.mesh)
     check_devices(device, group)
-    offload, why_stepper = stepper_of(recipe.offload, device, group)
+    checks.check_mixed_tiers(asked.tiers, device.type, opens_stage=asked.opens_stage)
+    alike = Group.of(None) if asked.mixes_tiers else group  # ranks that settle tiers together
+    offload, why_stepper = stepper_of(recipe.offload, device, alike)
     found = ranks if recipe.wire.is_plain else meet(two_axes_of_launcher(ranks, device))
     recipe = replace(
         _on_ranks(recipe, found), offload=offload, device_type=device.type,
@@ -220,18 +257,26 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
     )  # fmt: skip
     adapts = asked.names_wire or found.is_flat  # a script for nodes runs on one of them, too
     local_world_size, why_stage = local_place(group)[1], ""
+    has_room = False  # for even shares
     if asked.opens_stage:
         fitting = _stages(recipe, adapts=adapts)
         chosen, why_stage = lowest_stage(fitting, device, group, local_world_size)
-        recipe = chosen or _at_stage(recipe, STAGES[3], adapts=adapts)
+        recipe, has_room = chosen or _at_stage(recipe, STAGES[3], adapts=adapts), bool(chosen)
     else:
         recipe = _at_stage(recipe, recipe.stage, adapts=adapts)
+    if asked.mixes_tiers and recipe.keeps_weights:
+        raise checks.mixed_tiers("the same tiers on every rank, for a second shard in each node")
+    near = "cpu" if device.type == "cpu" else "device"
+    lies = (each.nbytes for each in parts.parameters if each.parameter.device == device)
+    held = {near: sum(lies)}
+    measures = asked.opens_shares and not has_room
+    recipe, why_shares = choose(recipe, device, group, held, is_auto=measures)
     why_fraction = ""
     if recipe.offload.fraction == "auto" and recipe.offload.optimizer != "device":
         rank = found.shards(are_replicas=recipe.are_replicas).rank
         states = budget_of(recipe, parts.plans, parts.optimizers, rank).states
         mine = least_fraction(recipe, states, device, local_world_size)
-        everyone: list[Any] = group.all_gather_object(mine) if group.world_size > 1 else [mine]
+        everyone: list[Any] = alike.all_gather_object(mine) if alike.world_size > 1 else [mine]
         fraction, why_fraction = max(everyone)  # that of the rank with the least room
         recipe = replace(recipe, offload=replace(recipe.offload, fraction=fraction))
     chosen_units = recipe.offloaded_units([unit.numel for unit in recipe.units])
@@ -242,7 +287,10 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
     recipe = with_residents(replace(recipe, units=units))
     own = own_meshes.meet_all(parts.plans, found)
     own_meshes.connect_experts(parts.module, found)
-    return Resolved(recipe, found, device, own, why_stage, why_fraction, why_stepper)
+    any_offloads = any(tiers != _tiers_in(Offload()) for tiers in asked.tiers)
+    return Resolved(
+        recipe, found, device, own, why_stage, why_fraction, why_stepper, why_shares, any_offloads
+    )
 
 
 def _on_ranks(recipe: Recipe, ranks: Ranks) -> Recipe:
@@ -260,8 +308,8 @@ def _at_stage(recipe: Recipe, stage: Stage, *, adapts: bool) -> Recipe:
         has_axes, offload = recipe.has_axes, recipe.offload
         wire = resolve_wire(recipe.wire, stage, offload, has_axes=has_axes, adapts=adapts)
     found = replace(recipe, stage=stage, wire=wire)
-    checks.check_shares(found.shares, found.shard_world)
-    return found
+    checks.check_shares(found.shares, found)
+    return replace(found, shares=unless_even(found.shares))
 
 
 def _stages(recipe: Recipe, *, adapts: bool) -> Iterator[Recipe]:

@@ -163,14 +163,15 @@ def is_memory(path: Path) -> bool:
 
 
 def build_tiers(
-    recipe: Recipe, budget: Budget, store: DeviceStore, ledger: Ledger, group: Group
-) -> Tiers:
+    recipe: Recipe, budget: Budget, store: DeviceStore, ledger: Ledger, group: Group, *,
+    is_agreed: bool,
+) -> Tiers:  # fmt: skip
     """Check the budget and take the files; if one rank fails, raise `TierError` on all.
 
-    A collective, where anything is offloaded.
+    A collective, where anything is offloaded on some rank: `is_agreed` then.
     """
     offload, local = recipe.offload, local_place(group)
-    if offload == Offload():
+    if not is_agreed:
         return _build(recipe, store, ledger, group, budget, local)
     # every rank looks at the free memory before any rank takes of it
     if not recipe.reads_files:

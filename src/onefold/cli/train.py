@@ -38,6 +38,8 @@ def add_to(commands: SubParsers) -> None:
         "too, in CPU memory, or all in files on a disk; with --clip 0 units step inside backward")
     add("--fraction", metavar="F", help="share of the optimizer state to offload, or auto "
         "(default: all)")
+    add("--shares", metavar="W,W,...|auto", help="how much state each rank holds, as weights in "
+        "rank order; auto: as even as the free memory allows (default: all the same)")
     add("--recompute", action="store_true", help="run blocks again in backward instead of keeping "
         "their activations")
     add("--compile", action="store_true", help="run blocks through torch.compile in training; the "
@@ -111,19 +113,22 @@ def job_of(arguments: argparse.Namespace, world_size: int) -> Job:
         **{name: given[name] for name in texts},
         **checked,
         rows=rows * max(1, world_size // _model_ranks(checked)) * checked["accumulate"],
-        row_shares=_row_shares(given["rows"]),
+        row_shares=_weights("--rows", given["rows"]),
         stage=word_or_number(given["stage"]),
         fraction=fraction,
+        shares=_weights("--shares", given["shares"]),
         lr=None if given["lr"] is None else real("--lr", given["lr"], above=0),
         clip=real("--clip", given["clip"], least=0),
         every=0 if given["every"] is None else whole("--every", given["every"], least=1),
     )
 
 
-def _row_shares(text: str | None) -> tuple[float, ...] | str | None:
+def _weights(flag: str, text: str | None) -> str | tuple[float, ...] | None:
+    """Read "3,1" as weights; integers keep their ratios exactly."""
     if text is None or text == "auto":
         return text
-    return tuple(real("--rows", each, least=0) for each in text.split(","))
+    numbers = [real(flag, each, least=0) for each in text.split(",")]
+    return tuple(int(each) if each == int(each) else each for each in numbers)
 
 
 def _model_ranks(checked: Mapping[str, int]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -204,5 +205,7 @@ def _buffer_of(unit: Unit) -> Buffer:
     is_number = dtype.is_floating_point and not unit.spec.is_packed
     if is_number and dtype.itemsize < torch.float32.itemsize:
         dtype = torch.float32
-    context = unit.context
-    return Buffer(len(stepped), dtype, Kind.AVERAGE, unit.state_store, context.ledger)
+    ledger = unit.context.ledger
+    made = Buffer(len(stepped), dtype, Kind.AVERAGE, unit.state_store, ledger)
+    unit.averages.append(ref(made))
+    return made

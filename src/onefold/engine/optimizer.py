@@ -188,6 +188,17 @@ class OptimizerBinding:
         for tensor in [tensor for tensor in optimizer.state if self.parameter(tensor) is not None]:
             del optimizer.state[tensor]
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, while it is alive."""
+        return self._optimizer()
+
+    def follow_cut(self, optimizer: Optimizer, engine: Engine, flats: Sequence[Tensor]) -> None:
+        """Count and step states that were cut anew: views of `flats`, see `take_over`."""
+        self.take_over(flats)
+        self._reserve(optimizer)
+        self._state_bytes[engine].set(self._state_nbytes(optimizer.state, engine))
+
     def take_over(self, flats: Sequence[Tensor]) -> None:
         """Step states that will be assigned as views of `flats` in place, without a copy.
 

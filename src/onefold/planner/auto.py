@@ -59,15 +59,18 @@ class Expectation:
 
     trace: Trace  # without activations
     recipe: Recipe
+    rank: int | None = None  # whose share is expected; None: the largest
 
     @staticmethod
-    def of(recipe: Recipe) -> Expectation:
+    def of(recipe: Recipe, rank: int | None = None) -> Expectation:
         """Make the expectation of a module that is about to be sharded."""
-        return Expectation(bare(recipe.units), recipe)
+        return Expectation(bare(recipe.units), recipe, rank if recipe.shares else None)
 
     def peaks(self, *, accumulates: bool) -> dict[str, int]:
         """Return the most bytes of each kind in CPU and device memory, and of all ("all")."""
-        found = forecast(self.trace, self.recipe, accumulate=2 if accumulates else 1)
+        found = forecast(
+            self.trace, self.recipe, accumulate=2 if accumulates else 1, rank=self.rank
+        )
         kinds: dict[str, int] = {}
         for (kind, tier), nbytes in found.most.items():
             if tier != "disk":

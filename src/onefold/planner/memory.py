@@ -107,6 +107,8 @@ def forecast(
     """Play one step of `accumulate` micro-batches, each as in `trace`.
 
     `policy`: other rules than the recipe's. `window`: the units that a pipeline's schedule keeps.
+    `policy`: other rules than the recipe's. `rank`: whose share of the states is played; None: the
+    largest.
     """
     units = [planned_unit(unit, recipe, rank) for unit in trace.units]
     is_far = recipe.offloaded_units([unit.numel for unit in units])

@@ -48,6 +48,7 @@ class Report:
         is_inference: the module evaluates alone (`onefold.stream`).
         row_shares: the part of the rows of a global batch that each rank should take, in rank
             order; they add up to 1. Equal until speeds are measured (`onefold.RowSampler.follow`).
+        shares: the weight of each rank's share of the state; None where all hold the same.
     """
 
     stage: int
@@ -67,6 +68,7 @@ class Report:
     units: tuple[UnitLine, ...]
     is_inference: bool = False
     row_shares: tuple[float, ...] = ()
+    shares: tuple[int, ...] | None = None
 
     @property
     def title(self) -> str:
@@ -115,6 +117,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.title}, rank {self.rank} of {self.world_size}, {self.steps} steps"]
         lines += [f"{self.skipped} steps skipped: gradients not finite"] * bool(self.skipped)
+        lines += [f"shares: {' : '.join(map(str, self.shares))}"] if self.shares else []
         lines += [f"planned: {self.offload}"] * bool(self.offload)
         lines += [f"note: {note}" for note in self.notes]
         if len(set(self.row_shares)) > 1:

@@ -36,6 +36,7 @@ STRIPE_NBYTES = 4 << 20
 MAX_STRIPES = 4096
 """Stripes of an extent. Each is a mapping, and a process may have 65,530."""
 
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of linux/falloc.h
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -154,6 +155,13 @@ class SwapFile(BlockFile):
             self.is_direct = set_direct(self.fd, was_direct)
         self._reserved = start + nbytes
 
+    def punch(self, offset: int, nbytes: int) -> None:
+        """Give the bytes of an extent back to the file system, where it can free them."""
+        fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+        if fallocate is not None:
+            number = ctypes.c_long
+            fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, number(offset), number(nbytes))
+
     def extend(self, nbytes: int) -> int:
         """Give `nbytes` to an extent, reserving more if needed; return the offset of the first."""
         start = self._nbytes
@@ -220,6 +228,10 @@ class Extent(Allocation):
 
     def forget(self) -> None:
         self._mapping.forget()
+
+    def discard(self) -> None:
+        for stripe in self._stripes:
+            stripe.file.punch(stripe.offset, stripe.nbytes)
 
 
 def page_view(flat: Tensor) -> memoryview:

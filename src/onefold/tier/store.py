@@ -37,6 +37,9 @@ class Allocation:
     def restore(self) -> None:
         """Allocate the bytes again, uninitialised."""
 
+    def discard(self) -> None:
+        """Free the place of the values, where that does not end with the last tensor over it."""
+
 
 class Far(Protocol):
     """Bytes of a tier that no kernel uses in place: blocks of them are fetched and flushed.

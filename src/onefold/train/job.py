@@ -26,6 +26,7 @@ class Job:
     compile: bool = False  # run blocks through torch.compile
     precision: PrecisionWord | None = None  # None computes in the parameters' own dtype
     wire: Preset | None = None  # a named wire; None sends exact messages on one axis
+    shares: str | tuple[float, ...] | None = None  # of the state: "auto", or a weight a rank
     steps: int = 160
     rows: int = 16
     seq: int = 64

@@ -25,6 +25,7 @@ from onefold.models.loader import (
 )
 from onefold.recording.closed_form import stage0_nbytes
 from onefold.recording.files import prepare
+from onefold.shares.weights import AUTO, weights_of
 from onefold.train.axes import RunAxes
 from onefold.train.axes import preflight as preflight_axes
 from onefold.train.checkpoints import Checkpoints
@@ -57,6 +58,7 @@ def preflight(job: Job, world_size: int) -> Corpus:
     precision_of(job.precision)
     offload_for(job)
     wire_of(job.wire)
+    _check_shares(job, world_size)
     preflight_axes(job, world_size)
     preflight_deal(job, world_size)
     num_data = world_size // job.model_ranks
@@ -73,6 +75,16 @@ def preflight(job: Job, world_size: int) -> Corpus:
     if job.report is not None:
         prepare(job.report)
     return open_corpus(job.data, job.seq)
+
+
+def _check_shares(job: Job, world_size: int) -> None:
+    """Refuse weights that are not those of the ranks over which state is cut."""
+    if job.shares is None or job.shares == AUTO:
+        return
+    weights, ranks = weights_of(job.shares), world_size // (job.tp * job.pp)
+    if len(weights) != ranks:
+        wanted, got = f"--shares with one weight for each of {ranks} ranks", len(weights)
+        raise ConfigError(expected(wanted, got, hint=f"--ranks {got}, or {ranks} weights"))
 
 
 def offload_for(job: Job) -> Offload:
@@ -155,7 +167,7 @@ class Trainer:
         )
         onefold.shard(
             self.module, self.optimizer, stage=job.stage, precision=job.precision,
-            offload=offload_for(job), wire=job.wire, mesh=self.axes.data,
+            offload=offload_for(job), wire=job.wire, shares=job.shares, mesh=self.axes.data,
         )  # fmt: skip
         self.axes.join(self.module)
         if job.compile:

@@ -69,7 +69,8 @@ def predict(job: Job, recipe: Recipe, seen: Trace | None, report: Report) -> Pre
     """Forecast the bytes of rank 0, and compare them with its report."""
     if seen is None or report.steps == 0:
         return None
-    found = forecast(seen, recipe, accumulate=job.accumulate, has_timeline=True)
+    first = 0 if recipe.shares else None  # of ranks with equal shares any stands for all
+    found = forecast(seen, recipe, accumulate=job.accumulate, has_timeline=True, rank=first)
     moments = [PlannedMoment(each.phase, _by_kind(each), each.unit) for each in found.timeline]
     by_kind: dict[str, int] = {}
     for moment in moments:

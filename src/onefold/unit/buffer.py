@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onefold.errors import TierError, expected
 from onefold.ledger import Kind, Ledger
-from onefold.tier.store import Far, Store
+from onefold.tier.store import Allocation, Far, Store
 
 
 class Account:
@@ -148,6 +148,20 @@ class Buffer:
             self.is_held = False
             self._allocation.release()
             self._account.set(0)
+
+    def recut(self, numel: int, store: Store) -> Allocation:
+        """Hold `numel` zeros from now on; return the allocation of the values before.
+
+        Its `discard` frees the place of the values in the tier.
+        """
+        before, self._nbytes = self._allocation, numel * self.tensor.itemsize
+        with self._explaining():
+            self._allocation = store.allocate(numel, self.tensor.dtype)
+        self.tensor, self._numels, self._parts = self._allocation.tensor, [], ()
+        self._account.set(self.tensor.nbytes)
+        if self.far is None:  # else the place in the file is new, and reads as zeros
+            self.tensor.zero_()
+        return before
 
     def reallocate(self) -> None:
         """Give the storage its bytes again, uninitialised."""

@@ -46,16 +46,11 @@ class UnitParameter(ShardedForm):
         self, unit: ParameterHome, spec: UnitSpec, index: int, weight: Tensor, owned: Owned
     ) -> None:
         self._unit = ref(unit)
-        self.spec = spec
         self.index = index  # in the unit
         self.model = owned.model  # its cut over model axes
-        slot = self.slot = spec.rest.slots[index]
-        rank = spec.context.rest_rank
-        start, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
-        self.span = slice(start, start + numel)  # of own rows, in the unit's flat buffers
-        self.local = weight[self.span].view(slot.piece_shape(rank))
-        self.full_nbytes = slot.numel * spec.compute_dtype.itemsize  # of the unsharded parameter
-        self.rename(slot.fqn)
+        self._cut(spec, weight)
+        self.full_nbytes = self.slot.numel * spec.compute_dtype.itemsize  # unsharded
+        self.rename(self.slot.fqn)
         self.places = owned.places
         self._read_table = None if owned.table is None else owned.table.read
         self._kind: type[nn.Parameter] = dtensors.UnshardedParameter
@@ -73,6 +68,24 @@ class UnitParameter(ShardedForm):
         self.version = 0  # of the unsharded parameter, when it was gathered
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
+
+    def _cut(self, spec: UnitSpec, weight: Tensor) -> None:
+        """Find own rows in the unit's flat weight."""
+        self.spec = spec
+        slot = self.slot = spec.rest.slots[self.index]
+        rank = spec.context.rest_rank
+        start, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
+        self.span = slice(start, start + numel)  # of own rows, in the unit's flat buffers
+        self.local = weight[self.span].view(slot.piece_shape(rank))
+
+    def recut(self, spec: UnitSpec, weight: Tensor) -> None:
+        """Show other rows, which lie in `weight`. The parameter stays the same object."""
+        self._cut(spec, weight)
+        self._data = self._before_edit = None
+        self._template = self.make_template()
+        assert self._template is not None, "rows move between ranks, which see DTensors"
+        sharded: Any = self.sharded
+        sharded._local_tensor, sharded._spec = self.local, self._template._spec
 
     @property
     def unit(self) -> Any:

@@ -15,13 +15,13 @@ A hop refers to no unit, parameter or `.grad`: it takes indices of parameters, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from onefold.layout.rows import Slot
+from onefold.layout.rows import Layout, Slot
 from onefold.ledger import Kind
 from onefold.ticket import Ticket
 from onefold.unit.buffer import Buffer
@@ -83,6 +83,35 @@ class Feedback:
             return self._residuals[key].tensor
 
         return residual
+
+    def taken(self, layout: Layout, rank: int) -> dict[str, Tensor]:
+        """Take all residuals of messages over one axis: all elements of each parameter, by fqn.
+
+        A rank has none for its own rows, as it sends itself nothing: they are zeros here.
+        """
+        found: dict[str, list[Tensor]] = {}
+        for slot in layout.slots:
+            for region, slab in enumerate(slot.slabs()):
+                buffer = self._residuals.pop((slot.fqn, "", region), None)
+                if buffer is not None:
+                    start, stop = slab.pieces[rank]
+                    own = buffer.tensor.new_zeros(stop - start)
+                    parts = [buffer.tensor[:start], own, buffer.tensor[start:]]
+                    found.setdefault(slot.fqn, []).append(torch.cat(parts))
+        return {fqn: torch.cat(parts) for fqn, parts in found.items()}
+
+    def give(self, residuals: Mapping[str, Tensor], layout: Layout, rank: int) -> None:
+        """Continue with `residuals` in messages of another layout."""
+        store, ledger = self._context.store, self._context.ledger
+        for slot in layout.slots:
+            if slot.fqn in residuals:
+                parts = residuals[slot.fqn].chunk(slot.num_slabs)
+                for region, (slab, part) in enumerate(zip(slot.slabs(), parts, strict=True)):
+                    start, stop = slab.pieces[rank]
+                    rest = torch.cat([part[:start], part[stop:]])
+                    made = Buffer(len(rest), torch.float32, Kind.FEEDBACK, store, ledger)
+                    made.tensor.copy_(rest)
+                    self._residuals[slot.fqn, "", region] = made
 
     def forget(self, parameters: Iterable[Named]) -> None:
         """Drop the residuals of these parameters."""

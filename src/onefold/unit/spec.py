@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -73,6 +73,15 @@ class UnitSpec:
             ),
             is_trained=plan.is_trained,
         )
+
+    def on(self, context: Context, *, by_rows: bool) -> UnitSpec:
+        """The same unit where `context` cuts its state by other shares."""
+        shapes = [(slot.fqn, slot.shape) for slot in self.rest.slots]
+        layout = Layout.build(
+            shapes, context.world_size, context.shares, by_rows=by_rows,
+            has_gaps=not self.is_packed,
+        )  # fmt: skip
+        return replace(self, context=context, rest=layout, wire=layout)
 
     def label(self, collective: str) -> str:
         """The name of a collective of this unit, for errors."""

@@ -96,9 +96,9 @@ class Unit(UnitWeights):
         ]
         self.decoded: list[DecodedWeight] = []  # before modules compute with them
         self.multiplied: list[DecodedWeight] = []  # only where an operation asks for numbers
-        self.gather = gather_of(self, is_tiled=self.is_tiled)
-        is_exact = self.gather.is_exact
-        self.exact_gather = self.gather if is_exact else UnitGather(self, context.transport)
+        self._tile_nbytes = plan.tile_nbytes
+        self._keeps_bytes = keeps_gradients and not self.steps_in_blocks
+        self._connect()
         self.unsharded = self.weight
         if not self.is_resident:
             numel, ledger = self.gather.full_numel, context.ledger
@@ -106,14 +106,29 @@ class Unit(UnitWeights):
                 numel, self.compute_dtype, Kind.UNSHARDED, context.store, ledger,
                 is_counted=not self.is_tiled,
             )  # fmt: skip
-        keeps_bytes = keeps_gradients and not self.steps_in_blocks
-        self.gradient = UnitGradient(self, keeps_bytes=keeps_bytes)
+
+    def _connect(self) -> None:
+        """Make the objects that exchange rows with other ranks."""
+        self.gather = gather_of(self, is_tiled=self.is_tiled)
+        is_exact = self.gather.is_exact
+        self.exact_gather = self.gather if is_exact else UnitGather(self, self.context.transport)
+        self.gradient = UnitGradient(self, keeps_bytes=self._keeps_bytes)
         self.tiled: TiledWeight | None = None
         if self.is_tiled:
             (parameter,) = self.parameters
             self.tiled = TiledWeight(
-                parameter, self.gather, self.gradient, self._owner, plan.tile_nbytes
+                parameter, self.gather, self.gradient, self._owner, self._tile_nbytes
             )
+
+    def recut(self, spec: UnitSpec, edits: int) -> None:
+        """Follow another cut, whose rows the buffers hold already; `edits` before that."""
+        self.spec, self.context, self.rest, self.wire = spec, spec.context, spec.rest, spec.wire
+        for parameter in self.parameters:
+            parameter.recut(spec, self.weight.tensor)
+        self._fresh = False
+        self._connect()
+        self._uncounted += max(0, edits + 1 - self.edits())  # it never returns to a number
+        self._published = self.edits()  # weights and masters agree as before
 
     def adopt(self, originals: Iterable[nn.Parameter], values: Values | None = None) -> None:
         """Take over parameters: keep own rows of their initial values, show sharded parameters.

@@ -35,6 +35,13 @@ class WeightedMesh(DeviceMesh):
         vars(made).update(vars(mesh), shares=shares, _hash=None)
         return made
 
+    @staticmethod
+    def plain(mesh: DeviceMesh) -> DeviceMesh:
+        """The same ranks as `mesh`, without weights."""
+        made = object.__new__(DeviceMesh)
+        vars(made).update({k: v for k, v in vars(mesh).items() if k != "shares"}, _hash=None)
+        return made
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, WeightedMesh)

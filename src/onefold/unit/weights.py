@@ -10,7 +10,7 @@ Edits are counted, so that gathered weights, fetched rows and masters are known 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class UnitWeights:
         self.rows = OwnRows(self.weight, context, self.name)
         self.master: Buffer | None = None
         self.moments: dict[str, Buffer] = {}
+        self.averages: list[ReferenceType[Buffer]] = []  # own rows that others keep of the unit
         self._shown = WeakSet[Tensor]()  # detached shards, whose edits are not counted
         self._counted: list[Tensor] = []  # sharded parameters: their version counters
         self._counted_data: list[Tensor] = []  # and those of their `.data`, once taken
@@ -96,6 +97,13 @@ class UnitWeights:
                 if made.far is None:  # else the file is new, and reads as zeros
                     made.tensor.zero_()
                 self.moments[name] = made
+
+    def row_buffers(self) -> list[Buffer]:
+        """Return the buffers of own rows, in the same order on every rank, moments last."""
+        averages = [buffer for each in self.averages if (buffer := each()) is not None]
+        found = [self.weight, self.master, *averages]
+        named = [self.moments[name] for name in sorted(self.moments)]
+        return [buffer for buffer in found if buffer is not None] + named
 
     def join_step(self) -> None:
         """Wait for the step that runs in the background; note its failure, if it failed."""

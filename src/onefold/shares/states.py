@@ -1,0 +1,132 @@
+"""The optimizers' states of one sharded module, taken off before rows move and given back after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from onefold.engine.engine import Engine
+from onefold.engine.optimizer import OptimizerBinding
+from onefold.unit.parameter import UnitParameter
+from onefold.unit.unit import Unit
+
+Entry = dict[str, Any]
+"""A parameter's state by name: a dtype where it has rows, else the value itself."""
+
+Key = tuple[int, str]
+"""A parameter's place in a unit's list, and the name of a state of it."""
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerStates:
+    """The states that one elementwise optimizer keeps of a module's parameters."""
+
+    binding: OptimizerBinding
+    optimizer: Optimizer
+    engine: Engine
+    entries: dict[UnitParameter, dict[str, Any]] = field(default_factory=dict)
+    flats: list[Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def of(engine: Engine) -> list[OptimizerStates]:
+        """The states of all optimizers of a module, in the order of their first parameters."""
+        order = {parameter: n for n, parameter in enumerate(engine.by_sharded.values())}
+        found: list[tuple[int, OptimizerStates]] = []
+        for binding in list(engine.hands.steppers):
+            if not isinstance(binding, OptimizerBinding) or not binding.is_elementwise:
+                continue  # a matrix optimizer keeps whole matrices, which have owners
+            optimizer = binding.optimizer
+            if optimizer is not None:
+                held = [order[p] for p in order if binding.holds(p)]
+                found.append((min(held, default=0), OptimizerStates(binding, optimizer, engine)))
+        return [states for _, states in sorted(found, key=lambda pair: pair[0])]
+
+    def describe(self) -> dict[str, Entry]:
+        """Name the states of each parameter here: ranks compare notes."""
+        found: dict[str, Entry] = {}
+        for parameter, entry in self._own():
+            found[parameter.fqn] = {
+                name: value.dtype if _is_rows(parameter, value) else _number(value)
+                for name, value in entry.items()
+            }
+        return found
+
+    def take(self) -> None:
+        """Take the states off the optimizer, as own rows."""
+        self.entries = {
+            parameter: {
+                name: parameter.unwrap(value.detach()) if _is_rows(parameter, value) else value
+                for name, value in entry.items()
+            }
+            for parameter, entry in self._own()
+        }
+        others = {
+            tensor: entry
+            for tensor, entry in dict.items(self.optimizer.state)
+            if id(tensor) not in self.engine.by_sharded
+        }
+        self.binding.forget(self.optimizer)
+        for tensor, entry in others.items():  # of parameters of other modules
+            self.optimizer.state[tensor] = entry
+
+    def rows(self, parameter: UnitParameter, name: str, dtype: torch.dtype) -> Tensor:
+        """Own rows of a state, flat; none where this rank had no rows."""
+        value = self.entries.get(parameter, {}).get(name)
+        if isinstance(value, Tensor) and value.numel():
+            return value.reshape(-1)
+        return torch.empty(0, dtype=dtype)
+
+    def room(self, unit: Unit, name: str, dtype: torch.dtype, numel: int) -> Tensor:
+        """Zeros for a state of new rows: the unit's moments, or a flat tensor to step in place."""
+        if unit.steps_in_blocks:
+            unit.make_moments({name: dtype})
+            return unit.moments[name].tensor
+        self.flats.append(torch.zeros(numel, dtype=dtype, device=unit.stepped.device))
+        return self.flats[-1]
+
+    def give(self, parameter: UnitParameter, entry: Entry, flats: dict[str, Tensor]) -> None:
+        """Give the optimizer a parameter's state back: rows of `flats`, and the numbers."""
+        before = self.entries.pop(parameter, {})
+        self.optimizer.state[parameter.sharded] = {
+            name: parameter.wrap(parameter.own_rows(flats[name]))
+            if isinstance(value, torch.dtype)
+            else _copied(value, before.get(name))
+            for name, value in entry.items()
+        }
+
+    def finish(self) -> None:
+        """Count the states, and let the next step find them in place."""
+        self.binding.follow_cut(self.optimizer, self.engine, self.flats)
+
+    def _own(self) -> Sequence[tuple[UnitParameter, dict[str, Any]]]:
+        known = self.engine.by_sharded
+        state = dict.items(self.optimizer.state)
+        return [(known[id(t)], entry) for t, entry in state if id(t) in known and entry]
+
+
+def _is_rows(parameter: UnitParameter, value: object) -> bool:
+    is_like = isinstance(value, Tensor) and tuple(value.shape) == tuple(parameter.shape)
+    return is_like and parameter.shape != ()
+
+
+def _number(value: object) -> object:
+    """A value as ranks send it; the moments of a parameter without dimensions are DTensors."""
+    if not isinstance(value, Tensor):
+        return value
+    local: Tensor = value._local_tensor if isinstance(value, DTensor) else value
+    return local.detach().cpu().clone()
+
+
+def _copied(value: object, own: object) -> object:
+    """A number of another rank, on the device of this rank's own."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(own, DTensor):
+        own = own._local_tensor
+    return value.to(own.device, copy=True) if isinstance(own, Tensor) else value.clone()
