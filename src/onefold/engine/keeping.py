@@ -7,9 +7,8 @@ nothing in a cache of the units that were used last, so the choice is fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from onefold.engine.engine import Engine
 from onefold.engine.policy import UnitFacts
@@ -52,21 +51,6 @@ def choose(units: Sequence[UnitFacts], room: int, ahead: int) -> frozenset[int]:
         if most_nbytes(units, kept, ahead) <= room:
             return kept
     return frozenset()
-
-
-def with_gradients(engine: Engine, room: int) -> frozenset[int]:
-    """Choose units that fit into `room` bytes with their gradients, beside the gathered others."""
-    units = [
-        replace(facts, nbytes=trained_nbytes(engine, [index]))
-        for index, facts in enumerate(engine.schedule.units)
-    ]
-    return choose(units, room, engine.policy.prefetch) if room > 0 else frozenset()
-
-
-def trained_nbytes(engine: Engine, indices: Iterable[int]) -> int:
-    """Return the bytes of units' unsharded weights and gradients."""
-    units, facts = engine.units, engine.schedule.units
-    return sum(facts[i].nbytes * (2 if units[i].requires_grad() else 1) for i in indices)
 
 
 def most_nbytes(units: Sequence[UnitFacts], kept: frozenset[int], ahead: int) -> int:

@@ -16,15 +16,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from onefold.engine.engine import Engine
-from onefold.engine.keeping import (
-    gathered_units,
-    most_nbytes,
-    trained_nbytes,
-    with_gradients,
-)
+from onefold.engine.keeping import gathered_units, most_nbytes
 from onefold.host import in_bytes
 from onefold.ledger import Kind, Traffic
 from onefold.planner.auto import room_to_keep
+from onefold.planner.windows import TrainedUnits
 
 Order = Literal["auto", "layers", "keep", "plain"]
 
@@ -80,7 +76,7 @@ class Accumulation:
     def _pick(self, engine: Engine) -> Order:
         """Pick an order for all ranks; again in the second step, when activations are known."""
         room = room_to_keep(engine.recipe, engine.context.store.device, engine.group, None)
-        self.window = with_gradients(engine, room)
+        self.window = TrainedUnits.of(engine).window(room)
         needs: list[object] = [self.border_nbytes]
         if engine.group.world_size > 1:
             needs = engine.group.all_gather_object(self.border_nbytes)
@@ -111,8 +107,9 @@ class Accumulation:
     def _costs(self, engine: Engine) -> str:
         """Bytes that each order sends and holds, from those of the last step."""
         number, (gathered, reduced) = self.num_microbatches, self.sent_nbytes
-        everything = trained_nbytes(engine, _all_gathered(engine))
-        share = trained_nbytes(engine, self.window) / max(1, everything)
+        units = TrainedUnits.of(engine)
+        everything = units.nbytes_of(_all_gathered(engine))
+        share = units.nbytes_of(self.window) / max(1, everything)
         kept = share + (1 - share) * 2 * number, share + (1 - share) * number
         passes = {"layers": (2, 1), "keep": kept, "plain": (2 * number, number)}
         gathers, reductions = passes[self.order]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onefold.engine.engine import Engine
-from onefold.engine.keeping import gathered_units, trained_nbytes, with_gradients
 from onefold.engine.keeping import gathered_units
 from onefold.errors import ConfigError, expected
 from onefold.planner.auto import free_on_all
 from onefold.planner.sizes import parse_nbytes
-from onefold.planner.windows import StageUnits, choose_windows
+from onefold.planner.windows import TrainedUnits, choose_windows
 
 Window = int | str | None
 
@@ -28,25 +27,14 @@ def windows_of(engines: Sequence[Engine], window: Window) -> list[frozenset[int]
         for i in chosen:
             gathered = sorted(found[i])
             count = min(window, len(gathered))
-            found.append(frozenset(gathered[i * len(gathered) // count] for i in range(count)))
-        else:
-            room = room_to_keep(engine.recipe, engine.context.store.device, engine.group, limit)
-            found.append(with_gradients(engine, room - taken))
-            taken += trained_nbytes(engine, found[-1])
             found[i] = frozenset(gathered[n * len(gathered) // count] for n in range(count))
     elif chosen:  # stages 0 to 2 hold whole weights anyway
         limit = None if window is None else parse_nbytes("window", window)
         free = min(_free_nbytes(engines[i]) for i in chosen)
-        windows = choose_windows([stage_units(engines[i]) for i in chosen], free, limit)
+        windows = choose_windows([TrainedUnits.of(engines[i]) for i in chosen], free, limit)
         for i, each in zip(chosen, windows, strict=True):
             found[i] = each
     return found
-
-
-def stage_units(engine: Engine) -> StageUnits:
-    """Describe the units of a stage module."""
-    trains = tuple(unit.requires_grad() for unit in engine.units)
-    return StageUnits(tuple(engine.schedule.units), trains, engine.policy.prefetch)
 
 
 def _free_nbytes(engine: Engine) -> int:

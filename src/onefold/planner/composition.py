@@ -19,7 +19,7 @@ from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trac
 from onefold.planner.memory import Forecast, facts_of, forecast
 from onefold.planner.messages import planned_unit
 from onefold.planner.simulate import StepTime, simulate
-from onefold.planner.windows import StageUnits, choose_windows
+from onefold.planner.windows import TrainedUnits, choose_windows
 from onefold.planner.work import ModelWork
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Window:
         return (Window(not recipe.frees_after_forward, sums),)
 
     @staticmethod
-    def fitting(stages: Sequence[StageUnits], free: int, limit: int | None = None) -> Window:
+    def fitting(stages: Sequence[TrainedUnits], free: int, limit: int | None = None) -> Window:
         """Return the window that `onefold.pipeline` chooses for the stages of a rank."""
         found, all_units, first = set[int](), set[int](), 0
         for stage, window in zip(stages, choose_windows(stages, free, limit), strict=True):
@@ -224,16 +224,16 @@ def _plan_rank(
     return RankPlan(rank, tuple(dict.fromkeys(blocks)), held, window, work, found)
 
 
-def stages_of(trace: Trace, recipe: Recipe, pieces: Sequence[int]) -> list[StageUnits]:
+def stages_of(trace: Trace, recipe: Recipe, pieces: Sequence[int]) -> list[TrainedUnits]:
     """Describe the stages of a rank, whose units belong to these pieces of the pipeline."""
     planned = [planned_unit(unit, recipe) for unit in trace.units]
     facts = facts_of(planned, recipe)
-    found = list[StageUnits]()
+    found = list[TrainedUnits]()
     for piece in dict.fromkeys(pieces):
         own = [index for index, each in enumerate(pieces) if each == piece]
         trains = tuple(any(planned[index].partials) for index in own)
         units = tuple(facts[index] for index in own)
-        found.append(StageUnits(units, trains, policy_of(recipe).prefetch))
+        found.append(TrainedUnits(units, trains, policy_of(recipe).prefetch))
     return found
 
 

@@ -97,18 +97,12 @@ class Forecast:
 
 def forecast(
     trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False,
-    policy: Policy | None = None, rank: int | None = None,
-) -> Forecast:  # fmt: skip
-    """Play one step of `accumulate` micro-batches, each as in `trace`.
-
-    `policy`: other rules than the recipe's. `rank`: None: the one with the largest share.
-    policy: Policy | None = None, window: frozenset[int] | None = None,
+    policy: Policy | None = None, window: frozenset[int] | None = None, rank: int | None = None,
 ) -> Forecast:  # fmt: skip
     """Play one step of `accumulate` micro-batches, each as in `trace`.
 
     `policy`: other rules than the recipe's. `window`: the units that a pipeline's schedule keeps.
-    `policy`: other rules than the recipe's. `rank`: whose share of the states is played; None: the
-    largest.
+    `rank`: whose share of the states is played; None: the largest.
     """
     units = [planned_unit(unit, recipe, rank) for unit in trace.units]
     is_far = recipe.offloaded_units([unit.numel for unit in units])
