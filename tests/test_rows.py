@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import onefold
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, StateError, WireError
+from onefold.layout.row_split import RankTime
 from onefold.observer import members_of
-from onefold.rows.dealing import AffineFit, RankSpeed, balance, split_rows
+from onefold.rows.dealing import AffineFit, balance, split_rows
 from onefold.rows.speeds import measure
 from tests.models import Model, token_batches
 from tests.ranks import run_processes, run_ranks, seeded
@@ -52,27 +53,26 @@ def test_weights_that_are_counts_give_these_counts(counts):
 )
 def test_the_division_by_speed_ends_as_soon_as_any(speeds, rows):
     world_size = len(speeds)
-    ranks = [
-        RankSpeed(fixed, per_row, rows if rank == 0 else 0)
-        for rank, (fixed, per_row) in enumerate(speeds)
-    ]
+    times = [RankTime(fixed, per_row) for fixed, per_row in speeds]
+    now = [rows] + [0] * (world_size - 1)
 
     def seconds(counts):
-        return max(rank.seconds(n) for rank, n in zip(ranks, counts, strict=True))
+        return max(time.seconds(n) for time, n in zip(times, counts, strict=True))
 
-    found = balance(ranks, hysteresis=0)
+    found = balance(times, now, hysteresis=0)
     every = itertools.product(range(1, rows + 1), repeat=world_size)
     best = min(seconds(counts) for counts in every if sum(counts) == rows)
     assert sum(found) == rows
-    assert seconds(found) <= min(best, seconds([rows] + [0] * (world_size - 1))) * (1 + 1e-9)
+    assert seconds(found) <= min(best, seconds(now)) * (1 + 1e-9)
 
 
 def test_rows_stay_where_moving_them_saves_less_than_the_hysteresis():
-    almost = [RankSpeed(0, 1.0, 100), RankSpeed(0, 1.04, 100)]
-    assert balance(almost) == [100, 100]
-    assert balance(almost, hysteresis=0) == [102, 98]
-    assert balance([RankSpeed(0, 1.0, 32), RankSpeed(0, 3.0, 32)]) == [48, 16]
-    assert balance([RankSpeed(0, 1.0, 8), RankSpeed(0.5, inf, 0)]) == [8, 0], "an unknown speed"
+    almost = [RankTime(0, 1.0), RankTime(0, 1.04)]
+    assert balance(almost, [100, 100]) == [100, 100]
+    assert balance(almost, [100, 100], hysteresis=0) == [102, 98]
+    assert balance([RankTime(0, 1.0), RankTime(0, 3.0)], [32, 32]) == [48, 16]
+    assert balance([RankTime(0, 1.0), RankTime(0.5, inf)], [8, 0]) == [8, 0], "an unknown speed"
+    assert balance([RankTime(0, 0.0), RankTime(0, 1.0)], [4, 4]) == [7, 1], "no time measured"
 
 
 def test_a_fit_finds_the_fixed_part_once_rows_differ():

@@ -28,8 +28,8 @@ from onefold.mesh.meeting import as_timeout, meet
 from onefold.mesh.ranks import TIMEOUT
 from onefold.planner.auto import room_to_keep
 from onefold.recording.report import Report, copied, snapshot, unit_lines
-from onefold.rows.speeds import row_shares
-from onefold.shares.weights import SharesChoice
+from onefold.rows.speeds import measure, row_shares
+from onefold.shares.weights import AUTO, SharesChoice
 from onefold.wire_config import WireChoice
 
 
@@ -115,6 +115,8 @@ def _shard(
         code_frozen(module, asked.parts.optimizers, frozen)
         asked = examine_together(ranks, examine_mine, module)
     build(asked.parts, resolve(asked, ranks))
+    if choices.shares == AUTO:
+        measure(module)  # rows by speed are suggested beside shares by memory
     return module
 
 

@@ -105,10 +105,10 @@ def forecast(
     `rank`: whose share of the states is played; None: the largest.
     """
     units = [planned_unit(unit, recipe, rank) for unit in trace.units]
-    is_far = recipe.offloaded_units([unit.numel for unit in units])
     facts = facts_of(units, recipe)
     counter = ByteCounter(recipe.device_type, has_timeline=has_timeline)
     schedule = Schedule(policy or policy_of(recipe), facts)
+    is_far = recipe.offloaded_units([unit.numel for unit in units])
     hands = ByteHands(recipe, units, is_far, counter)
     hands.rest(schedule.policy, trace.batch_nbytes, trace.buffers_nbytes)
     resting = counter.now

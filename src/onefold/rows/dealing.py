@@ -6,18 +6,18 @@ No torch here: every rank computes the same integers from the same numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isfinite
 
 from onefold.errors import ConfigError, expected
 from onefold.layout.cut import bounds_of
+from onefold.layout.row_split import RankTime, rows_of
 
 HYSTERESIS = 0.05
 """Rows move only if a step becomes shorter by more than this share."""
 
 _SCALE = 1 << 30
-_ITERATIONS = 64
+_SHORTEST = 1e-12  # seconds of a row that took no time to be measured
 
 
 def even(world_size: int) -> tuple[float, ...]:
@@ -57,60 +57,35 @@ def split_rows(rows: int, shares: Sequence[float]) -> list[range]:
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class RankSpeed:
-    """The time of a step on one rank: `fixed + per_row * rows` seconds; and the rows it takes now.
+def balance(
+    times: Sequence[RankTime], now: Sequence[int], hysteresis: float = HYSTERESIS
+) -> list[int]:
+    """Divide the rows that ranks take now so that the slowest rank ends soonest.
 
-    `per_row` is infinite where it is unknown.
+    Ranks of known speed get one row at least, if there are enough. A rank whose `per_row` is
+    infinite, unknown, gets none. Returns the rows of now where the best division does not save more
+    than the share `hysteresis` of a step.
     """
-
-    fixed: float
-    per_row: float
-    rows: int
-
-    def seconds(self, rows: int) -> float:
-        """Return the time for so many rows."""
-        return self.fixed + self.per_row * rows if rows else self.fixed
-
-    def rows_within(self, seconds: float) -> int:
-        """Return how many rows end within so many seconds."""
-        return max(0, int((seconds - self.fixed) / self.per_row))
-
-
-def balance(ranks: Sequence[RankSpeed], hysteresis: float = HYSTERESIS) -> list[int]:
-    """Divide the rows that the ranks take now so that the slowest rank ends soonest.
-
-    Bisects the time T of a step for the smallest with sum(floor((T - fixed) / per_row)) >= rows.
-    Ranks that are free to take rows get one at least. Returns the rows of now where the best
-    division does not save more than the share `hysteresis` of a step.
-    """
-    total = sum(rank.rows for rank in ranks)
-    now = [rank.rows for rank in ranks]
-    best = _best(ranks, total)
+    best = _best(times, sum(now))
 
     def seconds(rows: Sequence[int]) -> float:
-        return max(rank.seconds(count) for rank, count in zip(ranks, rows, strict=True))
+        return max(time.seconds(count) for time, count in zip(times, rows, strict=True))
 
-    return best if seconds(best) < (1 - hysteresis) * seconds(now) else now
+    return best if seconds(best) < (1 - hysteresis) * seconds(now) else list(now)
 
 
-def _best(ranks: Sequence[RankSpeed], total: int) -> list[int]:
-    low, high = 0.0, max(rank.seconds(total) for rank in ranks if rank.per_row < inf)
-    for _ in range(_ITERATIONS):
-        middle = (low + high) / 2
-        if sum(rank.rows_within(middle) for rank in ranks) >= total:
-            high = middle
-        else:
-            low = middle
-    counts = [rank.rows_within(high) for rank in ranks]
-    if total >= sum(rank.per_row < inf for rank in ranks):
-        counts = [
-            max(count, int(rank.per_row < inf)) for count, rank in zip(counts, ranks, strict=True)
-        ]
-    while sum(counts) > total:  # several ranks end at the same moment, or got their only row
-        last = max(range(len(counts)), key=lambda i: (counts[i] > 1, ranks[i].seconds(counts[i])))
-        counts[last] -= 1
-    return counts
+def _best(times: Sequence[RankTime], total: int) -> list[int]:
+    is_known = [time.per_row < inf for time in times]
+    least = int(total >= sum(is_known))  # the first row of each rank is part of its fixed time
+    others = [
+        RankTime(time.fixed + least * time.per_row, max(time.per_row, _SHORTEST))
+        if known
+        else RankTime(0.0, 1.0)
+        for time, known in zip(times, is_known, strict=True)
+    ]
+    limits = [total * known for known in is_known]
+    found = rows_of(others, total - least * sum(is_known), limits)
+    return [count + least * known for count, known in zip(found, is_known, strict=True)]
 
 
 class AffineFit:

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import tensors_in
+from onefold.layout.row_split import RankTime
 from onefold.ledger import Ledger
 from onefold.observer import Span, Stream, joined, members_of
 from onefold.recording.recorder import Recorder
 from onefold.recording.step_record import total_seconds
-from onefold.rows.dealing import AffineFit, RankSpeed, balance, even
+from onefold.rows.dealing import AffineFit, balance, even
 from onefold.ticket import Ticket
 from onefold.wire.collectives import Group
 
@@ -214,12 +215,13 @@ class RowSpeeds:
         ticket, everyone = pending
         ticket.wait()
         found = everyone.view(self.group.world_size, -1).tolist()
-        ranks = [RankSpeed(fixed, per_row, int(rows)) for fixed, per_row, rows, _ in found]
-        total = sum(rank.rows for rank in ranks)
+        times = [RankTime(fixed, per_row) for fixed, per_row, _, _ in found]
+        now = [int(rows) for _, _, rows, _ in found]
+        total = sum(now)
         is_partial = total < self._total  # the last batch of an epoch: too few rows to divide well
         self._total = total
         if total and not is_partial and all(is_ready for *_, is_ready in found):
-            self.shares = tuple(rows / total for rows in balance(ranks))
+            self.shares = tuple(rows / total for rows in balance(times, now))
 
 
 _COMPUTES = ("forward", "backward", "recompute")
