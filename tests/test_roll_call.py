@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed import distributed_c10d
 
 import onefold
-from onefold.wire.roll_call import Answer, find_deadlock
+from onefold.wire.roll_call import Answer, _Stacks, find_deadlock
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_processes, seeded
 
@@ -87,3 +90,23 @@ def _come_late(rank, how):
 @pytest.mark.parametrize("how", ["sleeps", "computes"])
 def test_a_slow_rank_is_waited_for(how):
     run_processes(3, _come_late, how)
+
+
+def test_a_thread_is_seen_to_wait_in_torch_alone():
+    """Its stack is read without frame objects, of which CPython 3.11 may leave dangling ones."""
+    stacks, thread = _Stacks(), threading.main_thread().ident
+    assert thread is not None
+    assert stacks.may_wait(thread) == (sys.version_info >= (3, 12))
+    waits, seen = list[bool](), list[bool]()
+
+    def look() -> None:
+        while not waits:
+            time.sleep(0.001)
+        seen.append(stacks.may_wait(thread))
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    source = "waits += [True]\nwhile not seen: pass"  # as in the file in which torch waits
+    exec(compile(source, distributed_c10d.__file__, "exec"), {"waits": waits, "seen": seen})
+    looks.join()
+    assert seen == [True]

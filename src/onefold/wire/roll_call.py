@@ -8,14 +8,17 @@ one is busy elsewhere, those that wait raise the list at the timeout.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import linecache
 import os
 import sys
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from weakref import finalize
@@ -126,6 +129,7 @@ class _Desk:
         self._before: tuple[int, int] | None = None
         self._last: list[Answer | None] = []
         self._quit = threading.Event()
+        self._stacks = _Stacks()
 
     def stop(self, thread: threading.Thread) -> None:
         """End the thread."""
@@ -189,7 +193,8 @@ class _Desk:
 
     def _is_stuck(self) -> bool:
         """True if this rank has waited for some time in a collective, of ours or of torch."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        main = threading.main_thread().ident or 0
+        frame = sys._current_frames().get(main) if self._stacks.may_wait(main) else None
         now: tuple[int, int] | None = None
         if frame is not None and _is_in_torch_collective(frame):
             now = (id(frame), frame.f_lasti)
@@ -207,6 +212,38 @@ class _Desk:
         is_theirs = _is_in_torch_collective(frame)
         what = "a collective of torch" if is_theirs else "no collective"
         return Answer(f"{what}{_at(frame)}", stuck and is_theirs, None, 0, issued)
+
+
+class _Stacks:
+    """Tells which threads wait in a collective of torch, without making objects of their frames.
+
+    CPython 3.11 makes a frame object also of a frame that its thread is clearing, while a tensor's
+    destructor has released the lock: the object dangles, and reading it may crash. A thread that
+    waits clears nothing, so only such a thread's frames are asked for.
+    """
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        if sys.version_info < (3, 12):
+            with tempfile.TemporaryFile() as file:
+                self._file = os.dup(file.fileno())
+            finalize(self, os.close, self._file).atexit = False  # the thread may still look
+
+    def may_wait(self, thread: int) -> bool:
+        """True if the thread is in a collective of torch, or if its frames may be asked for."""
+        if self._file is None:
+            return True
+        os.lseek(self._file, 0, os.SEEK_SET)
+        os.ftruncate(self._file, 0)
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        dump = os.pread(self._file, os.fstat(self._file).st_size, 0).decode()
+        for part in dump.split("\n\n"):
+            head, *calls = part.splitlines()
+            if f"0x{thread:016x} " in head:
+                paths = (call.split('"')[1] for call in calls if '"' in call)
+                inside = takewhile(lambda path: path.startswith(_TORCH), paths)
+                return any(path.endswith(_WAIT_FOR_RANKS) for path in inside)
+        return False
 
 
 def no_rank_can_go_on(table: str) -> str:
