@@ -341,7 +341,7 @@ def main() -> int:
     parser.add_argument("--live", help=argparse.SUPPRESS)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--before", type=int, default=2000, help="steps of the first model")
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--lr", type=float, help="peak learning rate; the preset's by default")
     parser.add_argument("--model", default="tiny", choices=PRESETS)
     parser.add_argument("--seed", type=int, default=0)
