@@ -47,7 +47,7 @@ def squares(batches: list[Tensor], number: int) -> Tensor:
         (3, loop, {"offload": "cpu"}),
         (3, layers, {"offload": "optimizer"}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_noise_scale_is_that_of_the_two_batch_estimator(stage, run, choices):
     """Small batches are a rank's rows of a step, or its micro-batches where each is reduced."""

@@ -204,7 +204,7 @@ def weight_of(parameter: UnitParameter) -> Tensor:
 
 def _outer_of(outer: OuterChoice, parameters: list[nn.Parameter]) -> Optimizer:
     if outer is None:
-        return torch.optim.SGD(parameters, lr=1.0)
+        return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
     made = outer(parameters) if callable(outer) else outer
     held = {id(p) for g in made.param_groups for p in g["params"]} if _is_optimizer(made) else None
     if held != {id(parameter) for parameter in parameters}:

@@ -54,8 +54,9 @@ def islands(  # noqa: PLR0913 - the contract
         optimizer: the one that was given to `onefold.shard`, or several.
         every: steps between exchanges, or `onefold.Periods`.
         outer: returns an optimizer of the anchors that it gets: flat tensors [own rows], in fp32,
-            on the CPU. Default: SGD with lr 1 and no momentum, which takes over the mean. DiLoCo
-            has lr 0.7 and Nesterov momentum 0.9, which needs a long run.
+            on the CPU. Default: that of DiLoCo, SGD with lr 0.7 and Nesterov momentum 0.9, for
+            runs of many exchanges. SGD with lr 1 takes over the mean, which is better in short
+            runs.
         codec: None (exact), "int8", "int4", "int8+h" or "int4+h": how matrices travel, with error
             feedback.
         mesh: axes (island, rank), whose second axis the module is sharded over. Default: the
