@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.contents import TIE, TiedCopy
+from onefold.clipping import IS_COPY
 from onefold.engine.engine import Engine
 from onefold.errors import ConfigError, expected
 from onefold.unit.parameter import UnitParameter
 from onefold.wire.collectives import Group
 
 Tied = Sequence[str | Sequence[str]] | None
-
-COPY = "_onefold_is_copy"
-"""The attribute of every copy but the first: a norm over the pipeline axis counts the first."""
 
 
 @dataclass(slots=True)
@@ -100,7 +98,7 @@ def ties_of(engines: dict[int, Engine], group: Group, tied: Tied) -> list[Tie]:
             is_copy = index >= is_first
             setattr(copy.sharded, TIE, TiedCopy(key, is_copy))
             if is_copy:
-                setattr(copy.sharded, COPY, True)
+                setattr(copy.sharded, IS_COPY, True)
         found.append(Tie(copies, ranks, is_first))
         _share_values(found[-1], group, by_stage[min(by_stage)][0])
     return found
