@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import replace
 from typing import Any
 
@@ -267,8 +268,9 @@ def test_caps_of_one_to_three_hold_twice_the_model_of_even_shares():
         lines = [[replace(line, bounds=((str(n), cap),))] for n, cap in enumerate(caps)]
         return Capacity.of(lines, 2)
 
-    even = max(n for n in range(1, 300) if best_of(n).fits(None))
-    uneven = max(n for n in range(1, 300) if not isinstance(best_of(n).best, str))
+    counts = range(1, 300)  # blocks; a smaller model fits where a larger one does
+    even = bisect(counts, 0, key=lambda n: not best_of(n).fits(None))
+    uneven = bisect(counts, 0, key=lambda n: isinstance(best_of(n).best, str))
     assert uneven >= 1.8 * even
     shares = best_of(uneven).best
     held = sum(unit_bytes(u.members, recipe_of(uneven), 0).numel for u in recipe_of(uneven).units)
