@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import onefold
+from onefold.clipping import IS_COPY
 from onefold.errors import ConfigError, OnefoldError
-from onefold.pipelines.ties import COPY
 from tests.pipelines import MICROBATCHES, SCHEDULES, SINGLE, WIDTH, Block, mesh_of
 from tests.ranks import run_processes, seeded
 
@@ -95,7 +95,7 @@ def trains_as_one(mesh):
             i: getattr(modules[i], name).weight
             for i, name in ((0, "embed"), (num - 1, "head")) if i in modules
         }  # fmt: skip
-        assert [hasattr(each, COPY) for each in copies.values()] == [i > 0 for i in copies]
+        assert [hasattr(each, IS_COPY) for each in copies.values()] == [i > 0 for i in copies]
         for seed in range(4):
             data = tokens(size, seed)
             optimizer.zero_grad()
