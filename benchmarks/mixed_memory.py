@@ -156,7 +156,7 @@ def main() -> int:
     result = provenance() | {"cap_mib": [asked.cap, RATIO * asked.cap], "wanted": WANTED}
     result |= {"even": even, "shares": shared, "ratio": ratio}
     asked.results.mkdir(parents=True, exist_ok=True)
-    path = asked.results / f"{date.today().isoformat()}-mixed-memory.json"
+    path = asked.results / f"{date.today().isoformat()}-mixed-caps.json"
     path.write_text(json.dumps(rounded(result)) + "\n")
     return 0
 

@@ -26,6 +26,8 @@ TINY_RUN = ["--steps", "3", "--batch", "2", "--seq", "16"]
 
 MODULES = '''
 import os
+import sys
+import time
 import torch
 from torch import nn
 
@@ -58,6 +60,24 @@ def net():
 
 def rank_dependent():
     return Net(slope=0.1)
+
+
+class SlowOutput:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        time.sleep(0.5)
+        return self.stream.write(text)
+
+    def flush(self):
+        self.stream.flush()
+
+
+def slow_to_print():
+    if os.environ["RANK"] == "0":
+        sys.stdout = SlowOutput(sys.stdout)
+    return rank_dependent()
 
 
 def dies():
@@ -420,6 +440,14 @@ def test_check_names_the_parameter_that_differs_where_ranks_compute_differently(
     assert "FAILS" in done.stdout
     assert "differs most from one process: by " in done.stdout
     assert any(f"'{name}'" in done.stdout for name in ("embed.weight", "mix.weight", "head.weight"))
+
+
+@pytest.mark.process
+def test_check_waits_until_its_verdict_is_printed(step_device):
+    """Rank 1 returns 1, and the launcher then ends rank 0."""
+    done = onefold("check", "mine:slow_to_print", "--steps", "1", cwd=step_device)
+    assert done.returncode == 1
+    assert "FAILS" in done.stdout
 
 
 # doctor

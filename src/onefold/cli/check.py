@@ -57,10 +57,12 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
     with joined() as world:
         verdict = check(model, steps=steps, seed=seed, world=world)
-    if world.rank == 0 and arguments.json:
-        print(json.dumps(finite({"passes": verdict.passes, **asdict(verdict)})))
-    elif world.rank == 0:
-        print_verdict(verdict, sys.stdout)
+        if world.rank == 0 and arguments.json:
+            print(json.dumps(finite({"passes": verdict.passes, **asdict(verdict)})))
+        elif world.rank == 0:
+            print_verdict(verdict, sys.stdout)
+        sys.stdout.flush()
+        world.gather(None)  # the launcher ends rank 0 as soon as another rank returns 1
     return 0 if verdict.passes else 1
 
 
