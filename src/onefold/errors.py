@@ -7,14 +7,32 @@
       TierError(OSError)        memory or disk refused
       CheckpointError           a checkpoint is missing, torn or of another model
 
-A message says what was expected, what came, on which rank and parameter, and ends with a `hint:`.
+An error builds its message from what was expected, what came, where (rank, parameter) and a hint.
 """
 
 from __future__ import annotations
 
+from typing import Any, Self, overload
+
 
 class OnefoldError(Exception):
-    """Base of all errors raised on purpose by Onefold."""
+    """Base of all errors raised on purpose by Onefold.
+
+    Args:
+        wanted: what was expected; without `got`, the whole message, as another rank sent it.
+        got: what came instead.
+        hint: what to do about it.
+        where: the rank, unit or file, where one is meant.
+    """
+
+    @overload
+    def __init__(self, wanted: str, /) -> None: ...
+
+    @overload
+    def __init__(self, wanted: str, got: object, /, *, hint: str, where: str = "") -> None: ...
+
+    def __init__(self, wanted: str, *got: object, **more: str) -> None:
+        super().__init__(expected(wanted, *got, **more) if got or more else wanted)
 
 
 class ConfigError(OnefoldError, ValueError):
@@ -39,14 +57,13 @@ class TierError(OnefoldError, OSError):
     offset: int | None = None
     nbytes: int | None = None
 
-    @classmethod
-    def at(
-        cls, message: str, cause: OSError, path: str, offset: int | None, nbytes: int | None
-    ) -> TierError:
-        """The error of one request for `nbytes` at `offset` of a file on `path`."""
-        error = cls(message)
-        error.errno, error.path, error.offset, error.nbytes = cause.errno, path, offset, nbytes
-        return error
+    def at(self, cause: OSError, path: str, offset: int | None, nbytes: int | None) -> Self:
+        """Keep that `cause` ended a request for `nbytes` at `offset` of a file on `path`."""
+        self.errno, self.path, self.offset, self.nbytes = cause.errno, path, offset, nbytes
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, {**self.__dict__, "errno": self.errno}
 
 
 class CheckpointError(OnefoldError):

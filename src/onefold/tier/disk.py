@@ -105,13 +105,13 @@ class BlockFile:
         self, wanted: str, error: OSError, offset: int | None = None, nbytes: int | None = None
     ) -> TierError:
         code = errno.errorcode.get(error.errno or 0, "unknown error")
-        message = expected(
+        refusal = TierError(
             f"disk tier at {self.path}: {wanted}",
             f"{code} ({error.strerror or error})",
             where=f"rank {self._rank}",
             hint=_HINTS.get(error.errno or 0, "look at the disk and its mount (dmesg, mount)"),
         )
-        return TierError.at(message, error, str(self.path), offset, nbytes)
+        return refusal.at(error, str(self.path), offset, nbytes)
 
     def close(self) -> None:
         """Free the space."""

@@ -166,7 +166,7 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         if func is Tensor.register_hook:
             owner.refuse_hook()
         if func is Tensor.__deepcopy__ and isinstance(sharded, ShardedParameter):
-            raise refusals.no_copy(owner.fqn)
+            raise refusals.NO_COPY(owner.fqn)
         if func is Tensor.detach and isinstance(sharded, ShardedParameter):  # as state_dict() does
             return owner.detached()
         if func == _SET_DATA:
@@ -298,7 +298,7 @@ class PlainSharded(UnshardedParameter):
 class Stale(Tensor):
     """A parameter object whose values are gone. Any use of its value raises `StateError`."""
 
-    _why: str
+    _why: Callable[[], StateError]
 
     @classmethod
     @torch._disable_dynamo
@@ -307,7 +307,7 @@ class Stale(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in ("__hash__", "__repr__", "__format__"):
                 return func(torch.empty(0), *args[1:])
-            raise StateError(stale._why)
+            raise stale._why()
 
 
 class StaleParameter(Stale, nn.Parameter):
@@ -318,7 +318,7 @@ class StaleDTensor(Stale, DTensor):
     """See `Stale`."""
 
     def _refuse(self, *_: object, **__: object) -> Any:
-        raise StateError(self._why)
+        raise self._why()
 
     to_local = full_tensor = redistribute = _refuse
 
@@ -341,7 +341,7 @@ def drop_values(parameter: nn.Parameter) -> None:
         parameter.data = parameter.data.new_empty(0)
 
 
-def invalidate(parameter: nn.Parameter, why: str) -> None:
+def invalidate(parameter: nn.Parameter, why: Callable[[], StateError]) -> None:
     """Make every later use of the object a `StateError` that says `why`."""
     parameter.__class__ = kind_of_stale(parameter)
     setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not

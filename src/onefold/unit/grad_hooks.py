@@ -32,7 +32,7 @@ class DirectUse:
         if isinstance(sharded.grad, DTensor):  # of an operation that DTensor defines: full_tensor()
             return
         if parameter is not None:
-            raise refusals.direct_use(parameter.fqn, parameter.spec.context.where)
+            raise refusals.DIRECT_USE(parameter.fqn, where=parameter.spec.context.where)
 
 
 @torch._disable_dynamo

@@ -22,7 +22,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from onefold.errors import StateError
 from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
 from onefold.unit import refusals
@@ -93,7 +92,7 @@ class UnitGradient:
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
         if self.is_consumed:
-            raise StateError(refusals.why_consumed(parameter.fqn, self._spec.context.where))
+            raise refusals.CONSUMED(parameter.fqn, where=self._spec.context.where)
 
     def consume(self) -> None:
         """A step uses the values now: show no gradient, and leave the buffer to the step."""

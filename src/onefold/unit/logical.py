@@ -92,7 +92,7 @@ def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return args[0].full_tensor()[tree_map(_plain, args[1])]
     plain = [a for a in args[1:] if isinstance(a, Tensor) and not isinstance(a, DTensor)]
     if writes(func) and isinstance(args[0], DTensor) and any(a.numel() > 1 for a in plain):
-        raise refusals.mixed_write(getattr(args[0], "_label", LogicalValues._label))
+        raise refusals.MIXED_WRITE(getattr(args[0], "_label", LogicalValues._label))
     if _has_no_identity(func, args, kwargs):
         args, kwargs = tree_map(_with_rows, (args, kwargs))
     return as_logical(func(*args, **kwargs))
@@ -105,7 +105,7 @@ def _refuse_lost_write(target: DTensor) -> None:
         return
     own, seen = base._local_tensor.untyped_storage(), target._local_tensor.untyped_storage()
     if own.data_ptr() != seen.data_ptr():
-        raise refusals.lost_write(getattr(base, "_label", LogicalValues._label))
+        raise refusals.LOST_WRITE(getattr(base, "_label", LogicalValues._label))
 
 
 def _set_item(target: DTensor, index: Any, value: Any) -> None:
@@ -291,7 +291,7 @@ class _Shard:
         return plain.__reduce_ex__(protocol)
 
     def untyped_storage(self) -> Any:
-        raise refusals.no_storage(tuple(self._spec.shape))
+        raise refusals.NO_STORAGE(list(self._spec.shape))
 
 
 class DetachedShard(_Shard, DTensor):
@@ -342,10 +342,10 @@ class NoMean(Tensor):
     Any use of its value raises `StateError`.
     """
 
-    _why: str
+    _why: Callable[[], StateError]
 
     @staticmethod
-    def like(sharded: Tensor, why: str) -> NoMean:
+    def like(sharded: Tensor, why: Callable[[], StateError]) -> NoMean:
         """A stand-in for the gradient of `sharded`; a use raises the message `why`."""
         with torch._C.DisableTorchFunctionSubclass():
             made = torch.empty((), dtype=sharded.dtype, device=sharded.device).expand(sharded.shape)
@@ -355,15 +355,15 @@ class NoMean(Tensor):
 
     def refuse(self, *_: object, **__: object) -> None:
         """Raise `StateError`."""
-        raise StateError(self._why)
+        raise self._why()
 
     to_local = full_tensor = redistribute = refuse  # of the DTensor that it replaces
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        raise StateError(self._why)
+        raise self._why()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(self._why)
+        raise self._why()
 
     @classmethod
     @torch._disable_dynamo
@@ -374,7 +374,7 @@ class NoMean(Tensor):
             found = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, NoMean)]
             if func is Tensor.__repr__:
                 return f"NoMean(shape={list(found[0].shape)})"
-            raise StateError(found[0]._why)
+            raise found[0]._why()
 
 
 _OF_ITS_KIND = {

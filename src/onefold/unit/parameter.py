@@ -97,7 +97,7 @@ class UnitParameter(ShardedForm):
         """The unit, as a parameter knows it. Raises `StateError` if the module was deleted."""
         unit = self._unit()
         if unit is None:
-            raise refusals.deleted(self.fqn)
+            raise refusals.DELETED(self.fqn)
         return unit
 
     @property
@@ -112,9 +112,10 @@ class UnitParameter(ShardedForm):
     # as users see it
 
     def no_mean(self, *, is_lost: bool) -> Tensor:
-        """A stand-in for `sharded.grad` while there is no mean: see `refusals.why_no_mean`."""
-        why = refusals.why_no_mean(self.fqn, self.spec.context.where, is_lost=is_lost)
-        return logical.NoMean.like(self.sharded, why)
+        """A stand-in for `sharded.grad` while there is no mean: see `refusals.NO_MEAN_YET`."""
+        why = refusals.LOST_MEAN if is_lost else refusals.NO_MEAN_YET
+        where = self.spec.context.where
+        return logical.NoMean.like(self.sharded, partial(why, self.fqn, where=where))
 
     def own_grad(self) -> Tensor | None:
         """Own rows of `sharded.grad`, as real numbers; None if there are none."""
@@ -189,7 +190,7 @@ class UnitParameter(ShardedForm):
             self.unsharded = nn.Parameter(view, requires_grad=False)
             vars(self.unsharded).update(self._attributes)
             dtensors.introduce(self.unsharded, ref(self))
-            why = refusals.why_stale(self.fqn, self.spec.context.where)
+            why = partial(refusals.STALE, self.fqn, where=self.spec.context.where)
             dtensors.invalidate(self.unsharded, why)
         if self.sharded.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
@@ -207,7 +208,8 @@ class UnitParameter(ShardedForm):
             )
             self.sharded.requires_grad_(requires_grad)
             dtensors.drop_values(original)  # whoever holds the object holds no bytes
-            dtensors.invalidate(original, refusals.why_replaced(self.fqn, context.where))
+            why = partial(refusals.REPLACED, self.fqn, where=context.where)
+            dtensors.invalidate(original, why)
         else:
             original.data = self.local
             dtensors.introduce(original, ref(self))
@@ -276,7 +278,7 @@ class UnitParameter(ShardedForm):
 
     def touched(self, got: str) -> StateError:
         """The error for a parameter that was replaced, moved or resized."""
-        return refusals.touched(self.fqn, self.spec.context.where, got)
+        return refusals.TOUCHED(self.fqn, got, where=self.spec.context.where)
 
     # gradients
 
@@ -373,7 +375,7 @@ class UnitParameter(ShardedForm):
         return handle
 
     def refuse_hook(self) -> None:
-        raise refusals.tensor_hook(self.fqn)
+        raise refusals.TENSOR_HOOK(self.fqn)
 
     def detached(self) -> Tensor:
         shown = self.wrap(self.local.detach())

@@ -34,10 +34,10 @@ class Product:
     def of(self, x: Tensor, matrix: MatrixParts) -> Tensor:
         """Multiply inputs [..., K] with a matrix [N, K]; return [..., N]."""
         if not self.weight.message.untyped_storage().size():
-            raise refusals.released(self.label)
+            raise refusals.RELEASED(where=self.label)
         product = self._format.linear(x.detach(), matrix)
         if torch.is_grad_enabled() and x.requires_grad:
-            return without_backward(product, partial(refusals.no_backward, self.label), x)
+            return without_backward(product, partial(refusals.NO_BACKWARD, where=self.label), x)
         return product
 
 
@@ -135,13 +135,13 @@ def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         outputs = func(*plain_args, **plain_kwargs)
     label = next(iter(shown.values()))._onefold_product.label
     if versions != [each._version for each in numbers.values()]:
-        raise refusals.edit_of_packed(label)
+        raise refusals.EDIT_OF_PACKED(where=label)
     sources = [
         x for x in leaves if isinstance(x, Tensor) and id(x) not in shown and x.requires_grad
     ]
     if not sources or not torch.is_grad_enabled():
         return outputs
-    error = partial(refusals.no_backward, label)
+    error = partial(refusals.NO_BACKWARD, where=label)
     return tree_map(
         lambda out: without_backward(out, error, *sources) if _has_gradient(out) else out,
         outputs,

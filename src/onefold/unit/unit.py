@@ -182,7 +182,7 @@ class Unit(UnitWeights):
         if self._fresh and self._gathered == edits:
             return
         if self.files_edits not in (None, edits):
-            raise refusals.edited_in_files(self.name, self.context.where)
+            raise refusals.EDITED_IN_FILES(self.name, where=self.context.where)
         self._await_gather()  # of weights that were not used and have changed since
         self.unsharded.reallocate()
         self._ticket = self.gather.start(self.unsharded)
