@@ -196,7 +196,7 @@ def test_each_check_of_the_doctor_says_ok_or_names_the_remedy(changes, link, lev
 
 
 def test_tables_and_units_are_aligned():
-    assert columns([["a", "1"], ["bc", "20"]], "<>") == ["a    1", "bc  20"]
+    assert columns([["a", "1"], ["bc", "20"]], "<>") == ["a    1\nbc  20"]
     assert common_unit(9 * 2**20) == ("KiB", 1024)
     assert common_unit(10 * 2**20) == ("MiB", 2**20)
     assert [in_unit(n, 1024) for n in (0, 1, 2048, 200_000, 2_000_000)] == [

@@ -21,13 +21,8 @@ from onefold.recording.files import read, write
 from onefold.recording.page import MAX_COLUMNS, MAX_POINTS, averaged, contents, page
 from onefold.recording.run_report import PlanLines, RankLine, RunReport, Training
 from onefold.recording.step_record import TORCH, Change
-from onefold.recording.words import (
-    KINDS,
-    VERBS,
-    format_bytes,
-    format_seconds,
-    format_share,
-)
+from onefold.recording.words import KINDS, VERBS
+from onefold.text import format_bytes, format_share
 from tests import made_up
 from tests.commands import onefold as command
 from tests.forking import HANG_S
@@ -218,7 +213,7 @@ def test_a_sentence_says_how_long_the_step_waits_and_for_whom():
         "40 % of the step waits: every rank for messages of the others."
     )
     assert waiting(0.3).diagnosis == ("30 % of the step waits: rank 0 for messages of the others.")
-    assert waiting(0.01, 0.02).diagnosis == "The step computes: only 2.0 % of it waits."
+    assert waiting(0.01, 0.02).diagnosis == "The step computes: only 2 % of it waits."
     # made up: 4 ms of waits for collectives, 8 ms for steps in the background
     assert (
         made_up.report().diagnosis == "12 % of the step waits for optimizer steps on another tier."
@@ -426,16 +421,6 @@ def test_a_plan_with_no_prediction_leaves_the_line_out(tmp_path):
     root = drawn(report, tmp_path)
     assert "Chosen: stage 2." in text_of(root)
     assert with_class(root, "predicted") == []
-
-
-def test_numbers_have_units():
-    assert [format_bytes(n) for n in (0, 1023, 1024, 1536, 2**20, 5.25 * 2**30, 2**50)] == [
-        "0 bytes", "1,023 bytes", "1.00 KiB", "1.50 KiB", "1.00 MiB", "5.25 GiB", "1,024 TiB",
-    ]  # fmt: skip
-    assert [format_seconds(s) for s in (0, 2.5e-6, 0.0123, 1.5, 100)] == [
-        "0 ms", "2.50 \N{MICRO SIGN}s", "12.3 ms", "1.50 s", "100 s",
-    ]  # fmt: skip
-    assert [format_share(s) for s in (0, 0.017, 0.5, 1)] == ["0 %", "1.7 %", "50 %", "100 %"]
 
 
 # the command

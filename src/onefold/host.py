@@ -100,14 +100,6 @@ def _cgroup_memory() -> Iterator[tuple[Path, Path]]:
             yield folder / limit, folder / used
 
 
-def in_bytes(nbytes: float) -> str:
-    """A number of bytes for people."""
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def measure_disk(folder: str) -> float:
     """Bytes per second of writing one file and waiting until it is on the disk."""
     block = bytes(8 * MIB)

@@ -1,15 +1,86 @@
-"""Lay out text for a terminal of 80 columns."""
+"""Text for people: bytes, rates, seconds, shares, tables and commands. No other file formats these.
+
+Text is laid out for 80 columns. `show` prints it as it is into files and pipes; a terminal gets
+tables drawn by rich, in the width that it has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import shutil
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from textwrap import wrap
-from typing import Any
+from typing import Any, TextIO
 
-WIDTH = 80
+from onefold.errors import ConfigError
+
+WIDTH, NARROWEST, WIDEST = 80, 50, 200
+FIRST_CELL = 24
+"""A first cell of a table that is longer gets a line of its own where 80 columns are too few."""
 
 BINARY_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+SIZE_UNITS = {"B": 1} | {
+    f"{prefix}{middle}B": base**power
+    for power, prefix in enumerate("KMGTP", 1)
+    for middle, base in (("", 1000), ("i", 1024))
+}
+_SHORT = {prefix.lower(): 1024**power for power, prefix in enumerate("KMGTP", 1)}
+"""A bare "G" is a GiB, as for SLURM, Docker and `dd`."""
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+
+
+def format_bytes(nbytes: float) -> str:
+    """Write bytes of memory or disk with three digits, in a binary unit: "12.3 MiB"."""
+    return _in_largest_unit(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def exact_bytes(nbytes: int) -> str:
+    """Write bytes as `parse_nbytes` reads them back: "12MiB"."""
+    return f"{nbytes >> 20}MiB" if nbytes % 2**20 == 0 else f"{nbytes}B"
+
+
+def format_rate(nbytes_per_s: float) -> str:
+    """Write bytes a second of a memory, disk or network, in decimal units: "12.3 GB/s"."""
+    return _in_largest_unit(nbytes_per_s, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with three digits: "12.3 ms"."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if abs(seconds) * factor >= 1:
+            return f"{three_digits(seconds * factor)} {unit}"
+    return f"{three_digits(seconds * 1e6)} us" if seconds else "0 ms"
+
+
+def format_share(share: float) -> str:
+    """Write a share of one as a percentage: "50 %", "12.5 %"."""
+    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def three_digits(number: float) -> str:
+    """Write a number with at least three digits: "1.23", "12.3", "1,234"."""
+    size = abs(number)
+    return f"{number:,.{0 if size >= 99.95 else 1 if size >= 9.995 else 2}f}"
+
+
+def _in_largest_unit(number: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while abs(number) >= 0.9995 * base and power + 1 < len(units):
+        number, power = number / base, power + 1
+    return f"{three_digits(number) if power else f'{number:,.0f}'} {units[power]}"
+
+
+def parse_nbytes(flag: str, text: str) -> int:
+    """Return the bytes of a text with a unit; `ConfigError` names the flag."""
+    found = _SIZE.fullmatch(text)
+    units = {unit.lower(): factor for unit, factor in SIZE_UNITS.items()} | _SHORT
+    factor = units.get(found[2].lower()) if found else None
+    nbytes = int(float(found[1]) * factor) if found and factor else 0
+    if nbytes < 1:
+        wanted = f"{flag} to be a number above 0 with a unit: {', '.join(SIZE_UNITS)}"
+        raise ConfigError(wanted, repr(text), hint=f"{flag} 80GiB")
+    return nbytes
 
 
 def wrapped(text: str, indent: str = "  ") -> list[str]:
@@ -17,21 +88,62 @@ def wrapped(text: str, indent: str = "  ") -> list[str]:
     return wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
+class Table(str):
+    """The aligned lines of a table as one text, which keeps the cells for a terminal."""
+
+    __slots__ = ("rows", "sides")
+    rows: Sequence[Sequence[str]]
+    sides: str
+
+
 def columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Align the cells of a table, two spaces apart.
+    """Return one `Table`, with cells two spaces apart; none without rows.
 
     Args:
-        rows: lines of cells, all of one length.
+        rows: lines of cells, all of one length; the first line is the heading.
         sides: "<" or ">" for each column; the last one holds for all further columns.
     """
     if not rows:
         return []
     sides = sides.ljust(len(rows[0]), sides[-1])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{c:{s}{w}}" for c, s, w in zip(row, sides, widths, strict=False)).rstrip()
-        for row in rows
-    ]
+    others = [max(map(len, column)) for column in zip(*rows, strict=True)][1:]
+    room = max(WIDTH - sum(others) - 2 * len(others), FIRST_CELL)
+    widths = [max(len(row[0]) for row in rows if len(row[0]) <= room), *others]
+    lines: list[str] = []
+    for first, *rest in rows:
+        lines += [first] if len(first) > room else []
+        cells = ["" if len(first) > room else first, *rest]
+        aligned = (f"{c:{s}{w}}" for c, s, w in zip(cells, sides, widths, strict=True))
+        lines.append("  ".join(aligned).rstrip())
+    table = Table("\n".join(lines))
+    table.rows, table.sides = rows, sides
+    return [table]
+
+
+def show(parts: Iterable[str], stream: TextIO) -> None:
+    """Print lines and tables: as they are, or drawn in the width of a terminal."""
+    if not stream.isatty():
+        print(*parts, sep="\n", file=stream, flush=True)
+        return
+    from rich.console import Console
+
+    width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+    console = Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+    for part in parts:
+        console.print(_drawn(part) if isinstance(part, Table) else part)
+
+
+def _drawn(table: Table) -> Any:
+    from rich import box
+    from rich.table import Table as Drawn
+    from rich.text import Text
+
+    drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for head, side in zip(table.rows[0], table.sides, strict=True):
+        drawn.add_column(Text(head), justify="right" if side == ">" else "left", overflow="fold")
+    for row in table.rows[1:]:
+        drawn.add_row(*map(Text, row))
+    return drawn
 
 
 def counted(number: int, word: str) -> str:
@@ -41,7 +153,7 @@ def counted(number: int, word: str) -> str:
 
 def common_unit(largest: float) -> tuple[str, int]:
     """Return the unit for a table of bytes, and its bytes: at least 10 of it, or KiB."""
-    return next((each for each in BINARY_UNITS if largest >= 10 * each[1]), BINARY_UNITS[-1])
+    return next((unit for unit in BINARY_UNITS if largest >= 10 * unit[1]), BINARY_UNITS[-1])
 
 
 def in_unit(nbytes: float, unit: int) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from onefold.errors import ConfigError
-from onefold.layout.units import describe_units, owned_parameters, plan_units
+from onefold.layout.units import owned_parameters, plan_units
 from tests.models import Model
 
 
@@ -73,9 +73,3 @@ def test_units_can_be_listed_or_chosen_by_a_predicate():
 def test_a_listed_module_of_another_model_is_refused():
     with pytest.raises(ConfigError, match=r"hint: pass modules taken from the module itself"):
         plan_units(Model(), [nn.Linear(2, 2)])
-
-
-def test_the_plan_prints_one_line_per_unit():
-    text = describe_units(plan_units(Model(num_blocks=3)))
-    assert len(text.splitlines()) == 5
-    assert "blocks.1" in text

@@ -23,6 +23,7 @@ from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
 from onefold.mesh.ranks import local_place
 from onefold.recipe import Recipe
+from onefold.text import format_share
 from onefold.tier.copies import CopyStream
 from onefold.tier.cpu import HostStore
 from onefold.tier.device import DeviceStore
@@ -208,7 +209,7 @@ def describe(recipe: Recipe, budget: Budget, why_fraction: str) -> str:
         return f"{', '.join(where)}; {num_kept} of {len(recipe.units)} units stay in device memory"
     away = sum(unit.numel for unit in recipe.units if unit.is_offloaded)
     share = away / max(1, sum(unit.numel for unit in recipe.units))
-    line = f"{', '.join(tiers)}; {share:.0%} of the optimizer state is off the device"
+    line = f"{', '.join(tiers)}; {format_share(share)} of the optimizer state is off the device"
     return f"{line}: {why_fraction}" if why_fraction else line
 
 

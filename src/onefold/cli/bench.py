@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from onefold.cli.arguments import RawHelpFormatter, SubParsers, add_json, real, 
 from onefold.cli.failures import is_rank
 from onefold.cli.launch import measure_as_rank, measure_in_ranks
 from onefold.errors import ConfigError, expected
+from onefold.text import columns, format_bytes, format_share, show, three_digits, wrapped
 
 if TYPE_CHECKING:
     from onefold.tools.bandwidth import Ask, Measured
@@ -67,7 +69,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         found, code = measure_link_as_rank(ask) if is_rank() else _measure_link(ask, argv)
     if found is not None:
-        print(json.dumps(found) if arguments.json else "\n".join(as_text(found)))
+        if arguments.json:
+            print(json.dumps(found))
+        else:
+            show(as_text(found), sys.stdout)
     return code
 
 
@@ -102,34 +107,26 @@ def measure_link_as_rank(ask: Ask) -> tuple[Measured | None, int]:
 
 def as_text(found: Measured) -> Iterator[str]:
     """Yield the lines of a table for people."""
-    from onefold.host import in_bytes
-    from onefold.text import wrapped
-
     if found["target"] == "link":
         who, where = f"{found['ranks']} ranks over {found['backend']}", "gathered"
     else:
         who = f"the engine's step has its own {found['engine_threads']}"
         where = "of state on disk" if found["target"] == "disk" else "in one tensor"
-    yield f"{in_bytes(found['nbytes'])} {where}; threads: {found['threads']}; {who}"
+    yield f"{format_bytes(found['nbytes'])} {where}; threads: {found['threads']}; {who}"
     yield from (f"path: {each['path']}" for each in found.get("paths", []))
     yield f"medians of {found['rounds']} rounds, in {found['seconds']:.1f} s"
-    yield f"\n{'':16s}{'GB/s':>8s}{'low-high':>13s}{'params/s':>10s}   share"
+    yield ""
+    rows = [("", "GB/s", "low-high", "params/s", "share")]
     for name, rate in found["rates"].items():
         low, middle, high = (
-            _short(rate[key] / 1e9) for key in ("lowest", "bytes_per_s", "highest")
+            three_digits(rate[key] / 1e9) for key in ("lowest", "bytes_per_s", "highest")
         )
-        steps, share = "", ""
-        if rate["parameters_per_s"] is not None:
-            steps = f"{_short(rate['parameters_per_s'] / 1e6)} M"
-        if rate["share"] is not None:
-            share = f"{rate['share']:.0%} of {rate['of']}"
-        yield f"{name:16s}{middle:>8s}{low + '-' + high:>13s}{steps:>10s}   {share}".rstrip()
+        stepped, share = rate["parameters_per_s"], rate["share"]
+        steps = "" if stepped is None else f"{three_digits(stepped / 1e6)} M"
+        part = "" if share is None else f"{format_share(share)} of {rate['of']}"
+        rows.append((name, middle, f"{low}-{high}", steps, part))
+    yield from columns(rows, "<>>><")
     if "wear" in found:
-        written = found["wear"]["written_per_day"] / 1e12
-        yield f"\nwear: steps without a pause write {written:.1f} TB a day"
+        written = format_bytes(found["wear"]["written_per_day"])
+        yield f"\nwear: steps without a pause write {written} a day"
     yield from (line for note in found["notes"] for line in wrapped(f"note: {note}"))
-
-
-def _short(number: float) -> str:
-    """Three digits, or as many as there are."""
-    return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f}"

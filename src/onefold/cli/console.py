@@ -14,7 +14,17 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from onefold.recording.closed_form import KINDS
-from onefold.text import WIDTH, columns, common_unit, counted, in_unit, wrapped
+from onefold.text import (
+    WIDTH,
+    columns,
+    common_unit,
+    counted,
+    format_bytes,
+    format_seconds,
+    in_unit,
+    show,
+    wrapped,
+)
 from onefold.train.checkpoints import Resumed
 from onefold.train.corpus import Corpus
 from onefold.train.course import Progress, TrainObserver, TrainResult
@@ -104,8 +114,8 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
     parts = (
         f"{job.model}: {num_parameters:,d} parameters, stage {job.stage} over "
         f"{counted(world_size, 'rank')}{choices}",
-        f"{corpus.name}: {_megabytes(corpus.train.nbytes)} to train on, "
-        f"{_megabytes(corpus.held_out.nbytes)} held out",
+        f"{corpus.name}: {format_bytes(corpus.train.nbytes)} to train on, "
+        f"{format_bytes(corpus.held_out.nbytes)} held out",
         f"{counted(job.steps, 'step')} of {counted(job.rows, 'row')} of {job.seq} bytes{cut}, "
         "all ranks together",
     )
@@ -115,15 +125,11 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
 def print_result(result: TrainResult, stream: TextIO) -> None:
     """Print held-out loss, memory table and text, for people."""
     bits = result.held_out / log(2)
-    print(
-        f"\nheld-out loss {result.held_out:.3f} nats per byte ({bits:.2f} bits)   "
-        f"{result.tokens_per_s:,.0f} bytes/s for {result.seconds:.1f} s\n",
-        *memory_table(result),
-        *_text_lines(result.text),
-        *([f"\nreport: {result.report}"] if result.report else []),
-        sep="\n",
-        file=stream,
-        flush=True,
+    loss = f"held-out loss {result.held_out:.3f} nats per byte ({bits:.2f} bits)"
+    speed = f"{result.tokens_per_s:,.0f} bytes/s for {format_seconds(result.seconds)}"
+    report = [f"\nreport: {result.report}"] * (result.report is not None)
+    show(
+        [f"\n{loss}   {speed}\n", *memory_table(result), *_text_lines(result.text), *report], stream
     )
 
 
@@ -176,7 +182,3 @@ def _resumed_line(resumed: Resumed) -> str:
 
 def _speed(progress: Progress) -> str:
     return f"loss {progress.loss:.3f}   {progress.tokens_per_s:,.0f} bytes/s"
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes:,d} bytes"

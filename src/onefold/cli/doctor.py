@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.cli.arguments import SubParsers, add_json, real, whole
 from onefold.cli.failures import is_rank
 from onefold.cli.launch import measure_as_rank, measure_in_ranks, world_size_of
-from onefold.text import counted, wrapped
+from onefold.text import counted, show, wrapped
 
 if TYPE_CHECKING:
     from onefold.mesh.world import World
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         del facts["limits"]  # checks too
         print(json.dumps({**facts, "job": measured and measured["job"]}))
     else:
-        print("\n".join([*_lines(found), *_rank_lines(measured)]))
+        show([*_lines(found), *_rank_lines(measured)], sys.stdout)
     return code or int(any(each.level == FAIL for each in found))
 
 

@@ -10,8 +10,17 @@ from onefold.generation.job import GenerateJob
 from onefold.generation.meter import WARM_PASSES
 from onefold.generation.run import Generated, Loaded
 from onefold.generation.tokens import printable
-from onefold.host import in_bytes
-from onefold.text import columns, common_unit, counted, in_unit, wrapped
+from onefold.text import (
+    columns,
+    common_unit,
+    counted,
+    format_bytes,
+    format_rate,
+    format_share,
+    in_unit,
+    show,
+    wrapped,
+)
 
 WORDS = {"unsharded": "unsharded, peak", "staging": "staging, peak", "wire": "wire, peak"}
 """Rows of the table besides weights at rest."""
@@ -32,7 +41,7 @@ def heading(job: GenerateJob, loaded: Loaded, world_size: int) -> list[str]:
     lines = [
         f"{loaded.source.name}: {loaded.num_parameters:,d} parameters, weights rest {rest} "
         f"{place}" + (f", over {counted(world_size, 'rank')}" if world_size > 1 else ""),
-        f"{kept} of {counted(len(units), 'unit')} stay within a budget of {in_bytes(budget)}; "
+        f"{kept} of {counted(len(units), 'unit')} stay within a budget of {format_bytes(budget)}; "
         f"prompt of {len(loaded.prompt):,d} {loaded.tokens.name}",
     ]
     lines += [f"note: {loaded.source.note}"] if loaded.source.note else []
@@ -54,7 +63,7 @@ def writer(stream: TextIO) -> Callable[[str], None]:
 def print_facts(result: Generated, stream: TextIO) -> None:
     """Print speed, bytes and memory, for people."""
     lines = ["", *_speed_lines(result), "", *_memory_table(result), *_stay_lines(result)]
-    print(*lines, sep="\n", file=stream, flush=True)
+    show(lines, stream)
 
 
 def _speed_lines(result: Generated) -> list[str]:
@@ -68,10 +77,12 @@ def _speed_lines(result: Generated) -> list[str]:
     if passes.nbytes:
         rate = passes.nbytes / passes.seconds
         which = f"each pass after {WARM_PASSES}" if passes.is_warm else "on average a pass"
-        lines[-1] += f"; {which} read {in_bytes(passes.nbytes)} a rank"
-        lines.append(f"from {link.name}: {rate / 1e9:.2f} GB/s")
+        lines[-1] += f"; {which} read {format_bytes(passes.nbytes)} a rank"
+        lines.append(f"from {link.name}: {format_rate(rate)}")
         if link.rate:
-            lines[-1] += f", {link.share(passes):.0%} of the {link.rate / 1e9:.2f} GB/s measured"
+            lines[-1] += (
+                f", {format_share(link.share(passes))} of the {format_rate(link.rate)} measured"
+            )
     else:
         lines[-1] += "; no weight moves"
     return [part for line in lines for part in wrapped(line)]
@@ -97,7 +108,7 @@ def _memory_table(result: Generated) -> list[str]:
             add(word, peaks)
     add("peak, no activations", [memory.total_peak for memory in shown])
     add("peak of the process", [memory.resident_peak for memory in shown])
-    notes = [f"expected: the closed form; the budget for weights was {in_bytes(result.budget)}"]
+    notes = [f"expected: the closed form; the budget for weights was {format_bytes(result.budget)}"]
     notes += result.notes
     if len(result.memory) > len(shown):
         notes.append(f"(the first {len(shown)} of {len(result.memory)} ranks; --json has all)")
@@ -111,5 +122,5 @@ def _stay_lines(result: Generated) -> list[str]:
         return [f"{word} on the device between passes"]
     names = ", ".join(result.stays[:MAX_NAMES]) + (", ..." if kept > MAX_NAMES else "")
     return wrapped(
-        f"{kept} of {result.num_units} units stay, {in_bytes(result.stay_nbytes)}: {names}"
+        f"{kept} of {result.num_units} units stay, {format_bytes(result.stay_nbytes)}: {names}"
     )

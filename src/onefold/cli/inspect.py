@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from onefold.cli.arguments import SubParsers, add_json
-from onefold.text import WIDTH, columns, counted, finite, wrapped
+from onefold.text import columns, counted, finite, show, wrapped
 
 if TYPE_CHECKING:
     from onefold.checkpoint.inspect import InspectedRow, Inspection
@@ -41,7 +42,10 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from onefold.checkpoint.inspect import inspect
 
     found = inspect(Path(arguments.checkpoint), verify=arguments.verify)
-    print(json.dumps(as_json(found)) if arguments.json else as_text(found))
+    if arguments.json:
+        print(json.dumps(as_json(found)))
+    else:
+        show(as_text(found), sys.stdout)
     return 0
 
 
@@ -68,7 +72,7 @@ def as_json(found: Inspection) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def as_text(found: Inspection) -> str:
+def as_text(found: Inspection) -> list[str]:
     """Return a heading, a line for each parameter, and sums."""
     manifest = found.found.manifest
     lines = [str(found.found.path)]
@@ -89,7 +93,7 @@ def as_text(found: Inspection) -> str:
             lines.append("optimizers: " + ", ".join(each.kind for each in manifest.optimizers))
         lines.append(f"extra: {_shown(found.extra)}")
     lines += [f"passed over {each}" for each in found.found.passed_over]
-    return "\n".join([*(part for line in lines for part in wrapped(line)), "", *_table(found)])
+    return [*(part for line in lines for part in wrapped(line)), "", *_table(found)]
 
 
 def _shown(value: Any, depth: int = 0) -> str:
@@ -136,7 +140,7 @@ def _table(found: Inspection) -> list[str]:
     cells.append((counted(len(found.files), "file"), "", "", f"{sum(found.files.values()):,d}"))
     head = [f"saved of each parameter: {kinds}" for kinds, _ in usual]
     head += [f"but {notes[0]}"] if len(notes) == 1 else [f"but: {'; '.join(notes)}"] * bool(notes)
-    return [*(part for line in head for part in wrapped(line)), "", *_fitted(cells)]
+    return [*(part for line in head for part in wrapped(line)), "", *columns(cells, "<><>")]
 
 
 def _kinds(rows: list[InspectedRow]) -> str:
@@ -147,20 +151,3 @@ def _kinds(rows: list[InspectedRow]) -> str:
 
 def _first(rows: list[InspectedRow]) -> InspectedRow:
     return next((row for row in rows if row.kind == "weight"), rows[0])
-
-
-def _fitted(cells: list[tuple[str, str, str, str]]) -> list[str]:
-    """Align rows; a name that is too long for 80 columns has a line of its own."""
-    widths = [max(len(row[column]) for row in cells) for column in range(4)]
-    room = WIDTH - sum(widths[1:]) - 6
-    rows: list[tuple[str, str, str, str]] = []
-    too_long: dict[int, str] = {}
-    for row in cells:
-        if len(row[0]) > room:
-            too_long[len(rows)] = row[0]
-        rows.append(("" if len(row[0]) > room else row[0], *row[1:]))
-    lines: list[str] = []
-    for index, line in enumerate(columns(rows, "<><>")):
-        lines += [too_long[index]] if index in too_long else []
-        lines.append(line)
-    return lines

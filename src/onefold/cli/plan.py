@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onefold.cli.arguments import SubParsers, add_json, whole, word_or_number
@@ -13,7 +13,7 @@ from onefold.cli.launch import default_ranks
 from onefold.cli.plan_inference import check_flags, run_inference
 from onefold.collecting import no_garbage
 from onefold.errors import ConfigError, expected
-from onefold.planner.sizes import parse_nbytes
+from onefold.text import columns, format_seconds, format_share, parse_nbytes, show
 
 if TYPE_CHECKING:
     from onefold.planner.axes import ModelAxes
@@ -116,8 +116,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps({**made.as_dict(), "scaling": curve}))
     else:
-        print(made.wide() if arguments.wide else made)
-        _print_curve(curve)
+        show([*made.lines(is_wide=arguments.wide), *_curve_lines(curve)], sys.stdout)
     if not made.fits and not arguments.json:
         print("onefold plan: nothing fits", file=sys.stderr)
     return 0 if made.fits else 2
@@ -233,18 +232,15 @@ def _curve(made: Plan) -> list[dict[str, float]]:
     return found
 
 
-def _print_curve(curve: list[dict[str, float]]) -> None:
+def _curve_lines(curve: list[dict[str, float]]) -> Iterator[str]:
     if not curve:
         return
-    from onefold.planner.show import seconds
-    from onefold.text import columns
-
     heads = ("devices", "step", "tokens/s per device", "efficiency", "useful", "save every")
     lines = [
-        (f"{point['devices']:,.0f}", seconds(point["seconds"]),
-         f"{point['tokens_per_s_per_device']:,.0f}", f"{point['efficiency']:.1%}",
-         f"{point['useful_share']:.1%}", f"{point['steps_between_checkpoints']:,.0f} steps")
+        (f"{point['devices']:,.0f}", format_seconds(point["seconds"]),
+         f"{point['tokens_per_s_per_device']:,.0f}", format_share(point['efficiency']),
+         format_share(point['useful_share']), f"{point['steps_between_checkpoints']:,.0f} steps")
         for point in curve
     ]  # fmt: skip
-    print("", "the same rows a rank on more devices:", *columns([heads, *lines], ">"), sep="\n")
-    print("useful: share of the time that failures and saves leave, at the best interval")
+    yield from ("", "the same rows a rank on more devices:", *columns([heads, *lines], ">"))
+    yield "useful: share of the time that failures and saves leave, at the best interval"

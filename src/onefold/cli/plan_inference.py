@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 from onefold.cli.arguments import whole
 from onefold.collecting import no_garbage
 from onefold.errors import ConfigError, expected
-from onefold.planner.sizes import format_bytes, parse_nbytes
+from onefold.text import (
+    columns,
+    counted,
+    exact_bytes,
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_nbytes,
+    shell_lines,
+    show,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from onefold.generation.plan import InferenceAsk, InferencePlan
@@ -67,7 +79,10 @@ def run_inference(arguments: argparse.Namespace, cluster: Cluster) -> int:
             break
     assert made is not None, "the last way was planned, or has raised"
     name = source.name
-    print(json.dumps(as_dict(made, name)) if arguments.json else "\n".join(as_text(made, name)))
+    if arguments.json:
+        print(json.dumps(as_dict(made, name)))
+    else:
+        show(as_text(made, name), sys.stdout)
     return 0 if made.fits else 2
 
 
@@ -141,17 +156,14 @@ def command(made: InferencePlan, name: str) -> str:
     """Return the command that runs the plan."""
     ask = made.ask
     tier = "disk:PATH" if ask.offload == "disk" else ask.offload or "none"
-    budget = f"{ask.budget >> 20}MiB" if ask.budget % (1 << 20) == 0 else f"{ask.budget}B"
-    words = ["onefold generate", f"--model {name}", "--prompt TEXT", f"--budget {budget}"]
+    words = ["onefold generate", f"--model {name}", "--prompt TEXT"]
+    words += [f"--budget {exact_bytes(ask.budget)}"]
     words += [f"--rest {ask.rest}"] if ask.rest else []
     return " ".join([*words, f"--offload {tier}", f"--ranks {ask.ranks}"])
 
 
 def as_text(made: InferencePlan, name: str) -> Iterator[str]:
     """Yield a heading, facts and a table of batches, in 80 columns."""
-    from onefold.planner.show import seconds
-    from onefold.text import columns, counted, shell_lines, wrapped
-
     ask, held = made.ask, made.held
     where = "the CPU" if ask.device_type == "cpu" else "GPUs"
     yield from wrapped(f"{name}: {made.numel:,d} parameters, {counted(ask.ranks, 'rank')} on "
@@ -173,10 +185,10 @@ def as_text(made: InferencePlan, name: str) -> Iterator[str]:
         ("KV cache", f"{format_bytes(made.kv_nbytes)} a token" if made.kv_nbytes else
          "none: a pass computes the whole context again"),
     ]  # fmt: skip
-    yield from (line for row in columns(facts, "<") for line in wrapped(row, " " * 14))
+    yield from (line for row in facts for line in wrapped(f"{row[0]:14}{row[1]}", " " * 14))
     lines = [("batch", "memory", "a pass", "tokens/s", "bound by")]
     for each in dict.fromkeys((made.one, made.best)):
-        times = seconds(each.seconds) if each.seconds else "?"
+        times = format_seconds(each.seconds) if each.seconds else "?"
         speed = f"{each.tokens_per_s:,.2f}" if each.seconds else "?"
         lines.append((f"{each.batch:,d}", format_bytes(each.memory), times, speed, each.bound))
     yield from ("", f"at {ask.context:,d} tokens of context:", *columns(lines, ">"))
@@ -197,8 +209,8 @@ def _notes(made: InferencePlan) -> Iterator[str]:
     if machine is None:
         yield "?: no times without --cluster MACHINE"
     elif machine.name == "this machine":
-        disk = f", disk {machine.disk_rate / 1e9:.2f} GB/s" if made.ask.offload == "disk" else ""
-        yield f"measured here: memory {machine.memory_rate / 1e9:.1f} GB/s{disk}, for a rank"
+        disk = f", disk {format_rate(machine.disk_rate)}" if made.ask.offload == "disk" else ""
+        yield f"measured here: memory {format_rate(machine.memory_rate)}{disk}, for a rank"
     else:
         yield f"times are those of {machine.name}'s data sheet, with the shares that runs reach"
     if made.best.batch > 1 and made.ask.batch is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +59,19 @@ def as_json(report: RunReport, page: str) -> dict[str, Any]:
 
 def print_summary(report: RunReport, page: str) -> None:
     """Print a heading, a table of the recorded step by rank, and the page's path."""
-    from onefold.recording.words import KINDS, format_bytes, format_seconds, format_share
-    from onefold.text import columns, common_unit, in_unit, wrapped
+    from onefold.recording.words import KINDS
+    from onefold.text import (
+        columns,
+        common_unit,
+        format_bytes,
+        format_seconds,
+        format_share,
+        in_unit,
+        show,
+        wrapped,
+    )
 
     shown = report.ranks[:MAX_COLUMNS]
-    print(*wrapped(report.title), *wrapped(report.diagnosis), sep="\n")
     head = "step" if report.recorded is None else f"step {report.recorded:,d}"
     rows = [
         [head, *(f"rank {line.rank}" for line in shown)],
@@ -81,7 +90,7 @@ def print_summary(report: RunReport, page: str) -> None:
     for row, nbytes in (peaks | kinds).items():
         if any(nbytes):
             rows.append([row, *(in_unit(each, unit) for each in nbytes)])
-    print(*columns(rows, "<>"), sep="\n")
-    if len(report.ranks) > len(shown):
-        print(f"(the first {len(shown)} of {len(report.ranks)} ranks; --json has all)")
-    print(f"page: {page}")
+    heading = [*wrapped(report.title), *wrapped(report.diagnosis)]
+    notes = [f"(the first {len(shown)} of {len(report.ranks)} ranks; --json has all)"]
+    notes *= len(report.ranks) > len(shown)
+    show([*heading, *columns(rows, "<>"), *notes, f"page: {page}"], sys.stdout)

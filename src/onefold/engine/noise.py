@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onefold.text import format_share
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
 
@@ -69,8 +70,8 @@ class NoiseScale:
             return "gradient noise scale: more steps are needed to estimate it"
         return (
             f"gradient noise scale: {batches:.3g} times the rows of a step, over {self.steps} "
-            f"steps; {number} micro-batches make {1 / (1 + batches):.0%} of the progress of an "
-            f"endless batch, {self.suggested_microbatches} make half of it"
+            f"steps; {number} micro-batches make {format_share(1 / (1 + batches))} of the progress "
+            f"of an endless batch, {self.suggested_microbatches} make half of it"
         )
 
     # events of the engine

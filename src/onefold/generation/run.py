@@ -18,13 +18,13 @@ from onefold.generation.job import GenerateJob
 from onefold.generation.meter import Passes, PassMeter, copy_rate, disk_rate, files_of
 from onefold.generation.sources import Source
 from onefold.generation.tokens import Bytes, Streamer, Tokens, Words
-from onefold.host import in_bytes
 from onefold.mesh.world import World
 from onefold.models.gpt import GPT, VOCAB
 from onefold.models.loader import logits_of
 from onefold.planner.passes import Use, streamed_nbytes
 from onefold.planner.uses import verb_of
 from onefold.recipe import Recipe
+from onefold.text import format_bytes
 from onefold.train.memory_table import RankMemory, measure
 from onefold.train.sample import TEMPERATURE
 
@@ -216,10 +216,10 @@ def kv_cache(job: GenerateJob, model: Any) -> Any:
 
 
 def _cache_line(report: KVReport) -> str:
-    held = ", ".join(f"{in_bytes(nbytes)} on {tier}" for tier, nbytes in report.held.items())
-    moved = f"{in_bytes(report.written_nbytes)} written, {in_bytes(report.read_nbytes)} read"
-    each = f"{report.tokens:,d} tokens of {in_bytes(report.token_nbytes)}"
-    return f"KV cache: {each}; full blocks: {held or 'none'}; {moved}"
+    held = ", ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in report.held.items())
+    written, read = format_bytes(report.written_nbytes), format_bytes(report.read_nbytes)
+    each = f"{report.tokens:,d} tokens of {format_bytes(report.token_nbytes)}"
+    return f"KV cache: {each}; full blocks: {held or 'none'}; {written} written, {read} read"
 
 
 def _write_bytes(job: GenerateJob, module: nn.Module, prompt: Tensor, streamer: Streamer) -> None:

@@ -17,10 +17,10 @@ from typing import Literal
 
 from onefold.engine.engine import Engine
 from onefold.engine.keeping import gathered_units, most_nbytes
-from onefold.host import in_bytes
 from onefold.ledger import Kind, Traffic
 from onefold.planner.auto import room_to_keep
 from onefold.planner.windows import TrainedUnits
+from onefold.text import format_bytes
 
 Order = Literal["auto", "layers", "keep", "plain"]
 
@@ -101,7 +101,7 @@ class Accumulation:
             line += f", as the module is no chain of blocks: {self.refused}"
         tiled = any(unit.is_tiled for unit in engine.units)  # gathered for each use in every order
         if engine.policy.frees_after_forward and engine.group.world_size > 1 and not tiled:
-            line += f". Sent {in_bytes(sum(self.sent_nbytes))} a step; {self._costs(engine)}"
+            line += f". Sent {format_bytes(sum(self.sent_nbytes))} a step; {self._costs(engine)}"
         return [line]
 
     def _costs(self, engine: Engine) -> str:
@@ -114,16 +114,19 @@ class Accumulation:
         passes = {"layers": (2, 1), "keep": kept, "plain": (2 * number, number)}
         gathers, reductions = passes[self.order]
         gather, reduction = int(gathered / gathers), int(reduced / reductions)
-        borders = in_bytes(self.border_nbytes) if self.is_proved else "an unknown number of bytes"
+        borders = (
+            format_bytes(self.border_nbytes) if self.is_proved else "an unknown number of bytes"
+        )
         costs = [
             ("plain", number * (2 * gather + reduction), "nothing"),
-            ("keep", gather + reduction, in_bytes(everything)),
+            ("keep", gather + reduction, format_bytes(everything)),
             ("layers", 2 * gather + reduction, borders),
         ]
         if self.refused is not None:
             del costs[-1]
         return ", ".join(
-            f"{name!r} sends {in_bytes(sent)} and holds {held} more" for name, sent, held in costs
+            f"{name!r} sends {format_bytes(sent)} and holds {held} more"
+            for name, sent, held in costs
         )
 
 

@@ -237,15 +237,6 @@ def _can_be_tiled(owned: Owned) -> bool:
     )
 
 
-def describe_units(plans: Iterable[UnitPlan]) -> str:
-    """The plan as text: one line a unit."""
-    lines = [
-        f"{plan.name:40s} {len(plan.members):4d} parameters {plan.nbytes / 2**20:9.2f} MiB"
-        for plan in plans
-    ]
-    return "\n".join(lines)
-
-
 def _add_callers(
     plan: UnitPlan,
     owned: Owned,

@@ -13,7 +13,7 @@ from typing import Any
 
 from onefold.planner.machines import Efficiency, Link, Machine
 from onefold.planner.simulate import slowest_of
-from onefold.planner.sizes import format_bytes
+from onefold.text import format_bytes, format_rate, format_seconds, format_share
 
 THIS_MACHINE = "this machine"
 FASTEST = 1e18
@@ -223,15 +223,15 @@ def speeds_of(fields: Mapping[str, Any]) -> Speeds:
 _TEXTS: dict[str, Callable[[float], str]] = {
     "products_flops_per_s": lambda rate: f"products {rate / 1e9:.0f} GFLOP/s",
     "attention_flops_per_s": lambda rate: f"attention {rate / 1e9:.0f}",
-    "memory_bytes_per_s": lambda rate: f"the rest {rate / 1e9:.1f} GB/s",
-    "kernel_seconds": lambda seconds: f"{seconds * 1e6:.0f} us around a kernel",
+    "memory_bytes_per_s": lambda rate: f"the rest {format_rate(rate)}",
+    "kernel_seconds": lambda seconds: f"{format_seconds(seconds)} around a kernel",
     "random_numbers_per_s": lambda rate: f"{rate / 1e9:.2f} G random numbers/s",
-    "optimizer_bytes_per_s": lambda rate: f"AdamW {rate / 1e9:.1f} GB/s",
-    "seconds_around_a_step": lambda seconds: f"{seconds * 1e3:.0f} ms around a step",
-    "gather_bytes_per_s": lambda rate: f"gathers {rate / 1e9:.2f} GB/s",
-    "reduce_bytes_per_s": lambda rate: f"reductions {rate / 1e9:.2f} GB/s",
-    "latency_seconds": lambda seconds: f"{seconds * 1e3:.2f} ms a hop in a step",
-    "contention": lambda share: f"compute beside them {1 - share:.0%}",
+    "optimizer_bytes_per_s": lambda rate: f"AdamW {format_rate(rate)}",
+    "seconds_around_a_step": lambda seconds: f"{format_seconds(seconds)} around a step",
+    "gather_bytes_per_s": lambda rate: f"gathers {format_rate(rate)}",
+    "reduce_bytes_per_s": lambda rate: f"reductions {format_rate(rate)}",
+    "latency_seconds": lambda seconds: f"{format_seconds(seconds)} a hop in a step",
+    "contention": lambda share: f"compute beside them {format_share(1 - share)}",
 }
 """Constants for people, in order."""
 
@@ -269,6 +269,6 @@ def _lines(made: Calibration, speeds: Speeds) -> list[str]:
     return [
         f"measured here, {ranks} of {threads}: a micro-batch of {made.model} "
         f"({format_bytes(4 * made.numel)} of weights in fp32, {made.tokens} tokens) in "
-        f"{speeds.micro_batch.seconds:.3f} s",
+        f"{format_seconds(speeds.micro_batch.seconds)}",
         "  " + ", ".join(text(found[name]) for name, text in _TEXTS.items() if name in found),
     ]

@@ -9,9 +9,7 @@ from typing import Any
 
 from onefold.planner.mixed import KindPlan, MixedJob, MixedSplit
 from onefold.planner.search import Row, Search
-from onefold.planner.show import seconds
-from onefold.planner.sizes import format_bytes
-from onefold.text import columns, counted, wrapped
+from onefold.text import columns, counted, format_bytes, format_seconds, format_share, wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +78,9 @@ class MixedPlan:
         rows = str(each.rows) if min(own) == each.rows else f"{min(own)}-{each.rows}"
         return (
             kind.name, f"{kind.first}-{last}" if kind.ranks > 1 else str(last), rows,
-            f"{each.share:.2%}", format_bytes(each.at_rest_nbytes),
+            format_share(each.share), format_bytes(each.at_rest_nbytes),
             format_bytes(each.needs["device"]), format_bytes(kind.room["device"]),
-            seconds(step.seconds) if step else "",
+            format_seconds(step.seconds) if step else "",
         )  # fmt: skip
 
     def _comparison(self) -> Iterator[str]:
@@ -90,9 +88,8 @@ class MixedPlan:
         step, equal = self.split.step, self.equal.step
         if step is not None and equal is not None:
             times = equal.seconds / step.seconds
-            yield (
-                f"an equal split takes {seconds(equal.seconds)} a step, {times:.2f} x as long{fits}"
-            )
+            slower = f"{format_seconds(equal.seconds)} a step, {times:.2f} x as long"
+            yield f"an equal split takes {slower}{fits}"
         elif fits:
             yield f"an equal split does not fit: {_short(self.equal)}"
         if self.largest and self.equal_largest is not None:

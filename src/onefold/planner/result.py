@@ -17,8 +17,7 @@ from onefold.planner.mixed_plan import MixedPlan, row_lines, sampler_of
 from onefold.planner.search import Row, Search
 from onefold.planner.show import memory_table, short_table, traffic_table, wire_lines
 from onefold.planner.show_axes import axis_lines, mesh_of, mesh_words
-from onefold.planner.sizes import format_bytes
-from onefold.text import counted, shell_lines, wrapped
+from onefold.text import counted, format_bytes, shell_lines, wrapped
 
 FOLDER = "PATH"
 """Stands in commands for the folder of the disk tier."""
@@ -202,13 +201,14 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(is_wide=False))
+        return "\n".join(self.lines(is_wide=False))
 
     def wide(self) -> str:
         """Return the text of the plan with memory by kind, bytes sent and tokens/s."""
-        return "\n".join(self._lines(is_wide=True))
+        return "\n".join(self.lines(is_wide=True))
 
-    def _lines(self, *, is_wide: bool) -> Iterator[str]:
+    def lines(self, *, is_wide: bool) -> Iterator[str]:
+        """Yield the text of the plan, in lines and tables."""
         yield from wrapped(self._heading())
         yield ""
         yield from short_table(self.rows, self.best)

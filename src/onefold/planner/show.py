@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from onefold.planner.search import GROUPS, Row
-from onefold.planner.sizes import format_bytes
-from onefold.text import columns, common_unit, in_unit, wrapped
+from onefold.text import columns, common_unit, format_bytes, format_seconds, in_unit, wrapped
 
 HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
@@ -26,7 +25,7 @@ def short_table(rows: Sequence[Row], best: Row | None) -> list[str]:
         cells = [f"{'*' if row is best else ''}{row.stage}", *[row.offload] * has_offload]
         cells += [str(row.rows)] * has_rows
         cells += [f"{in_unit(row.needs['device'], unit)} {name}", _fits(row)]
-        cells += [seconds(row.step.seconds)] if row.step else []
+        cells += [format_seconds(row.step.seconds)] if row.step else []
         lines.append([*cells, _why(row, best)])
     numbers = ">" * (has_rows + 2 + has_times)
     return columns(lines, f">{'<' * has_offload}{numbers}<")
@@ -97,14 +96,9 @@ def wire_lines(wires: Sequence[Row], taken: Row, numel: int) -> list[str]:
         mark = "*" if row.wire == taken.wire else ""
         cells = [mark + row.wire.name, f"{each[0]} + {each[1]}", f"{each[2]} + {each[3]}"]
         cells += [format_bytes(row.needs["device"]), _fits(row)]
-        cells += [seconds(row.step.seconds)] if row.step else []
+        cells += [format_seconds(row.step.seconds)] if row.step else []
         lines.append([*cells, "lossy" if row.wire.is_lossy else ""])
     tier = f", offload {taken.offload}," if taken.offload != "none" else ""
     what = "bytes per parameter of all ranks, weights + gradients"
     title = f"stage {taken.stage}{tier} on each wire: {what}"
     return ["", *wrapped(title), *columns(lines, ">")]
-
-
-def seconds(number: float) -> str:
-    """Write seconds with three digits."""
-    return f"{number * 1e3:.3g} ms" if number < 1 else f"{number:,.2f} s"

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 from onefold.planner.axes import MESSAGES
 from onefold.planner.composition import Composition, RankPlan
-from onefold.planner.show import seconds
-from onefold.planner.sizes import format_bytes
-from onefold.text import columns, wrapped
+from onefold.text import columns, exact_bytes, format_bytes, format_seconds, format_share, wrapped
 
 
 def mesh_words(made: Composition) -> str:
@@ -30,7 +28,7 @@ def axis_lines(made: Composition, stage: int) -> Iterator[str]:
     for line in made.lines:
         cells = [line.axis, f"{line.ranks:,d}", format_bytes(line.nbytes)]
         if line.seconds is not None and line.share is not None:
-            cells += [seconds(line.seconds), f"{line.share:.1%}"]
+            cells += [format_seconds(line.seconds), format_share(line.share)]
         rows.append([*cells, _about(made, line.axis)])
     yield from ("", *wrapped(f"stage {stage} on {mesh_words(made)}, a step of one rank:"))
     yield from columns(rows, ">" * (len(heads) - 1) + "<")
@@ -42,7 +40,7 @@ def _about(made: Composition, axis: str) -> str:
     if axis != "pp":
         return MESSAGES[axis]
     share = made.axes.bubble_share(made.num_micro)
-    return f"{MESSAGES[axis]}; bubble {share:.0%}"
+    return f"{MESSAGES[axis]}; bubble {format_share(share)}"
 
 
 def _pipeline(made: Composition) -> Iterator[str]:
@@ -66,11 +64,6 @@ def _pipeline(made: Composition) -> Iterator[str]:
         limit = f'"{exact_bytes(made.window)}"' if made.window else "0"
         said = "leaves room for activations: by itself it would keep more"
         yield from wrapped(f"onefold.pipeline(schedule, window={limit}) {said}")
-
-
-def exact_bytes(nbytes: int) -> str:
-    """Write bytes as `onefold.pipeline(window=)` reads them."""
-    return f"{nbytes >> 20}MiB" if nbytes % 2**20 == 0 else f"{nbytes}B"
 
 
 def _window(rank: RankPlan) -> tuple[str, str]:

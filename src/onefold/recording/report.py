@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from onefold.ledger import Ledger, Traffic, Usage
+from onefold.text import format_share
 
 if TYPE_CHECKING:  # `onefold report` writes a page without torch
     from onefold.unit.unit import Unit
@@ -121,7 +122,7 @@ class Report:
         lines += [f"planned: {self.offload}"] * bool(self.offload)
         lines += [f"note: {note}" for note in self.notes]
         if len(set(self.row_shares)) > 1:
-            lines += [f"rows by speed: {', '.join(f'{each:.1%}' for each in self.row_shares)}"]
+            lines += [f"rows by speed: {', '.join(format_share(each) for each in self.row_shares)}"]
         lines += ["kind           tier          now bytes         peak bytes"]
         for kind, tiers in self.memory.items():
             lines += [

@@ -38,7 +38,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from onefold.recording.report import UnitLine
 from onefold.recording.step_record import StepRecord
-from onefold.recording.words import format_share
+from onefold.text import format_share
 
 FORMAT = 1
 

@@ -64,30 +64,3 @@ def known_first(words: Iterable[str], known: Iterable[str]) -> list[str]:
     found = dict.fromkeys(words)
     first = [word for word in known if word in found]
     return first + [word for word in found if word not in first]
-
-
-def format_bytes(nbytes: float) -> str:
-    """Format bytes in the largest binary unit that leaves a whole part: `12.3 MiB`."""
-    amount, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    unit = units.pop(0)
-    while abs(amount) >= 0.9995 * 1024 and units:
-        amount, unit = amount / 1024, units.pop(0)
-    return f"{amount:,.0f} {unit}" if unit == "bytes" else f"{_three_digits(amount)} {unit}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration in s, ms or us: `12.3 ms`."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if abs(seconds) * factor >= 1:
-            return f"{_three_digits(seconds * factor)} {unit}"
-    return f"{_three_digits(seconds * 1e6)} \N{MICRO SIGN}s" if seconds else "0 ms"
-
-
-def format_share(share: float) -> str:
-    """Format a share of one as a percentage."""
-    return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
-
-
-def _three_digits(amount: float) -> str:
-    size = abs(amount)
-    return f"{amount:,.{0 if size >= 99.95 else 1 if size >= 9.995 else 2}f}"

@@ -30,9 +30,9 @@ from onefold.layout.cut import Shares
 from onefold.planner.auto import ACTIVATIONS_SHARE
 from onefold.planner.estimate import bare
 from onefold.planner.memory import forecast
-from onefold.planner.sizes import format_bytes
 from onefold.recipe import Recipe
 from onefold.shares.weights import in_parts, unless_even, weights_of
+from onefold.text import format_bytes, format_share
 from onefold.wire.collectives import Group
 
 PARTS_A_RANK = 32
@@ -139,7 +139,7 @@ class Capacity:
             most = self.most(left)
             if sum(most) >= 1:
                 return self._evenest(most)
-        return f"all ranks together have room for {sum(self.most()):.0%} of the state"
+        return f"all ranks together have room for {format_share(sum(self.most()))} of the state"
 
     def _evenest(self, most: Sequence[float]) -> Shares:
         """Fill shares to one level, those of ranks with less room to their limit, in steps."""

@@ -28,10 +28,11 @@ from onefold.config import Offload
 from onefold.engine.blocks import BLOCK_NUMEL
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, expected
-from onefold.host import MIB, free_host_nbytes, in_bytes, usable_cores, versions
+from onefold.host import MIB, free_host_nbytes, usable_cores, versions
 from onefold.layout.rows import Layout
 from onefold.ledger import Ledger
 from onefold.mesh.world import World
+from onefold.text import format_bytes
 from onefold.tier.cpu import HostStore
 from onefold.tier.disk import DiskStore, SwapFile
 from onefold.tier.slots import host_room
@@ -216,16 +217,16 @@ def _cache_notes(nbytes: int) -> Iterator[str]:
     largest = max((int(size[:-1]) * 1024 for size in sizes if size[:-1].isdigit()), default=0)
     if nbytes <= 2 * largest:
         yield (
-            f"{in_bytes(nbytes)} of state may stay in a cache of {in_bytes(largest)}: these are "
-            "not rates of memory, raise --mib"
+            f"{format_bytes(nbytes)} of state may stay in a cache of {format_bytes(largest)}: "
+            "these are not rates of memory, raise --mib"
         )
 
 
 def check_memory(nbytes: int) -> None:
     """Refuse tensors that do not fit into this host's free memory."""
     free = free_host_nbytes()
-    wanted = f"{in_bytes(nbytes)} of free memory"
-    _require(nbytes <= free, wanted, in_bytes(free), "a smaller --mib")
+    wanted = f"{format_bytes(nbytes)} of free memory"
+    _require(nbytes <= free, wanted, format_bytes(free), "a smaller --mib")
 
 
 def _require(is_met: bool, wanted: str, got: str, hint: str) -> None:
@@ -316,8 +317,8 @@ def _check_room(paths: Sequence[Path], nbytes: int) -> None:
         can_write = os.access(path, os.W_OK | os.X_OK)
         _require(can_write, f"a folder to write to at {path}", "one that is read-only", hint)
         needed, free = nbytes // len(paths) + 4 * REQUEST_NBYTES, shutil.disk_usage(path).free
-        wanted = f"{in_bytes(needed)} of free space at {path}"
-        _require(needed <= free, wanted, in_bytes(free), "a smaller --mib, or another --path")
+        wanted = f"{format_bytes(needed)} of free space at {path}"
+        _require(needed <= free, wanted, format_bytes(free), "a smaller --mib, or another --path")
     check_memory(nbytes)  # gradients, and weights until they are on the disk: two thirds
 
 

@@ -23,14 +23,13 @@ from onefold.host import (
     DISK_NBYTES,
     GIB,
     MIB,
-    in_bytes,
     measure_disk,
     memory_nbytes,
     usable_cores,
     versions,
 )
 from onefold.mesh.world import World
-from onefold.text import counted
+from onefold.text import counted, format_bytes, format_rate
 from onefold.tools.bandwidth import Ask, measure_link
 
 COPY_NBYTES = 128 * MIB
@@ -98,7 +97,7 @@ def describe(folder: str | None = None) -> HostReport:
 
 def _gpu(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)
-    return f"{properties.name}, {in_bytes(properties.total_memory)}"
+    return f"{properties.name}, {format_bytes(properties.total_memory)}"
 
 
 def _measure_copy() -> float:
@@ -130,18 +129,19 @@ def checks(machine: HostReport, link: dict[str, Any] | None) -> list[Check]:
     wire = "not measured: the ranks failed"
     if link is not None:
         wire = f"{link['backend']} between {counted(link['world_size'], 'rank')}, "
-        wire += f"gathers {in_bytes(link['received_per_s'])}/s"
+        wire += f"gathers {format_rate(link['received_per_s'])}"
     facts = [
         ("versions", ", ".join(f"{name} {number}" for name, number in machine.versions.items()),
          WARN, not machine.versions["torch"].startswith(TRIED_TORCH),
          f"only torch {TRIED_TORCH} was tried: pip install torch=={TRIED_TORCH}.*"),
         ("system", f"{machine.system}, {machine.cores} cores, {machine.threads} torch threads",
          OK, False, ""),
-        ("memory", f"{in_bytes(machine.memory_total)}, {in_bytes(machine.memory_free)} free, "
-         f"copies {in_bytes(machine.copy_per_s)}/s", WARN, machine.memory_total < 4 * GIB,
+        ("memory", f"{format_bytes(machine.memory_total)}, "
+         f"{format_bytes(machine.memory_free)} free, copies {format_rate(machine.copy_per_s)}",
+         WARN, machine.memory_total < 4 * GIB,
          "training needs 16 bytes per parameter: take a smaller model, or --offload disk:PATH"),
-        ("disk", f"{in_bytes(machine.disk_free)} free, writes "
-         f"{in_bytes(machine.disk_write_per_s)}/s: {machine.disk_folder}", WARN,
+        ("disk", f"{format_bytes(machine.disk_free)} free, writes "
+         f"{format_rate(machine.disk_write_per_s)}: {machine.disk_folder}", WARN,
          machine.disk_free < 10 * GIB,
          "checkpoints need 12 bytes per parameter: free some space, or save to another disk"),
         ("link", wire, FAIL, link is None,
@@ -178,13 +178,13 @@ def _limits() -> list[Check]:
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else inf
     quota = _cpu_quota()
     return _judged([
-        ("locked memory (ulimit -l)", "unlimited" if locked == inf else in_bytes(locked),
+        ("locked memory (ulimit -l)", "unlimited" if locked == inf else format_bytes(locked),
          WARN, torch.cuda.is_available() and locked < 64 * MIB,
          "GPU ranks pin memory: raise it with `ulimit -l unlimited`"),
         ("open files (ulimit -n)", "unlimited" if files == inf else f"{files:.0f}",
          WARN, files < 1024,
          "each rank opens a socket to every other: raise it with `ulimit -n 65536`"),
-        ("/dev/shm", "" if shared == inf else in_bytes(shared), WARN, shared < GIB,
+        ("/dev/shm", "" if shared == inf else format_bytes(shared), WARN, shared < GIB,
          "NCCL and data loaders use it: start the container with --shm-size=8g"),
         ("OMP_NUM_THREADS", threads or "not set", WARN,
          too_many or (threads == "1" and cores > 4), threads_hint),

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from onefold.errors import OnefoldError, expected, listed
-from onefold.host import MIB, free_host_nbytes, in_bytes
+from onefold.host import MIB, free_host_nbytes
 from onefold.mesh.ranks import local_place
 from onefold.mesh.world import World, ending_process
 from onefold.planner.auto import free_nbytes
 from onefold.planner.mixed import LARGEST_WEIGHT
 from onefold.planner.mixed_plan import runs_of
-from onefold.text import columns, wrapped
+from onefold.text import columns, format_bytes, format_rate, wrapped
 from onefold.tools.bandwidth import BandwidthRow, in_rounds, waiter
 
 WIDTHS = {"cpu": 512, "cuda": 4096}
@@ -110,8 +110,8 @@ class JobSpeeds:
         ], "><<>")  # fmt: skip
         pair = self.slowest_pair
         if pair is not None:
-            rate = in_bytes(self.links[pair[0]][pair[1]])
-            yield from wrapped(f"slowest pair: ranks {pair[0]} and {pair[1]}, {rate}/s each way")
+            rate = format_rate(self.links[pair[0]][pair[1]])
+            yield from wrapped(f"slowest pair: ranks {pair[0]} and {pair[1]}, {rate} each way")
         rows, states = self.row_shares, self.state_shares
         yield from wrapped(f"rows by speed: {runs_of(rows) if rows else 'the same on all ranks'}")
         if states is None:
@@ -122,9 +122,9 @@ class JobSpeeds:
     def _cells(self, each: RankSpeeds) -> tuple[str, ...]:
         own = [rate for rank, rate in enumerate(self.links[each.rank]) if rank != each.rank]
         return (
-            str(each.rank), each.host, each.device, in_bytes(each.free_nbytes),
-            in_bytes(each.free_host_nbytes), f"{each.flops_per_s / 1e9:,.0f} GFLOP/s",
-            f"{in_bytes(each.copied_per_s)}/s", f"{in_bytes(min(own))}/s" if own else "",
+            str(each.rank), each.host, each.device, format_bytes(each.free_nbytes),
+            format_bytes(each.free_host_nbytes), f"{each.flops_per_s / 1e9:,.0f} GFLOP/s",
+            format_rate(each.copied_per_s), format_rate(min(own)) if own else "",
         )  # fmt: skip
 
 
