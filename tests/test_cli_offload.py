@@ -30,7 +30,7 @@ def test_states_on_disk_train_as_on_the_device_and_are_told_where_they_rest(tmp_
         assert memory["now"].get("grad", 0) == 0
         assert {k: memory["now"].get(k, 0) for k in memory["expected"]} == memory["expected"]
         assert memory["resident_peak"] > 0
-    assert "bytes on disk; 100% of the optimizer state is off the device" in disk["offload"]
+    assert "bytes on disk; 100 % of the optimizer state is off the device" in disk["offload"]
     assert os.listdir(tmp_path) == []
 
 
