@@ -685,7 +685,7 @@ def test_the_command_prints_a_line_for_each_axis_and_rank():
     assert [line.split()[:2] for line in lines[first + 1 : first + 4]] == [
         ["data", "2"], ["tp", "2"], ["pp", "2"],
     ]  # fmt: skip
-    assert lines[first + 3].endswith("sends; bubble 20%")
+    assert lines[first + 3].endswith("sends; bubble 20 %")
     assert "  mesh = init_device_mesh" in done.stdout
     assert any('mesh=mesh["dp"])' in line for line in lines)
     assert "--tp 2" in lines[-1]

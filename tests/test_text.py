@@ -107,6 +107,13 @@ def test_a_terminal_gets_tables_and_lines_in_its_width(has, width, monkeypatch):
     assert "[bold]" in "".join(lines)
 
 
+def test_a_terminal_gets_a_command_in_one_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    terminal, command = Terminal(), "  onefold train " + "--flag value " * 5 + "--last 1"
+    show([command], terminal)
+    assert terminal.getvalue() == f"{command}\n"
+
+
 def test_a_name_that_is_too_long_for_a_pipe_has_a_line_of_its_own():
     (table,) = columns([("name", "bytes"), ("n" * 90, "1"), ("short", "22")], "<>")
     assert isinstance(table, Table)

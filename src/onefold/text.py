@@ -130,7 +130,10 @@ def show(parts: Iterable[str], stream: TextIO) -> None:
     width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
     console = Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
     for part in parts:
-        console.print(_drawn(part) if isinstance(part, Table) else part)
+        if isinstance(part, Table):
+            console.print(_drawn(part))
+        else:  # indented lines are commands and code, which people copy: they stay one line
+            console.print(part, soft_wrap=part.startswith("  "))
 
 
 def _drawn(table: Table) -> Any:

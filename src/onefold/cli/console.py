@@ -127,7 +127,7 @@ def print_result(result: TrainResult, stream: TextIO) -> None:
     bits = result.held_out / log(2)
     loss = f"held-out loss {result.held_out:.3f} nats per byte ({bits:.2f} bits)"
     speed = f"{result.tokens_per_s:,.0f} bytes/s for {format_seconds(result.seconds)}"
-    report = [f"\nreport: {result.report}"] * (result.report is not None)
+    report = [f"\nreport: {result.report}"] * bool(result.report)
     show(
         [f"\n{loss}   {speed}\n", *memory_table(result), *_text_lines(result.text), *report], stream
     )
