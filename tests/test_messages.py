@@ -98,11 +98,10 @@ def constants(path: Path) -> set[str]:
     """Names of a module's constants that are written as numbers: `1 << 20`, `64 * 1024`."""
     found: set[str] = set()
     for node in ast.parse(path.read_text()).body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
-        values = ast.walk(node.value) if targets and node.value is not None else ()
-        if any(map(is_size, values)):
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(map(is_size, ast.walk(node.value))):
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
     return found
 
 

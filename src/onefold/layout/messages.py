@@ -70,28 +70,11 @@ def gathered(regions: Iterable[tuple[Slot, int]]) -> Regions:
     return Regions([slot for slot, _ in sharded], [offset for _, offset in sharded])
 
 
-def gather_message(layout: Layout) -> Regions:
-    """All slabs of a unit, and a tag from each rank behind them."""
-    slabs = [(slab, slab.full_offset) for slot in layout.slots for slab in slot.slabs()]
-    return gathered([*slabs, (tags_of(layout.world_size), layout.full_numel)])
-
-
 def gather_inside(layout: Layout, node: NodeLayout) -> Regions:
     """The hop inside the node: the rows and the tags of every node, cut over its ranks."""
     regions = [(slot, slot.full_offset) for slot in layout.slots if not slot.replicated]
     regions.append((tags_of(layout.world_size), layout.full_numel))
     return gathered((part, offset) for slot, offset in regions for part in node.axes.inside(slot))
-
-
-def gather_between(layout: Layout, node: NodeLayout, *, keeps: bool) -> Regions:
-    """The hop between nodes: into the secondary shard if the node `keeps` one, else in place."""
-    axes, slots = node.axes, layout.slots
-    if keeps:
-        rows = [(node.between(index), node.region(index)[0]) for index in range(len(slots))]
-        return gathered([*rows, (tags_of(axes.nodes), node.numel)])
-    tags = axes.between(tags_of(layout.world_size))
-    rows = [(axes.between(slot), slot.full_offset) for slot in slots]
-    return gathered([*rows, (tags, layout.full_numel)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,43 +90,41 @@ class GatherPlan:
 
     @staticmethod
     def on_one_axis(layout: Layout, rank: int) -> GatherPlan:
-        """Plan the message of all regions; a world of one sends none, and has no tag."""
+        """All slabs of a unit, and a tag from each rank behind them; a world of one has no tag."""
         slabs = [slab for slot in layout.slots for slab in slot.slabs()]
-        starts = [slab.full_offset + slab.pieces[rank][0] for slab in slabs]
-        num_tags = layout.world_size if layout.world_size > 1 else 0
-        tags = layout.full_numel, layout.full_numel + num_tags
-        return _gather_plan(gather_message(layout), layout, rank, (slabs, starts), (tags, rank))
+        regions = [(slab, slab.full_offset) for slab in slabs]
+        tags = tags_of(layout.world_size), layout.full_numel
+        return _gather_plan(layout, (rank, rank), slabs, [*regions, tags])
 
     @staticmethod
     def between(layout: Layout, node: NodeLayout, *, keeps: bool) -> GatherPlan:
-        """Plan the message of the hop between nodes; see `gather_between`."""
-        axes, slots, regions = node.axes, layout.slots, gather_between(layout, node, keeps=keeps)
+        """The hop between nodes: into the secondary shard if the node `keeps` one."""
+        axes, slots = node.axes, layout.slots
         if keeps:
-            starts = [node.own(index)[0] for index in range(len(slots))]
-            tags, own_tag = (node.numel, node.numel + axes.nodes), axes.node
+            regions = [(node.between(index), node.region(index)[0]) for index in range(len(slots))]
+            regions.append((tags_of(axes.nodes), node.numel))
         else:
-            starts = [slot.full_offset + slot.pieces[axes.rank][0] for slot in slots]
-            tags = layout.full_numel, layout.full_numel + layout.world_size
-            own_tag = axes.rank
-        return _gather_plan(regions, layout, axes.rank, (slots, starts), (tags, own_tag))
+            regions = [(axes.between(slot), slot.full_offset) for slot in slots]
+            regions.append((axes.between(tags_of(layout.world_size)), layout.full_numel))
+        return _gather_plan(layout, (axes.rank, axes.node), slots, regions)
 
 
 def _gather_plan(
-    regions: Regions, layout: Layout, rank: int, rows: tuple[Sequence[Slot], list[int]],
-    tags: tuple[Range, int],
-) -> GatherPlan:  # fmt: skip
-    """`rows`: slots, and where own rows of them start; `tags`: their span, and the own number."""
-    slots, starts = rows
-    numels = [slot.piece_numel(rank) for slot in slots]
-    in_message, in_shard = (
-        [(start, start + numel) for start, numel in zip(places, numels, strict=True)]
-        for places in (starts, [slot.shard_offsets[rank] for slot in slots])
-    )
+    layout: Layout, ranks: tuple[int, int], slots: Sequence[Slot], regions: list[tuple[Slot, int]]
+) -> GatherPlan:
+    """`ranks`: among all and in the group; `regions` of the slots with their offsets, then tags."""
+    (rank, own), (*rows, (tags, tags_start)) = ranks, regions
+    num_tags = tags.shape[0] if layout.world_size > 1 else 0
+    in_message = [
+        (offset + slot.pieces[own][0], offset + slot.pieces[own][1]) for slot, offset in rows
+    ]
+    starts = [slot.shard_offsets[rank] for slot in slots]
+    in_shard = [(start, start + b - a) for start, (a, b) in zip(starts, in_message, strict=True)]
     return GatherPlan(
-        regions,
-        split_at([*in_message, tags[0]], tags[0][1]),
+        gathered(regions),
+        split_at([*in_message, (tags_start, tags_start + num_tags)], tags_start + num_tags),
         split_at(in_shard, layout.shard_numels[rank]),
-        tags[1],
+        tags.pieces[own][0],
         [number for number, slot in enumerate(slots) if not slot.replicated],
         [number for number, slot in enumerate(slots) if slot.replicated],
     )

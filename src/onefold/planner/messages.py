@@ -22,12 +22,11 @@ from onefold.layout.cut import Shares
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.messages import (
     CodedMessages,
+    GatherPlan,
     MessagePlan,
     Parts,
     Regions,
-    gather_between,
     gather_inside,
-    gather_message,
     gathered,
     own_part_travels,
     parts_between,
@@ -182,8 +181,9 @@ def _one_axis(
     """`words`: the codecs of weights and of gradients."""
     first, (weights, gradients) = members[0], words
     word, itemsize = weights if first.is_floating else EXACT, first.compute_itemsize
+    regions = GatherPlan.on_one_axis(layout, group.rank).regions
     return UnitMessages(
-        gather=_gather(gather_message(layout), group, word, itemsize),
+        gather=_gather(regions, group, word, itemsize),
         reduce=_reduce(members, slabs_of(layout), group, gradients),
     )
 
@@ -212,7 +212,7 @@ def _two_hops(
     near, itemsize = ranks.local_world_size, members[0].compute_itemsize
     inside, between = ranks.group(near), ranks.group(ranks.world_size // near)
     node = NodeLayout.build(layout.slots, Axes(between.world_size, near, inside.rank))
-    cross = gather_between(layout, node, keeps=False)
+    cross = GatherPlan.between(layout, node, keeps=False).regions
     return UnitMessages(
         gather=_gather(gather_inside(layout, node), inside, wire.weights_inside, itemsize),
         cross=_gather(cross, between, wire.weights_between, itemsize),
