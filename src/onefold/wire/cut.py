@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onefold.layout.messages import MessagePlan, MessageRanks
-from onefold.layout.rows import Slot
+from onefold.layout.messages import MessagePlan
 
 
 class MessageLayout(MessagePlan):
@@ -19,13 +18,8 @@ class MessageLayout(MessagePlan):
     the small ones laid end to end.
     """
 
-    def __init__(
-        self, slots: Sequence[Slot], offsets: Sequence[int] | None, group: MessageRanks,
-        itemsize: int, name: str = "",
-    ) -> None:  # fmt: skip
-        super().__init__(slots, offsets, group, itemsize, name)
-        self._index: Tensor | None = None
-        self._rank_index: list[Tensor] = []
+    _index: Tensor | None = None
+    _rank_index: Sequence[Tensor] = ()
 
     def packed_index(self, device: torch.device) -> Tensor:
         """int64 [elements of the packed message]: the source position of each."""
