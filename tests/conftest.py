@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from onefold.layout import messages as layout_messages
 from onefold.planner import messages
-from onefold.wire import cut
 
 torch.set_num_threads(1)
 
@@ -33,7 +33,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Regions of 64 bytes share messages as those of 64 KiB do."""
-    monkeypatch.setattr(cut, "PACK_NBYTES", 64)
+    monkeypatch.setattr(layout_messages, "PACK_NBYTES", 64)
     messages._messages_of.cache_clear()
     yield
     messages._messages_of.cache_clear()

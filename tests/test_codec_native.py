@@ -15,7 +15,7 @@ from onefold.native import compiling
 from onefold.native.library import opened
 from onefold.wire import codec as codecs
 from onefold.wire.codec import codec_of, encode_with_feedback
-from onefold.wire.native import CodecKernel, kernels
+from onefold.wire.native import CodecKernel
 
 WORDS = ["int8", "int4", "int8+h", "int4+h"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -29,7 +29,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[CodecKernel]:
         pytest.skip("needs a C compiler")
     path = tmp_path_factory.mktemp("native") / "kernels.so"
     assert compiling.compile_library(["cc"], path) == ""
-    return kernels(opened(path))
+    return CodecKernel.of(opened(path))
 
 
 @st.composite
@@ -124,7 +124,7 @@ def test_feedback_is_the_same_with_and_without(compiled, word, monkeypatch):
 
 
 def test_without_a_library_torch_does_it(monkeypatch):
-    assert kernels(None) == []
+    assert CodecKernel.of(None) == []
     with_kernel(monkeypatch, None)
     codec, values = codec_of("int8"), torch.tensor([127.0, -63.5, 0.0])
     message, out = torch.empty(codec.nbytes(3), dtype=torch.uint8), torch.empty(3)

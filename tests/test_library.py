@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.engine.adam_kernel import kernels
+from onefold.engine.adam_kernel import AdamKernel
 from onefold.native import compiling
 from onefold.native.library import names, opened
 
@@ -17,7 +17,7 @@ def test_a_library_that_is_not_there_or_none_is_no_kernel(tmp_path):
     text = tmp_path / "text.so"
     text.write_text("not a library")
     assert opened(text) is None
-    assert kernels(None) == []
+    assert AdamKernel.of(None) == []
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

@@ -17,7 +17,7 @@ import onefold
 from onefold import Offload
 from onefold.engine import adam_kernel as native
 from onefold.engine import blocked_adam as adam
-from onefold.engine.adam_kernel import AdamKernel, Flats, kernels
+from onefold.engine.adam_kernel import AdamKernel, Flats
 from onefold.native import compiling
 from onefold.native.library import opened
 from tests.models import Model, next_token_loss, token_batches
@@ -43,7 +43,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[AdamKernel]:
         pytest.skip("needs a C compiler")
     path = tmp_path_factory.mktemp("native") / "kernel.so"
     assert compiling.compile_library(["cc"], path) == ""
-    found = kernels(opened(path))
+    found = AdamKernel.of(opened(path))
     if not found:
         pytest.skip("this CPU has no fma")
     return found

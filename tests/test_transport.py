@@ -8,14 +8,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onefold.layout.messages import PACK_NBYTES, SHARE_NBYTES
 from onefold.layout.rows import Layout, round_up
 from onefold.ledger import Kind, Ledger
 from onefold.wire.codec import codec_of
 from onefold.wire.coded import Coded
 from onefold.wire.collectives import Group
-from onefold.wire.cut import SHARE_NBYTES, MessageLayout
-from onefold.wire.exchange import PACK_NBYTES, Exchange
-from onefold.wire.transport import Composed
+from onefold.wire.cut import MessageLayout
+from onefold.wire.exchange import Exchange
+from onefold.wire.transport import Composed, Reduction
 from tests.ranks import run_processes, run_ranks
 
 MEDIUM = (PACK_NBYTES // 4 + 3, 2)
@@ -53,7 +54,8 @@ def reduce(rank, world_size, shapes, dtype, fresh):
     group = Group.of(dist.group.WORLD)
     cut = MessageLayout(layout.slots, None, group, dtype.itemsize)
     transport = Composed(Exchange(group, Ledger()))
-    transport.reduce_scatter(all_ranks[rank], cut, out, [fresh] * len(out), "reduce").wait()
+    reduction = Reduction(all_ranks[rank], cut, out, [fresh] * len(out), "reduce")
+    transport.reduce_scatter(reduction).wait()
     for index, slot in enumerate(layout.slots):
         start, stop = slot.pieces[rank]
         total = all_ranks[0][index][start:stop].float()
@@ -131,7 +133,7 @@ def coded(rank, world_size):
     partials = [torch.full((slot.numel,), float(rank)) for slot in layout.slots]
     out = [torch.empty(slot.piece_numel(rank)) for slot in layout.slots]
     cut = MessageLayout(layout.slots, None, group, 4)
-    transport.reduce_scatter(partials, cut, out, [True, True], "reduce").wait()
+    transport.reduce_scatter(Reduction(partials, cut, out, [True, True], "reduce")).wait()
     parcels = [
         round_up(codec_of("int8").nbytes(matrix), 16) + round_up(4 * vector, 16)
         for matrix, vector in zip(*([s.piece_numel(r) for r in range(world_size)]

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import onefold
 from onefold import Wire
 from onefold.engine.registry import engine_of
+from onefold.layout.messages import ALIGN_NBYTES
 from onefold.layout.rows import round_up
 from onefold.ledger import Usage
 from onefold.wire.codec import codec_of
-from onefold.wire.coded import ALIGN_NBYTES
 from onefold.wire_config import PRESETS
 from tests.ranks import run_ranks, seeded
 

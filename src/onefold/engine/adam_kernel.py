@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from onefold.native.library import library, names
+from onefold.native.library import Kernel
 
 SHARE_NUMEL = 128 * 1024
 """Elements per thread at least: stepping them takes several times as long as a thread's start."""
@@ -50,15 +50,15 @@ class _Flats(ctypes.Structure):
     ]
 
 
-class AdamKernel:
+class AdamKernel(Kernel):
     """One of the library's loops: AdamW and Adam in one pass, the same bits for every cut."""
 
+    word = "adam"
+
     def __init__(self, library: ctypes.CDLL, index: int, name: str) -> None:
-        self.name = name  # of the instruction set
-        self._index = index
-        self._call = library.onefold_adam
-        self._call.restype = None
-        self._call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+        super().__init__(library, index, name)
+        pointer = ctypes.c_void_p
+        self._call = self._function("onefold_adam", pointer, pointer, ctypes.c_int)
 
     @staticmethod
     def takes(stepped: Tensor, grad: Tensor, weight: Tensor) -> bool:
@@ -104,14 +104,7 @@ def _numbers(options: Mapping[str, Any], steps: float) -> _Step:
     )
 
 
-def kernels(found: ctypes.CDLL | None) -> list[AdamKernel]:
-    """Return the kernels of a library that this CPU runs, the fastest first."""
-    if found is None:
-        return []
-    return [AdamKernel(found, index, name) for index, name in enumerate(names(found, "adam"))]
-
-
 @cache
 def kernel() -> AdamKernel | None:
     """Return the kernel to use, if there is one."""
-    return next(iter(kernels(library())), None)
+    return AdamKernel.fastest()

@@ -34,6 +34,11 @@ DEVICE_BLOCK_NUMEL = 64 * 1024 * 1024
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def block_numel(device_type: str) -> int:
+    """Elements of one block, where narrow gradients are widened. The planner counts them, too."""
+    return CPU_BLOCK_NUMEL if device_type == "cpu" else DEVICE_BLOCK_NUMEL
+
+
 def frozen(value: Any) -> Any:
     """Copy a hyper-parameter, so that a scheduler cannot change it before the step is over."""
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
@@ -102,7 +107,7 @@ class BlockedAdam:
         if grad.dtype == stepped.dtype and weight is stepped:
             self._step_piece(stepped, grad, *moments, state["step"])
             return
-        block = CPU_BLOCK_NUMEL if stepped.device.type == "cpu" else DEVICE_BLOCK_NUMEL
+        block = block_numel(stepped.device.type)
         widened = self._scratch_for(stepped, min(block, len(stepped)))
         flats = (stepped, grad, weight, *moments)
         for p, g, w, m, v in zip(*(flat.split(block) for flat in flats), strict=True):

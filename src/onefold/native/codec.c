@@ -14,7 +14,7 @@
 
 #include "common.h"
 
-enum { MAX_GROUP = 4096, WIDTH = 32, LANES = 4, QUADS = WIDTH / LANES };
+enum { LANES = 4, QUADS = WIDTH / LANES }; /* compiling.py defines the others */
 
 /* One message and what it says: of fp32 or bf16 elements, decoded over them or added to them. */
 struct message {
@@ -78,12 +78,12 @@ INLINED void scale_by(float *work, int n, float factor)
         work[i] *= factor;
 }
 
-/* wire/rotation.py: H/32 in, H out, and what follows the last whole block divided by 4. */
+/* wire/rotation.py: H/32 in, H out, and what follows the last whole block divided by TAIL. */
 INLINED void rotate(float *work, int n)
 {
     int whole = n / WIDTH * WIDTH;
     scale_by(work, whole, 1.0f / WIDTH);
-    scale_by(work + whole, n - whole, 0.25f);
+    scale_by(work + whole, n - whole, 1.0f / TAIL);
     for (int i = 0; i < whole; i += WIDTH)
         transform(work + i);
 }
@@ -91,7 +91,7 @@ INLINED void rotate(float *work, int n)
 INLINED void rotate_back(float *work, int n)
 {
     int whole = n / WIDTH * WIDTH;
-    scale_by(work + whole, n - whole, 4.0f);
+    scale_by(work + whole, n - whole, TAIL);
     for (int i = 0; i < whole; i += WIDTH)
         transform(work + i);
 }
@@ -111,8 +111,8 @@ INLINED void encode_group(
         return;
     }
     union bits amax = {.whole = largest};
-    float quotient = amax.value / (is_int4 ? 7.0f : 127.0f);
-    *scale = rounded(quotient > 0x1p-126f ? quotient : 0x1p-126f);
+    float quotient = amax.value / (is_int4 ? LARGEST_INT4 : LARGEST_INT8);
+    *scale = rounded(quotient > SMALLEST_SCALE ? quotient : SMALLEST_SCALE);
     float inverse = 1.0f / widened(*scale);
     if (!is_int4) {
         for (int i = 0; i < n; i++)

@@ -14,7 +14,21 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno")
+WIDTH, TAIL = 32, 4.0  # of the rotation (wire/rotation.py)
+MAX_GROUP = 4096  # elements that share a scale
+LARGEST_INT8, LARGEST_INT4, SMALLEST_SCALE = 127.0, 7.0, 2.0**-126  # see wire/codec.py
+
+NUMBERS = {
+    "WIDTH": f"{WIDTH}", "TAIL": f"{TAIL}f", "MAX_GROUP": f"{MAX_GROUP}",
+    "LARGEST_INT8": f"{LARGEST_INT8}f", "LARGEST_INT4": f"{LARGEST_INT4}f",
+    "SMALLEST_SCALE": f"{SMALLEST_SCALE}f",
+}  # fmt: skip
+"""Numbers that C and torch compute with: the sources get them from here."""
+
+FLAGS = (
+    "-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno",
+    *(f"-D{name}={value}" for name, value in NUMBERS.items()),
+)  # fmt: skip
 """The sources say why; nothing for the CPU at hand: the library itself looks which one it is on."""
 
 TIMEOUT_S = 120

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from onefold.layout.cut import Range
+from onefold.layout.messages import ALIGN_NBYTES
 from onefold.layout.rows import round_up
 from onefold.outer.parcels import Parcel
 from onefold.wire.codec import Codec
-
-ALIGN_NBYTES = 16
-"""A codec reads parts of a message as wide numbers."""
 
 
 class ParcelMessage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from onefold.engine import blocks
+from onefold.engine import blocked_adam, blocks
 from onefold.engine.actions import Action, Verb
 from onefold.engine.policy import Policy
 from onefold.planner.byte_counter import ByteCounter
@@ -15,9 +15,6 @@ from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
 from onefold.wire.spare_buffers import SpareBuffers
-
-STEP_BLOCK_NBYTES = {"cpu": 512 * 1024 * 4, "cuda": 64 * 1024 * 1024 * 4}
-"""Bytes of one block of fp32 gradients, where narrow ones are widened (engine/blocked_adam.py)."""
 
 
 class ByteHands:
@@ -137,8 +134,8 @@ class ByteHands:
         """The optimizer steps the states on the device."""
         counter, recipe = self._counter, self._recipe
         counter.phase, counter.unit, counter.torch = "step", "", (0, 0)
-        block = STEP_BLOCK_NBYTES.get(recipe.device_type, 0)
-        widened = min(block, 4 * max(unit.rest_numel for unit in self._units))
+        block = blocked_adam.block_numel(recipe.device_type)
+        widened = 4 * min(block, max(unit.rest_numel for unit in self._units))  # to fp32
         counter.add("staging", widened if any(unit.master for unit in self._units) else 0)
         counter.see()
 

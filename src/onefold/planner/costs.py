@@ -20,9 +20,6 @@ from onefold.planner.machines import Machine
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
 
-LONG_NUMEL = 1 << 20
-"""Elements of a message whose scales are counted."""
-
 
 class Coding(NamedTuple):
     """The cost of writing a message, and of adding one to a sum."""
@@ -126,7 +123,8 @@ def _message(coded: Coded) -> tuple[str, float]:
     codec = word.removesuffix(DIFFERENCE)
     if codec in (_EXACT, EXACT):
         return _EXACT, itemsize
-    return codec, codec_of(codec).nbytes(LONG_NUMEL) / LONG_NUMEL
+    group = codec_of(codec).group
+    return codec, codec_of(codec).nbytes(group) / group
 
 
 def _gather(

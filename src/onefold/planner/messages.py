@@ -1,29 +1,44 @@
-"""One unit under a recipe: its bytes at rest, and its messages to the byte.
+"""Count one unit's bytes at rest under a recipe, and its messages to the byte.
 
     one axis    gather                                    reduce; at stage 0 -> second_hop (means)
     two hops    cross (between nodes) -> gather (inside)  reduce (inside) -> second_hop (between)
     replicas    gather (inside)                           reduce (inside) -> second_hop -> share
 
 All numbers are those of one rank: of rank 0, whose pieces are the longest, unless another is
-asked for. Ranks of unequal shares talk on one axis. layout/axes.py decides which rank
-sends which rows, wire/cut.py which regions share a message, wire/coded.py how long a coded one is.
+asked for. Ranks of unequal shares talk on one axis. layout/messages.py plans the messages; here
+their bytes are counted.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import compress
+from typing import NamedTuple
 
-from onefold.layout.cut import Cut, Shares, cut_of, parts_of
+from onefold.layout.axes import Axes, NodeLayout
+from onefold.layout.cut import Shares
 from onefold.layout.flat import UnitBytes, unit_bytes
-from onefold.layout.rows import PIECE_NUMEL, round_up
+from onefold.layout.messages import (
+    CodedMessages,
+    GatherPlan,
+    MessagePlan,
+    Parts,
+    Regions,
+    gather_inside,
+    gathered,
+    own_part_travels,
+    parts_between,
+    parts_inside,
+    parts_of_replicas,
+    reduce_message,
+    slabs_of,
+)
+from onefold.layout.rows import Layout
 from onefold.planner.work import UnitWork
 from onefold.recipe import Member, Recipe
-from onefold.wire.codec import Codec, codec_of
-from onefold.wire.coded import ALIGN_NBYTES
-from onefold.wire.cut import Size, size_of
+from onefold.wire.codec import codec_of
 from onefold.wire_config import DIFFERENCE, EXACT, Wire
 
 
@@ -77,14 +92,8 @@ def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> Pla
     recipe = recipe.on(unit.data_ranks)
     at = None if unit.data_ranks else rank
     first, found = unit.members[0], unit_bytes(unit.members, recipe, at)
-    mesh = recipe.world_size, recipe.local_world_size if recipe.has_axes else 0
     members = tuple(replace(member, fqn="") for member in unit.members)
-    is_nccl = recipe.device_type != "cpu"
-    if recipe.is_sharded:
-        axis = _Axis.of(recipe, at)
-        sent = _messages_of(members, mesh, recipe.wire, is_nccl, axis)
-    else:
-        sent = _all_reduce(members, _Axis(recipe.world_size), is_nccl)
+    sent = _messages_of(members, _Ranks.of(recipe, at), recipe.wire)
     owed = sent.reduce.owed + sent.second_hop.owed + sent.share.owed
     is_trained = any(member.requires_grad for member in members)
     return PlannedUnit(
@@ -98,233 +107,153 @@ def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> Pla
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """The ranks of a message; `own` is the one that is asked for."""
+class _Group(NamedTuple):
+    """The ranks of one message, and the rank that is asked for (`MessageRanks`)."""
 
-    ranks: int
-    shares: Shares = None
-    own: int = 0
+    world_size: int
+    rank: int
+    is_nccl: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """The ranks of a recipe, as far as messages depend on them."""
+
+    world_size: int
+    local_world_size: int  # of a node; 0: one axis
+    is_sharded: bool
+    is_nccl: bool
+    shares: Shares
+    rank: int  # the one that is asked for
 
     @staticmethod
-    def of(recipe: Recipe, rank: int | None) -> _Axis:
-        """Return the one axis of a recipe. `rank`: see `planned_unit`."""
-        shares = recipe.shares
-        if rank is None:
+    def of(recipe: Recipe, rank: int | None) -> _Ranks:
+        """`rank`: see `planned_unit`."""
+        shares, is_sharded = recipe.shares if recipe.is_sharded else None, recipe.is_sharded
+        if rank is None or not is_sharded:
             rank = shares.index(max(shares)) if shares else 0
-        return _Axis(recipe.world_size, shares, rank)
+        near = recipe.local_world_size if recipe.has_axes and is_sharded else 0
+        is_nccl = recipe.device_type != "cpu"
+        return _Ranks(recipe.world_size, near, is_sharded, is_nccl, shares, rank)
+
+    def group(self, world_size: int, rank: int = 0) -> _Group:
+        """The group of one hop."""
+        return _Group(world_size, rank, self.is_nccl)
+
+
+@lru_cache(maxsize=256)
+def _layout(
+    shapes: tuple[tuple[int, ...], ...], world_size: int, shares: Shares, *, by_rows: bool
+) -> Layout:
+    named = [(str(index), shape) for index, shape in enumerate(shapes)]
+    return Layout.build(named, world_size, shares, by_rows=by_rows)
 
 
 @lru_cache(maxsize=256)  # blocks are alike, and a plan tries many recipes
-def _messages_of(
-    members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire, is_nccl: bool, axis: _Axis
-) -> UnitMessages:
-    """`mesh`: all ranks, and the ranks of a node; 0: `axis` alone."""
-    _, near = mesh
-    if not near:
-        return _one_axis(members, axis, (wire.weights_between, wire.gradients_between), is_nccl)
-    if wire.secondary == "optimizer":
-        return _replicas(members, mesh, wire, is_nccl)
-    if not members[0].is_floating:
-        return _one_axis(members, axis, (EXACT, EXACT), is_nccl, by_rows=True)
-    return _two_hops(members, mesh, wire, is_nccl)
+def _messages_of(members: tuple[Member, ...], ranks: _Ranks, wire: Wire) -> UnitMessages:
+    near, shapes = ranks.local_world_size, tuple(member.shape for member in members)
+    are_replicas = near > 0 and wire.secondary == "optimizer"
+    world_size = near if are_replicas else ranks.world_size
+    layout = _layout(shapes, world_size, ranks.shares, by_rows=near > 0 and not are_replicas)
+    if are_replicas:
+        return _replicas(members, layout, ranks, wire)
+    if near and members[0].is_floating:
+        return _two_hops(members, layout, ranks, wire)
+    is_exact = near > 0 or not ranks.is_sharded
+    words = (EXACT, EXACT) if is_exact else (wire.weights_between, wire.gradients_between)
+    group = ranks.group(world_size, ranks.rank)
+    sent = _one_axis(members, layout, group, words)
+    if ranks.is_sharded:
+        return sent
+    slabs = (slab for slabs in _trained(members, slabs_of(layout)) for slab in slabs)
+    means = gathered((slab, slab.full_offset) for slab in slabs)
+    spread = _gather(means, group, EXACT, members[0].itemsize)
+    return UnitMessages(reduce=sent.reduce, second_hop=spread)
 
 
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """A parameter, or a part of it, cut over the ranks of a group."""
-
-    member: Member
-    numels: tuple[int, ...]  # by rank of the group
-    is_nccl: bool
-    num_slabs: int = 1  # of the parameter
-    own: int = 0  # the rank that is asked for
-
-    @property
-    def own_numel(self) -> int:
-        """Elements of the rank that is asked for."""
-        return self.numels[self.own]
-
-    @property
-    def others_numel(self) -> int:
-        """Elements of all other ranks."""
-        return sum(self.numels) - self.own_numel
-
-    @property
-    def is_trained(self) -> bool:
-        return self.member.requires_grad
-
-    @property
-    def is_replicated(self) -> bool:
-        return not self.member.shape
-
-    @property
-    def is_matrix(self) -> bool:
-        return len(self.member.shape) > 1
-
-    def size(self, itemsize: int) -> Size:
-        """Return how the region travels if it is not coded."""
-        return size_of(
-            self.numels, itemsize, is_replicated=self.is_replicated, is_nccl=self.is_nccl,
-            num_slabs=self.num_slabs,
-        )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)  # few shapes, hundreds of ranks, many recipes
-def _numels(cut: Cut) -> tuple[int, ...]:
-    """Return the elements of one slab, by rank."""
-    return tuple(stop - start for start, stop in cut.slab_ranges)
-
-
-def _slabs(
-    members: Iterable[Member], axis: _Axis, is_nccl: bool, *, by_rows: bool = False
-) -> list[_Region]:
-    """Return the regions of one-hop messages: one for each slab of a parameter."""
-    found: list[_Region] = []
-    for member in members:
-        cut = cut_of(member.shape, axis.ranks, axis.shares, by_rows=by_rows)
-        region = _Region(member, _numels(cut), is_nccl, cut.num_slabs, axis.own)
-        found += [region] * cut.num_slabs
-    return found
+def _trained(members: Sequence[Member], parts: Parts) -> Parts:
+    return list(compress(parts, (member.requires_grad for member in members)))
 
 
 def _one_axis(
-    members: tuple[Member, ...], axis: _Axis, words: tuple[str, str], is_nccl: bool,
-    *, by_rows: bool = False,
-) -> UnitMessages:  # fmt: skip
+    members: tuple[Member, ...], layout: Layout, group: _Group, words: tuple[str, str]
+) -> UnitMessages:
     """`words`: the codecs of weights and of gradients."""
-    if axis.ranks == 1:
-        return UnitMessages()
     first, (weights, gradients) = members[0], words
-    regions = _slabs(members, axis, is_nccl, by_rows=by_rows)
-    flags = 1 + sum(member.requires_grad for member in members)
+    word, itemsize = weights if first.is_floating else EXACT, first.compute_itemsize
+    regions = GatherPlan.on_one_axis(layout, group.rank).regions
     return UnitMessages(
-        gather=_gather(regions, 1, weights if first.is_floating else EXACT, first.compute_itemsize),
-        reduce=_reduce(regions, flags, gradients, first.compute_itemsize),
+        gather=_gather(regions, group, word, itemsize),
+        reduce=_reduce(members, slabs_of(layout), group, gradients),
     )
 
 
-def _all_reduce(members: tuple[Member, ...], axis: _Axis, is_nccl: bool) -> UnitMessages:
-    """Stage 0: gradients are reduced, and their means gathered in the parameters' own dtype."""
-    reduce = _messages_of(members, (axis.ranks, 0), Wire(), is_nccl, axis).reduce
-    regions = _slabs([each for each in members if each.requires_grad], axis, is_nccl)
-    return UnitMessages(reduce=reduce, second_hop=_gather(regions, 0, EXACT, members[0].itemsize))
-
-
 def _replicas(
-    members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire, is_nccl: bool
+    members: tuple[Member, ...], layout: Layout, ranks: _Ranks, wire: Wire
 ) -> UnitMessages:
     """Nodes are replicas: each averages a part of own rows of a node's mean, then all gather."""
-    ranks, near = mesh
-    nodes = ranks // near
-    words = wire.weights_inside, wire.gradients_inside
-    inside = _one_axis(members, _Axis(near), words, is_nccl)
-    regions = []
-    for member in members:
-        own = cut_of(member.shape, near).piece_numel(0)
-        parts = [stop - start for start, stop in parts_of(own, nodes)]
-        parts = parts if member.shape else [1] * nodes
-        regions.append(_Region(member, tuple(parts), is_nccl))
-    trained = [region for region in regions if region.is_trained]
-    itemsize, word = members[0].compute_itemsize, wire.gradients_between
-    wide = itemsize if word == EXACT else members[0].itemsize  # of means: they are rounded once
+    near, word = ranks.local_world_size, wire.gradients_between
+    inside, between = ranks.group(near), ranks.group(ranks.world_size // near)
+    parts = parts_of_replicas(layout, inside.rank, between.world_size)
+    means = gathered((part, 0) for (part,) in _trained(members, parts))
+    first = members[0]  # means that are coded are rounded once
+    itemsize = first.compute_itemsize if word == EXACT else first.itemsize
     return replace(
-        inside,
-        second_hop=_reduce(regions, 1 + len(trained), word, itemsize),
-        share=_gather(trained, 0, word, wide),
+        _one_axis(members, layout, inside, (wire.weights_inside, wire.gradients_inside)),
+        second_hop=_reduce(members, parts, between, word),
+        share=_gather(means, between, word, itemsize),
     )
 
 
 def _two_hops(
-    members: tuple[Member, ...], mesh: tuple[int, int], wire: Wire, is_nccl: bool
+    members: tuple[Member, ...], layout: Layout, ranks: _Ranks, wire: Wire
 ) -> UnitMessages:
     """Weights cross between nodes and are gathered inside; gradients take the way back."""
-    ranks, local_world_size = mesh
-    nodes, itemsize = ranks // local_world_size, members[0].compute_itemsize
-    near: list[_Region] = []  # every node's range of rows, cut over its ranks
-    far: list[_Region] = []  # this local rank's piece of every node's rows
-    kept = 0
-    for member in members:
-        pieces = _numels(cut_of(member.shape, ranks, by_rows=True))
-        own = pieces[::local_world_size]
-        far.append(_Region(member, own, is_nccl))
-        starts = range(0, ranks, local_world_size) if member.shape else (0,)
-        near += [_Region(member, pieces[at : at + local_world_size], is_nccl) for at in starts]
-        kept += round_up(sum(own) if member.shape else 1, PIECE_NUMEL)
-    flags = 1 + sum(region.is_trained for region in far)
+    near, itemsize = ranks.local_world_size, members[0].compute_itemsize
+    inside, between = ranks.group(near), ranks.group(ranks.world_size // near)
+    node = NodeLayout.build(layout.slots, Axes(between.world_size, near, inside.rank))
+    cross = GatherPlan.between(layout, node, keeps=False).regions
     return UnitMessages(
-        gather=_gather(near, nodes, wire.weights_inside, itemsize),
-        cross=_gather(far, 1, wire.weights_between, itemsize),
-        reduce=_reduce(near, flags, wire.gradients_inside, itemsize),
-        second_hop=_reduce(far, flags, wire.gradients_between, itemsize),
-        second=kept + nodes,
-        sums=kept,
+        gather=_gather(gather_inside(layout, node), inside, wire.weights_inside, itemsize),
+        cross=_gather(cross, between, wire.weights_between, itemsize),
+        reduce=_reduce(members, parts_inside(node), inside, wire.gradients_inside),
+        second_hop=_reduce(members, parts_between(node), between, wire.gradients_between),
+        second=node.numel + between.world_size,
+        sums=node.numel,
     )
 
 
-def _gather(regions: Sequence[_Region], tags: int, word: str, itemsize: int) -> PlannedMessage:
-    """Send own rows to all others, with `tags` more elements of each rank.
-
-    A coded message counts its tags, an exact one does not.
-    """
-    sharded = [region for region in regions if not region.is_replicated]
-    ranks = len(regions[0].numels) if regions else 1
-    if word == EXACT:
-        sent = sum(region.own_numel for region in sharded) * itemsize * (ranks - 1)
-        return PlannedMessage(sent, _shared(sharded, tags, itemsize))
-    codec = codec_of(word.removesuffix(DIFFERENCE))
-    rest = tags * round_up(itemsize, ALIGN_NBYTES)
-    lengths = [each + rest for each in _coded_nbytes(sharded, codec, itemsize)] or [rest] * ranks
-    owed = sum(region.own_numel for region in sharded if region.is_matrix)
-    own = sharded[0].own if sharded else 0
-    staged = sum(lengths)
-    if word.endswith(DIFFERENCE):  # the first message is exact: differences refer to it
-        staged = max((staged, *_shared(sharded, tags, itemsize)))
-    return PlannedMessage(lengths[own] * (ranks - 1), (staged,), owed)
-
-
-def _reduce(regions: Iterable[_Region], flags: int, word: str, itemsize: int) -> PlannedMessage:
-    """Send each rank its rows of the gradients of all; every rank gets all flags."""
-    trained = [region for region in regions if region.is_trained]
-    if not trained:
+def _gather(regions: Regions, group: _Group, word: str, itemsize: int) -> PlannedMessage:
+    """Send own rows to all others. A quantised message counts its tags, an exact one does not."""
+    if group.world_size == 1:
         return NOTHING
-    ranks, own = len(trained[0].numels), trained[0].own
+    plan = MessagePlan(*regions, group, itemsize)
+    shared = (plan.packed_numel * itemsize,) if plan.medium else ()
+    if word == EXACT:
+        return PlannedMessage(plan.gather_numel * itemsize, shared)
+    codec = codec_of(word.removesuffix(DIFFERENCE))
+    messages = CodedMessages(plan, plan.pieces, codec.nbytes, itemsize)
+    owed = sum(numels[plan.rank] for numels in compress(plan.numels, plan.is_matrix))
+    starts_exact = word.endswith(DIFFERENCE)  # the first message: differences refer to it
+    staged = max((messages.nbytes, *shared)) if starts_exact else messages.nbytes
+    return PlannedMessage(messages.own_nbytes * (group.world_size - 1), (staged,), owed)
+
+
+def _reduce(members: tuple[Member, ...], parts: Parts, group: _Group, word: str) -> PlannedMessage:
+    """Send each rank its rows of the gradients of all; every rank gets all flags."""
+    trained, itemsize, ranks = _trained(members, parts), members[0].compute_itemsize, group[0]
+    if not trained or ranks == 1:
+        return NOTHING
+    plan = MessagePlan(*reduce_message(trained, ranks), group, itemsize)
     if word != EXACT:
-        rest = round_up(flags * itemsize, ALIGN_NBYTES)
-        lengths = [each + rest for each in _coded_nbytes(trained, codec_of(word), itemsize)]
-        sent = sum(lengths) - lengths[own]
-        owed = sum(region.others_numel for region in trained if region.is_matrix)
-        return PlannedMessage(sent, (sent, (ranks - 1) * lengths[own]), owed)
-    sharded = [region for region in trained if not region.is_replicated]
-    sent = sum(region.others_numel for region in sharded) * itemsize
-    apart = [region.own_numel for region in sharded if region.size(itemsize) is Size.LARGE]
-    packed = sum(region.own_numel for region in trained) - sum(apart) + flags
-    each = itemsize * (ranks if ranks > 2 else 1)  # of two, the own part does not travel
-    received = [numel * each for numel in (*apart, packed)]
-    return PlannedMessage(sent, (*received, *_shared(trained, flags, itemsize)))
-
-
-def _shared(regions: Sequence[_Region], extra: int, itemsize: int) -> tuple[int, ...]:
-    """Return the bytes of the message that regions share; empty where only small ones do.
-
-    `extra` elements for each rank travel with it.
-    """
-    packed = [region for region in regions if region.size(itemsize) is not Size.LARGE]
-    if all(region.size(itemsize) is Size.SMALL for region in packed):
-        return ()
-    ranks = len(packed[0].numels)
-    return ((sum(sum(region.numels) for region in packed) + extra * ranks) * itemsize,)
-
-
-def _coded_nbytes(regions: Sequence[_Region], codec: Codec, itemsize: int) -> list[int]:
-    """Return the bytes of each rank's coded message: only matrices are coded."""
-    lengths: list[int] = []
-    for rank in range(len(regions[0].numels) if regions else 0):
-        parts = Counter((region.numels[rank], region.is_matrix) for region in regions)
-        lengths.append(
-            sum(
-                count * round_up(codec.nbytes(n) if coded else n * itemsize, ALIGN_NBYTES)
-                for (n, coded), count in parts.items()
-            )
-        )
-    return lengths
+        nbytes_of = codec_of(word).nbytes
+        messages = CodedMessages(plan, plan.pieces, nbytes_of, itemsize, is_reduced=True)
+        matrices = compress(plan.numels, plan.is_matrix)
+        owed = sum(sum(numels) - numels[plan.rank] for numels in matrices)
+        received = (ranks - 1) * messages.own_nbytes
+        return PlannedMessage(messages.nbytes, (messages.nbytes, received), owed)
+    shared = (plan.packed_numel,) if plan.medium else ()
+    own = [*(plan.numels[index][plan.rank] for index in plan.large), plan.packed_numels[plan.rank]]
+    received = [numel * (ranks if own_part_travels(ranks) else 1) for numel in own]
+    buffers = tuple(numel * itemsize for numel in (*received, *shared))
+    return PlannedMessage(plan.reduce_numel * itemsize, buffers)

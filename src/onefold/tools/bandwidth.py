@@ -38,6 +38,7 @@ from onefold.tier.disk import DiskStore, SwapFile
 from onefold.tier.slots import host_room
 from onefold.tier.workers import NUM_DISK_STEPPERS
 from onefold.wire.cut import MessageLayout
+from onefold.wire.transport import Reduction
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 99
 """Odd numbers, so that the median is one of the rounds."""
@@ -366,13 +367,12 @@ def _link_rows(world: World, layout: Layout) -> Iterator[BandwidthRow]:
     spread = MessageLayout(layout.slots, None, group, 4)
     partials = [full[slot.full_offset :][: slot.numel] for slot in layout.slots]
     out = [zeros(slot.piece_numel(rank)) for slot in layout.slots]
-    fresh = [True] * len(out)
+    reduction = Reduction(partials, spread, out, [True] * len(out), "reduce")
     ways: dict[str, Callable[[], object]] = {
         "exchange": lambda: group.all_to_all(arriving, full[:received], others, others).wait(),
         "gather": lambda: transport.gather(full, cut, "gather").wait(),
-        "reduce_scatter":
-            lambda: transport.reduce_scatter(partials, spread, out, fresh, "reduce").wait(),
-    }  # fmt: skip
+        "reduce_scatter": lambda: transport.reduce_scatter(reduction).wait(),
+    }
     for name, action in ways.items():
         of = "" if name == "exchange" else "exchange"
         yield BandwidthRow(name, 4 * received, action, of, finish=waiter(world.device))

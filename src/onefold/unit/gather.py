@@ -23,14 +23,13 @@ from torch import Tensor
 
 from onefold.errors import TierError
 from onefold.layout.axes import NodeLayout
-from onefold.layout.rows import Slot, split_at
+from onefold.layout.messages import GatherPlan, Regions, gather_inside, node_rows
+from onefold.layout.rows import split_at
 from onefold.ledger import Kind
 from onefold.ticket import DONE, Ticket
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
-from onefold.unit.gather_plan import GatherPlan, tags_of
 from onefold.unit.weights import UnitWeights
-from onefold.wire.collectives import Group
 from onefold.wire.cut import MessageLayout
 from onefold.wire.transport import SendRows, Transport
 
@@ -46,6 +45,7 @@ class UnitGather:
         self._spec = weights.spec
         self._transport = transport
         self._plan: GatherPlan | None = None
+        self._layout: MessageLayout | None = None  # of its message; None: a world of one
         self._own_tags: Tensor | None = None  # this rank's tag, and FAILED_TAG for the other ranks
         self._has_base = False  # the buffer holds the weights that every rank read last
         self._user_edits: list[int] = []  # of each parameter, at the last gather
@@ -97,7 +97,10 @@ class UnitGather:
         if self._reads_directly:
             return self.weights.rows.read_into(full.tensor)
         if self._plan is None:
-            self._plan = self._planned(full)
+            context, rest = self._spec.context, self._spec.rest
+            self._plan = GatherPlan.on_one_axis(rest, context.rest_rank)
+            if rest.world_size > 1:
+                self._layout = self._laid_out(self._plan.regions, self._transport, full)
         return self._send(full, self._plan, self._label("gather"))
 
     def _label(self, verb: str) -> str:
@@ -135,7 +138,7 @@ class UnitGather:
         return ticket.then(copied)
 
     def _begin(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
-        weights, own = self.weights, self._rows_to_send(plan)
+        weights, own = self.weights, self._rows_to_send()
         *places, tags = message.parts(plan.message)[1::2]
 
         def bring() -> None:
@@ -149,21 +152,21 @@ class UnitGather:
                 self._copy([places[i] for i in copied], [rows[i] for i in copied])
 
         self.bring_and_tag(bring, tags, plan.own_tag)
-        if plan.layout is None:
+        if self._layout is None:
             return DONE
         self._has_base = False  # until this message has arrived
-        ticket = self._transport.gather(message.tensor, plan.layout, label, own)
+        ticket = self._transport.gather(message.tensor, self._layout, label, own)
         return ticket if own is None or not own.is_base_kept else ticket.then(self._note_base)
 
     def _note_base(self) -> None:
         self._has_base = True
 
-    def _rows_to_send(self, plan: GatherPlan) -> SendRows | None:
+    def _rows_to_send(self) -> SendRows | None:
         """Say, for a coding transport, whether it sends differences: the same on every rank."""
-        if plan.layout is None or not self._transport.is_coded:
+        if self._layout is None or not self._transport.is_coded:
             return None
         keeps = self._spec.context.routes.sends_differences
-        rows: list[Tensor | None] = [None] * len(plan.layout.numels)
+        rows: list[Tensor | None] = [None] * len(self._layout.numels)
         return SendRows(rows, has_base=keeps and self._has_base, is_base_kept=keeps)
 
     def _take_rows(self, rows: Sequence[Tensor], own: SendRows, plan: GatherPlan) -> None:
@@ -200,18 +203,9 @@ class UnitGather:
                         self._own_tags[own] = self._spec.tag
                 tags.copy_(self._own_tags)
 
-    def _planned(self, full: Buffer) -> GatherPlan:
-        """Plan the message of all regions, with the first gather."""
-        context, rest = self._spec.context, self._spec.rest
-        group, itemsize, rank = context.transport.group, full.tensor.itemsize, context.rest_rank
-        layout, slabs = None, [slab for slot in rest.slots for slab in slot.slabs()]
-        if context.rest_world > 1:
-            regions = [(slab, slab.full_offset) for slab in slabs if not slab.replicated]
-            tags = (tags_of(context.world_size), rest.full_numel)
-            layout = _layout([*regions, tags], group, itemsize, self._spec.name)
-        starts = [slab.full_offset + slab.pieces[rank][0] for slab in slabs]
-        tags_at = rest.full_numel, self.full_numel
-        return GatherPlan.of(layout, tags_at, rank, starts, slabs, self.weights)
+    def _laid_out(self, regions: Regions, transport: Transport, message: Buffer) -> MessageLayout:
+        itemsize = message.tensor.itemsize
+        return MessageLayout(*regions, transport.group, itemsize, self._spec.name)
 
     def _reads(self, tags: Tensor) -> bool:
         """True if ranks read each other's tags at once: where the host need not wait for it."""
@@ -265,9 +259,9 @@ class TwoHopGather(UnitGather):
         self._between = DONE  # fills it
         self._inside: MessageLayout  # of the hop inside the node
         self._node_rows: tuple[list[int], list[int]] = [], []  # split full and second at its rows
-        self._layout = NodeLayout.build(weights.rest.slots, hops.axes)  # of the second shard
+        self._node = NodeLayout.build(weights.rest.slots, hops.axes)  # of the second shard
         if hops.keeps_weights:
-            context, numel = weights.context, self._layout.numel + hops.axes.nodes
+            context, numel = weights.context, self._node.numel + hops.axes.nodes
             self._second = Buffer(
                 numel, weights.compute_dtype, Kind.SECONDARY, context.store, context.ledger
             )
@@ -306,7 +300,7 @@ class TwoHopGather(UnitGather):
         self._fill()
         self._await_second()
         near, kept = self._rows_of_node(full, self._second)
-        tags = self._second.tensor[self._layout.numel :]
+        tags = self._second.tensor[self._node.numel :]
         with torch.no_grad():
             torch._foreach_copy_(near, kept)
             flat[numel:][axes.local_rank :: axes.local_world_size] = tags
@@ -342,49 +336,20 @@ class TwoHopGather(UnitGather):
             self._plan = self._planned(message)
         return self._send(message, self._plan, self._label("gather between nodes"))
 
-    def _planned(self, full: Buffer) -> GatherPlan:
+    def _planned(self, message: Buffer) -> GatherPlan:
         """Plan the messages of both hops. Both have the compute dtype, as has the second shard."""
-        hops, axes, rest = self._hops, self._hops.axes, self._spec.rest
-        itemsize, name, layout = full.tensor.itemsize, self._spec.name, self._layout
-        sharded = [(i, slot) for i, slot in enumerate(rest.slots) if not slot.replicated]
-        tags = tags_of(rest.world_size)
-        inside = [(part, slot.full_offset) for _, slot in sharded for part in axes.inside(slot)]
-        inside += [(part, rest.full_numel) for part in axes.inside(tags)]
-        self._inside = _layout(inside, hops.gather_inside.group, itemsize, name)
-        if self._second is None:
-            regions = [(axes.between(slot), slot.full_offset) for _, slot in sharded]
-            regions.append((axes.between(tags), rest.full_numel))
-            starts = [slot.full_offset + slot.pieces[axes.rank][0] for slot in rest.slots]
-            tags_at, own_tag = (rest.full_numel, self.full_numel), axes.rank
-        else:
-            regions = [(layout.between(i), layout.region(i)[0]) for i, _ in sharded]
-            regions.append((tags_of(axes.nodes), layout.numel))
-            starts = [layout.own(i)[0] for i in range(len(rest.slots))]
-            tags_at, own_tag = (layout.numel, layout.numel + axes.nodes), axes.node
-            pieces = [
-                slot.pieces[:1] if slot.replicated else axes.between(slot).pieces
-                for slot in rest.slots
-            ]
-            in_full = [
-                (slot.full_offset + start, slot.full_offset + stop)
-                for slot, own in zip(rest.slots, pieces, strict=True)
-                for start, stop in own
-            ]
-            in_second = [span for spans in layout.spans for span in spans]
+        rest, node = self._spec.rest, self._node
+        if self._second is not None:
+            in_full, in_second = node_rows(rest, node)
             self._node_rows = (
                 split_at(in_full, self.full_numel),
                 split_at(in_second, self._second.tensor.numel()),
             )
-        between = _layout(regions, hops.gather_between.group, itemsize, name)
-        return GatherPlan.of(between, tags_at, own_tag, starts, rest.slots, self.weights)
-
-
-def _layout(
-    regions: Sequence[tuple[Slot, int]], group: Group, itemsize: int, name: str
-) -> MessageLayout:
-    """The layout of a message of regions, each with its offset."""
-    slots, offsets = [slot for slot, _ in regions], [offset for _, offset in regions]
-    return MessageLayout(slots, offsets, group, itemsize, name)
+        plan = GatherPlan.between(rest, node, keeps=self._second is not None)
+        inside = gather_inside(rest, node)
+        self._layout = self._laid_out(plan.regions, self._transport, message)
+        self._inside = self._laid_out(inside, self._hops.gather_inside, message)
+        return plan
 
 
 def gather_of(weights: UnitWeights, *, is_tiled: bool) -> UnitGather:

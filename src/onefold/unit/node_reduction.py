@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from onefold.layout.axes import NodeLayout
-from onefold.layout.cut import parts_of
-from onefold.layout.rows import Slot
+from onefold.layout.messages import parts_between, parts_inside, parts_of_replicas
 from onefold.ledger import Kind
 from onefold.ticket import Ticket
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
 from onefold.unit.means import MeanRows
-from onefold.unit.reduction import OneHop, Spread, Which
+from onefold.unit.reduction import GradientHop, OneHop, Spread, Which
 from onefold.unit.spec import UnitSpec
 from onefold.wire.transport import Transport
+
+INSIDE, BETWEEN = "inside the node", "between nodes"
+"""Names of hops, in labels of collectives."""
 
 
 class Replicated(OneHop):
@@ -36,10 +38,9 @@ class Replicated(OneHop):
 
     def __init__(self, spec: UnitSpec, transport: Transport, replicas: Transport) -> None:
         super().__init__(spec, transport)
-        self._replicas = replicas
         self._waits = False
-        rank, parts = spec.context.rest_rank, replicas.group.world_size
-        self._slots = [_in_parts(slot, rank, parts) for slot in spec.wire.slots]
+        parts = parts_of_replicas(spec.wire, spec.context.rest_rank, replicas.group.world_size)
+        self._between = GradientHop(spec, replicas, self.feedback, parts, BETWEEN)
 
     def start(
         self, which: Which, partials: list[Tensor], used: list[bool], mean: MeanRows | None
@@ -50,7 +51,7 @@ class Replicated(OneHop):
 
     def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
         """See `OneHop.follow`. Exact means travel in the compute dtype, as partials do."""
-        replicas, spec = self._replicas, self._spec
+        replicas, spec = self._between.transport, self._spec
         self._waits = False
         wide = spec.dtype if replicas.is_coded else spec.compute_dtype  # rounded once
         rows = [row.to(wide) for row in mean.rows]
@@ -61,11 +62,9 @@ class Replicated(OneHop):
         own = [row.new_empty(b - a) for row, (a, b) in zip(rows, self._spans(which), strict=True)]
         self.counts = torch.empty_like(self.counts)
         is_used = [a or b for a, b in zip(users, shown, strict=True)]
-        first = replicas.reduce_scatter(
-            [*rows, flags], self._cut("between", which, replicas.group), [*own, self.counts],
-            [True] * (len(rows) + 1), self._spec.label("reduce_scatter between nodes"),
-            self.feedback.of("between", self._regions("between", which, is_used)),
-        )  # fmt: skip
+        first = self._between.reduce(
+            which, is_used, [*rows, flags], [*own, self.counts], [True] * (len(rows) + 1)
+        )
         spread = partial(self._spread, which, first, rows, own, mean)
         return Ticket(first.works, spread, self._spec.label("reduction between nodes"))
 
@@ -81,10 +80,9 @@ class Replicated(OneHop):
             parts.append(flat[begin + start : begin + stop])
             parts[-1].copy_(found)
         residuals = self._add_residuals(which, parts)
-        slots, group = [self._slots[index] for index in which], self._replicas.group
-        itemsize = self._spec.compute_dtype.itemsize
-        cut = self._gather_cut(which, slots, starts, group, itemsize)
-        self._replicas.gather(flat, cut, self._spec.label("gather between nodes")).wait()
+        replicas, parts_of = self._between.transport, self._between.parts
+        regions = ((parts_of[i][0], start) for i, start in zip(which, starts, strict=True))
+        self._gather_means(replicas, flat, which, regions, "gather between nodes").wait()
         for residual, decoded in residuals:
             residual.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)
         for target, row in zip(mean.rows, flat.split([len(row) for row in rows]), strict=True):
@@ -92,10 +90,10 @@ class Replicated(OneHop):
 
     def _add_residuals(self, which: Which, parts: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Means are coded again, to be gathered: add the residuals of the last such message."""
-        if not (self._replicas.is_coded and self._spec.context.routes.feeds_back):
+        if not (self._between.transport.is_coded and self._spec.context.routes.feeds_back):
             return []
         is_used = [count != 0 for count in self.counts[:-1].tolist()]
-        residual_of = self.feedback.of("means", self._regions("between", which, is_used))
+        residual_of = self.feedback.of("means", self._between.regions(which, is_used))
         found: list[tuple[Tensor, Tensor]] = []
         for region, (index, part) in enumerate(zip(which, parts, strict=True)):
             is_coded = len(self._spec.wire.slots[index].shape) > 1 and len(part)
@@ -113,19 +111,10 @@ class Replicated(OneHop):
         """See `OneHop.rest`: the node's mean rests in the rows of the mean of all."""
         return [index for index, is_user in zip(which, users, strict=True) if is_user]
 
-    def _parts(self, hop: str, index: int) -> list[Slot]:
-        return [self._slots[index]] if hop else super()._parts(hop, index)
-
     def _spans(self, which: Which) -> list[tuple[int, int]]:
         """This node's part of each parameter's own rows."""
-        return [self._slots[index].pieces[self._replicas.group.rank] for index in which]
-
-
-def _in_parts(slot: Slot, rank: int, parts: int) -> Slot:
-    """A rank's own rows of a parameter, cut by elements over the nodes."""
-    if slot.replicated:
-        return Slot(slot.fqn, (), 0, ((0, 1),) * parts, ())
-    return Slot(slot.fqn, slot.shape, 0, parts_of(slot.piece_numel(rank), parts), ())
+        rank, parts = self._between.transport.group.rank, self._between.parts
+        return [parts[index][0].pieces[rank] for index in which]
 
 
 class TwoHop(OneHop):
@@ -136,8 +125,11 @@ class TwoHop(OneHop):
 
     def __init__(self, spec: UnitSpec, hops: Hops) -> None:
         super().__init__(spec, hops.reduce_inside)
-        self._hops = hops
-        self._layout = NodeLayout.build(spec.wire.slots, hops.axes)
+        self._axes = hops.axes
+        self._layout = node = NodeLayout.build(spec.wire.slots, hops.axes)
+        feedback, between = self.feedback, hops.reduce_between
+        self._first = GradientHop(spec, hops.reduce_inside, feedback, parts_inside(node), INSIDE)
+        self._between = GradientHop(spec, between, feedback, parts_between(node), BETWEEN)
         self._sums: Buffer | None = None
         self._entered: Which = ()  # of the first hop that is under way
         self._counts: dict[int, Tensor] = {}  # of the parameters in the sums
@@ -147,7 +139,7 @@ class TwoHop(OneHop):
         self, which: Which, partials: list[Tensor], used: list[bool], mean: MeanRows | None
     ) -> Ticket:
         """See `OneHop.start`: a piece of every node's rows is added to the node's sums."""
-        spec, inside = self._spec, self._hops.reduce_inside
+        spec = self._spec
         self._entered = which
         if self._sums is None:
             self._sums = Buffer(
@@ -159,16 +151,12 @@ class TwoHop(OneHop):
         fresh: list[bool] = []
         for index, tensor in zip(which, partials, strict=True):
             slot = self._layout.slots[index]
-            stretches = [(0, 1)] if slot.replicated else self._hops.axes.stretches(slot)
+            stretches = [(0, 1)] if slot.replicated else self._axes.stretches(slot)
             sent += [tensor[start:stop] for start, stop in stretches]
             out += [self._sums.tensor[a:b] for a, b in self._layout.spans[index]]
             fresh += [index not in self._counts] * len(stretches)
         flags = self._flags(used)
-        return inside.reduce_scatter(
-            [*sent, flags], self._cut("inside", which, inside.group), [*out, self.counts],
-            [*fresh, True], self._spec.label("reduce_scatter inside the node"),
-            self.feedback.of("inside", self._regions("inside", which, used)),
-        )  # fmt: skip
+        return self._first.reduce(which, used, [*sent, flags], [*out, self.counts], [*fresh, True])
 
     @property
     def waits(self) -> bool:
@@ -191,24 +179,20 @@ class TwoHop(OneHop):
         """See `OneHop.follow`. Exact messages travel in the compute dtype, as partials do; coded
         messages are made of the sums as they are.
         """
-        between = self._hops.reduce_between
+        between = self._between
         assert self._sums is not None, "sums are reduced before there are any"
         self._add_counts()
         sums, self._sums = self._sums, None
         dtype = self._spec.compute_dtype
-        wide = sums.tensor.dtype if between.is_coded else dtype  # rounded once
+        wide = sums.tensor.dtype if between.transport.is_coded else dtype  # rounded once
         partials = [sums.tensor[slice(*self._layout.region(index))].to(wide) for index in which]
         flags = torch.stack([*(self._counts[index] for index in which), self.counts[-1]]).to(dtype)
         is_used = [u or i in self._users for i, u in zip(which, users, strict=True)]
         self._counts.clear()
         self._users.clear()
         self.counts = torch.empty_like(self.counts)
-        ticket = between.reduce_scatter(
-            [*partials, flags], self._cut("between", which, between.group),
-            [*mean.rows, self.counts], [*mean.fresh, True],
-            self._spec.label("reduce_scatter between nodes"),
-            self.feedback.of("between", self._regions("between", which, is_used)),
-        )  # fmt: skip
+        out, fresh = [*mean.rows, self.counts], [*mean.fresh, True]
+        ticket = between.reduce(which, is_used, [*partials, flags], out, fresh)
         return ticket.then(partial(_free, partials, sums))
 
     def drop(self, which: Iterable[int]) -> None:
@@ -220,10 +204,6 @@ class TwoHop(OneHop):
             self._users.pop(index, None)
         if not self._counts:
             self._sums = None
-
-    def _parts(self, hop: str, index: int) -> list[Slot]:
-        layout = self._layout
-        return layout.inside(index) if hop == "inside" else [layout.between(index)]
 
 
 def _free(partials: list[Tensor], sums: Buffer) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onefold.layout.messages import Parts, gathered, reduce_message, slabs_of
 from onefold.layout.rows import Layout, Slot
 from onefold.ledger import Kind
 from onefold.ticket import Ticket
@@ -28,9 +29,8 @@ from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context
 from onefold.unit.means import MeanRows
 from onefold.unit.spec import UnitSpec
-from onefold.wire.collectives import Group
 from onefold.wire.cut import MessageLayout
-from onefold.wire.transport import ErrorFeedback, Transport
+from onefold.wire.transport import ErrorFeedback, Reduction, Transport
 
 Which = tuple[int, ...]
 """The parameters of a message, by their index in the unit."""
@@ -121,6 +121,43 @@ class Feedback:
                 del self._residuals[key]
 
 
+class GradientHop:
+    """One hop: a message with the `parts` of some parameters, and flags behind them."""
+
+    def __init__(
+        self, spec: UnitSpec, transport: Transport, feedback: Feedback, parts: Parts, name: str = ""
+    ) -> None:
+        self.transport = transport
+        self.parts = parts
+        self._spec = spec
+        self._feedback = feedback
+        self._name = name  # of the residuals; "between nodes" in labels
+        self._cuts: dict[Which, MessageLayout] = {}
+
+    def reduce(
+        self, which: Which, used: list[bool], partials: list[Tensor], out: list[Tensor],
+        fresh: list[bool],
+    ) -> Ticket:  # fmt: skip
+        """Begin to reduce regions and flags to `out`; this rank used some of the parameters."""
+        spec, cut = self._spec, self._cuts.get(which)
+        if cut is None:
+            group, itemsize = self.transport.group, spec.compute_dtype.itemsize
+            regions = reduce_message([self.parts[index] for index in which], group.world_size)
+            cut = self._cuts[which] = MessageLayout(*regions, group, itemsize, spec.name)
+        label = spec.label(f"reduce_scatter {self._name}".rstrip())
+        feedback = self._feedback.of(self._name, self.regions(which, used))
+        return self.transport.reduce_scatter(Reduction(partials, cut, out, fresh, label, feedback))
+
+    def regions(self, which: Which, used: list[bool]) -> list[Region]:
+        """The regions of the message, for its feedback."""
+        slots, feeds = self._spec.wire.slots, self._spec.context.routes.feeds_back
+        return [
+            (slots[index].fqn, number) if is_used else None
+            for index, is_used in (zip(which, used, strict=True) if feeds else ())
+            for number in range(len(self.parts[index]))
+        ]
+
+
 class OneHop:
     """Reduce partial gradients to own rows; the base of the other reductions."""
 
@@ -130,12 +167,11 @@ class OneHop:
 
     def __init__(self, spec: UnitSpec, transport: Transport) -> None:
         self._spec = spec
-        self._first = transport
-        self._slabs = [slot.slabs() for slot in spec.wire.slots]  # of each parameter
-        self._has_slabs = any(len(slabs) > 1 for slabs in self._slabs)
-        self._cuts: dict[tuple[str, Which], MessageLayout] = {}
-        self._sent_flags: tuple[list[bool], Tensor] = [], torch.empty(0)
         self.feedback = Feedback(spec.context)
+        self._first = GradientHop(spec, transport, self.feedback, slabs_of(spec.wire))
+        self._has_slabs = any(len(slabs) > 1 for slabs in self._first.parts)
+        self._means: dict[Which, MessageLayout] = {}  # of means that all ranks gather
+        self._sent_flags: tuple[list[bool], Tensor] = [], torch.empty(0)
         self.counts: Tensor  # of the last hop that has landed: [parameters + 1]
 
     def start(
@@ -148,15 +184,11 @@ class OneHop:
         assert mean is not None, "the first hop of this reduction fills the rows of the mean"
         flags, sent, fresh = self._flags(used), partials, mean.fresh
         if self._has_slabs:
-            nums = [len(self._slabs[index]) for index in which]
+            nums = [len(self._first.parts[index]) for index in which]
             sent = [part for each, n in zip(partials, nums, strict=True) for part in each.chunk(n)]
             fresh = [each for each, num in zip(fresh, nums, strict=True) for _ in range(num)]
-        return self._first.reduce_scatter(
-            [*sent, flags], self._cut("", which, self._first.group),
-            [*self._pieces(which, mean.rows), self.counts], [*fresh, True],
-            self._spec.label("reduce_scatter"),
-            self.feedback.of("", self._regions("", which, used)),
-        )  # fmt: skip
+        out = [*self._pieces(which, mean.rows), self.counts]
+        return self._first.reduce(which, used, [*sent, flags], out, [*fresh, True])
 
     def users(self, used: list[bool]) -> list[bool]:
         """For each parameter, whether some rank used it, from the counts of the last message.
@@ -212,46 +244,19 @@ class OneHop:
         if not self._has_slabs:
             return rows
         pairs = zip(which, rows, strict=True)
-        return [piece for index, row in pairs for piece in row.chunk(len(self._slabs[index]))]
+        return [piece for index, row in pairs for piece in row.chunk(len(self._first.parts[index]))]
 
-    def _regions(self, hop: str, which: Which, used: list[bool]) -> list[Region]:
-        """The regions of a hop's message, for its feedback."""
-        slots, feeds = self._spec.wire.slots, self._spec.context.routes.feeds_back
-        return [
-            (slots[index].fqn, number) if is_used else None
-            for index, is_used in (zip(which, used, strict=True) if feeds else ())
-            for number in range(len(self._parts(hop, index)))
-        ]
-
-    def _cut(self, hop: str, which: Which, group: Group) -> MessageLayout:
-        """The cut of a hop's message: these parameters' gradients and one flag for each."""
-        cut = self._cuts.get((hop, which))
+    def _gather_means(
+        self, transport: Transport, flat: Tensor, which: Which,
+        regions: Iterable[tuple[Slot, int]], label: str,
+    ) -> Ticket:  # fmt: skip
+        """All ranks gather means of which each has a part: `regions` of `flat`, with offsets."""
+        cut = self._means.get(which)
         if cut is None:
-            slots = [part for index in which for part in self._parts(hop, index)]
-            flags = Slot("", (), 0, ((0, len(which) + 1),) * group.world_size, ())
-            itemsize, name = self._spec.compute_dtype.itemsize, self._spec.name
-            cut = MessageLayout([*slots, flags], None, group, itemsize, name)
-            self._cuts[hop, which] = cut
-        return cut
-
-    def _parts(self, hop: str, index: int) -> list[Slot]:
-        """The regions of one parameter in a hop's message."""
-        return self._slabs[index]
-
-    def _gather_cut(
-        self, which: Which, slots: Sequence[Slot], offsets: Sequence[int], group: Group,
-        itemsize: int,
-    ) -> MessageLayout:  # fmt: skip
-        """The cut of the message in which all ranks gather means that each has a part of."""
-        cut = self._cuts.get(("gather", which))
-        if cut is None:
-            sharded = [(s, at) for s, at in zip(slots, offsets, strict=True) if not s.replicated]
-            cut = MessageLayout(
-                [slot for slot, _ in sharded], [at for _, at in sharded], group, itemsize,
-                self._spec.name,
-            )  # fmt: skip
-            self._cuts["gather", which] = cut
-        return cut
+            group, name = transport.group, self._spec.name
+            cut = MessageLayout(*gathered(regions), group, flat.itemsize, name)
+            self._means[which] = cut
+        return transport.gather(flat, cut, self._spec.label(label))
 
 
 class Spread(OneHop):
@@ -261,12 +266,11 @@ class Spread(OneHop):
 
     def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
         """See `OneHop.follow`."""
-        transport = self._spec.context.transport
-        slabs = [slab for index in which for slab in self._slabs[index]]
-        offsets = [slab.full_offset for slab in slabs]
-        cut = self._gather_cut(which, slabs, offsets, transport.group, mean.flat.itemsize)
+        slabs = (slab for index in which for slab in self._first.parts[index])
+        regions = ((slab, slab.full_offset) for slab in slabs)
+        transport, label = self._spec.context.transport, "gather of gradients"
         with torch.no_grad():
-            return transport.gather(mean.flat, cut, self._spec.label("gather of gradients"))
+            return self._gather_means(transport, mean.flat, which, regions, label)
 
     def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
         rank, slots = self._spec.context.rank, self._spec.wire.slots

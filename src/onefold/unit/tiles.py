@@ -23,16 +23,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onefold.errors import StateError, expected
+from onefold.layout.messages import tags_of
 from onefold.layout.rows import Slot, round_up
 from onefold.ledger import Kind
 from onefold.observer import Stream, watched
 from onefold.ticket import DONE, Ticket
 from onefold.tier.store import GRAIN_NUMEL
 from onefold.unit.buffer import Buffer
-from onefold.unit.gather import UnitGather, tags_of
+from onefold.unit.gather import UnitGather
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
 from onefold.wire.cut import MessageLayout
+from onefold.wire.transport import Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +272,8 @@ class _TileReducer:
             own.copy_(flat) if self._fresh else own.add_(flat)
             return
         label = f"reduce_scatter of a tile of {self._parameter.fqn!r} on {context.where}"
-        ticket = context.transport.reduce_scatter([flat], tile.reduce, [own], [self._fresh], label)
-        self._ticket = ticket
+        reduction = Reduction([flat], tile.reduce, [own], [self._fresh], label)
+        self._ticket = context.transport.reduce_scatter(reduction)
 
     def finish(self) -> None:
         """Wait for the last tile, and show the mean."""

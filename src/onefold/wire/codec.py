@@ -40,19 +40,19 @@ import torch
 from torch import Tensor
 
 from onefold.errors import ConfigError, WireError, expected
+from onefold.native.compiling import LARGEST_INT4, LARGEST_INT8, MAX_GROUP, SMALLEST_SCALE, WIDTH
 from onefold.wire.native import CodecKernel, Parts, kernel
-from onefold.wire.rotation import WIDTH, rotate, rotate_back
+from onefold.wire.rotation import rotate, rotate_back
 
 Word = Literal["int8", "int4"]
 
-LARGEST: dict[Word, float] = {"int8": 127.0, "int4": 7.0}
+LARGEST: dict[Word, float] = {"int8": LARGEST_INT8, "int4": LARGEST_INT4}
 """The largest value of each format: the largest element of a group becomes it."""
 GROUPS: dict[Word, int] = {"int8": 512, "int4": 128}
 """Elements that share a scale by default (SDP4Bit's choice)."""
-MAX_GROUPS: dict[Word, int] = {"int8": 4096, "int4": 512}
+MAX_GROUPS: dict[Word, int] = {"int8": MAX_GROUP, "int4": 512}
 """At 4096 elements int4 loses 2 (normal) to 6 times (heavy tails) as much as at 128."""
 
-SMALLEST_SCALE = 2.0**-126
 CPU_BLOCK_NUMEL = 128 * 1024
 """As fast as 512 Ki; at 16 to 64 Ki the calls show (a third of the speed)."""
 DEVICE_BLOCK_NUMEL = 16 * 1024 * 1024

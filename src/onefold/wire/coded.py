@@ -10,67 +10,14 @@ message. A rank's own part of a sum does not travel and is not rounded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from onefold.layout.rows import round_up
+from onefold.layout.messages import CodedMessages, Part
 from onefold.ticket import Ticket
 from onefold.wire.codec import Codec, encode_with_feedback
 from onefold.wire.cut import MessageLayout
-from onefold.wire.exchange import Span
-from onefold.wire.transport import Composed, ErrorFeedback, SendRows
-
-ALIGN_NBYTES = 16
-"""Parts of a message start at multiples of it: a codec reads them as wider numbers."""
-
-
-class Part(NamedTuple):
-    """One region's part of a message."""
-
-    region: int
-    is_coded: bool
-    place: slice  # in bytes of the message
-    rows: slice  # in elements of the full buffer, or of the region's flat partial
-
-
-class CodedChunk:
-    """One rank's message: a part for each region of which it has elements."""
-
-    def __init__(
-        self,
-        cut: MessageLayout,
-        rank: int,
-        rows: Sequence[Sequence[Span]],
-        codec: Codec,
-        itemsize: int,
-    ) -> None:
-        """`rows`: their spans by region and rank. Uncoded elements have `itemsize` bytes."""
-        self.parts: list[Part] = []
-        end = 0
-        for index, numels in enumerate(cut.numels):
-            is_coded = cut.is_matrix[index] and not cut.is_replicated[index]
-            nbytes = codec.nbytes(numels[rank]) if is_coded else numels[rank] * itemsize
-            if nbytes:
-                place = slice(end, end + nbytes)
-                self.parts.append(Part(index, is_coded, place, slice(*rows[index][rank])))
-            end = round_up(end + nbytes, ALIGN_NBYTES)
-        self.nbytes = end
-
-
-class _Messages:
-    """The chunks of all ranks, one behind the other in one buffer."""
-
-    def __init__(self, chunks: list[CodedChunk], left_out: int | None = None) -> None:
-        self.chunks = chunks
-        self.numels = [chunk.nbytes for chunk in chunks]
-        if left_out is not None:
-            self.numels[left_out] = 0
-        self.spans = list(pairwise(accumulate(self.numels, initial=0)))
-        self.nbytes = self.spans[-1][1]
+from onefold.wire.transport import Composed, Reduction, SendRows
 
 
 class Coded:
@@ -83,14 +30,8 @@ class Coded:
         self.codec = codec
         self._exact = exact
         self._exchange = exact.exchange
-        self._gathered: dict[tuple[MessageLayout, torch.dtype], _Messages] = {}
-        self._reduced: dict[tuple[MessageLayout, torch.dtype], _Messages] = {}
-
-    def _chunks(
-        self, cut: MessageLayout, dtype: torch.dtype, rows: Sequence[Sequence[Span]]
-    ) -> list[CodedChunk]:
-        ranks = range(self.group.world_size)
-        return [CodedChunk(cut, rank, rows, self.codec, dtype.itemsize) for rank in ranks]
+        self._gathered: dict[tuple[MessageLayout, torch.dtype], CodedMessages] = {}
+        self._reduced: dict[tuple[MessageLayout, torch.dtype], CodedMessages] = {}
 
     # gather
 
@@ -102,17 +43,19 @@ class Coded:
             return self._exact.gather(full, cut, label)
         key, exchange, rank = (cut, full.dtype), self._exchange, self.group.rank
         if key not in self._gathered:
-            self._gathered[key] = _Messages(self._chunks(*key, cut.spans))
+            self._gathered[key] = CodedMessages(
+                cut, cut.spans, self.codec.nbytes, full.dtype.itemsize
+            )
         messages = self._gathered[key]
         staged = exchange.gathering.take(messages.nbytes, torch.uint8, full.device)
         is_difference = own is not None and own.has_base
-        self._write(full, staged[slice(*messages.spans[rank])], messages.chunks[rank], own)
+        self._write(full, staged[slice(*messages.spans[rank])], messages.parts[rank], own)
         works = exchange.all_gather(staged, messages.spans)
         exchange.count("gather", messages.numels[rank] * (self.group.world_size - 1))
 
         def read() -> None:
-            for chunk, message in zip(messages.chunks, staged.split(messages.numels), strict=True):
-                for _, is_coded, place, rows in chunk.parts:
+            for parts, message in zip(messages.parts, staged.split(messages.numels), strict=True):
+                for _, is_coded, place, rows in parts:
                     part, target = message[place], full[rows]
                     if not is_coded:
                         target.copy_(part.view(full.dtype))
@@ -125,10 +68,10 @@ class Coded:
         return Ticket(self.group.track(works, label), read, label)
 
     def _write(
-        self, full: Tensor, message: Tensor, chunk: CodedChunk, own: SendRows | None
+        self, full: Tensor, message: Tensor, parts: list[Part], own: SendRows | None
     ) -> None:
         """Code own rows, or with a base their differences to `full`."""
-        for index, is_coded, place, rows in chunk.parts:
+        for index, is_coded, place, rows in parts:
             part, target = message[place], full[rows]
             given = None if own is None else own.rows[index]
             values = target if given is None else given
@@ -152,32 +95,26 @@ class Coded:
 
     # reduce
 
-    def reduce_scatter(
-        self,
-        partials: Sequence[Tensor],
-        cut: MessageLayout,
-        out: Sequence[Tensor],
-        fresh: Sequence[bool],
-        label: str,
-        feedback: ErrorFeedback | None = None,
-    ) -> Ticket:
+    def reduce_scatter(self, reduction: Reduction) -> Ticket:
         """See `Transport.reduce_scatter`. NaN and Inf decode to NaN."""
-        flags, exchange, rank = partials[-1], self._exchange, self.group.rank
+        partials, cut, exchange = reduction.partials, reduction.cut, self._exchange
+        flags, label, rank = partials[-1], reduction.label, self.group.rank
         key = (cut, flags.dtype)
         if key not in self._reduced:
-            self._reduced[key] = _Messages(self._chunks(*key, cut.pieces), left_out=rank)
+            self._reduced[key] = CodedMessages(
+                cut, cut.pieces, self.codec.nbytes, flags.dtype.itemsize, is_reduced=True
+            )
         messages = self._reduced[key]
-        mine = messages.chunks[rank]
         sent = exchange.reducing.take(messages.nbytes, torch.uint8, flags.device)
-        self._pack(partials, cut, sent, feedback)
-        work, received, found = exchange.all_to_all(sent, messages.numels, mine.nbytes)
+        self._pack(reduction, messages, sent)
+        work, received, found = exchange.all_to_all(sent, messages.numels, messages.own_nbytes)
         exchange.count("reduce_scatter", sent.nbytes)
 
         def average() -> None:
-            for part in mine.parts:
-                values = partials[part.region][part.rows]
+            for part in messages.parts[rank]:
+                region, values = part.region, partials[part.region][part.rows]
                 own = values if part.is_coded else values.to(flags.dtype)
-                self._average(part, found, own, out[part.region], fresh[part.region])
+                self._average(part, found, own, reduction.out[region], reduction.fresh[region])
             exchange.reducing.give([sent, received])
 
         return Ticket(self.group.track([work], label), average, label)
@@ -186,24 +123,18 @@ class Coded:
         """See `Transport.rest`."""
         self._exchange.rest()
 
-    def _pack(
-        self,
-        partials: Sequence[Tensor],
-        cut: MessageLayout,
-        sent: Tensor,
-        feedback: ErrorFeedback | None,
-    ) -> None:
+    def _pack(self, reduction: Reduction, messages: CodedMessages, sent: Tensor) -> None:
         """Write each other rank's message."""
-        rank, dtype = self.group.rank, partials[-1].dtype
-        messages = self._reduced[cut, dtype]
-        for receiver, (chunk, message) in enumerate(
-            zip(messages.chunks, sent.split(messages.numels), strict=True)
+        rank, partials, feedback = self.group.rank, reduction.partials, reduction.feedback
+        dtype = partials[-1].dtype
+        for receiver, (parts, message) in enumerate(
+            zip(messages.parts, sent.split(messages.numels), strict=True)
         ):
-            for part in chunk.parts if receiver != rank else ():
+            for part in parts if receiver != rank else ():
                 values = partials[part.region][part.rows]
                 place = message[part.place]
                 if part.is_coded:
-                    numels = cut.numels[part.region]
+                    numels = reduction.cut.numels[part.region]
                     rest = feedback and feedback(part.region, sum(numels) - numels[rank])
                     if rest is None:
                         self.codec.encode(values, place)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from onefold.native.library import library, names
+from onefold.native.library import Kernel
 
 
 class Parts(NamedTuple):
@@ -39,15 +39,15 @@ class _Message(ctypes.Structure):
     ]
 
 
-class CodecKernel:
+class CodecKernel(Kernel):
     """Quantised messages, int8 and int4, in one pass, on this thread: the bits of the torch way."""
 
+    word = "codec"
+
     def __init__(self, library: ctypes.CDLL, index: int, name: str) -> None:
-        self.name = name  # of the instruction set
-        self._index = index
-        self._encode, self._decode = library.onefold_codec_encode, library.onefold_codec_decode
-        for call in (self._encode, self._decode):
-            call.restype, call.argtypes = None, [ctypes.c_int, ctypes.c_void_p]
+        super().__init__(library, index, name)
+        self._encode = self._function("onefold_codec_encode", ctypes.c_void_p)
+        self._decode = self._function("onefold_codec_decode", ctypes.c_void_p)
 
     @staticmethod
     def takes(word: str, values: Tensor) -> bool:
@@ -79,14 +79,7 @@ class CodecKernel:
         call(self._index, ctypes.addressof(message))
 
 
-def kernels(found: ctypes.CDLL | None) -> list[CodecKernel]:
-    """Those of a library that this CPU runs, the fastest first."""
-    if found is None:
-        return []
-    return [CodecKernel(found, index, name) for index, name in enumerate(names(found, "codec"))]
-
-
 @cache
 def kernel() -> CodecKernel | None:
     """The one to use, if there is one."""
-    return next(iter(kernels(library())), None)
+    return CodecKernel.fastest()

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from torch import Tensor, add, sub
 
-WIDTH = 32
-TAIL = 4.0
-"""What elements after the last whole block are divided by: a power of two next to sqrt(32)."""
+from onefold.native.compiling import TAIL, WIDTH
+
+# elements after the last whole block are divided by TAIL: a power of two next to sqrt(WIDTH)
 
 
 def rotate(values: Tensor, rooms: tuple[Tensor, Tensor]) -> None:

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onefold.layout.messages import own_part_travels
 from onefold.ticket import DONE, Ticket, Waitable
 from onefold.wire.collectives import Group
 from onefold.wire.cut import MessageLayout, RankChunk, unpack
@@ -55,6 +56,21 @@ Arguments: the region's index, and how many of its elements go to other ranks. T
 [these elements, in rank order]; the coded transport reads it and writes the new one."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """The means over ranks of this rank's piece of every flat partial.
+
+    The ticket owns the partials until it is waited for.
+    """
+
+    partials: Sequence[Tensor]  # by region: [all rows]
+    cut: MessageLayout
+    out: Sequence[Tensor]  # by region: [own rows]
+    fresh: Sequence[bool]  # by region: `out` is overwritten; else the mean is added to it
+    label: str
+    feedback: ErrorFeedback | None = None  # for transports that code
+
+
 class Transport(Protocol):
     """How regions cross between ranks. Every rank calls with the same cut, in the same order."""
 
@@ -76,20 +92,8 @@ class Transport(Protocol):
         """
         ...
 
-    def reduce_scatter(
-        self,
-        partials: Sequence[Tensor],
-        cut: MessageLayout,
-        out: Sequence[Tensor],
-        fresh: Sequence[bool],
-        label: str,
-        feedback: ErrorFeedback | None = None,
-    ) -> Ticket:
-        """Put the mean over ranks of this rank's piece of every flat partial into `out`.
-
-        Where `fresh` is False the mean is added to `out`. The ticket owns the partials until it is
-        waited for; the sum happens inside that wait. `feedback` is for transports that code.
-        """
+    def reduce_scatter(self, reduction: Reduction) -> Ticket:
+        """Begin a reduction. The sum happens while the ticket is waited for."""
         ...
 
     def rest(self) -> None:
@@ -115,21 +119,10 @@ class Wrapped(ABC):
         """See `Transport.gather`."""
         return self.wrap("gather", cut.name, lambda: self.inner.gather(full, cut, label, own))
 
-    def reduce_scatter(
-        self,
-        partials: Sequence[Tensor],
-        cut: MessageLayout,
-        out: Sequence[Tensor],
-        fresh: Sequence[bool],
-        label: str,
-        feedback: ErrorFeedback | None = None,
-    ) -> Ticket:
+    def reduce_scatter(self, reduction: Reduction) -> Ticket:
         """See `Transport.reduce_scatter`."""
-
-        def start() -> Ticket:
-            return self.inner.reduce_scatter(partials, cut, out, fresh, label, feedback)
-
-        return self.wrap("reduce_scatter", cut.name, start)
+        name, inner = reduction.cut.name, self.inner
+        return self.wrap("reduce_scatter", name, lambda: inner.reduce_scatter(reduction))
 
     def rest(self) -> None:
         """See `Transport.rest`."""
@@ -150,17 +143,10 @@ class LocalTransport:
         """Nothing to do."""
         return DONE
 
-    def reduce_scatter(
-        self,
-        partials: Sequence[Tensor],
-        cut: MessageLayout,
-        out: Sequence[Tensor],
-        fresh: Sequence[bool],
-        label: str,
-        feedback: ErrorFeedback | None = None,
-    ) -> Ticket:
+    def reduce_scatter(self, reduction: Reduction) -> Ticket:
         """The mean over one rank is its own gradient."""
-        for partial, target, is_fresh in zip(partials, out, fresh, strict=True):
+        regions = zip(reduction.partials, reduction.out, reduction.fresh, strict=True)
+        for partial, target, is_fresh in regions:
             target.copy_(partial) if is_fresh else target.add_(partial)
         return DONE
 
@@ -188,13 +174,13 @@ class Composed:
         self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
     ) -> Ticket:
         """See `Transport.gather`."""
-        exchange, others = self.exchange, self.group.world_size - 1
+        exchange = self.exchange
         works = [
             work for index in cut.large for work in exchange.all_gather(full, cut.spans[index])
         ]
         finish = None
-        if cut.packed_spans[-1][1]:
-            numel = cut.packed_spans[-1][1]
+        numel = cut.packed_numel
+        if numel:
             if cut.medium:
                 staged = exchange.gathering.take(numel, full.dtype, full.device)
             else:  # small regions alone are too few bytes to keep and count
@@ -210,23 +196,16 @@ class Composed:
                     exchange.gathering.give([staged])
 
             finish = read
-        exchange.count("gather", cut.own_numel * full.element_size() * others)
-        control = cut.control_numel * full.element_size() * others
-        exchange.ledger.sent("control", control, 0)
+        exchange.count("gather", cut.gather_numel * full.element_size())
+        exchange.ledger.sent("control", cut.control_numel * full.element_size(), 0)
         return Ticket(self.group.track(works, label), finish, label)
 
     # reduce
 
-    def reduce_scatter(
-        self,
-        partials: Sequence[Tensor],
-        cut: MessageLayout,
-        out: Sequence[Tensor],
-        fresh: Sequence[bool],
-        label: str,
-        feedback: ErrorFeedback | None = None,
-    ) -> Ticket:
+    def reduce_scatter(self, reduction: Reduction) -> Ticket:
         """See `Transport.reduce_scatter`."""
+        cut, label, partials = reduction.cut, reduction.label, reduction.partials
+        out, fresh = reduction.out, reduction.fresh
         works: list[Waitable] = []
         received: list[Tensor] = []
         parts = [  # by large region: every rank's partial of our piece
@@ -235,7 +214,8 @@ class Composed:
         ]
         packed = self._packed(partials, cut)
         small = self._exchange(packed, cut.packed_numels, works, received) if len(packed) else []
-        self._count(cut, packed.element_size())
+        self.exchange.count("reduce_scatter", cut.reduce_numel * packed.element_size())
+        self.exchange.ledger.sent("control", cut.control_numel * packed.element_size(), 0)
         if cut.medium:
             received.append(packed)  # kept for the next reduction, too
 
@@ -258,14 +238,10 @@ class Composed:
     def _exchange(
         self, sent: Tensor, numels: Sequence[int], works: list[Waitable], buffers: list[Tensor]
     ) -> list[Tensor]:
-        """Send each rank its piece of `sent`; return every rank's piece for us, in rank order.
-
-        Between two ranks our own part does not travel, as the rest lies together; with more ranks
-        the rest would be two collectives instead of one.
-        """
+        """Send each rank its piece of `sent`; return every rank's piece for us, in rank order."""
         rank, ours = self.group.rank, None
         own = numels[rank]
-        if self.group.world_size == 2:
+        if not own_part_travels(self.group.world_size):
             pieces = sent.split_with_sizes(list(numels))
             ours, sent = pieces[rank], pieces[1 - rank]
             numels = [0 if each == rank else numel for each, numel in enumerate(numels)]
@@ -278,23 +254,17 @@ class Composed:
 
     def _packed(self, partials: Sequence[Tensor], cut: MessageLayout) -> Tensor:
         """Pack the shared message: all pieces for rank 0, then for rank 1, ..."""
-        if not cut.packed_spans[-1][1]:
+        if not cut.packed_numel:
             return partials[0].new_empty(0)
         small = [partials[index] for index in cut.small]
         whole = torch.cat(small) if small else partials[0].new_empty(0)
         if not cut.medium:
             return whole.index_select(0, cut.packed_index(whole.device))
-        packed = self.exchange.reducing.take(cut.packed_spans[-1][1], whole.dtype, whole.device)
+        packed = self.exchange.reducing.take(cut.packed_numel, whole.dtype, whole.device)
         for rank in range(self.group.world_size):
             pieces = [partials[index][slice(*cut.pieces[index][rank])] for index in cut.medium]
             RankChunk(cut, rank, packed).fill(pieces, whole)
         return packed
-
-    def _count(self, cut: MessageLayout, itemsize: int) -> None:
-        """Count sharded gradients as the collective's bytes, replicated regions as `control`."""
-        exchange, others = self.exchange, self.group.world_size - 1
-        exchange.count("reduce_scatter", (cut.sharded_numel - cut.own_numel) * itemsize)
-        exchange.ledger.sent("control", others * cut.control_numel * itemsize, 0)
 
     def _spread_packed(
         self, found: list[Tensor], cut: MessageLayout, out: Sequence[Tensor], fresh: Sequence[bool]
