@@ -67,7 +67,7 @@ class Accumulation:
             self.window = _all_gathered(engine) if order == "keep" else frozenset()
             return order
         if not engine.policy.frees_after_forward:
-            return "plain"  # it gathers and reduces once
+            return "plain"  # it gathers once
         if self._picked is None or self._num_picks < 2:
             self._num_picks += 1
             self._picked = self._pick(engine)
