@@ -124,7 +124,15 @@ class _Failing(torch.autograd.Function):
 @pytest.mark.parametrize("goes_on", ["backward", "step"])
 @pytest.mark.parametrize(
     ("shape", "stage", "secondary"),
-    [((2, 2), 3, "gradients"), ((2, 2), 2, None), ((2, 2), 2, "optimizer"), (None, 1, None)],
+    [
+        ((2, 2), 3, "gradients"),
+        ((2, 2), 2, None),
+        ((2, 2), 1, None),
+        (None, 1, None),
+        ((2, 2), 3, "optimizer"),
+        ((2, 2), 2, "optimizer"),
+        ((2, 2), 1, "optimizer"),
+    ],
 )
 def test_sums_that_a_failed_backward_has_torn_are_an_error_until_they_are_cleared(
     shape, stage, secondary, goes_on

@@ -65,7 +65,7 @@ def test_bytes_sent_per_step_are_the_closed_form(world_size, stage, micro_batche
     reports = run_ranks(world_size, one_step, world_size, stage, micro_batches, recompute)
     share = NUMEL * (world_size - 1) // world_size * FP32
     gathers, reductions = {
-        0: (1, 1), 1: (1, 1), 2: (1, 1), 3: (2 * micro_batches, micro_batches),
+        0: (1, 1), 1: (1, 1), 2: (1, micro_batches), 3: (2 * micro_batches, micro_batches),
     }[stage]  # fmt: skip
     for _, report in reports:
         assert report.last_step["gather"].sent_nbytes == gathers * share

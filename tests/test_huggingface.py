@@ -184,8 +184,8 @@ def test_micro_batches_of_a_tied_model_accumulate_as_in_one_process():
         process.step("last", module, optimizer, loss_of(module), next(batches(1)))
         process.note_weights(module)
 
-    law_1(2, script, stages=(0, 1, 2), fine_units=False, relative=2e-6)
-    law_1(3, script, stages=(3,), fine_units=False, relative=2e-6)
+    law_1(2, script, stages=(0, 1), fine_units=False, relative=2e-6)
+    law_1(3, script, stages=(2, 3), fine_units=False, relative=2e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

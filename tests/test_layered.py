@@ -109,7 +109,7 @@ def notes(module: nn.Module) -> str:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_layers_give_the_bits_of_a_loop_that_sums_micro_batches_before_ranks(world_size, precision):
     def body(rank: int) -> None:
-        wanted = train(loop, rank, stage=2, precision=precision)
+        wanted = train(loop, rank, stage=1, precision=precision)
         for stage in range(4):
             found = train(layers, rank, stage=stage, precision=precision)
             assert_same_runs(found, wanted)
@@ -137,7 +137,7 @@ def test_layers_and_kept_weights_give_the_bits_of_the_loop_on_every_tier_and_wir
         return onefold.accumulate_layers(module, batches, next_token, order="keep")
 
     def body(rank: int) -> None:
-        wanted = train(loop, rank, **choices | {"stage": 2, "offload": None})
+        wanted = train(loop, rank, **choices | {"stage": 1, "offload": None})
         for run in (layers, keep):
             assert_same_runs(train(run, rank, **choices), wanted)
 
@@ -148,14 +148,14 @@ def test_layers_give_the_bits_of_the_loop_with_all_state_on_a_disk(tmp_path):
     offload = onefold.Offload(parameters="disk", optimizer="disk", disk=str(tmp_path))
 
     def body(rank: int) -> None:
-        assert_same_runs(train(layers, rank, stage=3, offload=offload), train(loop, rank, stage=2))
+        assert_same_runs(train(layers, rank, stage=3, offload=offload), train(loop, rank, stage=1))
 
     run_ranks(2, body)
 
 
 def test_weights_in_row_blocks_are_equal_up_to_rounding_and_no_costs_are_guessed():
     def body(rank: int) -> None:
-        wanted = train(loop, rank, steps=1, stage=2)
+        wanted = train(loop, rank, steps=1, stage=1)
         found = train(layers, rank, steps=1, stage=3, offload=onefold.Offload("cpu", tile=600))
         assert torch.equal(found[0][0], wanted[0][0])
         for name, value in found[1].items():
@@ -174,7 +174,7 @@ def gpt(recomputes: bool = True) -> GPT:
 
 def test_recompute_changes_no_bit_and_leaves_only_inputs_of_blocks_alive():
     def body(rank: int) -> None:
-        wanted = train(loop, rank, lambda: gpt(False), stage=2)
+        wanted = train(loop, rank, lambda: gpt(False), stage=1)
         for recomputes in (False, True):
             found = train(layers, rank, lambda r=recomputes: gpt(r), stage=3)
             assert_same_runs(found, wanted)
@@ -193,7 +193,7 @@ def test_a_tied_head_is_equal_up_to_rounding_and_gathered_no_more_than_in_a_plai
             return loop(module, batches[:1])
 
         plain = onefold.report(train(one, rank, build, steps=1, stage=3)[3]).traffic
-        wanted = train(loop, rank, build, steps=1, stage=2)
+        wanted = train(loop, rank, build, steps=1, stage=1)
         found = train(layers, rank, build, steps=1, stage=3)
         assert torch.equal(found[0][0], wanted[0][0])
         for name, value in found[1].items():
@@ -428,7 +428,7 @@ def test_sequences_and_branches_between_blocks_run_in_layers(build):
 
     def body(rank: int) -> None:
         wanted = train(
-            lambda m, b: loop(m, b, square), rank, build, batches=rows, stage=2
+            lambda m, b: loop(m, b, square), rank, build, batches=rows, stage=1
         )  # fmt: skip
         found = train(run, rank, build, batches=rows, stage=3)
         assert_same_runs(found, wanted)
@@ -522,7 +522,7 @@ def test_ranks_may_have_different_numbers_of_micro_batches():
             return microbatches(rank, step, (5,) * (1 + 2 * rank))
 
         found = train(layers, rank, batches=some, stage=3)
-        assert_same_runs(found, train(loop, rank, batches=some, stage=2))
+        assert_same_runs(found, train(loop, rank, batches=some, stage=1))
         units = len(engine_of(found[3]).units)
         assert onefold.report(found[3]).traffic["gather"].calls == 3 * (2 * units - 1)
 
@@ -624,7 +624,7 @@ def test_the_pick_keeps_weights_where_they_fit_and_says_what_the_others_cost(mon
         return accumulate_layers(module, batches, next_token, order="auto")
 
     def body(rank: int, order: str) -> None:
-        wanted = train(loop, rank, stage=2)
+        wanted = train(loop, rank, stage=1)
         found = train(auto_order, rank, stage=3)
         if order != "plain":
             assert_same_runs(found, wanted)

@@ -111,7 +111,7 @@ def trained(rank: int, name: str, checkpointed: bool) -> None:
         return model
 
     steps = 1 if name in TIED else 2
-    wanted = train(plain, rank, MODELS[name], steps=steps, batches=given, stage=2)
+    wanted = train(plain, rank, MODELS[name], steps=steps, batches=given, stage=1)
     found = train(onefold.accumulate_layers, rank, build, steps=steps, batches=given, stage=3)
     line = " ".join(onefold.report(found[3]).notes)
     assert "'layers' order" in line, line

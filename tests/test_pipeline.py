@@ -33,6 +33,9 @@ from tests.ranks import run_processes
 
 pytestmark = pytest.mark.process
 
+SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules with backwards of inputs and of weights apart."""
+
 
 def run(pp, dp, body, *args):
     run_processes(pp * dp, _in_process, pp, dp, body, args)
@@ -44,10 +47,10 @@ def _in_process(_, pp, dp, body, args):
     body(mesh_of(pp, dp), *args)
 
 
-def accumulated(mesh, precision, order):
+def accumulated(mesh, precision, order, stage=1):
     """Gradients of micro-batches in this order, inside `onefold.accumulate`, without a pipeline."""
     model = blocks()
-    onefold.shard(model, stage=2, mesh=mesh["dp"], precision=precision)
+    onefold.shard(model, stage=stage, mesh=mesh["dp"], precision=precision)
     inputs, targets = (each[mesh["dp"].get_local_rank()] for each in rows(mesh["dp"].size()))
     pairs = list(zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True))[::order]
     for x, y in pairs[:-1]:
@@ -62,10 +65,15 @@ def every_schedule(mesh):
     wanted = blocks()
     plain_backward(wanted, *data)
     for precision in (None, "bf16"):
-        in_order, backwards = (accumulated(mesh, precision, order) for order in (1, -1))
+        sums = {
+            (order, reduces): accumulated(mesh, precision, order, 2 if reduces else 1)
+            for order in (1, -1)
+            for reduces in (False, True)
+        }
         for kind in SCHEDULES:
-            bits = backwards if kind == "LoopedBFS" else in_order
             for stage in (1, 2, 3):
+                reduces_each = stage == 2 and kind not in SPLIT
+                bits = sums[-1 if kind == "LoopedBFS" else 1, reduces_each]
                 pipe = Pipe(kind, stage, mesh, precision=precision)
                 pipe.step(*data)
                 grads = pipe.grads()
@@ -73,7 +81,9 @@ def every_schedule(mesh):
                 for name, grad in grads.items():
                     assert torch.equal(grad, bits[name]), f"{kind}, stage {stage}: {name}"
                 # the inference of shapes, too, left no gather and no gradient behind
-                assert (pipe.per_unit(Verb.GATHER), pipe.per_unit(Verb.REDUCE)) == ([1], [1])
+                reductions = MICROBATCHES if reduces_each else 1
+                assert pipe.per_unit(Verb.GATHER) == [1]
+                assert pipe.per_unit(Verb.REDUCE) == [reductions]
                 if stage < 3 or precision:
                     continue
                 pipe.update()
@@ -81,7 +91,8 @@ def every_schedule(mesh):
                 assert (pipe.per_unit(Verb.GATHER), pipe.per_unit(Verb.REDUCE)) == ([1], [1])
 
 
-def test_every_schedule_gives_the_gradients_of_accumulation_with_one_gather_and_reduction():
+def test_every_schedule_gives_the_gradients_of_accumulation_and_reduces_as_its_stage_does():
+    """Once a step; at stage 2 in each micro-batch, where backwards are whole."""
     run(2, 2, every_schedule)
 
 

@@ -604,11 +604,13 @@ def test_a_plan_refuses_what_cannot_be(options, match):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_auto_takes_the_lowest_stage_whose_states_fit_on_every_rank(world, monkeypatch):
+def test_auto_takes_the_lowest_stage_that_fits_on_every_rank_while_it_accumulates(
+    world, monkeypatch
+):
     def needs(stage: int) -> int:
         recipe = Recipe(stage=stage_of(stage), world_size=world)
         plans = plan_units(without_values(seeded(BUILDS["gpt"])))
-        return forecast(estimated(plans, 0, Precision()), recipe).memory_nbytes
+        return forecast(estimated(plans, 0, Precision()), recipe, accumulate=2).memory_nbytes
 
     def body(rank: int) -> tuple[int, str]:
         module = seeded(BUILDS["gpt"])
@@ -619,7 +621,7 @@ def test_auto_takes_the_lowest_stage_whose_states_fit_on_every_rank(world, monke
         report = onefold.report(module)
         return report.stage, report.offload
 
-    for stage in (0, 1, 3) if world > 1 else (0,):
+    for stage in (0, 1, 2, 3) if world > 1 else (0,):
         free = int(world * (needs(stage) + 1) / (1 - ACTIVATIONS_SHARE)) + 2 * world
         monkeypatch.setattr("onefold.planner.auto.free_host_nbytes", lambda free=free: free)
         for got, why in run_ranks(world, body):

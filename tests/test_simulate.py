@@ -101,12 +101,12 @@ def test_a_world_of_one_is_silent(stage):
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_sent_are_the_table_of_memory_md(stage, accumulate, ranks):
-    """2(N-1)/N per step at stages 0-2, 3(N-1)/N per micro-batch at stage 3."""
+    """(N-1)/N per step: 2 at stages 0 and 1, m + 1 at stage 2, 3 m at stage 3."""
     step = timed(work_of(), way(stage, ranks, accumulate=accumulate), MACHINE)
     unit = UNITS * NUMEL * 2 * (ranks - 1) / ranks
-    passes = 3 * accumulate if stage == 3 else 2
+    passes = {2: accumulate + 1, 3: 3 * accumulate}.get(stage, 2)
     assert sum(span.nbytes for span in step.spans) == pytest.approx(passes * unit)
-    reduced = accumulate if stage == 3 else 1
+    reduced = accumulate if stage > 1 else 1
     assert step.sent_nbytes("reduce") == pytest.approx(reduced * unit)
 
 
@@ -147,10 +147,12 @@ def test_a_hybrid_beats_the_flat_run_where_the_network_is_the_bound():
     assert hybrid.seconds < flat.seconds / 4, "12 passes of the model between nodes against 2"
 
 
-def test_accumulation_repeats_compute_and_at_stages_below_three_no_communication():
-    once, four = (timed(work_of(), way(2, 8, accumulate=m), MACHINE) for m in (1, 4))
+@pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 4)])
+def test_accumulation_repeats_compute_at_stage_2_reductions_too_and_no_gather(stage, reductions):
+    once, four = (timed(work_of(), way(stage, 8, accumulate=m), MACHINE) for m in (1, 4))
     assert four.compute == pytest.approx(4 * once.compute)
     assert four.sent_nbytes("gather") == once.sent_nbytes("gather")
+    assert four.sent_nbytes("reduce") == reductions * once.sent_nbytes("reduce")
     assert four.seconds < 4 * once.seconds
 
 

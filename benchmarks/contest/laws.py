@@ -63,14 +63,14 @@ def laws(case: Case, found: Round) -> list[Law]:
 def sent_nbytes(case: Case, stage: int) -> float:
     """Lower bound of a rank and step, bytes per parameter: one gather and one reduction of each.
 
-    Stage 3 gathers twice (forward, backward) and reduces, for every micro-batch. Gradients travel
-    in the compute dtype; at stage 0 their mean is gathered in fp32.
+    Stage 2 reduces every micro-batch; stage 3 also gathers twice (forward, backward) for it.
+    Gradients travel in the compute dtype; at stage 0 their mean is gathered in fp32.
     """
     compute = BF16 if case.dtype == "bf16" else FP32
     share = (case.ranks - 1) / case.ranks
-    if stage == 3:
-        return share * 3 * compute * case.accumulate
-    return share * (compute + (FP32 if stage == 0 else compute))
+    if stage == 0:
+        return share * (compute + FP32)
+    return share * compute * {1: 2, 2: 1 + case.accumulate, 3: 3 * case.accumulate}[stage]
 
 
 def held_nbytes(case: Case) -> float:

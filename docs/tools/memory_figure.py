@@ -39,13 +39,15 @@ THEMES = {
 
 
 def states(ranks: int) -> dict[str, tuple[float, float, float]]:
-    """Bytes per parameter on each rank at rest: weights, gradients, optimizer states.
+    """Bytes per parameter on each rank between micro-batches: weights, gradients, optimizer states.
 
-    At stages 1 and 2 a rank holds the gathered bf16 copy (2 bytes) beside its shard of weights.
+    At stages 1 and 2 a rank holds the gathered bf16 copy (2 bytes) beside its shard of weights. At
+    stages 0 and 1 it holds whole gradients beside the memory of their means.
     """
     return {
-        "stage 0": (2.0, 2.0, 12.0),
-        "stages 1, 2": (2.0 + 2 / ranks, 2 / ranks, 12 / ranks),
+        "stage 0": (2.0, 2.0 + 2.0, 12.0),
+        "stage 1": (2.0 + 2 / ranks, 2.0 + 2 / ranks, 12 / ranks),
+        "stage 2": (2.0 + 2 / ranks, 2 / ranks, 12 / ranks),
         "stage 3": (2 / ranks, 2 / ranks, 12 / ranks),
     }
 
@@ -57,7 +59,8 @@ def drawn(theme: Theme) -> str:
     colours = (theme.weights, theme.gradients, theme.optimizer)
     height = TOP + STEP * len(rows) + 8
     font = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
-    title = f"Training states of {BILLIONS} billion parameters, on each of {RANKS} ranks"
+    states_of = f"Training states of {BILLIONS} billion parameters"
+    title = f"{states_of}, on each of {RANKS} ranks, between micro-batches"
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' "
         f"height='{height}' role='img' aria-label='{title}' {font}>",

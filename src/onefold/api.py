@@ -172,9 +172,9 @@ def stream(
 def accumulate(module: nn.Module) -> Iterator[None]:
     """Run a micro-batch that is not the last of a step: communication that can wait waits.
 
-    At stages 0-2 gradients stay Partial, whole on each rank. The first backward outside reduces
-    them once. At stage 3 each micro-batch is reduced at once: a rank never holds more than one
-    unit's whole gradients.
+    At stages 0 and 1 gradients stay Partial, whole on each rank. The first backward outside reduces
+    them once. At stages 2 and 3 each micro-batch is reduced into shards at once: a rank never holds
+    more than two units' whole gradients.
 
     On a mesh of two axes nodes communicate at the last micro-batch (`Wire.secondary`). Until then
     `.grad` may be set to None, which clears the sums; any other use of it raises `StateError`. A

@@ -44,7 +44,7 @@ class Stage:
 STAGES = {
     0: Stage(0, Placement.REPLICATE, Placement.PARTIAL, Placement.REPLICATE),
     1: Stage(1, Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD),
-    2: Stage(2, Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD),
+    2: Stage(2, Placement.REPLICATE, Placement.SHARD, Placement.SHARD),
     3: Stage(3, Placement.SHARD, Placement.SHARD, Placement.SHARD),
 }
 

@@ -137,7 +137,7 @@ class Recipe:
 
     @property
     def sums_rest(self) -> bool:
-        """True if gradients rest Partial between micro-batches (stages 0 to 2)."""
+        """True if gradients rest Partial between micro-batches (stages 0 and 1)."""
         return self.stage.gradient is Placement.PARTIAL
 
     @property
@@ -205,17 +205,17 @@ class Recipe:
 
     @property
     def keeps_weights(self) -> bool:
-        """True if a second shard of weights rests inside the node."""
-        return bool(self._kept)
+        """True if a second shard of weights rests inside the node (stage 3)."""
+        return self.shards_parameters and bool(self._kept)
 
     @property
     def keeps_sums(self) -> bool:
         """True if nodes exchange gradients once a step, not once a micro-batch."""
-        return self.are_replicas or self._kept == "gradients"
+        return self.are_replicas or (self._kept == "gradients" and not self.sums_rest)
 
     @property
     def _kept(self) -> str:
-        return self.wire.kept(is_whole=not self.shards_parameters) if self.has_hops else ""
+        return self.wire.kept if self.has_hops else ""
 
     @property
     def collective_suffix(self) -> str:

@@ -45,8 +45,9 @@ class Wire:
         secondary: on a mesh of two axes, the state that rests inside the node at stage 3.
             "weights": a second shard of weights, from which forward and backward gather (hpZ).
             "gradients": also sums of micro-batches, so that nodes communicate once a step (HFSDP;
-            the meaning of None there). "optimizer": all states; nodes are replicas of one another
-            (HSDP, MiCS), at stages 1 to 3. False: nothing. True is "weights".
+            the meaning of None there). At stage 2 it is the sums alone. "optimizer": all states;
+            nodes are replicas of one another (HSDP, MiCS), at stages 1 to 3. False: nothing. True
+            is "weights".
         feedback: keep the rounding error of coded gradients, 4 bytes for each element sent, and add
             it to the next step's gradients.
 
@@ -131,15 +132,12 @@ class Wire:
         """True if gradients are coded on some link."""
         return (self.gradients_inside, self.gradients_between) != (EXACT, EXACT)
 
-    def kept(self, *, is_whole: bool) -> str:
-        """Name the state that rests inside the node, on a mesh of two axes; "" for none.
-
-        Args:
-            is_whole: weights are whole on every rank (stages 0 to 2).
-        """
+    @property
+    def kept(self) -> str:
+        """The state that rests inside the node at stage 3, on a mesh of two axes; "" for none."""
         if isinstance(self.secondary, str):
             return self.secondary
-        return "" if is_whole else {None: "gradients", True: "weights"}.get(self.secondary, "")
+        return {None: "gradients", True: "weights", False: ""}[self.secondary]
 
     @property
     def is_plain(self) -> bool:
@@ -241,7 +239,7 @@ def check_wire(wire: Wire, stage: Stage, offload: Offload, *, has_axes: bool) ->
         )
     is_whole = stage.parameter is not Placement.SHARD
     if has_axes:
-        _check_two_axes(wire, is_whole=is_whole)
+        _check_two_axes(wire, stage)
     else:
         _check_one_axis(wire, is_whole=is_whole)
 
@@ -266,11 +264,13 @@ def _check_one_axis(wire: Wire, *, is_whole: bool) -> None:
         )
 
 
-def _check_two_axes(wire: Wire, *, is_whole: bool) -> None:
-    if is_whole and wire.secondary in (True, "weights", "gradients"):
+def _check_two_axes(wire: Wire, stage: Stage) -> None:
+    is_whole = stage.parameter is not Placement.SHARD
+    are_partial = wire.secondary == "gradients" and stage.gradient is Placement.PARTIAL
+    if are_partial or (is_whole and wire.secondary in (True, "weights")):
         raise ConfigError(
             expected(
-                "stage 3 for a second shard of weights or gradients",
+                "stage 3 for a second shard of weights, stage 2 or 3 for one of gradients",
                 f"secondary={wire.secondary!r} at a stage that keeps them whole on every rank",
                 hint='secondary=None, or "optimizer" to keep all states inside the node',
             )

@@ -33,9 +33,9 @@ class Policy:
     frees_after_forward: stage 3 frees unsharded weights between forward and backward.
     frees_after_backward: otherwise unsharded weights stay until the step (stages 1 and 2).
     keeps_bytes: the memory of unsharded weights stays over the step, too (docs/adr/0006).
-    keeps_gradients: the memory of reduced gradients stays (stages 0 to 2), unless their states are
-        offloaded to save memory.
-    defers_reduction: gradients of all but the last micro-batch rest on their rank (stages 0 to 2).
+    keeps_gradients: the memory of reduced gradients stays over `zero_grad` (stages 0 to 2), unless
+        their states are offloaded to save memory.
+    defers_reduction: gradients of all but the last micro-batch rest on their rank (stages 0, 1).
     prefetch: how many units are gathered ahead.
     prefetches_late: in backward, the next unit's gather begins with the current unit's first
         gradient. Backward starts with all activations alive. At the first gradient some are freed,
@@ -77,7 +77,7 @@ def policy_of(recipe: Recipe) -> Policy:
         frees_after_forward=recipe.frees_after_forward,
         frees_after_backward=not recipe.keeps_gathered,
         keeps_bytes=recipe.keeps_gathered,
-        keeps_gradients=recipe.sums_rest and recipe.world_size > 1,
+        keeps_gradients=not recipe.shards_parameters and recipe.world_size > 1,
         defers_reduction=recipe.sums_rest,
         prefetch=inference.prefetch if inference else 1,
         prefetches_late=recipe.device_type == "cpu",

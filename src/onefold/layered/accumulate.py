@@ -41,7 +41,7 @@ def accumulate_layers(
     numbers of micro-batches.
 
     The gradient is that of the mean loss. It is summed over micro-batches in their order, in the
-    dtype of the compute, then over ranks: as `onefold.accumulate` does at stages 0 to 2, bit for
+    dtype of the compute, then over ranks: as `onefold.accumulate` does at stages 0 and 1, bit for
     bit. A weight that is used at both ends, as a tied head, is equal up to rounding. Each
     micro-batch draws random numbers from a stream of its own (docs/guides/accumulation.md).
 

@@ -67,7 +67,7 @@ class Accumulation:
             self.window = _all_gathered(engine) if order == "keep" else frozenset()
             return order
         if not engine.policy.frees_after_forward:
-            return "plain"  # it gathers and reduces once
+            return "plain"  # it gathers once
         if self._picked is None or self._num_picks < 2:
             self._num_picks += 1
             self._picked = self._pick(engine)
@@ -156,8 +156,10 @@ def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
         Kind.PARTIAL_GRAD: min(peaks.get(Kind.PARTIAL_GRAD, 0) + more[0], more[1]),
     }
     found = peaks | {kind: max(peaks.get(kind, 0), nbytes) for kind, nbytes in most.items()}
-    if engine.policy.frees_after_forward:  # reduced gradients come as the others go
-        kinds = sum(nbytes for kind, nbytes in found.items() if kind not in ("all", Kind.GRAD))
+    if not engine.policy.defers_reduction:
+        # reduced gradients come as the others go, where their memory does not stay
+        come_late = () if engine.policy.keeps_gradients else (Kind.GRAD,)
+        kinds = sum(nbytes for kind, nbytes in found.items() if kind not in ("all", *come_late))
         found["all"] = max(peaks["all"], kinds)
     return found
 

@@ -49,7 +49,7 @@ def measure_noise(module: nn.Module) -> NoiseScale:
         got = "one of onefold.stream"
         raise ConfigError(expected("a module that trains", got, where=where, hint=hint))
     if engine.group.world_size == 1 and engine.policy.defers_reduction:
-        hint = "stage=3 shows each micro-batch alone, and more ranks show theirs"
+        hint = "stage=2 shows each micro-batch alone, and more ranks show theirs"
         got = f"one rank at stage {engine.recipe.stage.number}"
         raise ConfigError(expected("two gradients a step, to compare", got, where=where, hint=hint))
     if engine.hands.noise is None:

@@ -7,10 +7,10 @@
     end       the stage's last backward is over: free its weights, begin to reduce what rests
     finish    the rank's last backward is over: wait for the reductions
 
-A window is a set of units. They stay unsharded from their first use to `end`. Their gradients
-rest on each rank until `end`, as inside `onefold.accumulate`. At stage 3 other units are
-gathered for every forward and every backward, and reduced in every backward. At stages 0 to 2 all
-gradients rest.
+A window is a set of units. They stay unsharded from their first use to `end`. At stage 3 their
+gradients rest on each rank until `end`; other units are gathered for every forward and every
+backward, and reduced in every backward. At stages 0 and 1 all gradients rest, as inside
+`onefold.accumulate`, and at stage 2 every backward reduces all.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class StageDriver:
         engine.is_stage = True
         self.window = window
         self._all = frozenset(range(len(engine.units)))
-        # a reduction of other units could not start before their backward of weights is over
-        self._resting = self._all if splits else window
+        reduces_all = engine.recipe.keeps_gathered and not engine.recipe.sums_rest
+        # of backwards that split, a reduction could not start before that of weights is over
+        self._resting = self._all if splits else frozenset[int]() if reduces_all else window
         self._is_accumulating = False  # the caller: other steps of the schedule follow
 
     def begin(self, *, trains: bool) -> None:

@@ -1,7 +1,7 @@
 """Resolve "auto" where a module is sharded: the stage, and the share of states off the device.
 
 The batch is not known then, so a share of the free memory is left for activations. The rest is the
-forecast of an engine without activations.
+forecast of an engine without activations. A stage has to fit if the run accumulates gradients, too.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def room_of(free: int) -> int:
     return int((1 - ACTIVATIONS_SHARE) * free)
 
 
-def nbytes_without_activations(recipe: Recipe) -> int:
+def nbytes_without_activations(recipe: Recipe, *, micro_batches: int = 1) -> int:
     """Return the most bytes that an engine with these units holds by itself."""
-    return forecast(bare(recipe.units), recipe).memory_nbytes
+    return forecast(bare(recipe.units), recipe, accumulate=micro_batches).memory_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def lowest_stage(
     free = free_on_all(device, local_world_size, group)
     room, before = room_of(free), ""
     for recipe in recipes:
-        need, number = nbytes_without_activations(recipe), recipe.stage.number
+        need, number = nbytes_without_activations(recipe, micro_batches=2), recipe.stage.number
         if need <= room:
             why = f"stage {number} holds {format_bytes(need)} of {format_bytes(free)} free"
             return recipe, before + why

@@ -105,7 +105,7 @@ class ClockHands:
     """The clocks of one rank. With `uses_rings` a second hop follows the first one by itself.
 
     `sums`: units whose gradients are summed over micro-batches where they are, as all are at stages
-    0 to 2.
+    0 and 1.
     """
 
     def __init__(

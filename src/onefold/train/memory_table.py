@@ -7,7 +7,8 @@ nodes are replicas, N is the number of ranks of a node:
     0          4n        4n       8n
     1, 2, 3    4n / N    4n / N   8n / N
 
-At stages 1 and 2 the unsharded weights ("unsharded", not "weight") stay until the step.
+At stages 1 and 2 the unsharded weights ("unsharded", not "weight") stay until the step. Between
+micro-batches stages 0 and 1 also hold whole gradients, 4n ("partial_grad").
 """
 
 from __future__ import annotations

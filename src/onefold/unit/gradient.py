@@ -163,7 +163,9 @@ class UnitGradient:
 
     def lose(self) -> None:
         """A backward failed: forget partial gradients. Reading earlier sums becomes an error."""
-        for parameter in self.drop_partial():
+        sums = [p for p, shown in self.shown.items() if isinstance(shown, NoMean)]  # of the node
+        for parameter in [*self.drop_partial(), *sums]:
+            self.shown.pop(parameter, None)
             parameter.sharded.grad = parameter.no_mean(is_lost=True)
 
     def check_whole(self) -> None:
