@@ -21,7 +21,7 @@ from onefold.engine.activations import SavedActivations
 from onefold.engine.calls import Call
 from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
-from onefold.engine.pipelined import warn_undriven
+from onefold.engine.pipelined import Pipeline, calling_stage, has_other_ranks, warn_undriven
 from onefold.engine.policy import policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
@@ -55,7 +55,8 @@ class Engine:
         self.expected_peaks = expected_peaks
         self.has_accumulated = self.is_accumulating = False
         self.resting: frozenset[int] = frozenset()  # units whose gradients wait in micro-batches
-        self.is_stage = False  # of a pipeline: a schedule drives its micro-batches
+        self.pipeline: Pipeline | None = None  # whose schedule drives the micro-batches
+        self.is_undriven = False  # a stage of other ranks' pipeline, which is not known
         self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more
         self.ledger, self.group = context.ledger, context.routes.group
         self.marks = Marks(context.ledger)
@@ -148,8 +149,14 @@ class Engine:
         if not self._is_checked and not self.is_unsharded:
             follow(self)
             self._is_checked = True
-            if not self.schedule.is_driven:
-                warn_undriven(self.policy)
+            if not self.schedule.is_driven and calling_stage():
+                self.is_undriven = self.pipeline is None and has_other_ranks()
+                if self.policy.frees_after_forward:
+                    warn_undriven()
+
+    def join_pipeline(self, pipeline: Pipeline) -> None:
+        """The module is a stage: norms and checkpoints are those of the whole model."""
+        self.pipeline, self.is_undriven = pipeline, False
 
     def end_forward(self) -> None:
         """The root's forward is over, by return or exception."""

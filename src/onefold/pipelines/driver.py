@@ -29,7 +29,6 @@ class StageDriver:
     def __init__(self, engine: Engine, window: frozenset[int], *, splits: bool) -> None:
         """`splits`: the schedule runs backwards of inputs and of weights apart."""
         self.engine = engine
-        engine.is_stage = True
         self.window = window
         self._all = frozenset(range(len(engine.units)))
         # a reduction of other units could not start before their backward of weights is over
