@@ -21,7 +21,10 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import onefold
+from onefold.engine.pipelined import Pipeline
+from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError
+from onefold.wire.collectives import Group
 from tests.pipelines import mean_loss
 from tests.ranks import run_processes
 
@@ -121,12 +124,9 @@ def axes(rank: int, folder: str) -> None:
     )
     message = "axes whose lengths multiply to the world, got a pipeline of 3 times"
     refused(message, lambda: onefold.pipeline(made, tied=[]))
+    engine_of(part).join_pipeline(Pipeline(Group.of(dist.group.WORLD), 1))
     message = "a pipeline axis and the ranks of a stage that multiply to 4, got 4 and "
-    refused(
-        message,
-        lambda: onefold.save(f"{folder}/saved", part, pipeline=dist.group.WORLD),
-        CheckpointError,
-    )
+    refused(message, lambda: onefold.save(f"{folder}/saved", part), CheckpointError)
 
 
 def test_axes_that_do_not_multiply_to_the_world_are_refused(tmp_path):
