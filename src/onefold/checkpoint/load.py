@@ -85,10 +85,11 @@ def _load_newest(directory: str | os.PathLike[str], stages: Stages, optimizer: O
     for found in candidates:
         try:
             extra = _load(stages, models, found)
-        except CheckpointError as error:
+        except BaseException as error:
+            if found is candidates[-1] or not is_agreed(error):
+                raise
             # ranks may have failed in several ways: all try the next one, or none
-            is_damaged = is_agreed(error) and any(group.gather(isinstance(error, Damaged)))
-            if found is candidates[-1] or not is_damaged:
+            if not any(group.gather(isinstance(error, Damaged))):
                 raise
             passed_over.append(f"{found.path.name}: {str(error).splitlines()[0]}")
             continue
