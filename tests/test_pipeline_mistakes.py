@@ -80,11 +80,11 @@ def another_program(mesh: DeviceMesh, is_other: bool) -> Any:
 
 
 UNEVEN: dict[Callable[[DeviceMesh, bool], Any], str] = {
-    one_at_a_time: "4 micro-batches on rank .* but 8 micro-batches on rank|8 .* but 4",
-    another_kind: "a Schedule1F1B on rank .* but a ScheduleGPipe|a ScheduleGPipe .* but a Sch",
+    one_at_a_time: "'4 micro-batches' on rank .* but '8 micro-batches' on rank|'8 .* but '4",
+    another_kind: "'a Schedule1F1B' on rank .* but 'a ScheduleGPipe'|'a ScheduleGPipe' .* but 'a Sch",
     another_scale: "scale_grads=",
-    fewer_stages: "a ScheduleInterleaved1F1B on rank .* but a Schedule1F1B|1F1B .* but a Sch",
-    another_program: "a program of actions with digest .* but a program of actions",
+    fewer_stages: "'a ScheduleInterleaved1F1B' on rank .* but 'a Schedule1F1B'|1F1B' .* but 'a Sch",
+    another_program: "'a program of actions with digest .* but 'a program of actions",
 }
 
 
@@ -105,7 +105,7 @@ def uneven(rank: int) -> None:
             refused(message, lambda made=made: onefold.pipeline(made, tied=[]))
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
     made = Schedule1F1B(stage(module(mesh, is_cut=True), mesh), 4 + rank % 2, loss_fn=mean_loss)
-    refused("micro-batches on rank", lambda: onefold.pipeline(made, tied=[]))
+    refused("micro-batches' on rank", lambda: onefold.pipeline(made, tied=[]))
 
 
 def test_uneven_schedules_are_named_on_every_rank():

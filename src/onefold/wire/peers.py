@@ -14,6 +14,7 @@ from onefold.ticket import Waitable
 from onefold.wire.lanes import Lanes
 from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting, no_rank_can_go_on
 
+_PATIENCE = timedelta(seconds=PATIENCE_S)
 _LOOK = timedelta(seconds=0.25)
 
 
@@ -47,8 +48,10 @@ class Peers:
         one another, or time is up.
         """
         begun, roll_call = time.monotonic(), self.roll_call
+        limit = _LOOK if self._failure is not None or roll_call.is_in_call else _PATIENCE
         try:
-            while not _is_over(work, _LOOK):
+            while not _is_over(work, limit):
+                limit = _LOOK
                 self._failure = self._failure or self._trouble(message, time.monotonic() - begun)
                 if self._failure is not None:
                     raise self._failure
@@ -68,7 +71,7 @@ class Peers:
         roll_call = self.roll_call
         if roll_call.failure is not None:
             return roll_call.failure.error()
-        if waited_s > PATIENCE_S and roll_call.waiting is None:
+        if waited_s >= PATIENCE_S and roll_call.waiting is None:
             roll_call.waiting = message.waiting()
         if roll_call.verdict is not None:
             return WireError(no_rank_can_go_on(roll_call.verdict))

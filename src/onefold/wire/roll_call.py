@@ -118,6 +118,11 @@ class RollCall:
         """The failure that another rank has announced in the call that this rank is in."""
         return self._desk.failure
 
+    @property
+    def is_in_call(self) -> bool:
+        """True inside of a call that ranks may fail in alone."""
+        return self._desk.is_in_call
+
     def read_failure(self) -> Failure | None:
         """Look for such a failure now."""
         return self._desk.read_failure()
