@@ -21,7 +21,7 @@ from onefold.engine.activations import SavedActivations
 from onefold.engine.calls import Call
 from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
-from onefold.engine.pipelined import Pipeline, calling_stage, has_other_ranks, warn_undriven
+from onefold.engine.pipelined import Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
@@ -149,10 +149,8 @@ class Engine:
         if not self._is_checked and not self.is_unsharded:
             follow(self)
             self._is_checked = True
-            if not self.schedule.is_driven and calling_stage():
-                self.is_undriven = self.pipeline is None and has_other_ranks()
-                if self.policy.frees_after_forward:
-                    warn_undriven()
+            if not self.schedule.is_driven:
+                self.is_undriven = warn_undriven(self.policy) and self.pipeline is None
 
     def join_pipeline(self, pipeline: Pipeline) -> None:
         """The module is a stage: norms and checkpoints are those of the whole model."""

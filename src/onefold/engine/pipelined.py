@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import FrameType
 
+from onefold.engine.policy import Policy
 from onefold.wire.collectives import Group
 
 STAGES = "torch.distributed.pipelining.stage"
@@ -45,14 +46,18 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def has_other_ranks() -> bool:
-    """True if a stage of a schedule over several ranks is on this thread's stack."""
+def warn_undriven(policy: Policy) -> bool:
+    """Warn once if a stage of a schedule calls a module that frees its weights after use.
+
+    Returns True if a schedule over several ranks runs.
+    """
+    if policy.frees_after_forward and calling_stage():
+        _warn()
     return any(getattr(f.f_locals.get("self"), "group_size", 1) > 1 for f in _frames())
 
 
 @cache
-def warn_undriven() -> None:
-    """Warn once that a stage of a schedule calls a module that frees its weights after use."""
+def _warn() -> None:
     warnings.warn(
         "a pipeline schedule runs a module that onefold.shard has sharded: its gradients are "
         "right, but every micro-batch gathers the weights twice and reduces the gradients. "
