@@ -80,7 +80,7 @@ def clip_grad_norm_(
 def _pipeline_of(tensors: list[Tensor], *, has_modules: bool) -> Group | None:
     """The ranks that hold the other stages, as `onefold.pipeline` has told the modules."""
     engines = {engine for tensor in tensors if (engine := owner_of(tensor)) is not None}
-    if any(engine.is_undriven for engine in engines):
+    if any(engine.pipeline is None and engine.is_undriven for engine in engines):
         raise StateError(
             expected(
                 "the norm of all stages of a pipeline",

@@ -44,7 +44,7 @@ class Stages:
         found = tuple(uncompiled(module) for module in given)
         engines = [engine_of(module) for module in found]
         pipeline, everyone = engines[0].pipeline, engines[0].context.everyone
-        if engines[0].is_undriven or (pipeline is None and len(found) > 1):
+        if pipeline is None and (engines[0].is_undriven or len(found) > 1):
             got = "a stage that no schedule drives" if engines[0].is_undriven else f"{len(found)}"
             hint = "onefold.pipeline(schedule) joins the stages of a pipeline; else one by one"
             raise refusal("one module, without a pipeline", got, hint=hint)

@@ -53,10 +53,9 @@ class Engine:
         self.recipe = recipe
         self.description, self.notes = description, tuple[str, ...]()  # of the plan, and exceptions
         self.expected_peaks = expected_peaks
-        self.has_accumulated = self.is_accumulating = False
+        self.has_accumulated = self.is_accumulating = self.is_undriven = False
         self.resting: frozenset[int] = frozenset()  # units whose gradients wait in micro-batches
         self.pipeline: Pipeline | None = None  # whose schedule drives the micro-batches
-        self.is_undriven = False  # a stage of other ranks' pipeline, which is not known
         self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more
         self.ledger, self.group = context.ledger, context.routes.group
         self.marks = Marks(context.ledger)
@@ -149,12 +148,11 @@ class Engine:
         if not self._is_checked and not self.is_unsharded:
             follow(self)
             self._is_checked = True
-            if not self.schedule.is_driven:
-                self.is_undriven = warn_undriven(self.policy) and self.pipeline is None
+            self.is_undriven = not self.schedule.is_driven and warn_undriven(self.policy)
 
     def join_pipeline(self, pipeline: Pipeline) -> None:
         """The module is a stage: norms and checkpoints are those of the whole model."""
-        self.pipeline, self.is_undriven = pipeline, False
+        self.pipeline = pipeline
 
     def end_forward(self) -> None:
         """The root's forward is over, by return or exception."""
