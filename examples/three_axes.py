@@ -86,12 +86,12 @@ for _ in range(STEPS):
         schedule.step(words)
     else:
         schedule.step(target=nexts, losses=losses)
-    onefold.clip_grad_norm_(model, 1.0, pipeline=mesh["pp"])  # the norm over all three axes
+    onefold.clip_grad_norm_(model, 1.0)  # the norm over all three axes
     optimizer.step()
     optimizer.zero_grad()
 
 if len(sys.argv) > 1:  # a folder: the checkpoint loads at any other split of the axes
-    onefold.save(sys.argv[1], model, optimizer, pipeline=mesh["pp"])
+    onefold.save(sys.argv[1], model, optimizer)
 if losses and dist.get_rank() == dist.get_world_size() - 1:
     print(f"loss {torch.stack(losses).mean().item():.3f}")
 dist.destroy_process_group()

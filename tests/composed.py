@@ -183,8 +183,7 @@ class Run:
 
     def norm(self) -> float:
         """The norm of all gradients, which stay as they are."""
-        pipeline = self.place.named.get("pp")
-        return float(onefold.clip_grad_norm_(self.part, float("inf"), pipeline=pipeline))
+        return float(onefold.clip_grad_norm_(self.part, float("inf")))
 
     def grads(self) -> Named:
         return {name: whole(p.grad) for name, p in self.part.named_parameters()}

@@ -33,7 +33,7 @@ def train_and_save(run: Run, folder: Path, name: str) -> None:
         run.backward(step)
         run.update()
     state = state_of(run)
-    onefold.save(folder / name, run.part, run.optimizer, pipeline=run.place.named.get("pp"))
+    onefold.save(folder / name, run.part, run.optimizer)
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(state, folder / f"{name}.pt")
 
@@ -48,7 +48,7 @@ def load_others(place: Place, stage: int, folder: Path, own: str) -> None:
         if other == own:
             continue
         run = begin(place, stage, seed=1)
-        onefold.load(folder / other, run.part, run.optimizer, pipeline=place.named.get("pp"))
+        onefold.load(folder / other, run.part, run.optimizer)
         wanted = torch.load(folder / f"{other}.pt")
         composed.check_bits(state_of(run), wanted, f"from {other} to {own}")
 

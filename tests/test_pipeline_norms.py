@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import onefold
+from onefold.errors import CheckpointError, ConfigError, StateError
 from tests.pipelines import Pipe, assert_near, blocks, plain_backward, rows
 from tests.ranks import run_processes
 from tests.test_pipeline_ties import TIED, loss, one_process, stages_of, step, tokens
@@ -35,7 +37,7 @@ def one_norm(mesh):
         loss(wanted(data[0].flatten(0, 1)), data[1].flatten(0, 1)).backward()
         step(schedule, modules, num, data, dp)
         norm = nn.utils.clip_grad_norm_(wanted.parameters(), 0.1)
-        found = onefold.clip_grad_norm_(modules.values(), 0.1, pipeline=mesh["pp"])
+        found = onefold.clip_grad_norm_(modules.values(), 0.1)
         torch.testing.assert_close(found.double(), norm.double(), rtol=1e-6, atol=0)
         for i, module in modules.items():
             for name, parameter in module.named_parameters():
@@ -47,6 +49,38 @@ def one_norm(mesh):
 
 def test_the_norm_is_that_of_all_stages_and_counts_a_tied_weight_once():
     run_processes(4, _in_process, (2, 2), one_norm)
+
+
+def norm_of_stages(mesh):
+    pp, size = mesh["pp"].size(), mesh["dp"].size()
+    data = rows(size, torch.float64)
+    for kind, stage in [("1F1B", 3), ("Interleaved1F1B", 1)]:
+        wanted = blocks(torch.float64, layers=2 * pp)
+        pipe = Pipe(kind, stage, mesh, model=blocks(torch.float64, layers=2 * pp))
+        plain_backward(wanted, *data)
+        pipe.step(*data)
+        stages = list(pipe.modules.values())
+        if len(stages) > 1:
+            with pytest.raises(ConfigError, match="all stages of this rank"):
+                onefold.clip_grad_norm_(stages[0], 0.1)
+        norm = nn.utils.clip_grad_norm_(wanted.parameters(), 0.1)
+        found = onefold.clip_grad_norm_(stages, 0.1)
+        torch.testing.assert_close(found.double(), norm.double(), rtol=1e-6, atol=0)
+        assert_near(pipe.grads(), wanted, "grad", 1e-9)
+        parameters = [p for part in stages for p in part.parameters()]
+        again = onefold.clip_grad_norm_(parameters, 1.0)
+        torch.testing.assert_close(again.double(), torch.tensor(0.1).double(), rtol=1e-4, atol=0)
+    pipe = Pipe("1F1B", 1, mesh, model=blocks(torch.float64, layers=2 * pp), drives=False)
+    pipe.step(*data)
+    with pytest.raises(StateError, match="that a schedule runs without"):
+        onefold.clip_grad_norm_(pipe.modules.values(), 0.1)
+    with pytest.raises(CheckpointError, match="a stage that no schedule drives"):
+        onefold.save("never", *pipe.modules.values())
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (3, 1), (2, 2)])
+def test_driven_stages_know_their_pipeline_and_undriven_ones_are_refused(shape):
+    run_processes(math.prod(shape), _in_process, shape, norm_of_stages)
 
 
 def three_axes(mesh):
@@ -64,7 +98,7 @@ def three_axes(mesh):
             pipe.step(*data)
             assert_near(pipe.grads(), wanted, "grad", 1e-12)
             norm = nn.utils.clip_grad_norm_(wanted.parameters(), 0.1)
-            found = onefold.clip_grad_norm_(pipe.modules.values(), 0.1, pipeline=mesh["pp"])
+            found = onefold.clip_grad_norm_(pipe.modules.values(), 0.1)
             torch.testing.assert_close(found.double(), norm.double(), rtol=1e-6, atol=0)
             optimizer.step()
             pipe.update()

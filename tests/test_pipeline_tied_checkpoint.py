@@ -64,10 +64,10 @@ class Pipe:
                 optimizer.zero_grad()
 
     def save(self, folder: Path) -> None:
-        onefold.save(folder, self.modules, self.optimizers, pipeline=self.mesh["pp"])
+        onefold.save(folder, self.modules, self.optimizers)
 
     def load(self, folder: Path) -> None:
-        onefold.load(folder, self.modules, self.optimizers, pipeline=self.mesh["pp"])
+        onefold.load(folder, self.modules, self.optimizers)
 
     def state(self) -> Named:
         """The state of the whole model. Both copies of the shared weight are the same."""
@@ -191,9 +191,9 @@ def one_name(rank: int, folder: str) -> None:
             )
             for optimizer in optimizers:
                 optimizer.step()
-            onefold.save(f"{folder}/saved", modules, optimizers, pipeline=mesh["pp"])
+            onefold.save(f"{folder}/saved", modules, optimizers)
         else:
-            onefold.load(f"{folder}/saved", modules, optimizers, pipeline=mesh["pp"])
+            onefold.load(f"{folder}/saved", modules, optimizers)
         states.append(
             {
                 f"{index} {name}": value

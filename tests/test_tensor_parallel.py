@@ -26,6 +26,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import onefold
+from onefold.engine.pipelined import Pipeline
+from onefold.engine.registry import engine_of
+from onefold.wire.collectives import Group
 from tests.models import VOCAB, Model
 from tests.ranks import run_ranks, seeded
 
@@ -259,7 +262,9 @@ def _clip_two_meshes(rank: int, group_axis: str | None) -> tuple[float, float, N
     run = Run(2, 2, dtype=torch.float64)
     run.backward(0)
     if group_axis is not None:  # as pipeline ranks hold other parameters
-        found = onefold.clip_grad_norm_(run.model.parameters(), 0.1, pipeline=run.mesh[group_axis])
+        axis = Group.of(run.mesh[group_axis].get_group())
+        engine_of(run.model).join_pipeline(Pipeline(axis, 1))
+        found = onefold.clip_grad_norm_(run.model.parameters(), 0.1)
         return float(found), 0.0, grads_of(run.model), {}
     other = seeded(nn.Linear, 5, 3).to(torch.float64)
     onefold.shard(other)

@@ -30,6 +30,7 @@ from onefold.planner.auto import room_to_keep
 from onefold.recording.report import Report, copied, snapshot, unit_lines
 from onefold.rows.speeds import measure, row_shares
 from onefold.shares.weights import AUTO, SharesChoice
+from onefold.wire.together import announcing, together
 from onefold.wire_config import WireChoice
 
 
@@ -109,12 +110,14 @@ def _shard(
     def examine_mine() -> Asked:
         return examine(module, optimizer, choices, ranks.everyone)
 
-    asked = examine_together(ranks, examine_mine, module)
-    frozen = asked.recipe.precision.frozen
-    if frozen is not None:
-        code_frozen(module, asked.parts.optimizers, frozen)
+    with announcing(ranks.everyone):
         asked = examine_together(ranks, examine_mine, module)
-    build(asked.parts, resolve(asked, ranks))
+        frozen = asked.recipe.precision.frozen
+        if frozen is not None:
+            optimizers = asked.parts.optimizers
+            together(ranks.everyone, lambda: code_frozen(module, optimizers, frozen))
+            asked = examine_together(ranks, examine_mine, module)
+        build(asked.parts, resolve(asked, ranks))
     if choices.shares == AUTO:
         measure(module)  # rows by speed are suggested beside shares by memory
     return module
@@ -162,8 +165,9 @@ def stream(
     Source: ZeRO-Inference (DeepSpeed, 2022), ZeRO-Infinity (arXiv 2104.07857).
     """
     ranks = meet(meshes.resolve(mesh, TIMEOUT), None)
-    asked, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
-    build(asked.parts, resolve(asked, ranks))
+    with announcing(ranks.everyone):
+        asked, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
+        build(asked.parts, resolve(asked, ranks))
     engine_of(module).notes = tuple(f"{each.fqn} rests exact: {each.reason}" for each in exact)
     return module
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from onefold.engine.registry import owner_of
 from onefold.errors import ConfigError, StateError, expected
 from onefold.wire.collectives import Group
 
@@ -28,7 +28,6 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
-    pipeline: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their norm over all axes is at most `max_norm`.
 
@@ -38,19 +37,18 @@ def clip_grad_norm_(
     where they lie on several, and leaves out the other stages of a pipeline. A collective.
 
     Args:
-        parameters: a module, or several as a pipeline rank has them, or parameters.
+        parameters: a module, or all stages of a pipeline rank, or parameters.
         max_norm: the largest norm that stays as it is.
         norm_type: p of the p-norm, above 0; `math.inf` takes the largest absolute value.
         error_if_nonfinite: raise `StateError`, on every rank, if the norm is NaN or infinite.
-        pipeline: the pipeline axis, a mesh of one axis or a process group, whose ranks hold other
-            parameters. None: there is no pipeline.
 
     Returns:
         The norm before clipping, as a plain scalar tensor, the same on all ranks.
 
     Raises:
-        ConfigError: a `norm_type` that is not above 0.
-        StateError: see `error_if_nonfinite`; or a gradient that has no mean yet.
+        ConfigError: a `norm_type` that is not above 0, or some of this rank's stages alone.
+        StateError: see `error_if_nonfinite`; a gradient that has no mean yet; or a stage that a
+            schedule runs without `onefold.pipeline`.
 
     Example:
         >>> loss.backward()
@@ -61,7 +59,14 @@ def clip_grad_norm_(
     if not order > 0:
         hint = "norm_type=2.0 is the usual norm, math.inf the largest absolute value"
         raise ConfigError(expected("norm_type above 0", norm_type, hint=hint))
-    by_mesh = _by_mesh(parameters)
+    given = [parameters] if isinstance(parameters, nn.Module | Tensor) else list(parameters)
+    tensors = [
+        tensor
+        for part in given
+        for tensor in (part.parameters() if isinstance(part, nn.Module) else (part,))
+    ]
+    pipeline = _pipeline_of(tensors, has_modules=any(isinstance(p, nn.Module) for p in given))
+    by_mesh = _by_mesh(tensors)
     norms = [_norm(each, order) for each in by_mesh.values()]
     total = _together(norms, order, pipeline)
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -72,15 +77,31 @@ def clip_grad_norm_(
     return total
 
 
-def _by_mesh(parameters: Clipped) -> dict[DeviceMesh | None, list[Tensor]]:
+def _pipeline_of(tensors: list[Tensor], *, has_modules: bool) -> Group | None:
+    """The ranks that hold the other stages, as `onefold.pipeline` has told the modules."""
+    engines = {engine for tensor in tensors if (engine := owner_of(tensor)) is not None}
+    if any(engine.pipeline is None and engine.is_undriven for engine in engines):
+        raise StateError(
+            expected(
+                "the norm of all stages of a pipeline",
+                "a stage that a schedule runs without onefold.pipeline",
+                hint="call onefold.pipeline(schedule) before the first step",
+            )
+        )
+    found = {engine.pipeline for engine in engines}
+    pipeline = found.pop() if len(found) == 1 else None
+    if found or (pipeline and has_modules and len(engines) < pipeline.num_stages):
+        got = f"parts of {len(engines)} modules"
+        wanted = "all stages of this rank, and no other module"
+        hint = "onefold.clip_grad_norm_([first_stage, second_stage], 1.0)"
+        raise ConfigError(expected(wanted, got, hint=hint))
+    return pipeline.group if pipeline and pipeline.group.world_size > 1 else None
+
+
+def _by_mesh(tensors: list[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
     """Parameters that have a gradient, by the mesh of their gradients; None: plain tensors."""
-    given = [parameters] if isinstance(parameters, nn.Module | Tensor) else parameters
-    found: dict[int, Tensor] = {}
-    for each in given:
-        tensors = each.parameters() if isinstance(each, nn.Module) else (each,)
-        found |= {id(tensor): tensor for tensor in tensors if tensor.grad is not None}
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for tensor in found.values():
+    for tensor in {id(tensor): tensor for tensor in tensors if tensor.grad is not None}.values():
         grad = tensor.grad
         mesh = grad.device_mesh if isinstance(grad, DTensor) else None
         by_mesh.setdefault(mesh, []).append(tensor)
@@ -122,9 +143,7 @@ def _norm_of_pieces(grads: list[DTensor], order: float) -> Tensor:
     return total if is_max else total.pow(1 / order)
 
 
-def _together(
-    norms: list[Tensor], order: float, pipeline: DeviceMesh | dist.ProcessGroup | None
-) -> Tensor:
+def _together(norms: list[Tensor], order: float, pipeline: Group | None) -> Tensor:
     """The norm of all meshes, and of all ranks of `pipeline`, from the norm of each mesh."""
     parts = torch.stack(norms) if norms else torch.zeros(1)
     if pipeline is None and len(norms) == 1:
@@ -132,6 +151,5 @@ def _together(
     is_max = math.isinf(order)
     total = parts.amax() if is_max else parts.pow(order).sum()
     if pipeline is not None:
-        handle = pipeline.get_group() if isinstance(pipeline, DeviceMesh) else pipeline
-        total = Group.of(handle).all_reduced(total, is_max=is_max)
+        total = pipeline.all_reduced(total, is_max=is_max)
     return total if is_max else total.pow(1 / order)

@@ -12,7 +12,8 @@ An error builds its message from what was expected, what came, where (rank, para
 
 from __future__ import annotations
 
-from typing import Any, Self, overload
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar, overload
 
 
 class OnefoldError(Exception):
@@ -68,6 +69,43 @@ class TierError(OnefoldError, OSError):
 
 class CheckpointError(OnefoldError):
     """A checkpoint is missing, incomplete, damaged or belongs to another model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The error of one rank, as the other ranks raise it."""
+
+    kind: type[OnefoldError]
+    text: str
+
+    @staticmethod
+    def of(error: BaseException, rank: int, kind: type[OnefoldError]) -> Failure:
+        """Name the rank; errors that are not ours become a `kind` that names their type."""
+        if isinstance(error, OnefoldError):
+            return Failure(type(error), f"rank {rank}: {error}")
+        text = f": {error}" if str(error) else ""
+        return Failure(kind, f"rank {rank}: {type(error).__name__}{text}")
+
+    def error(self) -> OnefoldError:
+        """The error to raise."""
+        return as_agreed(self.kind(self.text))
+
+
+_AGREED = "_onefold_agreed"
+"""The attribute of an error that every rank of a call raises."""
+
+Raised = TypeVar("Raised", bound=BaseException)
+
+
+def as_agreed(error: Raised) -> Raised:
+    """Mark an error that every rank of a call raises: nobody waits for this rank."""
+    error.__dict__[_AGREED] = True
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """True if every rank of the call raises this error, or one for it."""
+    return _AGREED in error.__dict__
 
 
 def listed(lines: list[str], *, most: int = 20) -> list[str]:

@@ -52,6 +52,7 @@ from onefold.unit.init import (
 from onefold.unit.unit import Unit
 from onefold.unit.weighted import WeightedMesh
 from onefold.wire.collectives import Group
+from onefold.wire.together import together
 from onefold.wire_config import Wire
 
 LOG = logging.getLogger(__name__)
@@ -96,14 +97,19 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
         build_adapters=partial(_adapters, resolved),
     )
     _cast_buffers(parts.module, resolved, group, source)
+    together(group, partial(_install, parts, engine, originals))
+    ledger.forget_traffic()
+
+
+def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:
+    """Let the module and its optimizers refer to the engine."""
     parts.module.__dict__[ENGINE] = engine
-    kind = InferenceHooks if recipe.inference else ModuleHooks
+    kind = InferenceHooks if engine.recipe.inference else ModuleHooks
     install(engine, parts.module, {at: plan.modules for at, plan in enumerate(parts.plans)}, kind)
     guards.install(parts.module, engine)
     show_whole(parts.module, engine)
-    compare_first_batches(parts.module, group)
+    compare_first_batches(parts.module, engine.group)
     _join_optimizers(parts, engine, originals)
-    ledger.forget_traffic()
 
 
 def _context(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,13 +14,13 @@ from onefold.build.resolve import Asked, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.errors import ConfigError, expected
 from onefold.layout.units import UnitPlan, repeated_blocks, uncompiled
-from onefold.mesh.devices import device_of
 from onefold.mesh.ranks import Ranks, local_place
-from onefold.planner.auto import ACTIVATIONS_SHARE, free_nbytes
+from onefold.planner.auto import free_on_all, room_of
 from onefold.planner.residency import with_residents
 from onefold.recipe import Recipe
 from onefold.unit.init import PROMISED, Values
 from onefold.wire.collectives import Group
+from onefold.wire.together import together
 
 MIN_TILE_NBYTES = 1 << 20
 """Row blocks of a head or a table are at least as large: smaller reads are slower."""
@@ -40,12 +39,11 @@ def examine_stream(
     )
     for parameter in uncompiled(module).parameters():
         parameter.requires_grad_(False)
-    device, exact = (
-        device_of(choices.parts.parameters, ranks.everyone, ranks.mesh),
-        list[KeptExact](),
-    )
+    device, exact = choices.device, list[KeptExact]()
     if rest is not None:
-        exact = code_for_products(uncompiled(module), rest, device.type)
+        exact = together(
+            data, lambda: code_for_products(uncompiled(module), rest, device.type), ConfigError
+        )
     room = _agreed(budget, device, ranks)
     asked = examine_together(
         ranks, lambda: examine(module, None, _tiled(module, room, rest, offload), data), module
@@ -149,9 +147,7 @@ def _agreed(budget: int | None, device: torch.device, ranks: Ranks) -> int:
     if budget is not None:
         return budget
     group = ranks.everyone
-    free = free_nbytes(device, local_place(group)[1])
-    everyone: list[Any] = group.all_gather_object(free) if group.world_size > 1 else [free]
-    return int((1 - ACTIVATIONS_SHARE) * min(everyone))
+    return room_of(free_on_all(device, local_place(group)[1], group))
 
 
 def _tiled(module: nn.Module, budget: int, rest: str | None, offload: object) -> Choices:

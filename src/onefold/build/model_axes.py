@@ -6,9 +6,8 @@ join       all ranks: the meshes of model axes and data axis, and the group of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -100,19 +99,12 @@ def check_choices(
                 raise whole_matrices(owned.fqn, str(owned.model), optimizer)
 
 
-def compare(mine: list[Any], module: object) -> Iterator[tuple[Group, list[Any]]]:
-    """Exchange digests over every model axis; yield its group and the digests that each rank sent.
-
-    `mine`: this rank's digest, and one that differs from it, where the data axis has one. A
-    collective.
-    """
+def axes_of(module: object) -> list[Group]:
+    """The ranks of every model axis that has cut parameters of a module."""
     parameters = module.parameters() if isinstance(module, nn.Module) else ()
     cuts = [cut for parameter in parameters if (cut := ModelCut.of(parameter)) is not None]
-    for mesh in dict.fromkeys(cut.mesh for cut in cuts):
-        for axis in range(mesh.ndim):
-            group = Group.of(mesh.get_group(axis))
-            if group.world_size > 1:
-                yield group, group.all_gather_object(mine)
+    meshes = dict.fromkeys(cut.mesh for cut in cuts)
+    return [Group.of(mesh.get_group(axis)) for mesh in meshes for axis in range(mesh.ndim)]
 
 
 def join(
@@ -154,8 +146,7 @@ def join(
 def _grid(mesh: DeviceMesh, data: Group) -> torch.Tensor:
     """Global ranks [model axes ..., data axis]. A collective over the data axis."""
     mine = mesh.mesh.tolist()
-    columns = data.all_gather_object(mine) if data.world_size > 1 else [mine]
-    return torch.tensor(columns).movedim(0, -1).contiguous()
+    return torch.tensor(data.gather(mine)).movedim(0, -1).contiguous()
 
 
 def _ranks_of(mesh: DeviceMesh) -> set[int]:

@@ -8,9 +8,8 @@ resolve             settle what was left open: stepper, axes, stage, wire, fract
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ from onefold.config import (
     precision_of,
     stage_of,
 )
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError, Failure
 from onefold.layout.units import (
     Owned,
     UnitChoice,
@@ -49,6 +48,7 @@ from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.shares.rooms import choose
 from onefold.shares.weights import AUTO, is_auto, unless_even, weights_of
 from onefold.wire.collectives import Group
+from onefold.wire.together import collect, difference
 from onefold.wire_config import Wire, resolve_wire, wire_of
 
 
@@ -88,6 +88,7 @@ class Asked:
     opens_stage: bool  # stage="auto"
     names_wire: bool  # a name means less where a mesh has fewer axes
     opens_shares: bool = False  # shares="auto"
+    device: torch.device = field(default_factory=lambda: torch.device("meta"))  # that computes
     tiers: tuple[RankTiers, ...] = ()  # of every rank, which each chooses for itself
 
     @property
@@ -188,40 +189,39 @@ def _order_members(plans: Sequence[UnitPlan], optimizers: Sequence[Optimizer]) -
 def examine_together(
     ranks: Ranks, examine_mine: Callable[[], Asked], module: object = None
 ) -> Asked:
-    """Examine on every rank, and compare; `ConfigError` on all ranks if one differs or fails.
+    """Examine on every rank, and compare; every rank raises if one differs or fails.
 
     Ranks of the model axes of `module` compare, too.
     """
-    group, asked, problem = ranks.everyone, None, None
-    mine, places = list[str](), list[own_meshes.MeshPlace]()
-    try:
+    group, own = ranks.everyone, list[Asked]()
+
+    def examine_and_describe() -> _Said:
         asked = examine_mine()
-        asked = replace(asked, recipe=_on_ranks(asked.recipe, ranks))
-        mine = asked.digest()
+        device = device_of(asked.parts.parameters, group, ranks.mesh)
+        asked = replace(asked, recipe=_on_ranks(asked.recipe, ranks), device=device)
+        own.append(asked)
         places = own_meshes.places_of(asked.parts.module, asked.parts.plans, group)
-    except ConfigError as error:
-        problem, mine = error, [f"! {error}"]
-    told: list[Any] = [(mine, places, _tiers_of(asked))]
-    everyone: list[Any] = group.all_gather_object(told[0]) if group.world_size > 1 else told
-    digests = [lines for lines, *_ in everyone]
-    clash = None
-    if not any(lines[0].startswith("!") for lines in digests):
-        clash = own_meshes.clash_of([theirs for _, theirs, _ in everyone])
-    others = [[f"! {clash}"]] if clash else [theirs for theirs in digests if theirs != mine][:1]
-    sent = [(group, [[each] for each in digests]), *model_axes.compare([mine, *others], module)]
-    if problem is not None or clash is not None:
-        raise problem or clash  # type: ignore[misc]
-    assert asked is not None, "neither arguments nor a problem"
-    for where, told_there in sent:
-        for rank, found in enumerate(told_there):
-            for theirs in found:  # a rank of a model axis passes on what it has learned
-                if theirs != mine:
-                    raise _different(mine, theirs, where, rank)
-    return replace(asked, tiers=tuple(tiers for *_, tiers in everyone))
+        return _Said(asked.digest(), places, _tiers_in(asked.recipe.offload))
+
+    def judge(axis: Group, said: Sequence[_Said]) -> Failure | None:
+        if axis is group and (clash := own_meshes.clash_of([rank.places for rank in said])):
+            return Failure(ConfigError, str(clash))
+        hint = "build the module from the same configuration everywhere"
+        digests = [rank.digest for rank in said]
+        return difference(axis, digests, "module and choices", hint, ConfigError)
+
+    axes = [group, *model_axes.axes_of(module)]
+    said = collect(axes, examine_and_describe, ConfigError, judge)
+    return replace(own[0], tiers=tuple(rank.tiers for rank in said))
 
 
-def _tiers_of(asked: Asked | None) -> RankTiers:
-    return () if asked is None else _tiers_in(asked.recipe.offload)
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank lets the others compare."""
+
+    digest: list[str]
+    places: list[own_meshes.MeshPlace]
+    tiers: RankTiers
 
 
 def _tiers_in(offload: Offload) -> RankTiers:
@@ -229,23 +229,10 @@ def _tiers_in(offload: Offload) -> RankTiers:
     return (*(getattr(offload, name) for name in names), bool(offload.paths))
 
 
-def _different(mine: list[str], theirs: list[str], group: Group, rank: int) -> ConfigError:
-    pairs = zip_longest(mine, theirs, fillvalue="nothing")
-    ours, other = next((a, b) for a, b in pairs if a != b)
-    numbers = group.global_ranks()
-    return ConfigError(
-        expected(
-            "the same module and choices on every rank",
-            f"{ours!r} on rank {numbers[group.rank]} but {other!r} on rank {numbers[rank]}",
-            hint="build the module from the same configuration everywhere",
-        )
-    )
-
-
 def resolve(asked: Asked, ranks: Ranks) -> Resolved:
     """Settle every open choice, the same on all ranks. A collective where one is open."""
     group, parts, recipe = ranks.everyone, asked.parts, asked.recipe
-    device = device_of(parts.parameters, group, ranks.mesh)
+    device = asked.device
     check_devices(device, group)
     checks.check_mixed_tiers(asked.tiers, device.type, opens_stage=asked.opens_stage)
     alike = Group.of(None) if asked.mixes_tiers else group  # ranks that settle tiers together
@@ -275,9 +262,10 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
     if recipe.offload.fraction == "auto" and recipe.offload.optimizer != "device":
         rank = found.shards(are_replicas=recipe.are_replicas).rank
         states = budget_of(recipe, parts.plans, parts.optimizers, rank).states
-        mine = least_fraction(recipe, states, device, local_world_size)
-        everyone: list[Any] = alike.all_gather_object(mine) if alike.world_size > 1 else [mine]
-        fraction, why_fraction = max(everyone)  # that of the rank with the least room
+        fractions = collect(
+            alike, partial(least_fraction, recipe, states, device, local_world_size)
+        )
+        fraction, why_fraction = max(fractions)  # that of the rank with the least room
         recipe = replace(recipe, offload=replace(recipe.offload, fraction=fraction))
     chosen_units = recipe.offloaded_units([unit.numel for unit in recipe.units])
     units = tuple(

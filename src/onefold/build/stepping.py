@@ -12,7 +12,6 @@ from __future__ import annotations
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -86,12 +85,10 @@ def measured(device: torch.device, cores: tuple[int, ...]) -> Rates | None:
 
 def slowest(mine: Rates | None, group: Group) -> Rates | None:
     """Return the lowest rates of all ranks; None if one rank has none. A collective."""
-    if group.world_size == 1:
-        return mine
-    everyone: list[Any] = group.all_gather_object(mine)
-    if None in everyone:
+    rates = [rank for rank in group.gather(mine) if rank is not None]
+    if len(rates) < group.world_size:
         return None
-    return Rates(min(each.cpu for each in everyone), min(each.link for each in everyone))
+    return Rates(min(rank.cpu for rank in rates), min(rank.link for rank in rates))
 
 
 def _cpu_rate(cores: tuple[int, ...]) -> float:

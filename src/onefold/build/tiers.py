@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -36,8 +35,7 @@ from onefold.tier.store import Store, whole_pages
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS, Workers
 from onefold.unit.context import Tiers
 from onefold.wire.collectives import Group
-
-T = TypeVar("T")
+from onefold.wire.together import together
 
 NUM_MOVERS = 4
 """Threads that write and read activations, so requests that the disk has at a time."""
@@ -176,25 +174,8 @@ def build_tiers(
         return _build(recipe, store, ledger, group, budget, local)
     # every rank looks at the free memory before any rank takes of it
     if not recipe.reads_files:
-        _together(group, lambda: check_budget(budget, offload, group, local[1]))
-    return _together(group, lambda: _build(recipe, store, ledger, group, budget, local))
-
-
-def _together(group: Group, body: Callable[[], T]) -> T:
-    """Return the result of `body`; if it raises `TierError` on one rank, raise it on all."""
-    results: list[T] = []
-    problem = None
-    try:
-        results.append(body())
-    except TierError as error:
-        problem = error
-    if group.world_size > 1:
-        texts = group.all_gather_object(str(problem) if problem else None)
-        if problem is None and any(texts):
-            problem = TierError(str(next(text for text in texts if text)))
-    if problem is not None:
-        raise problem
-    return results[0]
+        together(group, lambda: check_budget(budget, offload, group, local[1]), TierError)
+    return together(group, lambda: _build(recipe, store, ledger, group, budget, local), TierError)
 
 
 def describe(recipe: Recipe, budget: Budget, why_fraction: str) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from onefold.errors import CheckpointError, OnefoldError, expected, listed
+from onefold.wire import together as agreed
 from onefold.wire.collectives import Group
+from onefold.wire.together import Judge
 
 T = TypeVar("T")
+Raised = TypeVar("Raised", bound=BaseException)
 
 LOAD_ANOTHER = "the disk or a copy has damaged it; load an earlier checkpoint"
 
@@ -46,62 +48,37 @@ def refuse_mismatches(what: str, mismatches: list[str], *, hint: str) -> None:
         raise refusal(what, "\n  " + "\n  ".join(listed(mismatches)), hint=hint)
 
 
-@dataclass(frozen=True, slots=True)
-class RankVerdict:
-    """What one rank sends to the others: its result, or the message of its error."""
-
-    result: object
-    problem: str | None
-    is_damaged: bool
-
-
 def together(group: Group, act: Callable[[], T]) -> T:
-    """Run `act` on every rank and return this rank's result. A collective.
-
-    If `act` raises on any rank, every rank raises: its own error, or a `CheckpointError` with the
-    rank and message of the first rank that failed. This includes errors of the system (a full disk)
-    and of the user's code, which would otherwise leave the other ranks waiting.
-    """
-    own: list[T] = []
-    gather_together(group, lambda: own.append(act()))
-    return own[0]
+    """See `onefold.wire.together.together`; errors of the system are `CheckpointError`s."""
+    return agreed.together(group, _on_disk(act), CheckpointError)
 
 
-def on_rank_0(group: Group, act: Callable[[], object]) -> None:
-    """Run `act` on rank 0 alone; if it raises, every rank raises. A collective."""
-    together(group, lambda: act() if group.rank == 0 else None)
+def first(group: Group, act: Callable[[], T]) -> T:
+    """See `onefold.wire.together.first`."""
+    return agreed.first(group, _on_disk(act), CheckpointError)
 
 
-def gather_together(group: Group, act: Callable[[], T]) -> list[T]:
-    """Run `act` as `together` does, and return every rank's result in rank order."""
-    problem: Exception | None = None
-    result: object = None
-    try:
-        result = act()
-    except Exception as error:
-        problem = as_checkpoint_error(error)
-    message = None if problem is None else describe(problem)
-    own = RankVerdict(result, message, isinstance(problem, Damaged))
-    found = [own] if group.world_size == 1 else group.all_gather_object(own)
-    verdicts = cast("list[RankVerdict]", found)
-    is_damaged = any(each.is_damaged for each in verdicts)
-    for rank, each in enumerate(verdicts):
-        if each.problem is not None:
-            if problem is not None and not is_damaged:
-                raise problem
-            raise (Damaged if is_damaged else CheckpointError)(f"rank {rank}: {each.problem}")
-    return [cast("T", each.result) for each in verdicts]
+def collect(group: Group, act: Callable[[], T], judge: Judge | None = None) -> list[T]:
+    """See `onefold.wire.together.collect`."""
+    return agreed.collect(group, _on_disk(act), CheckpointError, judge)
 
 
-def check_same(values: list[T], what: str, *, hint: str) -> None:
-    """Raise `CheckpointError` unless all ranks passed the same value."""
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            got = f"{values[0]!r} on rank 0 and {value!r} on rank {rank}"
-            raise refusal(f"the same {what} on every rank", got, hint=hint)
+def same_directory(group: Group, act: Callable[[], str], *, hint: str) -> None:
+    """Raise `CheckpointError` on every rank unless `act` returns the same path on all."""
+    agreed.same(group, _on_disk(act), "directory", hint=hint, kind=CheckpointError)
 
 
-def as_checkpoint_error(error: Exception) -> Exception:
+def _on_disk(act: Callable[[], T]) -> Callable[[], T]:
+    def run() -> T:
+        try:
+            return act()
+        except OSError as error:
+            raise as_checkpoint_error(error) from error.__cause__
+
+    return run
+
+
+def as_checkpoint_error(error: Raised) -> Raised | CheckpointError:
     """Return an error of the system as a `CheckpointError`, and any other error unchanged."""
     if not isinstance(error, OSError) or isinstance(error, OnefoldError):
         return error

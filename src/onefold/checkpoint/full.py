@@ -53,8 +53,7 @@ def full_state_dict(
         )
     shown = module.state_dict(keep_vars=True)  # without values that hooks would put in place
     everyone = engine.context.everyone
-    if everyone.world_size > 1:  # a rank that is elsewhere is named here, not inside torch
-        everyone.all_gather_object(len(shown))
+    everyone.gather(len(shown))  # a rank that is elsewhere is named here, not inside torch
     is_wanted = everyone.rank == 0 or not rank0_only
     owners = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
     packed = {

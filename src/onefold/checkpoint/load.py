@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from onefold.checkpoint.agreement import Damaged, check_same, gather_together, together
+from onefold.checkpoint.agreement import Damaged, collect, together
 from onefold.checkpoint.contents import RANK, ShardedModel, restore_random_states
 from onefold.checkpoint.directory import Found, find
 from onefold.checkpoint.save import finish_pending, first_failure, planning
-from onefold.checkpoint.stages import Axis, Modules, Optimizers, Stages
+from onefold.checkpoint.stages import Modules, Optimizers, Stages
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
 from onefold.checkpoint.ties import spread_ties
+from onefold.engine.registry import engine_of
+from onefold.errors import CheckpointError, Failure, is_agreed
 from onefold.wire.collectives import Group
+from onefold.wire.together import announcing, difference
 
 
 def load(
     directory: str | os.PathLike[str],
     module: Modules,
     optimizer: Optimizers = None,
-    *,
-    pipeline: Axis = None,
 ) -> Any:
     """Load a checkpoint into a sharded module, and its optimizer, in place. A collective.
 
@@ -46,9 +47,9 @@ def load(
         directory: a checkpoint, or a directory of checkpoints, whose newest complete one is loaded;
             a warning lists the others that were passed over, and why. Checkpoints that
             `torch.distributed.checkpoint` has written load too, but cannot be verified.
-        module: the module that was given to `onefold.shard`.
+        module: the module that was given to `onefold.shard`; of a pipeline as in `onefold.save`.
+            The checkpoint may have been saved with or without one.
         optimizer: as it was given to `onefold.save`; None loads the weights alone.
-        pipeline: as in `onefold.save`; the checkpoint may have been saved with or without one.
 
     Returns: the `extra` that the rank of the same number saved (of rank r modulo the saved world).
 
@@ -57,9 +58,15 @@ def load(
         read. If tensors are damaged, older checkpoints of the directory are tried; without one the
         module holds a mixture of old and new values, and must not be trained.
     """
-    stages = Stages.of(module, pipeline)
+    stages = Stages.of(module)
+    with announcing(engine_of(stages.modules[0]).group, CheckpointError):
+        finish_pending(stages)
+        return _load_newest(directory, stages, optimizer)
+
+
+def _load_newest(directory: str | os.PathLike[str], stages: Stages, optimizer: Optimizers) -> Any:
+    """Load the newest checkpoint that is not damaged, and return this rank's `extra`."""
     group = stages.group
-    finish_pending(stages)
 
     def prepare() -> tuple[str, list[ShardedModel]]:
         path = os.path.abspath(directory)
@@ -70,24 +77,32 @@ def load(
 
     path, models = together(group, prepare)
     is_first = group.rank == 0
-    everyone = gather_together(group, lambda: (path, find(Path(path)) if is_first else []))
-    paths = [each for each, _ in everyone]
-    check_same(paths, "directory", hint="every rank loads from the same place")
+    everyone = collect(
+        group, lambda: (path, find(Path(path)) if is_first else []), _differing_directory
+    )
     candidates = everyone[0][1]
     passed_over = list(candidates[0].passed_over)
     for found in candidates:
         try:
             extra = _load(stages, models, found)
-        except Damaged as error:
-            if found is candidates[-1]:
+        except BaseException as error:
+            if found is candidates[-1] or not is_agreed(error):
+                raise
+            # ranks may have failed in several ways: all try the next one, or none
+            if not any(group.gather(isinstance(error, Damaged))):
                 raise
             passed_over.append(f"{found.path.name}: {str(error).splitlines()[0]}")
             continue
         if passed_over and is_first:
             others = "; ".join(passed_over)
-            warnings.warn(f"loaded {found.path.name}, passed over {others}", stacklevel=2)
+            warnings.warn(f"loaded {found.path.name}, passed over {others}", stacklevel=3)
         return extra
     raise AssertionError("there is at least one candidate, and the last returns or raises")
+
+
+def _differing_directory(group: Group, said: Sequence[tuple[str, list[Found]]]) -> Failure | None:
+    hint, paths = "every rank loads from the same place", [path for path, _ in said]
+    return difference(group, paths, "directory", hint, CheckpointError)
 
 
 def _load(stages: Stages, models: list[ShardedModel], found: Found) -> Any:
@@ -130,7 +145,7 @@ def _names_of_stages(stages: Stages, models: list[ShardedModel]) -> set[str]:
     if not stages.is_pipeline:
         return set()
     own = [name for model in models for name in model.all_names()]
-    return {name for names in gather_together(stages.group, lambda: own) for name in names}
+    return {name for names in stages.group.gather(own) for name in names}
 
 
 def _union(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -158,5 +173,5 @@ def _read(group: Group, reader: Reader, wanted: dict[str, Any]) -> dict[str, Any
                 process_group=group.handle, no_dist=group.handle is None,
             )  # fmt: skip
     except CheckpointException as error:
-        raise first_failure(error) from error
+        raise first_failure(error, group) from error
     return wanted

@@ -17,8 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.checkpoint import agreement, safetensors
-from onefold.checkpoint.agreement import on_rank_0, together
+from onefold.checkpoint import safetensors
+from onefold.checkpoint.agreement import (
+    first,
+    refusal,
+    refuse_mismatches,
+    same_directory,
+    shape_mismatches,
+    together,
+)
 from onefold.checkpoint.contents import ShardedModel, config_of, persistent_buffers
 from onefold.checkpoint.directory import Draft
 from onefold.checkpoint.quantised import is_note, is_offset, offset_in, offset_of
@@ -63,9 +70,8 @@ def write_pretrained(
             draft.check()
         return str(draft.target)
 
-    paths = agreement.gather_together(everyone, prepare)
-    agreement.check_same(paths, "directory", hint="every rank writes into the same files")
-    draft = Draft(Path(paths[0]))
+    same_directory(everyone, prepare, hint="every rank writes into the same files")
+    draft = Draft(Path(os.path.abspath(directory)))
     outputs = safetensors.plan_outputs(_entries(model), max_shard_nbytes)
 
     def publish() -> None:
@@ -77,9 +83,9 @@ def write_pretrained(
         draft.publish()
 
     try:
-        on_rank_0(everyone, lambda: begin(draft, outputs))
+        first(everyone, lambda: begin(draft, outputs))
         together(everyone, lambda: _write_own(model, draft.folder, outputs))
-        on_rank_0(everyone, publish)
+        first(everyone, publish)
     except BaseException:
         draft.abandon()
         raise
@@ -180,7 +186,7 @@ def _refuse_coded(model: ShardedModel) -> None:
     for parameter in model.parameters():
         if parameter.decoded is not None:
             argument = "rest=" if parameter.decoded.is_multiplied else "Precision(frozen=)"
-            raise agreement.refusal(
+            raise refusal(
                 f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
                 f"one that {argument} has coded",
                 hint="save the module inside `with onefold.unsharded(module):`, which decodes it",
@@ -191,7 +197,7 @@ def _refuse_packed(module: nn.Module) -> None:
     """Raise `CheckpointError` for a quantised module that is not sharded yet."""
     for name, parameter in module.named_parameters():
         if packed.is_packed(parameter):
-            raise agreement.refusal(
+            raise refusal(
                 f"parameter {name!r} to be a plain tensor, or sharded",
                 f"a {type(parameter).__name__}",
                 hint="quantised weights have their values when from_pretrained returns; to load "
@@ -233,9 +239,9 @@ class Pretrained:
                 self._names |= dict.fromkeys(names, found)
         notes = model.notes() if model else {}
         missing = [n for n in notes if is_note(n) and n not in self._files.places]
-        agreement.refuse_mismatches(
+        refuse_mismatches(
             f"the files in {str(directory)!r} to have the parameters of the module",
-            agreement.shape_mismatches(wanted, saved, "files")
+            shape_mismatches(wanted, saved, "files")
             + [f"{name}: in the module, not in the files" for name in missing],
             hint="build the module from the config.json beside them",
         )

@@ -21,28 +21,37 @@ from uuid import uuid4
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from onefold.checkpoint import agreement, contents
+from onefold.checkpoint import contents
 from onefold.checkpoint import manifest as manifests
-from onefold.checkpoint.agreement import describe, on_rank_0, refusal, together
+from onefold.checkpoint.agreement import (
+    as_checkpoint_error,
+    collect,
+    describe,
+    first,
+    refusal,
+    together,
+)
 from onefold.checkpoint.background import BackgroundThread, Notes, poll
 from onefold.checkpoint.checked_files import FileRecord
 from onefold.checkpoint.contents import MODEL, OPTIM, RANK, ShardedModel
 from onefold.checkpoint.directory import Draft, prune
 from onefold.checkpoint.manifest import Manifest
-from onefold.checkpoint.stages import Axis, Modules, Optimizers, Stages, merge_groups, merged
+from onefold.checkpoint.stages import Modules, Optimizers, Stages, merge_groups, merged
 from onefold.checkpoint.storage import RankFiles, WritePlanner, Writer
 from onefold.checkpoint.ties import RankNames, join_names
 from onefold.collecting import no_garbage
 from onefold.engine.engine import Engine
-from onefold.errors import CheckpointError
+from onefold.engine.registry import engine_of
+from onefold.errors import CheckpointError, Failure, as_agreed
 from onefold.ticket import DONE, Ticket
 from onefold.wire.collectives import Group
+from onefold.wire.together import announcing, difference
 
 PENDING = "_onefold_pending_save"
 """The attribute of a module that holds the ticket of its save in the background."""
 
 
-def save(  # noqa: PLR0913 - each is one choice of a save
+def save(
     directory: str | os.PathLike[str],
     module: Modules,
     optimizer: Optimizers = None,
@@ -51,7 +60,6 @@ def save(  # noqa: PLR0913 - each is one choice of a save
     wait: bool = True,
     keep: int | None = None,
     frozen: bool = True,
-    pipeline: Axis = None,
 ) -> Ticket:
     """Save a sharded module, and its optimizer, as the new checkpoint `directory`. A collective.
 
@@ -63,8 +71,9 @@ def save(  # noqa: PLR0913 - each is one choice of a save
 
     Args:
         directory: does not exist yet; appears when everything is on the disk.
-        module: the module that was given to `onefold.shard`; with `pipeline` this rank's stage, or
-            a list of its stages, whose parameters have the names of the whole model.
+        module: the module that was given to `onefold.shard`. Stages that `onefold.pipeline` drives
+            are saved as one model: pass this rank's stage, or a list of its stages, whose
+            parameters have the names of the whole model.
         optimizer: one or several optimizers of its parameters.
         extra: other state that a run needs, such as the step and the position in the data. Tensors,
             numbers, strings, containers, and objects with a `state_dict()` (schedulers,
@@ -76,16 +85,13 @@ def save(  # noqa: PLR0913 - each is one choice of a save
             included, after the new files were read back and compared.
         frozen: False leaves out parameters that do not require gradients, such as the base of
             adapters. `onefold.load` then leaves these as they are.
-        pipeline: the pipeline axis, a mesh of one axis or a process group: all stages are saved as
-            one model. It and the ranks of a stage multiply to the world.
 
     Returns: a ticket, which is done if `wait`.
 
     Raises: CheckpointError, on every rank: the directory exists or cannot be written, ranks pass
         different ones, the disk is full or fails, `extra` cannot be saved.
     """
-    stages = Stages.of(module, pipeline)
-    finish_pending(stages)
+    stages = Stages.of(module)
 
     def prepare() -> tuple[_Save, list[ShardedModel], dict[str, Any]]:
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
@@ -120,12 +126,14 @@ def save(  # noqa: PLR0913 - each is one choice of a save
         files = RankFiles(draft.folder, is_cached=not wait)
         return _Save(stages, draft, files, manifest, keep, names), models, state
 
-    job, models, state = together(stages.group, prepare)
-    job.agree(models, state)
-    job.write(state)
-    if wait:
-        job.finish()
-        return DONE
+    with announcing(engine_of(stages.modules[0]).group, CheckpointError):
+        finish_pending(stages)
+        job, models, state = together(stages.group, prepare)
+        job.agree(models, state)
+        job.write(state)
+        if wait:
+            job.finish()
+            return DONE
     thread = BackgroundThread(job.finish_by_notes)
     ticket = Ticket([thread], label=f"save of {job.draft.target.name!r}")
     stages.modules[0].__dict__[PENDING] = ticket
@@ -195,15 +203,15 @@ class _Save:
             prints = contents.fingerprints(buffers)
             return _Summary(choices, prints, nbytes, self.manifest.save_id, groups, self.names)
 
-        everyone = agreement.gather_together(self.group, summary)
-        hint = "name the directory by the step, not by rank or time"
-        agreement.check_same(
-            [each.choices for each in everyone], "directory, wait and keep", hint=hint
-        )
+        def judge(group: Group, said: Sequence[_Summary]) -> Failure | None:
+            choices = [rank.choices for rank in said]
+            hint = "name the directory by the step, not by rank or time"
+            return difference(group, choices, "directory, wait and keep", hint, CheckpointError)
+
+        everyone = collect(self.group, summary, judge)
         needed = sum(each.nbytes for each in everyone) // _copies(models[0].engine)
-        on_rank_0(self.group, lambda: self.draft.begin(needed))
-        first = everyone[0]
-        self.manifest = replace(self.manifest, save_id=first.save_id)
+        first(self.group, lambda: self.draft.begin(needed))
+        self.manifest = replace(self.manifest, save_id=everyone[0].save_id)
         for name, buffer in buffers.items():
             if len({each.buffers[name] for each in everyone if name in each.buffers}) > 1:
                 own["buffers"][name] = buffer
@@ -224,14 +232,14 @@ class _Save:
         except BaseException as error:
             self._abandon()
             if isinstance(error, CheckpointException):
-                raise first_failure(error) from error
+                raise first_failure(error, self.group) from error
             raise
 
     def finish(self) -> None:
         """Wait for all ranks' disks and publish the checkpoint. A collective."""
         try:
-            records = agreement.gather_together(self.group, self._finish_files)
-            on_rank_0(self.group, lambda: self._commit(records))
+            records = collect(self.group, self._finish_files)
+            first(self.group, lambda: self._commit(records))
         except BaseException:
             self._abandon()
             raise
@@ -279,7 +287,7 @@ class _Save:
             self.draft.abandon()
             folder.mkdir(exist_ok=True)
             notes.write("failed", {"error": describe(error)})
-            raise agreement.as_checkpoint_error(error) from error
+            raise as_checkpoint_error(error) from error
 
     def _records_of_all(self, notes: Notes) -> list[dict[str, FileRecord]]:
         """On rank 0: wait for the notes of all ranks, and raise the first error."""
@@ -315,11 +323,12 @@ def planning() -> Iterator[None]:
         yield
 
 
-def first_failure(error: CheckpointException) -> BaseException:
-    """Return the error of the first rank that failed, as a `CheckpointError`."""
+def first_failure(error: CheckpointException, group: Group) -> BaseException:
+    """Return this rank's own error, or that of the first rank that failed as the others raise it.
+
+    torch has every rank of a plan fail together.
+    """
     rank, (cause, _) = min(error.failures.items())
-    if isinstance(cause, CheckpointError):
-        return type(cause)(f"rank {rank}: {cause}")
-    if isinstance(cause, Exception):
-        return CheckpointError(f"rank {rank}: {describe(cause)}")
-    return cause
+    if group.rank in error.failures:
+        return as_agreed(as_checkpoint_error(error.failures[group.rank][0]))
+    return Failure.of(as_checkpoint_error(cause), rank, CheckpointError).error()

@@ -13,19 +13,16 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from onefold.checkpoint.agreement import refusal, together
 from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, ShardedModel
 from onefold.engine.registry import engine_of
 from onefold.layout.units import uncompiled
-from onefold.mesh.ranks import of_axis
 from onefold.wire.collectives import Group
 
 Modules = nn.Module | Sequence[nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | None
-Axis = DeviceMesh | dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +34,39 @@ class Stages:
     is_pipeline: bool
 
     @staticmethod
-    def of(modules: Modules, pipeline: Axis) -> Stages:
-        """Find the ranks: those of the module, or all ranks of the world that `pipeline` spans.
+    def of(modules: Modules) -> Stages:
+        """Find the ranks: those of the module, or of all stages that `onefold.pipeline` drives.
 
-        Raises `CheckpointError` for several modules without a pipeline, or, on every rank, for axes
-        that do not multiply to the world.
+        Raises `CheckpointError` for several modules without a pipeline; on every rank, for other
+        modules than all stages of a rank, and for axes that do not multiply to the world.
         """
         given = [modules] if isinstance(modules, nn.Module) else list(modules)
         found = tuple(uncompiled(module) for module in given)
-        everyone = engine_of(found[0]).context.everyone
-        if pipeline is None:
-            if len(found) > 1:
-                hint = 'pipeline=mesh["pp"] saves stages of a pipeline; else save them one by one'
-                raise refusal("one module, without pipeline=", f"{len(found)} modules", hint=hint)
+        engines = [engine_of(module) for module in found]
+        pipeline, everyone = engines[0].pipeline, engines[0].context.everyone
+        if pipeline is None and (engines[0].is_undriven or len(found) > 1):
+            got = "a stage that no schedule drives" if engines[0].is_undriven else f"{len(found)}"
+            hint = "onefold.pipeline(schedule) joins the stages of a pipeline; else one by one"
+            raise refusal("one module, without a pipeline", got, hint=hint)
+        if pipeline is None or not pipeline.has_parts:
             return Stages(found, everyone, is_pipeline=False)
         world = Group.of(dist.group.WORLD if dist.is_initialized() else None)
 
         def check() -> None:
-            axis = of_axis(pipeline, "the pipeline axis").everyone
-            if axis.world_size * everyone.world_size != world.world_size:
+            if {engine.pipeline for engine in engines} != {pipeline} or (
+                len(set(engines)) != pipeline.num_stages
+            ):
+                raise refusal(
+                    f"all {pipeline.num_stages} stages of this rank", f"{len(found)} modules",
+                    hint="onefold.save(directory, [first_stage, second_stage], optimizers)",
+                )  # fmt: skip
+            ranks = pipeline.group.world_size
+            if ranks * everyone.world_size != world.world_size:
                 raise refusal(
                     f"a pipeline axis and the ranks of a stage that multiply to {world.world_size}",
-                    f"{axis.world_size} and {everyone.world_size}",
-                    hint='mesh=mesh["dp"] for onefold.shard, pipeline=mesh["pp"] for save and load',
+                    f"{ranks} and {everyone.world_size}",
+                    hint='mesh=mesh["dp"] for onefold.shard, group=mesh["pp"].get_group() for '
+                    "PipelineStage",
                 )
 
         together(world, check)

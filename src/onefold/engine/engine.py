@@ -21,7 +21,7 @@ from onefold.engine.activations import SavedActivations
 from onefold.engine.calls import Call
 from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
-from onefold.engine.pipelined import warn_undriven
+from onefold.engine.pipelined import Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
@@ -53,9 +53,9 @@ class Engine:
         self.recipe = recipe
         self.description, self.notes = description, tuple[str, ...]()  # of the plan, and exceptions
         self.expected_peaks = expected_peaks
-        self.has_accumulated = self.is_accumulating = False
+        self.has_accumulated = self.is_accumulating = self.is_undriven = False
         self.resting: frozenset[int] = frozenset()  # units whose gradients wait in micro-batches
-        self.is_stage = False  # of a pipeline: a schedule drives its micro-batches
+        self.pipeline: Pipeline | None = None  # whose schedule drives the micro-batches
         self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more
         self.ledger, self.group = context.ledger, context.routes.group
         self.marks = Marks(context.ledger)
@@ -148,8 +148,11 @@ class Engine:
         if not self._is_checked and not self.is_unsharded:
             follow(self)
             self._is_checked = True
-            if not self.schedule.is_driven:
-                warn_undriven(self.policy)
+            self.is_undriven = not self.schedule.is_driven and warn_undriven(self.policy)
+
+    def join_pipeline(self, pipeline: Pipeline) -> None:
+        """The module is a stage: norms and checkpoints are those of the whole model."""
+        self.pipeline = pipeline
 
     def end_forward(self) -> None:
         """The root's forward is over, by return or exception."""

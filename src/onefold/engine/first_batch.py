@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +88,7 @@ def _warn_of_others(root: nn.Module, arguments: object, group: Group) -> None:
 
 
 def _compare(group: Group, batch: str, generator: str) -> None:
-    everyone = cast("list[tuple[str, str]]", group.all_gather_object((batch, generator)))
+    everyone = group.gather((batch, generator))
     if group.rank != 0:
         return
     for values, advice in zip(zip(*everyone, strict=True), (_SAME_BATCH, _SAME_SEED), strict=True):

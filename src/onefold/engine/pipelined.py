@@ -1,4 +1,4 @@
-"""See from a forward whether a stage of torch.distributed.pipelining runs it, and warn.
+"""The pipeline that a module is a stage of; see from a forward whether an unknown one runs it.
 
 Stages call their modules as any loop does, so only the stack shows them.
 """
@@ -7,31 +7,53 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from types import FrameType
 
 from onefold.engine.policy import Policy
+from onefold.wire.collectives import Group
 
 STAGES = "torch.distributed.pipelining.stage"
 INFERENCE = "_forward_metadata_inference"
 """The function of a stage that runs its module on memory without values, to learn shapes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The pipeline axis, and how many stages this rank has in it."""
+
+    group: Group
+    num_stages: int
+
+    @property
+    def has_parts(self) -> bool:
+        """True if a stage is not the whole model."""
+        return self.group.world_size > 1 or self.num_stages > 1
+
+
 def calling_stage() -> list[str]:
     """Return the functions of pipeline stages on this thread's stack; none outside of schedules."""
-    found = list[str]()
+    return [frame.f_code.co_name for frame in _frames()]
+
+
+def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1) if STAGES in sys.modules else None
     while frame is not None:
         if frame.f_globals.get("__name__") == STAGES:
-            found.append(frame.f_code.co_name)
+            yield frame
         frame = frame.f_back
-    return found
 
 
-def warn_undriven(policy: Policy) -> None:
-    """Warn once if a stage of a schedule calls a module that frees its weights after use."""
+def warn_undriven(policy: Policy) -> bool:
+    """Warn once if a stage of a schedule calls a module that frees its weights after use.
+
+    Returns True if a schedule over several ranks runs.
+    """
     if policy.frees_after_forward and calling_stage():
         _warn()
+    return any(getattr(f.f_locals.get("self"), "group_size", 1) > 1 for f in _frames())
 
 
 @cache

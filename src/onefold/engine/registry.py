@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeGuard
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.engine import guards
 from onefold.engine.engine import Engine
@@ -43,6 +43,14 @@ def find_engine(module: object) -> Engine | None:
     return module.__dict__.get(ENGINE) or _held_by(module) or _unwrapped(module)
 
 
+def owner_of(tensor: Tensor) -> Engine | None:
+    """Return the engine that a sharded parameter belongs to; None for other tensors."""
+    owner = getattr(tensor, "_onefold_owner", None)
+    parameter = owner() if owner is not None else None
+    engine = parameter.home.owner if parameter is not None else None
+    return engine if isinstance(engine, Engine) else None
+
+
 def is_sharded(module: object) -> TypeGuard[nn.Module]:
     """True for the module itself that `onefold.shard` has sharded, not for parts and wrappers."""
     return isinstance(module, nn.Module) and ENGINE in module.__dict__
@@ -60,10 +68,8 @@ def _unwrapped(module: nn.Module) -> Engine | None:
     So `merge_and_unload` of adapters returns a part of the module that was sharded.
     """
     parameters = list(module.parameters())
-    owner = getattr(parameters[0], "_onefold_owner", None) if parameters else None
-    parameter = owner() if owner is not None else None
-    engine = parameter.home.owner if parameter is not None else None
-    if not isinstance(engine, Engine):
+    engine = owner_of(parameters[0]) if parameters else None
+    if engine is None:
         return None
     root, mine = engine.module(), set(map(id, parameters))
     if root is not None and not all(id(parameter) in mine for parameter in root.parameters()):

@@ -112,11 +112,8 @@ def _described(fqn: str, tensor: nn.Parameter) -> str:
 def _compare(engine: Followed, mine: list[str]) -> None:
     """Raise `StateError` on every rank unless all ranks have added the same parameters."""
     group = engine.group
-    if group.world_size == 1:
-        return
-    for rank, theirs in enumerate(group.all_gather_object(mine)):
+    for rank, theirs in enumerate(group.gather(mine)):
         if theirs != mine:
-            assert isinstance(theirs, list), "ranks exchange lists of lines"
             differing = sorted(set(mine) ^ set(theirs)) or mine
             raise StateError(
                 expected(

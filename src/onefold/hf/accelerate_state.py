@@ -146,10 +146,10 @@ class AdoptedModels:
             model, optimizers = found
             group = engine_of(model).group
             folder = Path(output_dir) / _FOLDER / str(number)
-            before = agreement.gather_together(group, lambda folder=folder: _saves(folder))[0]
+            before = agreement.first(group, lambda folder=folder: _saves(folder))
             target = folder / f"save-{before[-1][0] + 1 if before else 1:08}"
             save(target, model, optimizers)
-            agreement.on_rank_0(group, lambda target=target: prune(target, keep=1))
+            agreement.first(group, lambda target=target: prune(target, keep=1))
             for state in adopted.states:
                 state.note_elsewhere()
         if len(weights) == len(models):  # else another hook has sorted them out
@@ -165,9 +165,7 @@ class AdoptedModels:
                 continue
             model, optimizers = found
             folder = Path(input_dir) / _FOLDER / str(number)
-            saves = agreement.gather_together(
-                engine_of(model).group, lambda folder=folder: _saves(folder)
-            )[0]
+            saves = agreement.first(engine_of(model).group, lambda folder=folder: _saves(folder))
             if saves or _has(models, model):  # a hook may have taken out a model that it has loaded
                 load(folder / saves[-1][1] if saves else folder, model, optimizers)
         models[:] = [model for model in models if not is_sharded(model)]

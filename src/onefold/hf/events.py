@@ -33,9 +33,7 @@ def meet(engine: Engine, place: str, value: Any = None) -> list[Any]:
 
     Raises `StateError`, on every rank, with the place of each, if one came from another place.
     """
-    if engine.group.world_size == 1:
-        return [value]
-    everyone: list[Any] = engine.group.all_gather_object((place, value))
+    everyone: list[Any] = engine.group.gather((place, value))
     pairs = [each if isinstance(each, tuple) else ("elsewhere", None) for each in everyone]
     if any(other != place for other, _ in pairs):
         places = "; ".join(f"rank {rank} is at {other}" for rank, (other, _) in enumerate(pairs))

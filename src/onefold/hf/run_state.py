@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.checkpoint import manifest as manifests
-from onefold.checkpoint.agreement import on_rank_0
+from onefold.checkpoint.agreement import first
 from onefold.checkpoint.load import load
 from onefold.checkpoint.save import save
 from onefold.engine.registry import engine_of
@@ -71,7 +71,7 @@ class RunState:
         """Save to a hidden folder of `directory`. A collective. `publish` must follow."""
         group = engine_of(self._model).group
         staged = directory / f"{_STAGED}{step}"
-        on_rank_0(group, lambda: shutil.rmtree(staged, ignore_errors=True))
+        first(group, lambda: shutil.rmtree(staged, ignore_errors=True))
         save(staged, self._model, self._optimizer, frozen=not is_peft(self._model))
         self._staged = staged
         self._mark = {"id": manifests.read(staged).save_id, "folder": str(directory.absolute())}
@@ -93,7 +93,7 @@ class RunState:
             for left in checkpoint.parent.glob(f"{_STAGED}*"):  # by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
 
-        on_rank_0(engine_of(self._model).group, move)
+        first(engine_of(self._model).group, move)
 
     @property
     def is_staged(self) -> bool:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from onefold.checkpoint.agreement import gather_together, on_rank_0, together
+from onefold.checkpoint.agreement import first, together
 from onefold.checkpoint.contents import ShardedModel
 from onefold.checkpoint.pretrained import write_pretrained
 from onefold.checkpoint.safetensors import MAX_SHARD_NBYTES
@@ -82,10 +82,10 @@ class WholeWeights:
             return
         self.drop()
         names = _wanted(module, engine)
-        on_rank_0(engine.group, lambda: shutil.rmtree(self._folder, ignore_errors=True))
+        first(engine.group, lambda: shutil.rmtree(self._folder, ignore_errors=True))
         model = ShardedModel(engine, module, names=names)
         write_pretrained(model, self._folder, MAX_SHARD_NBYTES)
-        on_rank_0(engine.group, lambda: self._map(module))
+        first(engine.group, lambda: self._map(module))
         self._edits = _edits(engine)
 
     def drop(self) -> None:
@@ -131,10 +131,7 @@ def _wanted(module: nn.Module, engine: Engine) -> frozenset[str] | None:
     if not is_peft(module):
         return None
 
-    def find() -> list[str]:
-        return _adapter_names(module) if engine.group.rank == 0 else []
-
-    return frozenset(gather_together(engine.group, find)[0])
+    return frozenset(first(engine.group, lambda: _adapter_names(module)))
 
 
 def _adapter_names(module: nn.Module) -> list[str]:

@@ -77,12 +77,10 @@ class Accumulation:
         """Pick an order for all ranks; again in the second step, when activations are known."""
         room = room_to_keep(engine.recipe, engine.context.store.device, engine.group, None)
         self.window = TrainedUnits.of(engine).window(room)
-        needs: list[object] = [self.border_nbytes]
-        if engine.group.world_size > 1:
-            needs = engine.group.all_gather_object(self.border_nbytes)
+        needs = engine.group.gather(self.border_nbytes)
         if self.window == _all_gathered(engine):
             return "keep"
-        if self.refused is None and all(isinstance(need, int) and need <= room for need in needs):
+        if self.refused is None and all(need <= room for need in needs):
             return "layers"
         return self.loop_order()
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from onefold.checkpoint.agreement import on_rank_0, refusal
+from onefold.checkpoint.agreement import first, refusal
 from onefold.checkpoint.contents import MODEL
 from onefold.checkpoint.directory import find
 from onefold.checkpoint.inspect import inspect
@@ -36,6 +36,7 @@ from onefold.checkpoint.save import first_failure, planning, save
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError
+from onefold.wire.collectives import Group
 
 _KEY = "lightning"
 _TIED = "tied"
@@ -57,9 +58,9 @@ def write(
         extra[_KEY] = _packed(rest)
         _remove(draft)
 
-    on_rank_0(group, prepare)
+    first(group, prepare)
     save(draft, module, list(optimizers) or None, extra=extra)
-    on_rank_0(group, lambda: _replace(path, draft))
+    first(group, lambda: _replace(path, draft))
 
 
 def read(
@@ -81,7 +82,7 @@ def read(
     found = draft if draft.exists() and not path.exists() else path
     extra = load(found, module, list(optimizers) or None)
     mine = extra.get(_KEY) if isinstance(extra, dict) else None
-    packed = group.all_gather_object(mine)[0] if group.world_size > 1 else mine  # of rank 0
+    packed = group.gather(mine)[0]  # of rank 0
     if not isinstance(packed, bytes):
         raise _of_another(path)
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=weights_only)
@@ -118,7 +119,7 @@ def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -
             reader = Reader(found, metadata)
             dcp.load(weights, storage_reader=reader, planner=ReadPlanner(), no_dist=True)
     except CheckpointException as error:
-        raise first_failure(error) from error
+        raise first_failure(error, Group.of(None)) from error
     state = {name.removeprefix(f"{MODEL}."): value for name, value in weights.items()}
     state |= {name: state[first] for name, first in extra.get(_TIED, {}).items()}
     rest = torch.load(io.BytesIO(extra[_KEY]), map_location="cpu", weights_only=weights_only)

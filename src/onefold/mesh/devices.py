@@ -6,7 +6,6 @@ import os
 import socket
 import warnings
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -97,7 +96,7 @@ def check_devices(device: torch.device, group: Group) -> None:
             _warn_of_idle(device)
         return
     mine = (socket.gethostname(), device.type, str(device))
-    everyone = cast("list[tuple[str, str, str]]", group.all_gather_object(mine))
+    everyone = group.gather(mine)
     for rank, (host, kind, name) in enumerate(everyone):
         if kind != everyone[0][1]:
             raise ConfigError(

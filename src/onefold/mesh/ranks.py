@@ -128,7 +128,7 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
     if ranks.everyone.handle is not dist.group.WORLD:
         return ranks
     local = local_place(ranks.everyone)[1]
-    everyone = ranks.everyone.all_gather_object(local)
+    everyone = ranks.everyone.gather(local)
     if len(set(map(str, everyone))) > 1 or world_size % local:
         wanted = "as many ranks on every host, for a wire that knows hosts"
         hint = "start equal numbers with torchrun --nproc-per-node, or pass mesh="

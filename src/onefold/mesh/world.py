@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,7 @@ class World:
 
     def gather(self, value: T) -> list[T]:
         """Return the small value of every rank, in rank order. A collective."""
-        if self.world_size == 1:
-            return [value]
-        return cast("list[T]", self.group.all_gather_object(value))
+        return self.group.gather(value)
 
     def mean(self, values: list[float]) -> list[float]:
         """Return the mean over ranks of each number. A collective."""

@@ -18,12 +18,13 @@ from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, WireError, expected
 from onefold.outer.anchors import Anchors, OuterChoice
 from onefold.outer.journal import Hello, JournalRecord
-from onefold.outer.meeting import Crew, Meeting, find_place
+from onefold.outer.meeting import Meeting, find_place
 from onefold.outer.membership import Membership, layout_of, model_of
 from onefold.outer.periods import Periods
 from onefold.outer.rounds import OuterRound
 from onefold.outer.share import Share
 from onefold.wire.codec import codec_of
+from onefold.wire.together import together
 
 TIMEOUT_S = 60.0
 """Seconds that islands wait for one another in a round by default."""
@@ -87,7 +88,6 @@ def islands(  # noqa: PLR0913 - the contract
     2505.22549.
     """
     engine = engine_of(module)
-    crew = Crew(engine.group)
 
     def prepare() -> tuple[Periods, Anchors]:
         periods, optimizers = Periods.of_choice(every), _optimizers_of(optimizer)
@@ -97,10 +97,10 @@ def islands(  # noqa: PLR0913 - the contract
         shares = _shares_of(engine, periods, optimizers)
         return periods, Anchors(shares, optimizers, outer, feeds_back=codec is not None)
 
-    periods, anchors = crew.together(prepare)
-    place = find_place(crew, mesh, meeting, timeout)
+    periods, anchors = together(engine.group, prepare)
+    place = find_place(engine.group, mesh, meeting, timeout)
     coding = None if codec is None else codec_of(codec)
-    members = Membership(crew, place, anchors.shares, coding, timeout)
+    members = Membership(engine.group, place, anchors.shares, coding, timeout)
     facts = {
         "stage": engine.recipe.stage.number,
         "wire": str(engine.recipe.wire),
@@ -137,7 +137,7 @@ class Islands:
         self.waited_s = 0.0
         self._engine, self._anchors, self._members = engine, anchors, members
         self._facts = facts
-        self._layout = layout_of(members.crew, anchors.shares)
+        self._layout = layout_of(members.group, anchors.shares)
         self._pending: OuterRound | None = None
 
     @property
@@ -227,7 +227,7 @@ class Islands:
     def meet(self, state: dict[str, Any] | None) -> None:
         """Meet the other islands, and take over the newest state among them. A collective."""
         self._check_resting()
-        self._members.crew.together(lambda: self._resume(state))
+        together(self._members.group, lambda: self._resume(state))
         self._members.meet(Hello(self._facts, self._layout, self.num_steps))
         self._transfer()
         if self._pending is not None:
@@ -255,7 +255,9 @@ class Islands:
             (k, i) for k in kinds for i in self.periods.units_of(fragment, len(anchors.shares))
         ]
         with torch.no_grad():
-            sent = self._members.crew.together(lambda: {it: anchors.to_send(*it) for it in items})
+            sent = together(
+                self._members.group, lambda: {item: anchors.to_send(*item) for item in items}
+            )
         self._pending = OuterRound(self.num_steps, fragment, sent)
         self._pending.start(self._members, self._engine.ledger)
 

@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onefold.errors import ConfigError, OnefoldError, WireError, expected
+from onefold.errors import ConfigError, WireError, expected
 from onefold.mesh.interfaces import own_address_towards
 from onefold.outer.links import Station
+from onefold.wire import together
 from onefold.wire.collectives import Group
 
 T = TypeVar("T")
@@ -84,77 +85,47 @@ class IslandPlace:
     num_islands: int
 
 
-class Crew:
-    """The ranks of one island. Rank 0 speaks for them; all hear the same answers."""
+def first(group: Group, act: Callable[[], T]) -> T:
+    """Call `act`, which asks the store, on rank 0; return its value on every rank. A collective."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the island."""
-        return self.group.rank
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's small value. A collective."""
-        if self.group.world_size == 1:
-            return [value]
-        return self.group.all_gather_object(value)  # type: ignore[return-value]
-
-    def together(self, act: Callable[[], T]) -> T:
-        """Call `act` on every rank. If it raises on one, all raise. A collective."""
-        value: Any = None
-        failure: OnefoldError | None = None
+    def ask() -> T:
         try:
-            value = act()
-        except OnefoldError as error:
-            failure = error
-        failures = [each for each in self.gather(failure) if each is not None]
-        if failures:
-            raise failure or failures[0]
-        return value
+            return act()
+        except dist.DistError as error:
+            raise _store_is_gone(error) from error
 
-    def ask(self, look: Callable[[], T | None], limit: Callable[[], None] = lambda: None) -> T:
-        """Return what rank 0 finds once `look` returns it, on every rank. A collective.
+    return together.first(group, ask)
 
-        `look` may raise an error, which all ranks raise. `limit` raises where it takes too long.
-        """
-        found: T | None = None
-        while found is None:
-            found = self.together_first(lambda: self._look(look, limit))
-        return found
 
-    def together_first(self, act: Callable[[], T]) -> T:
-        """Call `act` on rank 0, and return its value on every rank. A collective."""
-        answer: Any = None
-        if self.rank == 0:
-            try:
-                answer = act()
-            except OnefoldError as error:
-                answer = error
-            except dist.DistError as error:
-                answer = _store_is_gone(error)
-        answer = self.gather(answer)[0]
-        if isinstance(answer, OnefoldError):
-            raise answer
-        return answer
+def wait_for(
+    group: Group, look: Callable[[], T | None], limit: Callable[[], None] = lambda: None
+) -> T:
+    """Return what rank 0 finds once `look` returns it, on every rank. A collective.
 
-    def _look(self, look: Callable[[], T | None], limit: Callable[[], None]) -> T | None:
-        until, pauses = time.monotonic() + _TURN_S, iter(_PAUSES)
-        pause = 0.0
-        while True:
-            found = look()
-            if found is not None:
-                return found
-            limit()
-            if time.monotonic() > until:
-                return None
-            pause = next(pauses, pause)
-            time.sleep(pause)
+    `look` may raise an error, which all ranks raise. `limit` raises where it takes too long.
+    """
+    found: T | None = None
+    while found is None:
+        found = first(group, lambda: _look(look, limit))
+    return found
+
+
+def _look(look: Callable[[], T | None], limit: Callable[[], None]) -> T | None:
+    until, pauses = time.monotonic() + _TURN_S, iter(_PAUSES)
+    pause = 0.0
+    while True:
+        found = look()
+        if found is not None:
+            return found
+        limit()
+        if time.monotonic() > until:
+            return None
+        pause = next(pauses, pause)
+        time.sleep(pause)
 
 
 def find_place(
-    crew: Crew, mesh: DeviceMesh | None, meeting: Meeting | None, timeout: float
+    group: Group, mesh: DeviceMesh | None, meeting: Meeting | None, timeout: float
 ) -> IslandPlace:
     """Find this island's place. A collective of the world where no `meeting` is given."""
     if mesh is not None and meeting is not None:
@@ -168,22 +139,24 @@ def find_place(
                     "meeting to be an onefold.Meeting", f"a {type(meeting).__name__}", hint=hint
                 )
             )
-        store, address = crew.together(lambda: meeting.connect(timeout))
-        return IslandPlace(Station(store, crew.rank, address), meeting.island, meeting.islands)
+        store, address = together.together(group, lambda: meeting.connect(timeout))
+        return IslandPlace(Station(store, group.rank, address), meeting.island, meeting.islands)
     if not dist.is_initialized():
         raise _one_island(1)
     store = dist.distributed_c10d._get_default_store()
-    own = _global_ranks(crew.group)
+    own = group.global_ranks()
     name, everyone = "world", list(range(dist.get_world_size()))
     if mesh is not None:
         everyone = _ranks_of(mesh, own)
         name = "-".join(map(str, everyone))
-    number = crew.together_first(lambda: store.add(f"onefold/islands/{name}/of/{own[0]}", 1))
+    number = first(group, lambda: store.add(f"onefold/islands/{name}/of/{own[0]}", 1))
     prefix = PrefixStore(f"onefold/islands/{name}/{number}", store)
-    firsts = crew.ask(_islands_of(prefix, own, everyone), _until(timeout, prefix, len(everyone)))
+    firsts = wait_for(
+        group, _islands_of(prefix, own, everyone), _until(timeout, prefix, len(everyone))
+    )
     if len(firsts) < 2:
         raise _one_island(len(own))
-    return IslandPlace(Station(prefix, crew.rank), firsts.index(own[0]), len(firsts))
+    return IslandPlace(Station(prefix, group.rank), firsts.index(own[0]), len(firsts))
 
 
 def _islands_of(
@@ -214,10 +187,6 @@ def _until(timeout: float, store: Store, wanted: int) -> Callable[[], None]:
             raise WireError(expected(f"all ranks within {timeout:g} s", got, hint=hint))
 
     return limit
-
-
-def _global_ranks(group: Group) -> list[int]:
-    return [0] if group.handle is None else dist.get_process_group_ranks(group.handle)
 
 
 def _ranks_of(mesh: DeviceMesh, own: list[int]) -> list[int]:

@@ -11,11 +11,12 @@ from onefold.errors import WireError, expected
 from onefold.layout.cut import Cut, cut_of
 from onefold.outer.journal import Hello, Journal, JournalRecord, Vote, raise_problem
 from onefold.outer.links import IslandLinks
-from onefold.outer.meeting import Crew, IslandPlace
+from onefold.outer.meeting import IslandPlace, first, wait_for
 from onefold.outer.message import ParcelMessage
 from onefold.outer.parcels import ShareRows, parcels_of
 from onefold.outer.share import Share
 from onefold.wire.codec import Codec
+from onefold.wire.collectives import Group
 
 GRACE_S = 5.0
 """Seconds beyond the timeout in which islands that gave up together still hear of each other."""
@@ -28,10 +29,10 @@ class Membership:
     """This island among the others: joins them, votes with them, links its ranks to theirs."""
 
     def __init__(
-        self, crew: Crew, place: IslandPlace, shares: list[Share], codec: Codec | None,
+        self, group: Group, place: IslandPlace, shares: list[Share], codec: Codec | None,
         timeout: float,
     ) -> None:  # fmt: skip
-        self.crew, self.timeout = crew, timeout
+        self.group, self.timeout = group, timeout
         self.island, self.num_islands = place.island, place.num_islands
         self._station, self._shares, self._codec = place.station, shares, codec
         self._journal = Journal(place.station.store, place.island, place.num_islands)
@@ -58,8 +59,8 @@ class Membership:
             if waited > self.timeout:
                 raise WireError(_not_met(journal, waited))
 
-        self.crew.together_first(lambda: journal.arrive(hello))
-        self._enter(self.crew.ask(journal.look_for_place, limit))
+        first(self.group, lambda: journal.arrive(hello))
+        self._enter(wait_for(self.group, journal.look_for_place, limit))
         return self.record
 
     def verdict(self, deadline: float, failure: str, step: int, work: str) -> JournalRecord:
@@ -67,12 +68,12 @@ class Membership:
 
         `failure` says what this rank missed, "" if nothing.
         """
-        failures = self.crew.gather(failure)
+        failures = self.group.gather(failure)
         why = next((f"rank {rank}: {each}" for rank, each in enumerate(failures) if each), "")
         record, journal = self.record, self._journal
-        self.crew.together_first(lambda: journal.vote(record, Vote(not why, step, work, why)))
+        first(self.group, lambda: journal.vote(record, Vote(not why, step, work, why)))
         late = max(deadline, time.monotonic()) + min(GRACE_S, self.timeout)
-        found = self.crew.ask(lambda: journal.look_for_verdict(record, late))
+        found = wait_for(self.group, lambda: journal.look_for_verdict(record, late))
         raise_problem(found)
         if self.island in found.members:
             self._enter(found)
@@ -86,9 +87,7 @@ class Membership:
         if self._layouts:
             self._left = [links for links in (*self._left, self.links) if links.is_busy]
         members, journal = record.members, self._journal
-        self._layouts = self.crew.together_first(
-            lambda: [journal.hello_of(k).layout for k in members]
-        )
+        self._layouts = first(self.group, lambda: [journal.hello_of(k).layout for k in members])
         self.weights = [layout["ranks"] for layout in self._layouts]
         place = (self.position, len(members))
         self.links = IslandLinks(self._station, f"epoch/{record.epoch}", place, self.timeout)
@@ -106,7 +105,7 @@ class Membership:
         """
         record, journal = self.record, self._journal
         text = f"{work} at step {step}"
-        problem = self.crew.together_first(lambda: journal.announce(record, text))
+        problem = first(self.group, lambda: journal.announce(record, text))
         if problem:
             raise WireError(problem)
 
@@ -120,7 +119,7 @@ class Membership:
         if key not in self._messages:
             share = self._shares[index]
             cuts = [[self._cut(rows, index, one) for one in self._layouts] for rows in share.rows]
-            parcels = parcels_of(share.rows, cuts, self.position, self.crew.rank)
+            parcels = parcels_of(share.rows, cuts, self.position, self.group.rank)
             codec = None if exact else self._codec
             self._messages[key] = [ParcelMessage(each, share.dtype, codec) for each in parcels]
         return self._messages[key]
@@ -134,7 +133,7 @@ class Membership:
     def note(self, text: str) -> None:
         """Leave a text about this attempt for the other islands. A collective."""
         key = f"meta/{self.record.index}"
-        self.crew.together_first(lambda: self._journal.note(key, text))
+        first(self.group, lambda: self._journal.note(key, text))
 
     def read_note(self, deadline: float) -> str:
         """The text that an island left about this attempt. A collective."""
@@ -146,7 +145,7 @@ class Membership:
                 raise WireError(expected("the state of a running island", got, hint=hint))
 
         key = f"meta/{self.record.index}"
-        return self.crew.ask(lambda: self._journal.look_for(key), limit)
+        return wait_for(self.group, lambda: self._journal.look_for(key), limit)
 
 
 def _not_met(journal: Journal, waited: float) -> str:
@@ -159,11 +158,11 @@ def _not_met(journal: Journal, waited: float) -> str:
     return expected(f"all islands within {waited:.0f} s", f"none of island {missing}", hint=hint)
 
 
-def layout_of(crew: Crew, shares: list[Share]) -> dict[str, Any]:
+def layout_of(group: Group, shares: list[Share]) -> dict[str, Any]:
     """How this island cuts its units, for the others."""
     context = shares[0].unit.context
     by_rows = [context.routes.hops is not None or share.unit.is_tiled for share in shares]
-    return {"ranks": crew.group.world_size, "shares": context.shares, "by_rows": by_rows}
+    return {"ranks": group.world_size, "shares": context.shares, "by_rows": by_rows}
 
 
 def model_of(shares: list[Share]) -> list[str]:

@@ -100,31 +100,6 @@ def shared(fqn: str, first: int, second: int) -> ConfigError:
     )
 
 
-def agree(groups: Sequence[Group], facts: Sequence[str], problem: ConfigError | None) -> None:
-    """Raise `ConfigError` on every rank if one has a problem, or plans another run.
-
-    Ranks may have different numbers of stages: those of the same ranks exchange once.
-    """
-    for group in {tuple(each.global_ranks()): each for each in reversed(groups)}.values():
-        mine = [f"! {problem}"] if problem else list(facts)
-        everyone: list[Any] = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-        for rank, theirs in enumerate(everyone):
-            if problem is None and theirs[0].startswith("! "):
-                problem = ConfigError(theirs[0][2:])
-            differing = [pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]]
-            if problem is None and differing:
-                ours, other = differing[0]
-                problem = ConfigError(
-                    expected(
-                        "the same schedule and arguments on every rank",
-                        f"{ours} on rank {group.rank} but {other} on rank {rank}",
-                        hint="build the schedule from the same configuration everywhere",
-                    )
-                )
-    if problem is not None:
-        raise problem
-
-
 def check_undeclared(engines: Mapping[int, Engine], group: Group) -> None:
     """Raise `ConfigError` if a few parameters of two stages have the same name and values.
 
@@ -132,8 +107,7 @@ def check_undeclared(engines: Mapping[int, Engine], group: Group) -> None:
     (built from the same seed) share more than half of their values by name: not a tie.
     """
     mine = {stage: _fingerprints(engine) for stage, engine in engines.items()}
-    told: list[Any] = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-    stages = dict(sorted((stage, prints) for each in told for stage, prints in each.items()))
+    stages = dict(sorted(pair for of_rank in group.gather(mine) for pair in of_rank.items()))
     for first, ours in stages.items():
         for second, theirs in stages.items():
             same = [fqn for fqn, each in ours.items() if _alike(each, theirs.get(fqn))]
@@ -155,8 +129,7 @@ def _fingerprints(engine: Engine) -> dict[str, tuple[Any, ...]]:
             rows = parameter.local.detach().double()
             low, high = (rows.min(), rows.max()) if rows.numel() else (torch.inf, -torch.inf)
             sums.append((float(rows.sum()), float(rows.square().sum()), float(low), float(high)))
-    many = engine.group.world_size > 1 and engine.context.rest_world > 1
-    told: list[Any] = engine.group.all_gather_object(sums) if many else [sums]
+    told = engine.group.gather(sums) if engine.context.rest_world > 1 else [sums]
     for index, parameter in enumerate(parameters):
         sums_, squares, lows, highs = zip(*(each[index] for each in told), strict=True)
         if min(lows) < max(highs):

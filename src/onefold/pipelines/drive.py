@@ -17,14 +17,16 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from onefold.engine.engine import Engine
+from onefold.engine.pipelined import Pipeline
 from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError, expected
-from onefold.pipelines.checks import agree, check_undeclared, engines_of
+from onefold.pipelines.checks import check_undeclared, engines_of
 from onefold.pipelines.driver import StageDriver
 from onefold.pipelines.stage import drive
 from onefold.pipelines.ties import Tie, Tied, ties_of
 from onefold.pipelines.window import Window, check_window, windows_of
 from onefold.wire.collectives import Group
+from onefold.wire.together import same
 
 Schedule = TypeVar("Schedule", bound=PipelineScheduleSingle | PipelineScheduleMulti)
 
@@ -39,6 +41,9 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
     Gradients of micro-batches rest on each rank and are reduced once, after the stage's last
     backward. Then the schedule scales them (`scale_grads`, right for losses that are means; pass
     `scale_grads=False` to the schedule for sums, such as `loss_sum / global_tokens`).
+
+    From now on `onefold.clip_grad_norm_`, `onefold.save` and `onefold.load` know that the modules
+    are stages: their norm and their checkpoints are those of the whole model.
 
     Args:
         schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or
@@ -73,15 +78,19 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
     stages = _stages_of(schedule)
     splits = _splits(schedule)
     group = Group.of(stages[0].group or dist.group.WORLD)
-    engines, problem = dict[int, Engine](), None
-    try:
+    engines = dict[int, Engine]()
+
+    def check() -> list[str]:
         check_window(window)
-        engines = engines_of(stages, splits=splits)
-    except ConfigError as error:
-        problem = error
-    found = [find_engine(stage.submod) for stage in stages]  # where there was a problem, too
-    axes = [group, *(engine.context.everyone for engine in found if engine is not None)]
-    agree(axes, _facts(schedule, window, tied), problem)
+        engines.update(engines_of(stages, splits=splits))
+        return _facts(schedule, window, tied)
+
+    found = [find_engine(stage.submod) for stage in stages]  # where there is a problem, too
+    data = [engine.context.everyone for engine in found if engine is not None]
+    # ranks may have different numbers of stages: those of the same ranks exchange once
+    axes = {tuple(axis.global_ranks()): axis for axis in reversed([group, *data])}
+    hint = "build the schedule from the same configuration everywhere"
+    same(list(axes.values()), check, "schedule and arguments", hint=hint, kind=ConfigError)
     if tied is None:
         check_undeclared(engines, group)
     windows = windows_of(list(engines.values()), window)
@@ -91,8 +100,10 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
         for (index, engine), kept in zip(engines.items(), windows, strict=True)
     }
     has_actions = isinstance(schedule, _PipelineScheduleRuntime)
+    axis = Pipeline(group, len(stages))
     for stage in stages:
         driver = drivers[stage.stage_index]
+        driver.engine.join_pipeline(axis)
         drive(stage, driver, run, gathers=not has_actions)
     if isinstance(schedule, _PipelineScheduleRuntime):
         schedule.register_custom_function(

@@ -29,7 +29,6 @@ class StageDriver:
     def __init__(self, engine: Engine, window: frozenset[int], *, splits: bool) -> None:
         """`splits`: the schedule runs backwards of inputs and of weights apart."""
         self.engine = engine
-        engine.is_stage = True
         self.window = window
         self._all = frozenset(range(len(engine.units)))
         reduces_all = engine.recipe.keeps_gathered and not engine.recipe.sums_rest

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +86,7 @@ def ties_of(engines: dict[int, Engine], group: Group, tied: Tied) -> list[Tie]:
             for parameter in engine.by_sharded.values()
             if parameter.fqn in names
         }
-        told: list[Any] = group.all_gather_object({s: _described(p) for s, p in mine.items()})
+        told = group.gather({s: _described(p) for s, p in mine.items()})
         by_stage = {s: (rank, facts) for rank, each in enumerate(told) for s, facts in each.items()}
         _check(names, {stage: facts for stage, (_, facts) in by_stage.items()})
         ranks = sorted({rank for rank, _ in by_stage.values()})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
 from onefold.text import format_bytes
 from onefold.wire.collectives import Group
+from onefold.wire.together import collect
 
 ACTIVATIONS_SHARE = 0.25
 """The share of the device's free memory that is left for activations and messages."""
@@ -36,11 +36,7 @@ def free_nbytes(device: torch.device, local_world_size: int) -> int:
 
 def free_on_all(device: torch.device, local_world_size: int, group: Group) -> int:
     """Return the least `free_nbytes` of the ranks of `group`. A collective."""
-    free = free_nbytes(device, local_world_size)
-    if group.world_size == 1:
-        return free
-    everyone: list[Any] = group.all_gather_object(free)
-    return min(everyone)
+    return min(collect(group, lambda: free_nbytes(device, local_world_size)))
 
 
 def room_of(free: int) -> int:
@@ -121,15 +117,17 @@ def lowest_stage(
 
 def room_to_keep(recipe: Recipe, device: torch.device, group: Group, budget: int | None) -> int:
     """Return the bytes of unsharded weights that every rank may keep. A collective."""
-    if budget is not None and (not isinstance(budget, int) or budget < 0):  # pyright: ignore
-        raise ConfigError(expected("a budget in bytes, from 0 on", repr(budget), hint="e.g. 2**30"))
-    if not recipe.frees_after_forward:
-        return 0  # nothing is freed
-    room = room_of(free_nbytes(device, recipe.local_world_size))
-    if budget is not None:
-        room = min(room, budget)
-    rooms: list[Any] = group.all_gather_object(room) if group.world_size > 1 else [room]
-    return min(rooms)
+
+    def room() -> int:
+        if budget is not None and (not isinstance(budget, int) or budget < 0):  # pyright: ignore
+            hint = "e.g. 2**30"
+            raise ConfigError(expected("a budget in bytes, from 0 on", repr(budget), hint=hint))
+        if not recipe.frees_after_forward:
+            return 0  # nothing is freed
+        free = room_of(free_nbytes(device, recipe.local_world_size))
+        return free if budget is None else min(free, budget)
+
+    return min(collect(group, room))
 
 
 def least_fraction(

@@ -188,9 +188,9 @@ class SequenceSplit:
         if self._has_compared or self.parts == 1:
             return
         mine = digest_of(main), list(main.shape)
-        everyone = self._group.all_gather_object(mine)
+        everyone = self._group.gather(mine)
         if any(each != everyone[0] for each in everyone):
-            shapes = [each[1] for each in everyone]  # type: ignore[index]
+            shapes = [shape for _, shape in everyone]
             raise ConfigError(
                 expected(
                     "the same whole rows on all ranks that share a sequence",

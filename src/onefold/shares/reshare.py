@@ -34,6 +34,7 @@ from onefold.unit.parameter import UnitParameter
 from onefold.unit.spec import UnitSpec
 from onefold.unit.unit import Unit
 from onefold.unit.weighted import WeightedMesh
+from onefold.wire.together import announcing, collect, same
 
 
 def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
@@ -63,32 +64,26 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
     Source: disjoint moves between ranks, as ElasWave (arXiv 2510.00606) reshards interleaved ZeRO.
     """
     engine = engine_of(module)
-    asked, problem = _checked(engine, shares)
-    found = _gathered(engine, (asked, str(problem) if problem else ""))
-    if problem is not None:
-        raise problem
-    if any(theirs != (asked, "") for theirs in found):
-        raise _different(engine, [text or f"shares={each}" for each, text in found])
-    ready = _rest(engine)
-    recipe = _recipe(engine, asked)
-    if recipe.shares != engine.recipe.shares:
-        _Reshare.of(engine, ready, recipe, _gathered(engine, ready.notes())).run()
+    group, hint = engine.group, "call onefold.reshare with the same shares on every rank"
+    with announcing(group):
+        asked, *_ = same(
+            group, lambda: _checked(engine, shares), "`shares`", hint=hint, kind=ConfigError
+        )
+        ready = _rest(engine)
+        recipe = _recipe(engine, asked)
+        if recipe.shares != engine.recipe.shares:
+            _Reshare.of(engine, ready, recipe, collect(group, ready.notes)).run()
 
 
-def _checked(
-    engine: Engine, shares: object
-) -> tuple[Shares | str, ConfigError | StateError | None]:
-    """Put the argument into values; the problem of this rank, if there is one."""
-    try:
-        asked = AUTO if is_auto(shares) else None if shares is None else weights_of(shares)
-        _check_state(engine)
-        ranks = engine.recipe.shard_world
-        if isinstance(asked, tuple) and len(asked) != ranks:
-            wanted = f"`shares` with one weight for each of {ranks} ranks"
-            raise ConfigError(expected(wanted, repr(shares), hint="in rank order"))
-    except (ConfigError, StateError) as error:
-        return None, error
-    return asked if isinstance(asked, str) else unless_even(asked), None
+def _checked(engine: Engine, shares: object) -> Shares | str:
+    """Put the argument into values."""
+    asked = AUTO if is_auto(shares) else None if shares is None else weights_of(shares)
+    _check_state(engine)
+    ranks = engine.recipe.shard_world
+    if isinstance(asked, tuple) and len(asked) != ranks:
+        wanted = f"`shares` with one weight for each of {ranks} ranks"
+        raise ConfigError(expected(wanted, repr(shares), hint="in rank order"))
+    return asked if isinstance(asked, str) else unless_even(asked)
 
 
 def _check_state(engine: Engine) -> None:
@@ -113,18 +108,6 @@ def _check_state(engine: Engine) -> None:
         where = f"rank {engine.group.rank}"
         hint = "between two steps, at stage 1 to 3; or load a checkpoint under other shares"
         raise StateError(expected("a module whose rows may move", got, where=where, hint=hint))
-
-
-def _gathered(engine: Engine, mine: Any) -> list[Any]:
-    group = engine.group
-    return list(group.all_gather_object(mine)) if group.world_size > 1 else [mine]
-
-
-def _different(engine: Engine, asked: list[str]) -> ConfigError:
-    lines = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(asked))
-    where = f"rank {engine.group.rank}"
-    hint = "call onefold.reshare with the same shares on every rank"
-    return ConfigError(expected("the same `shares` on every rank", lines, where=where, hint=hint))
 
 
 def _recipe(engine: Engine, asked: Shares | str) -> Recipe:

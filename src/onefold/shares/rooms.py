@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,6 +33,7 @@ from onefold.recipe import Recipe
 from onefold.shares.weights import in_parts, unless_even, weights_of
 from onefold.text import format_bytes, format_share
 from onefold.wire.collectives import Group
+from onefold.wire.together import collect
 
 PARTS_A_RANK = 32
 """Measured shares are rounded down to so many parts of the mean share: free memory flickers."""
@@ -217,7 +217,7 @@ def choose(
     is_cut = recipe.is_sharded and recipe.shard_world > 1
     if not is_cut or (recipe.shares is None and not is_auto):
         return recipe, ""
-    everyone: list[Any] = group.all_gather_object(rooms_of(recipe, device, held))
+    everyone = collect(group, lambda: rooms_of(recipe, device, held))
     capacity = Capacity.of(everyone, recipe.shard_world)
     best = capacity.best
     if is_auto and not isinstance(best, str):

@@ -100,11 +100,6 @@ class RunAxes:
         return self._data
 
     @property
-    def pipeline(self) -> DeviceMesh | None:
-        """The pipeline axis, if it has several ranks."""
-        return self.mesh["pp"] if self.mesh is not None and self._job.pp > 1 else None
-
-    @property
     def weight(self) -> float:
         """The factor of summed losses whose mean over the sharding ranks is that over tokens."""
         return self.num_data * self._job.cp / self._job.tokens_per_step

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import onefold
@@ -58,14 +57,13 @@ class Checkpoints:
 
     def __init__(
         self, job: Job, world: World, module: nn.Module, optimizer: Optimizer,
-        stateful: dict[str, Any], pipeline: DeviceMesh | None = None,
+        stateful: dict[str, Any],
     ) -> None:  # fmt: skip
         self._job = job
         self._world = world
         self._module = module
         self._optimizer = optimizer
         self._stateful = stateful  # objects with state_dict and load_state_dict
-        self._pipeline = pipeline  # the module is one stage of it
         self._saved = -1
 
     def resume(self) -> Resumed | None:
@@ -78,9 +76,7 @@ class Checkpoints:
             return None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            extra = onefold.load(
-                job.checkpoint, self._module, self._optimizer, pipeline=self._pipeline
-            )
+            extra = onefold.load(job.checkpoint, self._module, self._optimizer)
         for name, each in self._stateful.items():
             if name in extra:  # a run without `--rows auto` saves no shares of rows
                 each.load_state_dict(extra[name])
@@ -108,10 +104,7 @@ class Checkpoints:
     def _save(self, step: int) -> None:
         path = Path(self._job.checkpoint or "") / _name(step)
         extra = {"step": step, **self._stateful}
-        onefold.save(
-            path, self._module, self._optimizer, extra=extra, keep=self._job.keep,
-            pipeline=self._pipeline,
-        )  # fmt: skip
+        onefold.save(path, self._module, self._optimizer, extra=extra, keep=self._job.keep)
         self._saved = step
 
 

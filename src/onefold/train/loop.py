@@ -179,9 +179,7 @@ class Trainer:
             corpus.train, rows=job.rows, seq=job.seq, seed=job.seed, own=self.deal.own
         )
         stateful = {"windows": self.windows, "scaler": self.scaler, **self.deal.stateful}
-        self.checkpoints = Checkpoints(
-            job, world, self.module, self.optimizer, stateful, self.axes.pipeline
-        )
+        self.checkpoints = Checkpoints(job, world, self.module, self.optimizer, stateful)
         self.memory: RankMemory | None = None  # at the end of the last step
 
     def step(self, step: int) -> Tensor:
@@ -195,7 +193,7 @@ class Trainer:
             if self.axes.mesh is None:
                 nn.utils.clip_grad_norm_(self.module.parameters(), self.job.clip)
             else:
-                onefold.clip_grad_norm_(self.module, self.job.clip, pipeline=self.axes.pipeline)
+                onefold.clip_grad_norm_(self.module, self.job.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if step + 1 == self.job.steps:  # all resting state is allocated at the end of a step

@@ -242,7 +242,7 @@ class UnitGather:
         """
         weights = self.weights
         mine = None if weights.failure is None else str(weights.failure)
-        texts = self._spec.context.transport.group.all_gather_object(mine)
+        texts = self._spec.context.transport.group.gather(mine)
         if weights.failure is None:
             weights.failure = TierError(str(next(text for text in texts if text is not None)))
         return weights.failure

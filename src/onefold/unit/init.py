@@ -13,6 +13,7 @@ from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Box
 from onefold.layout.packed import CodedWeight
 from onefold.layout.units import Owned, UnitPlan
+from onefold.ticket import Ticket
 from onefold.wire.collectives import Group
 
 if TYPE_CHECKING:
@@ -155,6 +156,9 @@ def _has_nan(tensor: Tensor) -> bool:
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
+VALUES = "a message of rank 0's values"
+
+
 def agree_on_values(tensors: Iterable[Tensor], group: Group) -> None:
     """Give every rank the values of rank 0, one tensor at a time."""
     if group.world_size == 1:
@@ -163,7 +167,8 @@ def agree_on_values(tensors: Iterable[Tensor], group: Group) -> None:
         for tensor in tensors:
             if tensor.numel():
                 sent = tensor.detach().contiguous()
-                group.broadcast(sent, 0).wait()
+                works = [group.broadcast(sent, 0)]
+                Ticket(group.track(works, VALUES) if sent.is_cpu else works, label=VALUES).wait()
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
 

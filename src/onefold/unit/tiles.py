@@ -185,10 +185,7 @@ class TiledWeight:
         context = self._context
         mine = torch.unique(tokens)
         group = context.transport.group
-        wanted = mine.tolist()
-        if context.world_size > 1:
-            everyone: list[Any] = group.all_gather_object(wanted)
-            wanted = sorted(set().union(*everyone))
+        wanted = sorted(set[int]().union(*group.gather(mine.tolist())))
         found = torch.tensor(wanted, dtype=mine.dtype, device=mine.device)
         bounds = [self._parameter.slot.rows(rank) for rank in range(context.world_size)]
         ends = [0, *(bisect_left(wanted, stop) for _, stop in bounds)]

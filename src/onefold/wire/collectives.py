@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from onefold.errors import WireError
 from onefold.ticket import Ticket, Waitable
 from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, Lanes
 from onefold.wire.peers import Peers
+
+T = TypeVar("T")
 
 MESSAGE, VOTE = "a message to all ranks", "a vote of all ranks"
 
@@ -129,15 +131,17 @@ class Group:
             )
         return found
 
-    def all_gather_object(self, value: object) -> list[object]:
-        """Every rank's `value`, in rank order; blocks. For set-up only: it pickles."""
+    def gather(self, value: T) -> list[T]:
+        """Every rank's small `value`, in rank order; blocks. It pickles: for set-up and control."""
+        if self.world_size == 1:
+            return [value]
         if self.peers is not None:
             return self._exchange(value)
-        values: list[object] = [None] * self.world_size
+        values = [value] * self.world_size
         dist.all_gather_object(values, value, group=self.handle)
         return values
 
-    def _exchange(self, value: object) -> list[object]:
+    def _exchange(self, value: T) -> list[T]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         self._gather_now(sizes, torch.tensor([mine.numel()]))

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from onefold.errors import WireError, expected
+from onefold.errors import OnefoldError, WireError, expected
 from onefold.ticket import Waitable
 from onefold.wire.lanes import Lanes
 from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting, no_rank_can_go_on
@@ -35,34 +35,49 @@ class Peers:
         self.roll_call = roll_call
         self.timeout = timeout
         self._time_limit = time_limit
-        self._failure: WireError | None = None  # ranks are apart since: no later wait can help
+        self._failure: OnefoldError | None = None  # ranks are apart since: no later wait can help
 
     def track(self, works: Sequence[dist.Work], label: str) -> list[Waitable]:
         """The works of one message, as one that waits with patience."""
         return [Message(self, works, label)]
 
     def wait(self, work: dist.Work, message: Message) -> None:
-        """Wait for one work. Raises `WireError` if ranks wait for one another, or time is up."""
-        if _is_over(work, _PATIENCE if self._failure is None else _LOOK):
-            return
-        if self._failure is not None:
-            raise self._failure
-        start, roll_call = time.monotonic() - PATIENCE_S, self.roll_call
-        roll_call.waiting = message.waiting()
+        """Wait for one work.
+
+        Raises the error of a rank that has failed in this call, or `WireError` if ranks wait for
+        one another, or time is up.
+        """
+        begun, roll_call = time.monotonic(), self.roll_call
+        limit = _LOOK if self._failure is not None or roll_call.is_in_call else _PATIENCE
         try:
-            while not _is_over(work, _LOOK):
-                if roll_call.verdict is not None:
-                    self._failure = WireError(no_rank_can_go_on(roll_call.verdict))
-                elif time.monotonic() - start > self._time_limit():
-                    self._failure = WireError(self._time_is_up(message.label))
+            while not _is_over(work, limit):
+                limit = _LOOK
+                self._failure = self._failure or self._trouble(message, time.monotonic() - begun)
                 if self._failure is not None:
                     raise self._failure
         except RuntimeError as error:
-            if isinstance(error, WireError) or not (words := roll_call.last_words()):
+            if isinstance(error, OnefoldError):
                 raise
-            raise WireError(_left(message.label, error, words)) from error
+            if failure := roll_call.read_failure():
+                raise failure.error() from error
+            if words := roll_call.last_words():
+                raise WireError(_left(message.label, error, words)) from error
+            raise
         finally:
             roll_call.waiting = None
+
+    def _trouble(self, message: Message, waited_s: float) -> OnefoldError | None:
+        """The reason not to wait on; after some seconds other ranks learn what this one awaits."""
+        roll_call = self.roll_call
+        if roll_call.failure is not None:
+            return roll_call.failure.error()
+        if waited_s >= PATIENCE_S and roll_call.waiting is None:
+            roll_call.waiting = message.waiting()
+        if roll_call.verdict is not None:
+            return WireError(no_rank_can_go_on(roll_call.verdict))
+        if waited_s > self._time_limit():
+            return WireError(self._time_is_up(message.label))
+        return None
 
     def _time_is_up(self, label: str) -> str:
         return expected(
@@ -107,7 +122,7 @@ class Message:
     def __init__(self, peers: Peers, works: Sequence[dist.Work], label: str) -> None:
         lane = peers.lanes.now
         self._peers, self.works, self.label = peers, works, label
-        self._failure: RuntimeError | None = None
+        self._failure: Exception | None = None
         self.lane, self._number, self._phase = lane, lane.issued, peers.lanes.phase
 
     def wait(self) -> None:
@@ -117,7 +132,7 @@ class Message:
         try:
             for work in self.works:
                 self._peers.wait(work, self)
-        except RuntimeError as error:
+        except Exception as error:
             self._failure = error
             raise
 

@@ -12,11 +12,14 @@ import faulthandler
 import json
 import linecache
 import os
+import pickle
 import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -26,7 +29,7 @@ from weakref import finalize
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onefold.errors import expected
+from onefold.errors import Failure, expected
 from onefold.wire.lanes import CALL, Lane
 
 POLL_S = 0.5
@@ -34,6 +37,9 @@ POLL_S = 0.5
 
 PATIENCE_S = 2.0
 """A rank that has waited this long asks the others where they are."""
+
+LINGER_S = 1.0
+"""A rank that fails alone stays so long at most: the others may learn it from its store."""
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -107,6 +113,36 @@ class RollCall:
         """The list of where all ranks are, once it is certain that none of them can go on."""
         return self._desk.verdict
 
+    @property
+    def failure(self) -> Failure | None:
+        """The failure that another rank has announced in the call that this rank is in."""
+        return self._desk.failure
+
+    @property
+    def is_in_call(self) -> bool:
+        """True inside of a call that ranks may fail in alone."""
+        return self._desk.is_in_call
+
+    def read_failure(self) -> Failure | None:
+        """Look for such a failure now."""
+        return self._desk.read_failure()
+
+    def begin_call(self) -> bool:
+        """All ranks begin the same call; False inside of another one."""
+        if self._desk.is_in_call:
+            return False
+        self._desk.call += 1
+        self._desk.is_in_call = True
+        return True
+
+    def end_call(self) -> None:
+        """The call is over on this rank."""
+        self._desk.is_in_call, self._desk.failure = False, None
+
+    def announce(self, failure: Failure) -> None:
+        """Tell the ranks that are in this call; wait a moment until they know."""
+        self._desk.announce(failure)
+
     def table(self) -> str:
         """The list of where all ranks were when they were last asked; "" if they were not."""
         return self._desk.table
@@ -123,6 +159,8 @@ class _Desk:
         self.waiting: Waiting | None = None
         self.verdict: str | None = None
         self.table = ""
+        self.call, self.is_in_call = 0, False  # of save, load ...: every rank counts them
+        self.failure: Failure | None = None  # of another rank in this call
         self._store, self._rank, self._world_size, self._lanes = store, rank, world_size, lanes
         self._asked = self._turns = 0
         self._heard = [0] * world_size  # the turn of each rank's last answer
@@ -146,6 +184,8 @@ class _Desk:
 
     def _turn(self) -> None:
         self._turns += 1
+        if self.is_in_call and self.failure is None:
+            self.failure = self.read_failure()
         is_stuck = self._is_stuck()
         asked = self._store.add("asked", int(is_stuck))
         if asked != self._asked:
@@ -188,6 +228,27 @@ class _Desk:
         """The verdict of any rank; None if there is none, or no store any more."""
         try:
             return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
+        except RuntimeError:
+            return None
+
+    def announce(self, failure: Failure) -> None:
+        """Leave this rank's failure in the call that it is in."""
+        self.is_in_call = False
+        key, known = f"failed/{self.call}", f"knows/{self.call}"
+        with suppress(RuntimeError):  # the store's host has ended
+            self._store.set(key, pickle.dumps(failure).hex())
+            until = time.monotonic() + LINGER_S
+            while self._store.add(known, 0) + 1 < self._world_size and time.monotonic() < until:
+                time.sleep(LINGER_S / 20)
+
+    def read_failure(self) -> Failure | None:
+        """The failure that a rank has left in the call that this one is in."""
+        key = f"failed/{self.call}"
+        try:
+            if not self.is_in_call or not self._store.check([key]):
+                return None
+            self._store.add(f"knows/{self.call}", 1)
+            return pickle.loads(bytes.fromhex(self._store.get(key).decode()))
         except RuntimeError:
             return None
 

@@ -1,0 +1,130 @@
+"""If one rank raises, all raise.
+
+    together     run on every rank: its own result
+    collect      the same, and every rank's result
+    first        run on rank 0: its result on every rank
+    same         the same, and compare what ranks return
+    announcing   around a call: ranks that wait inside learn that this one fails
+
+The rank that fails raises its own error, whatever it is. The others raise an `OnefoldError` that
+names the rank, of the same class if the error is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+from onefold.errors import Failure, OnefoldError, WireError, as_agreed, expected, is_agreed
+from onefold.wire.collectives import Group
+
+T = TypeVar("T")
+
+Judge = Callable[[Group, list[Any]], Failure | None]
+"""Finds what is wrong with the results of all ranks of a group."""
+
+
+def together(
+    groups: Group | Sequence[Group], act: Callable[[], T], kind: type[OnefoldError] = WireError
+) -> T:
+    """Run `act` on every rank, and return this rank's result. A collective.
+
+    Args:
+        groups: the ranks; of several groups, such as the axes of a mesh, each passes on what it
+            has learned from those before.
+        act: no collective.
+        kind: the class of errors on other ranks, for errors that are not Onefold's.
+    """
+    results: list[T] = []
+    collect(groups, lambda: results.append(act()), kind)
+    return results[0]
+
+
+def first(group: Group, act: Callable[[], T], kind: type[OnefoldError] = WireError) -> T:
+    """Run `act` on rank 0 alone, and return its result on every rank. A collective."""
+    results: list[Any] = collect(group, lambda: act() if group.rank == 0 else None, kind)
+    return results[0]
+
+
+def collect(
+    groups: Group | Sequence[Group], act: Callable[[], T],
+    kind: type[OnefoldError] = WireError, judge: Judge | None = None,
+) -> list[T]:  # fmt: skip
+    """Run `act` as `together` does; return the results of the first group, in rank order."""
+    said: Any = None
+    own: BaseException | None = None
+    results: list[T] = []
+    axes = [groups] if isinstance(groups, Group) else groups
+    try:
+        said = act()
+    except BaseException as error:
+        own, said = error, failure_of(error, axes[0], kind)
+    for axis in axes:
+        answers: list[Any] = axis.gather(said)
+        results = results or answers
+        if not isinstance(said, Failure):
+            failure = next((each for each in answers if isinstance(each, Failure)), None)
+            said = failure or (judge and judge(axis, answers)) or said
+    if own is not None:
+        try:
+            raise as_agreed(own)
+        finally:
+            del own  # its traceback refers to this frame
+    if isinstance(said, Failure):
+        raise said.error()
+    return results
+
+
+def same(
+    groups: Group | Sequence[Group], describe: Callable[[], T], what: str, *, hint: str,
+    kind: type[OnefoldError],
+) -> list[T]:  # fmt: skip
+    """Collect what ranks `describe`, a value or a list of facts; all raise if one differs."""
+    return collect(
+        groups, describe, kind, lambda axis, said: difference(axis, said, what, hint, kind)
+    )
+
+
+def difference(
+    group: Group, said: Sequence[Any], what: str, hint: str, kind: type[OnefoldError]
+) -> Failure | None:
+    """The first fact in which a rank differs from this one; None if all are the same."""
+    mine = said[group.rank]
+    for rank, theirs in enumerate(said):
+        if theirs != mine:
+            own, other = mine, theirs
+            if isinstance(mine, list):
+                pairs = zip_longest(mine, theirs, fillvalue="nothing")
+                own, other = next(pair for pair in pairs if pair[0] != pair[1])
+            numbers = group.global_ranks()
+            got = f"{own!r} on rank {numbers[group.rank]} but {other!r} on rank {numbers[rank]}"
+            return Failure(kind, expected(f"the same {what} on every rank", got, hint=hint))
+    return None
+
+
+@contextmanager
+def announcing(group: Group, kind: type[OnefoldError] = WireError) -> Iterator[None]:
+    """Tell ranks that wait inside the block if this rank fails there alone, and why.
+
+    They raise within a second. All ranks enter the same blocks in the same order. Errors that ranks
+    agreed on need no news, and failed waits have theirs.
+    """
+    roll_call = None if group.peers is None else group.peers.roll_call
+    if roll_call is None or not roll_call.begin_call():
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        if not is_agreed(error) and not isinstance(error, WireError):
+            roll_call.announce(failure_of(error, group, kind))
+        raise
+    finally:
+        roll_call.end_call()
+
+
+def failure_of(error: BaseException, group: Group, kind: type[OnefoldError]) -> Failure:
+    """This rank's error as the others raise it."""
+    return Failure.of(error, group.global_ranks()[group.rank], kind)
