@@ -29,6 +29,7 @@ class Group:
     world_size: int
     handle: dist.ProcessGroup | None
     peers: Peers | None = None  # for tensors on the CPU, in place of `handle`
+    local: tuple[int, int] | None = None  # local rank and local world size, of ranks that have met
 
     @staticmethod
     def of(handle: dist.ProcessGroup | None) -> Group:
