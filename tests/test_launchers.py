@@ -109,7 +109,7 @@ def test_a_launcher_that_leaves_something_out_is_an_error_that_names_it(call, mi
     message, _, hint = str(caught.value).partition("\nhint:")
     assert message.endswith(f"got no {', '.join(missing)}")
     assert ", ".join(missing) in hint
-    assert "unset WORLD_SIZE" in hint
+    assert "unset WORLD_SIZE, pass mesh= a group of this rank alone" in hint
     assert not dist.is_initialized()
 
 

@@ -15,7 +15,8 @@ from onefold.errors import ConfigError, expected
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 ALONE = (
-    "to train in one process alone, unset WORLD_SIZE, or first call torch.distributed."
+    "to train in one process alone, unset WORLD_SIZE, pass mesh= a group of this rank alone, or "
+    "first call torch.distributed."
     'init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)'
 )
 
