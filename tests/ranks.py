@@ -121,7 +121,9 @@ def shorten_timeout(seconds: float) -> None:
 
     Call it when all ranks have started: how long a start takes is up to the machine.
     """
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    handle = dist.group.WORLD
+    assert handle is not None, "ranks have started"
+    handle._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
 
 
 def _process(

@@ -17,6 +17,7 @@ from onefold import Wire
 from onefold.engine.registry import engine_of
 from onefold.layout.axes import Axes, NodeLayout
 from onefold.layout.rows import Layout
+from onefold.mesh import launcher
 from tests.models import Model, next_token_loss, token_batches
 from tests.ranks import run_ranks, seeded
 from tests.training import (
@@ -157,8 +158,9 @@ def test_messages_that_regions_share_change_no_bit(request):
 @pytest.mark.parametrize(("local", "axes"), [("1", None), ("2", (2, 2)), ("4", None), ("3", "")])
 def test_a_preset_takes_the_hosts_of_the_launcher_for_nodes(local, axes, monkeypatch):
     """A number of processes a host that the world is no multiple of is refused on every rank."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    ranks_here = int(local)
+    place = lambda: (dist.get_rank() % ranks_here, ranks_here)  # threads share an environment
+    monkeypatch.setattr(launcher, "local_place", place)
 
     def body(rank):
         if axes == "":

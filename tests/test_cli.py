@@ -287,12 +287,19 @@ def test_bad_input_that_only_a_rank_can_see_is_one_line_too(step_device):
 
 
 @pytest.mark.process
-def test_a_rank_without_its_launcher_is_told_so(step_device, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+@pytest.mark.parametrize(
+    ("variable", "missing"),
+    [
+        ("RANK", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ("WORLD_SIZE", "RANK, MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_a_rank_without_its_launcher_is_told_so(variable, missing, step_device, monkeypatch):
+    monkeypatch.setenv(variable, "2")
     done = onefold("train", *TINY_RUN, cwd=step_device)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "got no WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in done.stderr
+    assert f"got no {missing}" in done.stderr
 
 
 # train

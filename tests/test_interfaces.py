@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from onefold.errors import ConfigError
+from onefold.mesh import interfaces
 from onefold.mesh.interfaces import GLOO, addresses, choose, own_address_towards, use_link_to_hosts
 from tests.forking import HANG_S
 
@@ -60,7 +61,7 @@ def test_the_system_tells_the_interface_of_each_address_and_the_way_to_a_host():
     "variables",
     [
         {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},  # one host
-        {"WORLD_SIZE": "4"},  # a launcher that does not say
+        {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"},  # a launcher that does not say: one host
         {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", GLOO: "ib0"},  # chosen already
         {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid"},
     ],
@@ -69,6 +70,15 @@ def test_nothing_is_chosen_on_one_host_or_over_a_users_choice(launched, variable
     launched(**variables)
     use_link_to_hosts()
     assert os.environ.get(GLOO) == variables.get(GLOO)
+
+
+def test_a_launcher_that_does_not_say_gets_the_interface_towards_its_master(launched, monkeypatch):
+    launched(WORLD_SIZE="4", MASTER_ADDR="node-0")
+    monkeypatch.setattr(interfaces, "own_address_towards", lambda host: "10.0.0.2")
+    monkeypatch.setattr(interfaces, "addresses", lambda: {**LOOPBACK, "10.0.0.2": "eth0"})
+    monkeypatch.setenv(GLOO, "")  # put back after the test
+    use_link_to_hosts()
+    assert os.environ[GLOO] == "eth0"
 
 
 def test_ranks_that_wait_for_ever_to_meet_are_ended_with_a_message():

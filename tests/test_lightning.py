@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import onefold
 from onefold.engine.registry import engine_of
-from tests.ranks import run_processes
+from tests.ranks import run_processes, run_ranks
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -37,6 +37,7 @@ from lightning.pytorch.utilities import grad_norm  # noqa: E402
 
 from onefold.lightning import Strategy, as_file  # noqa: E402
 from onefold.lightning.fabric import FabricStrategy  # noqa: E402
+from onefold.lightning.sharding import Sharding  # noqa: E402
 
 pytestmark = pytest.mark.process
 WIDTH, ROWS = 8, 48
@@ -782,3 +783,14 @@ def test_the_room_does_not_hide_the_library():
     assert lightning.__file__ != ours.__file__
     assert ours.__all__ == ["Strategy", "as_file"]
     assert onefold.lightning is ours
+
+
+def test_ranks_of_a_launcher_that_lightning_does_not_know_never_train_apart(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+
+    def body(rank):
+        with pytest.raises(onefold.ConfigError, match=r"3 ranks of WORLD_SIZE, got .* group of 2"):
+            Sharding().apply(nn.Linear(4, 4), [], None, None)
+
+    run_ranks(2, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 import warnings
 from importlib import import_module
 from importlib.metadata import version
@@ -18,6 +19,13 @@ from onefold import versions
 def test_the_installed_version_is_a_tested_one(package):
     pytest.importorskip(package)
     assert versions.outside(package, version(package)) == ""
+
+
+def test_the_package_asks_for_the_range_of_torch_that_is_tested():
+    floor, above = versions.TESTED["torch"]
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    asked = tomllib.loads(project.read_text())["project"]["dependencies"]
+    assert f"torch>={floor},<{above}" in asked
 
 
 @pytest.mark.parametrize(

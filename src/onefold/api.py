@@ -62,8 +62,9 @@ def shard(  # noqa: PLR0913 - the contract
             the lowest whose states leave room for activations; `report(module)` says why.
         mesh: a `DeviceMesh` of one axis, or of two: (nodes, ranks of a node), where nodes
             communicate once a step (`Wire.secondary`); or a `ProcessGroup`; default the whole
-            world. Without a process group the world is one; under torchrun the default group is
-            initialised.
+            world. Without a process group the default one is initialised as a launcher
+            describes it (torchrun, or any that sets RANK, WORLD_SIZE, MASTER_ADDR and
+            MASTER_PORT); without a launcher the world is one.
         units: modules that travel together; default: repeated blocks and balanced rests. A list of
             submodules, or a predicate over them. A mapping from modules, or predicates, to meshes
             of one axis adds units that travel among these ranks alone: experts, of which other
@@ -73,7 +74,7 @@ def shard(  # noqa: PLR0913 - the contract
         offload: None, "optimizer" (states off the device), "cpu" (parameters too), "disk:PATH", or
             an `Offload`. At stages 1 to 3.
         wire: None (exact), "zero++" or another preset, or a `Wire`: codecs of messages. With no
-            mesh given, other wires than None take the hosts that torchrun started for the nodes.
+            mesh given, other wires than None take the hosts of the launcher for the nodes.
         shares: how much state each rank holds. None: all the same. A list: one weight a rank that
             holds a copy of the state, in rank order; a rank of weight 0 holds none. "auto": as
             even as the free memory of the ranks allows. `offload` may differ between ranks.

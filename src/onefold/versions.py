@@ -12,6 +12,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED: dict[str, tuple[str, str]] = {
+    "torch": ("2.13", "2.16"),
     "transformers": ("5.23", "5.24"),
     "accelerate": ("1.15", "1.16"),
     "peft": ("0.21", "0.22"),

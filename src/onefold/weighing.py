@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from onefold.mesh import ranks as meshes
@@ -35,14 +34,9 @@ def weigh(loss_sum: Tensor, num_tokens: int | Tensor, *, mesh: meshes.MeshChoice
         >>> sums = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
         >>> onefold.weigh(sums, (labels != -100).sum()).backward()
     """
-    group = world() if mesh is None else meshes.resolve(mesh).everyone
+    group = meshes.resolve(mesh).everyone
     dtype = torch.promote_types(loss_sum.dtype, torch.float32)  # fp16 ends at 65,504 tokens
     return loss_sum.to(dtype) / mean_count(num_tokens, group, loss_sum.device).to(dtype)
-
-
-def world() -> Group:
-    """Return all ranks."""
-    return Group.of(dist.group.WORLD if dist.is_initialized() else None)
 
 
 def mean_count(num_tokens: int | Tensor, group: Group, device: torch.device) -> Tensor:

@@ -23,8 +23,8 @@ LAUNCHER = "ONEFOLD_LAUNCHER_PID"
 
 
 def is_rank() -> bool:
-    """True in a process that a launcher started, ours or torchrun."""
-    return "RANK" in os.environ
+    """True in a process that a launcher started: ours, or any that sets torch's variables."""
+    return "RANK" in os.environ or os.environ.get("WORLD_SIZE", "") not in ("", "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def record_failure(error: BaseException | None, code: int) -> bool:
     Without an error, the command has printed its findings, as a failed check.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not is_rank() or LAUNCHER not in os.environ or not path:
+    if "RANK" not in os.environ or LAUNCHER not in os.environ or not path:
         return False
     is_ours = error is None or isinstance(error, OnefoldError)
     line = "" if error is None else one_line(error)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from onefold.cli.failures import LAUNCHER, leave_line, print_failure
 from onefold.errors import ConfigError, expected
+from onefold.mesh import launcher
 
 if TYPE_CHECKING:
     from onefold.mesh.world import World
@@ -33,7 +34,7 @@ GRACE_S = 5
 
 def world_size_of(ranks: int | None) -> int:
     """Return the launcher's world size, which `--ranks` may repeat but not contradict."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launcher.world_size()
     if ranks not in (None, world_size):
         wanted = f"--ranks to be {world_size}, as this process was launched"
         raise ConfigError(expected(wanted, ranks, hint="leave --ranks out under torchrun"))
@@ -142,12 +143,12 @@ def end_with_launcher() -> None:
     """
     from onefold.mesh.local_ranks import end_with
 
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is None:
+    pid = os.environ.get(LAUNCHER)
+    if pid is None:
         return
     if PIDS in os.environ:
         Path(os.environ[PIDS], f"rank.{os.getpid()}").touch()
-    end_with(int(launcher))
+    end_with(int(pid))
 
 
 RESULT = "ONEFOLD_RESULT"

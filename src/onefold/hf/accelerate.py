@@ -161,7 +161,7 @@ def _check_ranks(accelerator: Any, model: nn.Module) -> None:
                 f"an Accelerator with num_processes={num_ranks}, the number of ranks",
                 f"one with num_processes={accelerator.num_processes}, which would deal the same "
                 "rows to all of them",
-                hint="on CPUs under torchrun, write Accelerator(cpu=True)",
+                hint="set LOCAL_RANK, and on CPUs write Accelerator(cpu=True)",
             )
         )
     device = engine_of(model).context.store.device

@@ -5,7 +5,6 @@ Every rank has the same arguments, so every rank raises the same error, before a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from onefold.config import precision_of
 from onefold.errors import ConfigError, expected
 from onefold.hf.prepared import COMPUTE
+from onefold.mesh import launcher
 
 
 def check_arguments(args: Any) -> None:
@@ -28,12 +28,12 @@ def check_arguments(args: Any) -> None:
 
 
 def _unsupported(args: Any) -> Iterator[tuple[bool, str, str]]:
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = launcher.world_size()
     yield (
         args.world_size != launched,
         f"a Trainer that sees {args.world_size} of the {launched} ranks that were launched",
-        "on CPUs set TrainingArguments(use_cpu=True): without it Accelerate takes each rank for a "
-        "process of its own",
+        "set LOCAL_RANK, and on CPUs TrainingArguments(use_cpu=True): else Accelerate takes each "
+        "rank for a process of its own",
     )
     yield (
         args.n_gpu > 1,

@@ -29,9 +29,10 @@ from transformers.masking_utils import (
 
 from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError, StateError, expected
+from onefold.mesh.ranks import of_tokens
 from onefold.sequence.calls import Arguments, cut_tensors, main_tensor, takes
 from onefold.sequence.pieces import IGNORED, SequencePieces
-from onefold.weighing import mean_count, world
+from onefold.weighing import mean_count
 from onefold.wire.collectives import Group
 
 NAME = "onefold_sequence"
@@ -173,7 +174,7 @@ class TransformersCalls:
         if given is not None:  # counted over whole rows, which each rank of a sequence has
             return given / self._parts
         engine = find_engine(self._module())
-        group = world() if engine is None else engine.group
+        group = of_tokens(None) if engine is None else engine.group
         return mean_count((own != IGNORED).sum(), group, own.device).float()
 
     @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +22,7 @@ from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError, expected
 from onefold.layout.units import UnitChoice
+from onefold.mesh import launcher
 from onefold.mesh.meeting import as_timeout
 from onefold.mesh.ranks import MeshChoice
 from onefold.wire_config import WireChoice, wire_of
@@ -107,6 +110,7 @@ class Sharding:
         self, module: nn.Module, optimizers: Sequence[Optimizer], plugin: Any, mesh: MeshChoice
     ) -> None:
         """Shard a module and its optimizers; one that is sharded already gets the optimizers."""
+        _check_ranks()
         precision = self.precision_with(plugin)
         if not is_sharded(module):
             shard(
@@ -126,6 +130,20 @@ class Sharding:
             )
         for optimizer in optimizers:
             bind(optimizer, engine)
+
+
+def _check_ranks() -> None:
+    """Raise `ConfigError` if Lightning has missed that a launcher started several ranks."""
+    ranks, launched = dist.get_world_size(), launcher.world_size()
+    if "RANK" in os.environ and ranks < launched:  # Lightning's own launcher sets no RANK
+        raise ConfigError(
+            expected(
+                f"Lightning to train on the {launched} ranks of WORLD_SIZE",
+                f"a process group of {ranks}",
+                hint="start it with torchrun, or give Trainer(plugins=) the environment of the "
+                "launcher, such as lightning.pytorch.plugins.environments.KubeflowEnvironment()",
+            )
+        )
 
 
 def share_buffers(module: nn.Module) -> None:

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onefold.errors import ConfigError, expected
 from onefold.layout.units import Owned
+from onefold.mesh import launcher
+from onefold.mesh.interfaces import GLOO
 from onefold.wire.collectives import Group
 
 
@@ -72,14 +74,25 @@ def backends_for(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
+def variable_for(device: torch.device) -> str:
+    """Return the environment variable that names the interface for messages of a device."""
+    return "NCCL_SOCKET_IFNAME" if device.type == "cuda" else GLOO
+
+
 def own_device_index() -> int:
-    """The number of this rank's accelerator on its host, by the launcher's LOCAL_RANK."""
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    """The number of this rank's accelerator on its host: the launcher's number of this rank there.
+
+    A launcher that does not say is taken to number ranks host by host, one for each device.
+    `check_devices` refuses two ranks that took the same one.
+    """
+    count, index = torch.accelerator.device_count(), launcher.local_rank()
+    if index is None:
+        index = int(os.environ.get("RANK", "0")) % count
     if index >= count:
         raise ConfigError(
             expected(
                 f"at most {count} ranks on this host, one for each device",
-                f"LOCAL_RANK={index}",
+                f"local rank {index} (LOCAL_RANK, or its like of MPI or SLURM)",
                 hint=f"start {count} ranks, or hide devices (CUDA_VISIBLE_DEVICES=) to use CPUs",
             )
         )

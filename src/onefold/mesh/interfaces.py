@@ -27,22 +27,26 @@ _SIOCGIFADDR = 0x8915  # "the address of an interface", in Linux's <linux/sockio
 def use_link_to_hosts() -> None:
     """Set GLOO_SOCKET_IFNAME to the interface on which other hosts reach this one.
 
-    Does nothing if it is set, or if all ranks are on one host. Raises `ConfigError` if MASTER_ADDR
-    is a loopback address here and several or no other interfaces could be meant.
+    Does nothing if it is set, or if all ranks are on one host. Raises `ConfigError` if some are on
+    others, MASTER_ADDR is a loopback address here and several or no interfaces could be meant.
     """
-    if os.environ.get(GLOO) or not _spans_hosts():
+    spans, master = _spans_hosts(), os.environ.get("MASTER_ADDR", "")
+    if os.environ.get(GLOO) or spans is False:
         return
-    master = os.environ.get("MASTER_ADDR", "")
     own = own_address_towards(master)
-    chosen = None if own is None else choose(own, addresses(), master)
+    if own is None or (spans is None and ipaddress.ip_address(own).is_loopback):
+        return
+    chosen = choose(own, addresses(), master)
     if chosen is not None:
         os.environ[GLOO] = chosen
 
 
-def _spans_hosts() -> bool:
-    """Return True if the launcher has put some ranks on other hosts."""
+def _spans_hosts() -> bool | None:
+    """Return True if the launcher has put some ranks on other hosts, None if it does not say."""
     counts = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
-    return all(count.isdecimal() for count in counts) and int(counts[0]) > int(counts[1])
+    if not all(count.isdecimal() for count in counts):
+        return None
+    return int(counts[0]) > int(counts[1])
 
 
 def own_address_towards(host: str) -> str | None:

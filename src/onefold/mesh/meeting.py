@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.errors import ConfigError, expected
-from onefold.mesh.ranks import Ranks
+from onefold.mesh.ranks import Ranks, with_hosts
 from onefold.wire.collectives import Group
 from onefold.wire.lanes import Lanes, PhaseNow
 from onefold.wire.peers import Peers
@@ -17,14 +17,14 @@ from onefold.wire.roll_call import RollCall, connect_store
 
 
 def meet(ranks: Ranks, timeout: timedelta | None = None) -> Ranks:
-    """Connect the ranks of every group that have not met. A collective.
+    """Connect the ranks of every group that have not met, and learn their hosts. A collective.
 
     Raises `WireError` if a rank does not come in time. Groups without gloo stay as they are: a
     world of one, and test doubles.
     """
-    everyone = _connected(ranks.everyone, ranks.phase, None, timeout)
+    everyone = with_hosts(_connected(ranks.everyone, ranks.phase, None, timeout))
     if everyone.peers is None:
-        return ranks
+        return replace(ranks, everyone=everyone)
     roll_call, timeout = everyone.peers.roll_call, everyone.peers.timeout
     return replace(
         ranks,

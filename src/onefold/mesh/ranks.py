@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import atexit
-import os
+import socket
 import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError, WireError, expected
 from onefold.layout.axes import Axes
-from onefold.mesh.devices import backends_for, take_own_device
+from onefold.mesh import launcher
+from onefold.mesh.devices import backends_for, take_own_device, variable_for
 from onefold.mesh.interfaces import use_link_to_hosts
 from onefold.wire.collectives import Group
 from onefold.wire.lanes import PhaseNow
@@ -85,11 +87,10 @@ _SLICE = 'pass one axis of a mesh, such as mesh["replica"]'
 
 
 def of_tokens(mesh: MeshChoice) -> Group:
-    """Return the ranks of a mesh, or of the whole world, without starting any."""
+    """Return the ranks of a mesh of one axis, or of the whole world, as `resolve` finds it."""
     if mesh is not None:
         return of_axis(mesh, "the ranks whose tokens count").everyone
-    is_there = dist.is_available() and dist.is_initialized()
-    return Group.of(dist.group.WORLD if is_there else None)
+    return resolve(None).everyone
 
 
 def _two_axes(mesh: DeviceMesh) -> Ranks:
@@ -116,10 +117,10 @@ def _two_axes(mesh: DeviceMesh) -> Ranks:
 
 
 def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
-    """Return the axes as torchrun started the world: hosts, and the ranks of each. A collective.
+    """Return the axes of the world as it was launched: hosts, and the ranks of each. A collective.
 
     Returns `ranks` if there is one host, or if the user passed a mesh or a group. Raises
-    `ConfigError` on every rank if hosts have different numbers of ranks.
+    `ConfigError` on every rank if hosts have different numbers of ranks, or take turns.
     """
     world_size = ranks.everyone.world_size
     is_given = ranks.axes is not None or ranks.is_flat or ranks.mesh is not None
@@ -127,12 +128,13 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
         return ranks
     if ranks.everyone.handle is not dist.group.WORLD:
         return ranks
-    local = local_place(ranks.everyone)[1]
-    everyone = ranks.everyone.gather(local)
-    if len(set(map(str, everyone))) > 1 or world_size % local:
-        wanted = "as many ranks on every host, for a wire that knows hosts"
+    place = local_place(ranks.everyone)
+    places, local = ranks.everyone.gather(place), place[1]
+    if places != [(rank % local, local) for rank in range(world_size)] or world_size % local:
+        wanted = "as many ranks on every host, host after host, for a wire that knows hosts"
+        got = f"{places}, (local rank, ranks of its host) by rank"
         hint = "start equal numbers with torchrun --nproc-per-node, or pass mesh="
-        raise ConfigError(expected(wanted, f"{everyone} by rank", hint=hint))
+        raise ConfigError(expected(wanted, got, hint=hint))
     if local == world_size:
         return ranks
     found = resolve(init_device_mesh(device.type, (world_size // local, local)))
@@ -183,27 +185,48 @@ def _not_in(kind: str) -> ConfigError:
 
 
 def join_launcher(timeout: timedelta = TIMEOUT) -> None:
-    """Initialise the default process group if torchrun started several processes.
+    """Initialise the default process group if a launcher started several processes.
 
-    A plain script under `torchrun` then needs one line only.
+    A plain script under `torchrun`, or any launcher with torch's variables, then needs one line
+    only. Raises `ConfigError` for variables that are missing or malformed, and `WireError` if the
+    ranks do not find each other within `timeout`.
     """
-    if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if launcher.world_size() == 1:
+        launcher.warn_of_others()
         return
+    launcher.check()
     device = take_own_device()
     if device.type == "cpu":
         use_link_to_hosts()
-    dist.init_process_group(backends_for(device), timeout=timeout)
+    try:
+        dist.init_process_group(backends_for(device), timeout=timeout)
+    except RuntimeError as error:  # of the store, of gloo, of NCCL
+        reason = str(error).splitlines()[0]
+        raise WireError(launcher.not_met(reason, timeout, variable_for(device))) from error
     _leave_at_exit()
 
 
+def with_hosts(group: Group) -> Group:
+    """Learn which ranks share a host: from the launcher, or else by the hosts' names. A collective.
+
+    One launcher that does not say is enough for names to count on every rank.
+    """
+    if group.world_size == 1:
+        return group
+    told, host = launcher.local_place(), socket.gethostname()
+    answers = cast("list[tuple[object, str]]", group.all_gather_object((told, host)))
+    hosts = [name for _, name in answers]
+    if any(place is None for place, _ in answers):
+        told = hosts[: group.rank].count(host), hosts.count(host)
+    return replace(group, local=told)
+
+
 def local_place(group: Group) -> tuple[int, int]:
-    """Return the local rank and the local world size, as the launcher set them."""
+    """Return the local rank and the local world size: see `with_hosts`."""
     if group.world_size == 1:
         return 0, 1
-    known = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
-    if all(value.isdigit() for value in known) and int(known[0]) < int(known[1]):
-        return int(known[0]), int(known[1])
-    return group.rank, group.world_size  # without a launcher all ranks are on one host
+    # ranks that have not met are taken for ranks of one host
+    return group.local or launcher.local_place() or (group.rank, group.world_size)
 
 
 @cache

@@ -13,9 +13,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from onefold.errors import ConfigError, WireError, expected
-from onefold.mesh.devices import backends_for, take_own_device
-from onefold.mesh.interfaces import GLOO, use_link_to_hosts
+from onefold.errors import WireError
+from onefold.mesh import launcher
+from onefold.mesh.devices import backends_for, take_own_device, variable_for
+from onefold.mesh.interfaces import use_link_to_hosts
+from onefold.mesh.ranks import with_hosts
 from onefold.wire.collectives import Group
 
 T = TypeVar("T")
@@ -59,29 +61,24 @@ def joined(*, use_gpus: bool = True) -> Iterator[World]:
     Raises `ConfigError` without a launcher's environment, and `WireError` if the ranks do not find
     each other.
     """
-    _check_launcher()
+    launcher.check()
     device = take_own_device() if use_gpus else torch.device("cpu")
     if device.type == "cpu":
         use_link_to_hosts()
-    variable = "NCCL_SOCKET_IFNAME" if device.type == "cuda" else GLOO
+    timeout = timedelta(seconds=TIMEOUT_S)
+
+    def not_met(reason: str) -> str:
+        return launcher.not_met(reason, timeout, variable_for(device))
+
     try:
-        with ending_process(TIMEOUT_S + SPARE_S, lambda: _not_met("no answer", variable)):
-            dist.init_process_group(backends_for(device), timeout=timedelta(seconds=TIMEOUT_S))
+        with ending_process(TIMEOUT_S + SPARE_S, lambda: not_met("no answer")):
+            dist.init_process_group(backends_for(device), timeout=timeout)
     except RuntimeError as error:  # of the store, of gloo, of NCCL
-        raise WireError(_not_met(str(error).splitlines()[0], variable)) from error
+        raise WireError(not_met(str(error).splitlines()[0])) from error
     try:
-        yield World(Group.of(dist.group.WORLD), device)
+        yield World(with_hosts(Group.of(dist.group.WORLD)), device)
     finally:
         dist.destroy_process_group()
-
-
-def _check_launcher() -> None:
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        wanted = f"{', '.join(names)} in the environment of a rank"
-        hint = "launch ranks with torchrun, or unset RANK to have them launched"
-        raise ConfigError(expected(wanted, f"no {', '.join(missing)}", hint=hint))
 
 
 @contextmanager
@@ -102,14 +99,3 @@ def ending_process(seconds: float, why: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _not_met(got: str, variable: str) -> str:
-    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    interface = os.environ.get(variable) or "not set"
-    hint = f"start every host; {variable} names the interface that leads to the others "
-    return expected(
-        f"rank {rank} to meet the other ranks, {world_size} in all, within {TIMEOUT_S} s",
-        f"{got} ({variable} is {interface})",
-        hint=hint + "(docs/guides/clusters.md)",
-    )

@@ -31,9 +31,9 @@ from onefold.host import (
 from onefold.mesh.world import World
 from onefold.text import counted, format_bytes, format_rate
 from onefold.tools.bandwidth import Ask, measure_link
+from onefold.versions import outside
 
 COPY_NBYTES = 128 * MIB
-TRIED_TORCH = "2.13"
 
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
@@ -130,10 +130,10 @@ def checks(machine: HostReport, link: dict[str, Any] | None) -> list[Check]:
     if link is not None:
         wire = f"{link['backend']} between {counted(link['world_size'], 'rank')}, "
         wire += f"gathers {format_rate(link['received_per_s'])}"
+    untested = outside("torch", machine.versions["torch"])
     facts = [
         ("versions", ", ".join(f"{name} {number}" for name, number in machine.versions.items()),
-         WARN, not machine.versions["torch"].startswith(TRIED_TORCH),
-         f"only torch {TRIED_TORCH} was tried: pip install torch=={TRIED_TORCH}.*"),
+         WARN, bool(untested), untested),
         ("system", f"{machine.system}, {machine.cores} cores, {machine.threads} torch threads",
          OK, False, ""),
         ("memory", f"{format_bytes(machine.memory_total)}, "

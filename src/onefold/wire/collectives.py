@@ -31,6 +31,7 @@ class Group:
     world_size: int
     handle: dist.ProcessGroup | None
     peers: Peers | None = None  # for tensors on the CPU, in place of `handle`
+    local: tuple[int, int] | None = None  # local rank and local world size, of ranks that have met
 
     @staticmethod
     def of(handle: dist.ProcessGroup | None) -> Group:
@@ -60,7 +61,8 @@ class Group:
         if self.peers is not None and tensor.device.type == "cpu":
             return self._begin(lambda lanes: lanes.broadcast(_real(tensor), source))
         return self._issue(
-            lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+            lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True),
+            tensor.device,
         )
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Waitable:
@@ -68,12 +70,15 @@ class Group:
         out, shard = _real(out), _real(shard)
         if self.peers is not None and out.device.type == "cpu":
             return self._begin(lambda lanes: lanes.all_gather(out, shard))
-        return self._issue(lambda group: group.all_gather_single(out, shard, ALL_GATHER))
+        return self._issue(
+            lambda group: group.all_gather_single(out, shard, ALL_GATHER), out.device
+        )
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Waitable:
         """Start summing `full` over the ranks; rank r gets the r-th of equal pieces in `out`."""
         return self._issue(
-            lambda group: dist.reduce_scatter_single(out, full, group=group, async_op=True)
+            lambda group: dist.reduce_scatter_single(out, full, group=group, async_op=True),
+            out.device,
         )
 
     def all_to_all(
@@ -84,11 +89,15 @@ class Group:
         if self.peers is not None and out.device.type == "cpu":
             return self._begin(lambda lanes: lanes.all_to_all(out, sent, numels_out, numels_sent))
         return self._issue(
-            lambda group: group.all_to_all_single(out, sent, numels_out, numels_sent, ALL_TO_ALL)
+            lambda group: group.all_to_all_single(out, sent, numels_out, numels_sent, ALL_TO_ALL),
+            out.device,
         )
 
     def track(self, works: list[Waitable], label: str) -> Sequence[Waitable]:
-        """The works of one message; with peers as one, which says where ranks are if it waits."""
+        """The works of one message; with peers as one, which says where ranks are if it waits.
+
+        Works of a device stay as they are: see `QueuedWork`.
+        """
         if self.peers is None or not all(isinstance(work, dist.Work) for work in works):
             return works
         return self.peers.track(cast("list[dist.Work]", works), label)
@@ -100,7 +109,9 @@ class Group:
         except RuntimeError as error:
             raise WireError(_not_begun(error)) from error
 
-    def _issue(self, start: Callable[[dist.ProcessGroup], Waitable | None]) -> Waitable:
+    def _issue(
+        self, start: Callable[[dist.ProcessGroup], Waitable | None], device: torch.device
+    ) -> Waitable:
         work = None
         if isinstance(self.handle, dist.ProcessGroup):
             try:
@@ -112,7 +123,7 @@ class Group:
                 "expected this rank to be in the process group, got no work\n"
                 "hint: pass a mesh or group that contains every rank that calls onefold.shard"
             )
-        return work
+        return work if device.type == "cpu" else QueuedWork(work)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its maximum over the ranks; blocks."""
@@ -154,6 +165,27 @@ class Group:
 
     def _gather_now(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         _wait(self.track([self.all_gather(out, shard)], MESSAGE), MESSAGE)
+
+
+class QueuedWork:
+    """A message on a device: waiting for it makes the current stream wait, never the host.
+
+    It is no `dist.Work`, so that nothing waits for it with a limit: NCCL then blocks the host until
+    the message is complete, and aborts the communicator at the limit.
+    """
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Waitable) -> None:
+        self._work = work
+
+    def wait(self) -> object:
+        """See `Waitable.wait`."""
+        return self._work.wait()
+
+    def is_completed(self) -> bool:
+        """See `Waitable.is_completed`; asks the device, without waiting."""
+        return self._work.is_completed()
 
 
 def _wait(works: Sequence[Waitable], label: str) -> None:
