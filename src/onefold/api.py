@@ -187,12 +187,8 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         ...         model(x).mean().backward()
         >>> model(micro_batches[-1]).mean().backward()
     """
-    engine = engine_of(module)
-    before, engine.is_accumulating = engine.is_accumulating, True
-    try:
+    with engine_of(module).driven(accumulates=True):
         yield
-    finally:
-        engine.is_accumulating = before
 
 
 @contextmanager

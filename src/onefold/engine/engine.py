@@ -11,7 +11,10 @@ waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,6 +22,7 @@ from torch import nn
 
 from onefold.engine.activations import SavedActivations
 from onefold.engine.calls import Call
+from onefold.engine.drive import Drive
 from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
 from onefold.engine.pipelined import warn_undriven
@@ -53,9 +57,7 @@ class Engine:
         self.recipe = recipe
         self.description, self.notes = description, tuple[str, ...]()  # of the plan, and exceptions
         self.expected_peaks = expected_peaks
-        self.has_accumulated = self.is_accumulating = False
-        self.resting: frozenset[int] = frozenset()  # units whose gradients wait in micro-batches
-        self.is_stage = False  # of a pipeline: a schedule drives its micro-batches
+        self.has_accumulated = False
         self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more
         self.ledger, self.group = context.ledger, context.routes.group
         self.marks = Marks(context.ledger)
@@ -75,6 +77,22 @@ class Engine:
         self.most_backwards = 0  # of them before one step
         self.accumulation: object = None  # what onefold.accumulate_layers knows of the module
 
+    # drivers
+
+    def drive(self, drive: Drive) -> None:
+        """Follow a driver's choices from now on."""
+        self.hands.do(self.schedule.drive(drive))
+
+    @contextmanager
+    def driven(self, **choices: Any) -> Iterator[None]:
+        """Follow these choices in this block, and those from before it after it."""
+        before = {name: getattr(self.schedule.driven, name) for name in choices}
+        self.drive(replace(self.schedule.driven, **choices))
+        try:
+            yield
+        finally:
+            self.drive(replace(self.schedule.driven, **before))
+
     # for units (`UnitOwner`); see also `on_grad`
 
     def is_wanted(self, requires_grad: bool) -> bool:
@@ -91,7 +109,7 @@ class Engine:
         index, is_recorded = self._index[unit], torch.is_grad_enabled()
         call, actions = self.schedule.use(index, is_recorded=is_recorded)
         self.hands.do(actions)
-        call.edits = unit.edits_at_rest()
+        call.note_edits(unit.edits_at_rest())
         watch_outputs(ref(self), [call], outputs)
 
     def note_reduced(self, gradient: UnitGradient) -> None:
@@ -101,7 +119,7 @@ class Engine:
     @property
     def is_unsharded(self) -> bool:
         """True inside `onefold.unsharded`: modules show editable unsharded parameters."""
-        return self.schedule.is_suspended
+        return self.schedule.driven.is_suspended
 
     # forward
 
@@ -112,7 +130,7 @@ class Engine:
 
     def is_settled(self, indices: Iterable[int]) -> bool:
         """True if modules show the unsharded weights of these units for good."""
-        units, kept = self.units, self.schedule.kept
+        units, kept = self.units, self.schedule.driven.keeps
         return all(i in kept and units[i].state is UnitState.UNSHARDED for i in indices)
 
     def _phase(self) -> Phase:
@@ -165,7 +183,7 @@ class Engine:
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self._follow()  # a part of the module is called, not the root
         call, actions = self.schedule.enter(index, phase)
-        call.edits = self.units[index].edits_at_rest()
+        call.note_edits(self.units[index].edits_at_rest())
         self.hands.do(actions)
         if not self.is_unsharded:
             verb = "recompute" if phase is Phase.BACKWARD else "forward"
@@ -198,23 +216,21 @@ class Engine:
         """The first node of this module's graph is about to run; queue `end_backward`."""
         if self.schedule.is_backward:
             return
-        is_last = not self.is_accumulating
         if not any(gradient.shown for gradient in self.gradients.values()):
             self._num_backwards = 0  # gradients were cleared, with or without a step
         for gradient in self.gradients.values():
             gradient.begin()
         if self.hands.noise is not None:
             self.hands.noise.begin()
-        self.schedule.begin_backward(self._trained(self.resting), is_last=is_last)
+        self.schedule.begin_backward(self._trained())
         self.marks.begin("backward")
         self.context.phase.name = Phase.BACKWARD
-        if not self.schedule.reductions.is_layered:
+        if not self.schedule.driven.joins_backwards:
             announce_end(ref(self))
 
-    def _trained(self, without: Set[int] = frozenset()) -> list[int]:
-        """Parameters of each unit that have gradients to reduce; none of units in `without`."""
-        gradients = enumerate(self.gradients.values())
-        return [0 if i in without else len(gradient.trainable()) for i, gradient in gradients]
+    def _trained(self) -> list[int]:
+        """Parameters of each unit that have gradients to reduce."""
+        return [len(gradient.trainable()) for gradient in self.gradients.values()]
 
     def expect_backward(self, call: Call) -> None:
         """Note that backward, if it runs, will announce `call`: its outputs are watched."""
@@ -222,7 +238,7 @@ class Engine:
 
     def enter_backward(self, call: Call) -> None:
         """Autograd reaches the outputs of `call`: its unit's weights are unsharded on return."""
-        if call.is_begun or self.is_unsharded:
+        if self.schedule.open_calls.has_begun(call) or self.is_unsharded:
             return
         self.begin_backward()
         unit = self.units[call.unit]
@@ -253,12 +269,13 @@ class Engine:
     def end_backward(self) -> None:
         """Autograd is done: reshard every unit, finish every reduction."""
         reductions, defers = self.schedule.reductions, self.schedule.reductions.defers
-        self.has_accumulated |= self.is_accumulating
-        self._num_backwards += not self.is_accumulating
+        driven = self.schedule.driven
+        self.has_accumulated |= driven.accumulates
+        self._num_backwards += not driven.accumulates
         actions = self.schedule.end_backward()
         for call in self.schedule.ended:
             self.marks.leave(call)
-        for index in range(len(self.units)) if defers else self.resting:
+        for index in range(len(self.units)) if defers else driven.rests:
             self.units[index].gradient.rest_partial()
         self.hands.do(actions)
         if not defers:
@@ -306,9 +323,7 @@ class Engine:
         for gradient in self.gradients.values():
             gradient.check_whole()
             gradient.drop_cleared()
-        all_rest = self.policy.defers_reduction or self.policy.sums_rest
-        rested = frozenset(range(len(self.units))) if all_rest else self.resting
-        self.hands.do(self.schedule.start(self._trained(set(range(len(self.units))) - rested)))
+        self.hands.do(self.schedule.start(self._trained()))
 
     def before_step(self) -> None:
         """The optimizer is about to step: reshard all units, bring edited weights to masters."""

@@ -43,11 +43,10 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     shown: dict[UnitParameter, nn.Parameter] = {}
     buffers = [_show_unsharded(unit, shown) for unit in engine.units]
     engine.context.routes.rest()
-    engine.schedule.is_suspended = True
     try:
-        yield
+        with engine.driven(is_suspended=True):
+            yield
     finally:
-        engine.schedule.is_suspended = False
         _forget_removed(engine, shown)
         edited = [(p, p.current()) for p in shown if p.places]
         with torch._C.DisableTorchFunctionSubclass():

@@ -147,7 +147,7 @@ def _check(engine: Engine, batches: Sequence[Any], order: str) -> None:
         names = '"auto", "layers", "keep" or "plain"'
         hint = '"layers" sends the least that one unit at a time allows'
         raise ConfigError(expected(f"order to be {names}", repr(order), where=where, hint=hint))
-    if engine.is_stage or calling_stage():
+    if engine.schedule.driven.is_stage or calling_stage():
         hint = "schedule.step runs micro-batches; onefold.pipeline gathers each unit once a step"
         raise StateError(
             expected("a module that no pipeline schedule runs", "a stage", where=where, hint=hint)

@@ -97,7 +97,7 @@ def _check_state(engine: Engine) -> None:
     anchors = [usage.now for (kind, _), usage in engine.ledger.usage.items() if kind is Kind.ANCHOR]
     if engine.schedule.forward_depth > 0 or in_backward() or engine.schedule.is_backward:
         got = "a call inside forward or backward"
-    elif engine.is_unsharded or engine.schedule.kept:
+    elif engine.is_unsharded or engine.schedule.driven.keeps:
         got = "a call inside `onefold.unsharded`, `onefold.generating` or `onefold.stream`"
     elif not recipe.is_sharded:
         got = "stage 0, where every rank holds all state"
