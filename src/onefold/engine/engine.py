@@ -20,13 +20,14 @@ from weakref import ref
 import torch
 from torch import nn
 
-from onefold.engine.activations import SavedActivations
+from onefold.engine.activations import saved_activations_of
 from onefold.engine.calls import Call
 from onefold.engine.drive import Drive
 from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
 from onefold.engine.pipelined import warn_undriven
 from onefold.engine.policy import policy_of
+from onefold.engine.run_facts import Peaks, RunFacts
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
 from onefold.engine.successors import Phase
@@ -37,7 +38,6 @@ from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit, UnitState
-from onefold.wire.lanes import CALL
 
 
 class Engine:
@@ -45,26 +45,22 @@ class Engine:
 
     def __init__(
         self, module: nn.Module, build: Callable[[Engine], list[Unit]], context: Context, *,
-        recipe: Recipe, description: str = "",
-        expected_peaks: Callable[..., dict[str, int]] = lambda **_: {},
+        recipe: Recipe, facts: RunFacts,
         build_adapters: Callable[[Engine], list[Unit]] = lambda _: [],
     ) -> None:  # fmt: skip
         """`build` makes the units, `build_adapters` those of parameters that join later."""
         self.module = ref(module)
         self.build_adapters = build_adapters
-        self.are_adapters_known: Callable[[], bool] = lambda: False  # rank 0 has them whole now
+        self.are_adapters_known: Callable[[], bool] = lambda: False
         self.context = context
         self.recipe = recipe
-        self.description, self.notes = description, tuple[str, ...]()  # of the plan, and exceptions
-        self.expected_peaks = expected_peaks
-        self.has_accumulated = False
-        self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more
+        self.facts = facts
         self.ledger, self.group = context.ledger, context.routes.group
-        self.marks = Marks(context.ledger)
+        self.marks = Marks(context.ledger, context.phase)
         policy = self.policy = policy_of(recipe)
         units = self.units = build(self)  # units refer to the engine, weakly
         self.num_planned = len(units)  # adapters that join later come after these
-        self.saved = _saved_activations(module, units, context)
+        self.saved = saved_activations_of(module, units, context)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         self.schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
         self.gradients = {unit: unit.gradient for unit in units}
@@ -73,9 +69,6 @@ class Engine:
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
         self._is_torn = False  # a backward failed after it had stepped units
         self._is_checked = False
-        self._num_backwards = 0  # since the last step, outside of `accumulate`
-        self.most_backwards = 0  # of them before one step
-        self.accumulation: object = None  # what onefold.accumulate_layers knows of the module
 
     # drivers
 
@@ -134,15 +127,18 @@ class Engine:
         return all(i in kept and units[i].state is UnitState.UNSHARDED for i in indices)
 
     def _phase(self) -> Phase:
-        return Phase.EVALUATION if self.is_inference else current_phase()
+        if self.is_inference:
+            return Phase.EVALUATION
+        if in_backward():
+            return Phase.BACKWARD
+        return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
 
     def begin_forward(self) -> None:
         """The root module's forward starts, or a nested one inside it."""
         phase, schedule = self._phase(), self.schedule
         if schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.prepare()
-            self.marks.begin("forward")
-            self.context.phase.name = phase
+            self.marks.begin("forward", lane=phase)
         self.hands.do(schedule.begin_forward(phase))
 
     def prepare(self) -> None:
@@ -175,7 +171,6 @@ class Engine:
         self.hands.do(self.schedule.end_forward(phase))
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.marks.end()
-            self.context.phase.name = CALL
 
     def enter(self, index: int) -> Call:
         """A module that uses unit `index` starts: its weights are unsharded on return."""
@@ -216,15 +211,14 @@ class Engine:
         """The first node of this module's graph is about to run; queue `end_backward`."""
         if self.schedule.is_backward:
             return
-        if not any(gradient.shown for gradient in self.gradients.values()):
-            self._num_backwards = 0  # gradients were cleared, with or without a step
+        is_first = not any(gradient.shown for gradient in self.gradients.values())
+        self.facts.begin_backward(is_first=is_first)
         for gradient in self.gradients.values():
             gradient.begin()
         if self.hands.noise is not None:
             self.hands.noise.begin()
         self.schedule.begin_backward(self._trained())
-        self.marks.begin("backward")
-        self.context.phase.name = Phase.BACKWARD
+        self.marks.begin("backward", lane=Phase.BACKWARD)
         if not self.schedule.driven.joins_backwards:
             announce_end(ref(self))
 
@@ -270,8 +264,7 @@ class Engine:
         """Autograd is done: reshard every unit, finish every reduction."""
         reductions, defers = self.schedule.reductions, self.schedule.reductions.defers
         driven = self.schedule.driven
-        self.has_accumulated |= driven.accumulates
-        self._num_backwards += not driven.accumulates
+        self.facts.end_backward(accumulates=driven.accumulates)
         actions = self.schedule.end_backward()
         for call in self.schedule.ended:
             self.marks.leave(call)
@@ -282,21 +275,19 @@ class Engine:
             gradients = enumerate(self.gradients.values())
             reductions.note_unused({index for index, each in gradients if each.is_unused})
         self.marks.end()
-        self.context.phase.name = CALL
 
     def abort_backward(self) -> None:
         """An exception ended backward: drop its gradients, reshard every unit."""
         self._is_torn = self._is_torn or bool(self.schedule.early_steps)
         self.hands.take_stepped()
         for gradient in self.gradients.values():
-            gradient.is_discarding = True
+            gradient.discard()
         self.hands.do(self.schedule.abort_backward())
         self.hands.drain()
         for gradient in self.gradients.values():
-            gradient.is_discarding = False
             gradient.lose()
         self.rest()
-        self.context.phase.name = CALL
+        self.marks.end()
 
     # step
 
@@ -352,13 +343,28 @@ class Engine:
         as they were: a graph that needs these alone can still run backward.
         """
         self._is_checked = False
-        self.most_backwards = max(self.most_backwards, self._num_backwards)
-        self._num_backwards = 0
+        self.facts.end_step()
         for unit in self.units:
             if unit in stepped:
                 unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
         self.schedule.stepped()
         self.marks.end()
+
+    def recut(self, context: Context, recipe: Recipe, peaks: Peaks) -> None:
+        """Go on under other shares, to which units have moved their rows already."""
+        self.context, self.recipe = context, recipe
+        self.gradients = {unit: unit.gradient for unit in self.units}
+        self.facts.predictions.append(peaks)
+        if self.saved is not None:
+            self.saved.keep([unit.weight.tensor for unit in self.units])
+
+    def ask_of_adapters(self, are_known: Callable[[], bool]) -> None:
+        """Send no adapters for a state dict while `are_known` says that rank 0 has them whole."""
+        self.are_adapters_known = are_known
+
+    def follow_to(self, module: nn.Module) -> None:
+        """Take a module as the root from now on, as its wrapper was removed."""
+        self.module = ref(module)
 
     def add(self, units: list[Unit]) -> None:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""
@@ -403,25 +409,6 @@ class Engine:
 
     def __reduce__(self) -> str:
         raise StateError(NO_COPY)
-
-
-def current_phase() -> Phase:
-    """Return the phase that this thread is in: forward, evaluation or backward."""
-    if in_backward():
-        return Phase.BACKWARD
-    return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
-
-
-def _saved_activations(
-    module: nn.Module, units: list[Unit], context: Context
-) -> SavedActivations | None:
-    """Return the mover of activations, if they leave the device."""
-    scratch = context.tiers.scratch
-    if scratch is None:
-        return None
-    weights = [buffer.tensor for unit in units for buffer in (unit.weight, unit.unsharded)]
-    weights += [weight.tensor for unit in units for weight in unit.decoded]
-    return SavedActivations(scratch, context.store.device, weights, module)
 
 
 NO_COPY = expected(

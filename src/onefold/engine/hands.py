@@ -77,7 +77,7 @@ class Hands:
         """Return the units that backward has stepped; their gradients may be read again."""
         stepped = self.schedule.take_stepped()
         for index in stepped:
-            self.units[index].gradient.is_consumed = False
+            self.units[index].gradient.end_step()
         return stepped
 
     def measure_noise(self, group: Group, num_shards: int) -> NoiseScale:

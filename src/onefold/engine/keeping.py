@@ -35,7 +35,7 @@ def keeping(engine: Engine, room: int) -> Iterator[None]:
     units, ahead = schedule.units, schedule.policy.prefetch
     kept = choose(units, room, ahead)
     if kept:
-        engine.most_kept = max(engine.most_kept, most_nbytes(units, kept, ahead))
+        engine.facts.note_kept(most_nbytes(units, kept, ahead))
     with engine.driven(keeps=kept):
         yield
 

@@ -97,7 +97,7 @@ def _run(
     """Run all micro-batches; in the plain order where the module is no chain."""
     root = _root(engine)
     if order == "layers":
-        known.refused = known.refused or _refusal(engine, root)
+        known.refuse(known.refused or _refusal(engine, root))
         if known.refused is None:
             names = {part: name for name, part in root.named_modules()}
             blocks = {names[block]: block for block in repeated_blocks(root)}
@@ -106,21 +106,16 @@ def _run(
             try:
                 total = run.run()
             except NotAChain as why:
-                known.refused = str(why)
+                known.refuse(str(why))
                 streams.undo()
                 with torch.no_grad():
                     for buffer, value in kept:
                         buffer.copy_(value)
             else:
-                known.is_proved, known.border_nbytes = True, run.border_nbytes
-                known.order = order
+                known.prove(run.border_nbytes)
                 return total
         order = known.loop_order()
-    known.order = order
-    if order == "plain":
-        known.window = frozenset()
-    known.kept |= known.window
-    return run_loop(engine, forwards, streams, known.window)
+    return run_loop(engine, forwards, streams, known.begin_loop(order))
 
 
 def _root(engine: Engine) -> nn.Module:

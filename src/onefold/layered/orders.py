@@ -85,6 +85,7 @@ class Layered:
         self._is_proved = is_proved
         self._cuts: dict[ForwardThread, Cuts] = {}
         self._all = frozenset(range(len(engine.units)))
+        self._losses: list[Tensor] = []
         self._base = Drive(joins_backwards=True)
         self.border_nbytes = 0
 
@@ -99,7 +100,7 @@ class Layered:
             stack.enter_context(cutting(self._blocks, self._cuts))
             while not threads[0].is_over:
                 self._run_stage(threads)
-            losses = _sum([thread.result for thread in threads])
+            losses = _sum(self._losses)
             for border in reversed(range(len(self._cuts[threads[0]].borders))):
                 for number, thread in enumerate(threads):
                     self._drive(repeats=number > 0)
@@ -146,14 +147,14 @@ class Layered:
         self, thread: ForwardThread, cuts: Cuts, *, is_first: bool, is_last: bool
     ) -> None:
         """Run one micro-batch backward from its loss to the last border."""
-        schedule, loss = self._engine.schedule, thread.result
+        schedule, loss = self._engine.schedule, thread.take_result()
         if is_first:
             cuts.check([loss])
             self._drive(keeps=self._all - schedule.ahead)  # no forward follows
         # more micro-batches will call units of the head: keep these, and do not reduce them
         self._drive(repeats=not is_first, more_to_come=not is_last, frees_in_backward=True)
         loss.backward()
-        thread.result = loss.detach()
+        self._losses.append(loss.detach())
 
     def _refuse_paths(self, number: int, first: Cuts, mine: Cuts) -> None:
         """Micro-batches go different ways through the module."""

@@ -48,7 +48,7 @@ class Peers:
         if self._failure is not None:
             raise self._failure
         start, roll_call = time.monotonic() - PATIENCE_S, self.roll_call
-        roll_call.waiting = message.waiting()
+        roll_call.wait_for(message.waiting())
         try:
             while not _is_over(work, _LOOK):
                 if roll_call.verdict is not None:
@@ -62,7 +62,7 @@ class Peers:
                 raise
             raise WireError(_left(message.label, error, words)) from error
         finally:
-            roll_call.waiting = None
+            roll_call.wait_for(None)
 
     def _time_is_up(self, label: str) -> str:
         return expected(
