@@ -66,7 +66,3 @@ class RunFacts:
     def about(self, subject: type[Subject]) -> Subject:
         """Return the record that another room keeps of the run: the first call makes it."""
         return self._subjects.setdefault(subject, subject())
-
-    def known(self, subject: type[Subject]) -> Subject | None:
-        """Return the record that `about` has made, if it has."""
-        return self._subjects.get(subject)

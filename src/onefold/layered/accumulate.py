@@ -17,7 +17,7 @@ from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, expected
 from onefold.layered.chain import NotAChain
-from onefold.layered.choice import Accumulation, Order, accumulation_of
+from onefold.layered.choice import Accumulation, Order
 from onefold.layered.orders import Forward, Layered, run_loop
 from onefold.layered.streams import RandomStreams
 from onefold.layout.units import repeated_blocks, uncompiled
@@ -74,7 +74,7 @@ def accumulate_layers(
     """
     engine, batches = engine_of(module), list(microbatches)
     _check(engine, batches, order)
-    known = accumulation_of(engine)
+    known = engine.facts.about(Accumulation)
     compare_now(_root(engine), *_arguments(module, batches[0]))
     forwards = [partial(_forward, module, batch, loss, len(batches)) for batch in batches]
     streams = RandomStreams(len(batches), engine.context.store.device, module)

@@ -143,19 +143,14 @@ class Accumulation:
         )
 
 
-def accumulation_of(engine: Engine) -> Accumulation:
-    """Return what is known of a module's accumulation."""
-    return engine.facts.about(Accumulation)
-
-
 def _all_gathered(engine: Engine) -> frozenset[int]:
     return frozenset(gathered_units(engine.schedule.units))
 
 
 def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
     """Return predicted peaks with those of a step that kept a window of weights and gradients."""
-    known = engine.facts.known(Accumulation)
-    if not (peaks and known and known.kept):
+    known = engine.facts.about(Accumulation)
+    if not (peaks and known.kept):
         return peaks
     trained = {
         i: sum(parameter.full_nbytes for parameter in unit.gradient.trainable())
@@ -175,6 +170,5 @@ def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
 
 def describe_accumulation(engine: Engine) -> list[str]:
     """Return lines for the report of a module: orders, their costs, and the noise scale."""
-    known, noise = engine.facts.known(Accumulation), engine.hands.noise
-    lines = known.describe(engine) if known else []
+    lines, noise = engine.facts.about(Accumulation).describe(engine), engine.hands.noise
     return lines if noise is None else [*lines, noise.describe()]

@@ -80,7 +80,7 @@ class Replay:
         self._events = events
         self._schedule = schedule
         self._trained = trained
-        drives = StageDrives.of(Drive(), len(trained), window or frozenset())
+        drives = StageDrives.of(Drive(is_stage=True), len(trained), window or frozenset())
         self._stage = None if window is None else drives
         self._calls: dict[int, Call] = {}
 

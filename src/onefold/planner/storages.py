@@ -38,7 +38,7 @@ class Storages(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.now = 0
-        self._is_loss = False  # new storages belong to logits and loss
+        self._is_loss = False
         self._device_type = device_type
         self._on_work = on_work
         self._logits = 0
@@ -53,13 +53,9 @@ class Storages(TorchDispatchMode):
         with _Kernels(self._device_type), self:
             yield
 
-    def begin_loss(self) -> None:
-        """New storages belong to logits and loss."""
-        self._is_loss = True
-
-    def end_loss(self) -> None:
-        """New storages belong to backward."""
-        self._is_loss = False
+    def count_as(self, *, is_loss: bool) -> None:
+        """Count new storages as those of logits and loss, or as others."""
+        self._is_loss = is_loss
 
     def ignore(self, tensor: Tensor) -> None:
         """Leave out the tensor's bytes, which are counted elsewhere."""
