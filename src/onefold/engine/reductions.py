@@ -114,10 +114,6 @@ class Reductions:
             out.append((Verb.FINISH, unit))
             self._averaged.append(unit)
 
-    def note_averaged(self, unit: int) -> None:
-        """A tiled unit was reduced where it was used."""
-        self._averaged.append(unit)
-
     def take_averaged(self) -> list[int]:
         """Return the units whose gradients were averaged since the last call."""
         averaged, self._averaged = self._averaged, []

@@ -249,8 +249,7 @@ class Schedule:
     def note_reduced(self, unit: int) -> list[Action]:
         """The gradient of a tiled unit is reduced."""
         out: list[Action] = []
-        self.reductions.note_averaged(unit)
-        self._step_reduced(out)
+        self._step_reduced(out, [unit])
         return out
 
     def end_backward(self) -> list[Action]:
@@ -406,9 +405,9 @@ class Schedule:
             self._unsharded.discard(unit)
         out.append((verb, unit))
 
-    def _step_reduced(self, out: list[Action]) -> None:
+    def _step_reduced(self, out: list[Action], tiled: Sequence[int] = ()) -> None:
         """Step reduced units that backward is through with, a few at a time."""
-        averaged = self.reductions.take_averaged()
+        averaged = [*self.reductions.take_averaged(), *tiled]
         if self.policy.steps_in_backward and self.reductions.is_last:
             offloaded = [unit for unit in averaged if self.units[unit].is_offloaded]
             self.early_steps.step(offloaded, self.is_through, out)
