@@ -87,3 +87,98 @@ def test_importing_onefold_imports_nothing_heavy():
     code = "import sys, onefold; print('torch' in sys.modules, 'rich' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]
+
+
+OTHERS_ATTRIBUTES = {"grad", "data", "requires_grad", "grad_dtype", "restype", "argtypes", "atexit"}
+"""Attributes of tensors, C functions and finalizers, which have no other way to be set."""
+
+OTHERS_OBJECTS = {
+    "torch: optimizers, and a tied weight": {
+        "optimizer.state", "optimizer.param_groups", "self.head.weight",
+    },
+    "torch: metadata of a distributed checkpoint": {
+        "metadata.version", "metadata.storage_data", "metadata.storage_meta",
+        "metadata.planner_data",
+    },
+    "Python: what a thread has for itself, a hook, an error, an array of ctypes": {
+        "state.depth", "self._streams.stream", "self._scratch.tensor", "sys.unraisablehook",
+        "error.errno", "view.owner",
+    },
+    "a model's own switches": {
+        "model.recomputes", "config.use_cache", "module.generation_config",
+        "model.generation_config.eos_token_id",
+    },
+    "Transformers and Accelerate": {
+        "control.should_save", "outputs.pooler_output", "accelerator.scaler",
+        "accelerator.get_state_dict", "accelerator.register_save_state_pre_hook",
+        "accelerator.register_load_state_pre_hook",
+    },
+}  # fmt: skip
+"""Objects of others that expect to be assigned to. Ours have verbs instead."""
+
+
+def own_attributes(tree: ast.AST) -> set[str]:
+    """Names of the attributes that classes of a file give their own objects."""
+    names = set[str]()
+    for found in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        names |= {
+            node.attr
+            for node in ast.walk(found)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if isinstance(node.value, ast.Name) and node.value.id == "self"
+        }
+        fields = (node.target for node in found.body if isinstance(node, ast.AnnAssign))
+        names |= {field.id for field in fields if isinstance(field, ast.Name)}
+    return names
+
+
+def makes_an_object(value: ast.expr) -> bool:
+    """True for `Kind(...)`, `Kind[int](...)`, `Kind.of(...)` and copies."""
+    called = value.func if isinstance(value, ast.Call) else None
+    if isinstance(called, ast.Subscript):
+        called = called.value
+    word = getattr(called, "attr", getattr(called, "id", ""))
+    return word[:1].isupper() or word in ("of", "copy", "deepcopy")
+
+
+def assigned_from_outside(text: str) -> list[str]:
+    """Targets `obj.public`, where obj is neither self nor cls nor made in the same function.
+
+    Attributes of classes of the same file do not count, nor `ctx` of autograd functions.
+    """
+    tree, others = ast.parse(text), set[str]().union(*OTHERS_OBJECTS.values())
+    allowed = OTHERS_ATTRIBUTES | own_attributes(tree)
+    found: dict[tuple[int, int], str] = {}
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        assigns = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+        known = {"self", "cls", "ctx"} | {
+            target.id
+            for node in assigns if makes_an_object(node.value)
+            for target in node.targets if isinstance(target, ast.Name)
+        }  # fmt: skip
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+                continue
+            is_known = isinstance(node.value, ast.Name) and node.value.id in known
+            is_allowed = node.attr in allowed or node.attr.startswith("_")
+            if not (is_known or is_allowed or ast.unparse(node) in others):
+                found[node.lineno, node.col_offset] = ast.unparse(node)
+    return [f"{line}: {target}" for (line, _), target in sorted(found.items())]
+
+
+def test_nobody_assigns_to_a_public_attribute_of_an_object_of_another_file():
+    found = {name(path): assigned_from_outside(path.read_text()) for path in FILES}
+    print(sum(map(len, found.values())), "assignments to fields of other objects")
+    wrong = {path: targets for path, targets in found.items() if targets}
+    assert not wrong, "hint: pass a value, return one, or give the object a verb"
+
+
+def test_the_law_of_assignments_finds_them():
+    outside = "def drive(engine):\n    {}\n"
+    for line in ("engine.resting = 1", "engine.schedule.kept |= 1", "engine.a, engine.b = 1, 2",
+                 "for engine.a in x: pass", "with x as engine.a: pass"):  # fmt: skip
+        assert assigned_from_outside(outside.format(line)), line
+    for line in ("x = Drive(); x.keeps = 1", "engine.grad = None", "engine._mine = 1"):
+        assert not assigned_from_outside(outside.format(line)), line
+    inside = "class Engine:\n    def __init__(self):\n        self.resting = 0\n"
+    assert not assigned_from_outside(inside + outside.format("engine.resting = 1"))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import onefold
 from onefold.engine.registry import engine_of
 from onefold.layered.accumulate import accumulate_layers
+from onefold.layered.choice import Accumulation
 from onefold.layered.streams import seeds_of
 from onefold.models.gpt import GPT, GPTConfig
 from onefold.planner import auto
@@ -178,7 +179,7 @@ def test_recompute_changes_no_bit_and_leaves_only_inputs_of_blocks_alive():
         for recomputes in (False, True):
             found = train(layers, rank, lambda r=recomputes: gpt(r), stage=3)
             assert_same_runs(found, wanted)
-        borders = engine_of(found[3]).accumulation.border_nbytes
+        borders = engine_of(found[3]).facts.about(Accumulation).border_nbytes
         assert borders == 4 * 3 * sum(LENGTHS) * 16 * 4, "4 borders of [rows, tokens, width] fp32"
 
     run_ranks(2, body)

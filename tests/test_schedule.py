@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from onefold.engine.actions import Action, Verb
 from onefold.engine.calls import Call
+from onefold.engine.drive import Drive
 from onefold.engine.early_steps import MAX_PENDING
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.schedule import Schedule
@@ -195,7 +196,8 @@ class Script:
         """Reach every watched call, the last finished first; then each parameter's gradient."""
         hands, schedule = self.hands, self.schedule
         calls, self.calls = self.calls[::-1], []
-        schedule.begin_backward([num_trained] * len(schedule.units), is_last=is_last)
+        schedule.drive(replace(schedule.driven, accumulates=not is_last))
+        schedule.begin_backward([num_trained] * len(schedule.units))
         left = Counter(use.unit for _, use in calls)
         active: list[Call] = []  # reached, and not over: no call has been reached that ended before
         for call, use in calls:
@@ -423,6 +425,6 @@ def test_units_stepped_in_backward_wait_for_the_one_before_the_last():
 
 def test_nothing_is_decided_while_modules_show_editable_unsharded_parameters():
     schedule = Schedule(STAGE_3, [UnitFacts(1)])
-    schedule.is_suspended = True
+    schedule.drive(Drive(is_suspended=True))
     call, actions = schedule.enter(0, Phase.FORWARD)
     assert actions == schedule.leave(call, 1, 1, is_recompute=False) == []

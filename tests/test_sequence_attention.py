@@ -238,7 +238,7 @@ def test_what_cannot_be_exchanged_is_an_error_on_every_rank(change, error, messa
             own[1] = DTensor.from_local(own[1], init_device_mesh("cpu", (2,)))
         own[0] = own[0][: change.get("rows", ROWS)]
         split = SplitAttention(Group.of(dist.group.WORLD))
-        split.padding = change.get("padding", 0)
+        split.pad(change.get("padding", 0))
         with pytest.raises(error, match=message):
             split(*own, change.get("mask"), is_causal=change.get("is_causal", False))
         return True
@@ -257,7 +257,7 @@ def test_masks_of_a_length_before_padding_hide_the_padding():
     def body(rank):
         own = [piece(F.pad(each, (0, 0, 0, 1), value=9.0), rank, 2) for each in whole]
         split = SplitAttention(Group.of(dist.group.WORLD))
-        split.padding = 1
+        split.pad(1)
         return [split(*own, each) for each in (mask, bias, mask[None, None, -1:])]
 
     ranks = run_ranks(2, body)

@@ -169,7 +169,8 @@ def stream(
     with announcing(ranks.everyone):
         asked, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
         build(asked.parts, resolve(asked, ranks))
-    engine_of(module).notes = tuple(f"{each.fqn} rests exact: {each.reason}" for each in exact)
+    notes = [f"{each.fqn} rests exact: {each.reason}" for each in exact]
+    engine_of(module).facts.add_notes(*notes)
     return module
 
 
@@ -192,12 +193,8 @@ def accumulate(module: nn.Module) -> Iterator[None]:
         ...         model(x).mean().backward()
         >>> model(micro_batches[-1]).mean().backward()
     """
-    engine = engine_of(module)
-    before, engine.is_accumulating = engine.is_accumulating, True
-    try:
+    with engine_of(module).driven(accumulates=True):
         yield
-    finally:
-        engine.is_accumulating = before
 
 
 @contextmanager
@@ -270,7 +267,7 @@ def report(module: nn.Module) -> Report:
         num_shards=engine.context.rest_world,
         steps=engine.ledger.steps,
         skipped=engine.ledger.skipped,
-        offload=engine.description,
+        offload=engine.facts.description,
         notes=_notes(engine),
         memory=snapshot(engine.ledger),
         total=type(engine.ledger.total)(engine.ledger.total.now, engine.ledger.total.peak),
@@ -286,10 +283,11 @@ def report(module: nn.Module) -> Report:
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:
     """Predicted peaks by kind; averages and anchors, which no plan knows, as they are."""
-    found = with_kept(engine, engine.expected_peaks(accumulates=engine.has_accumulated))
-    more = engine.most_kept - found.get(Kind.UNSHARDED, 0)
+    found = with_kept(engine, engine.facts.predicted_peaks())
+    most_kept = engine.facts.most_kept
+    more = most_kept - found.get(Kind.UNSHARDED, 0)
     if more > 0 and found:
-        found = {**found, Kind.UNSHARDED: engine.most_kept, "all": found["all"] + more}
+        found = {**found, Kind.UNSHARDED: most_kept, "all": found["all"] + more}
     for added in (Kind.AVERAGE, Kind.ANCHOR):
         nbytes = sum(
             usage.now
@@ -303,8 +301,8 @@ def _predicted_peaks(engine: Engine) -> dict[str, int]:
 
 def _notes(engine: Engine) -> tuple[str, ...]:
     """Name messages that the run could save, and bytes that no plan knows."""
-    notes = [*engine.notes, *describe_accumulation(engine)]
-    policy, most = engine.policy, engine.most_backwards
+    notes = [*engine.facts.notes, *describe_accumulation(engine)]
+    policy, most = engine.policy, engine.facts.most_backwards
     if most > 1 and (policy.defers_reduction or policy.sums_rest) and engine.group.world_size > 1:
         notes.append(
             f"{most} backwards ran before a step without onefold.accumulate, and each one sent its "

@@ -13,7 +13,7 @@ from enum import StrEnum
 from threading import RLock
 from weakref import finalize
 
-from onefold.observer import Observer
+from onefold.observer import Observer, joined, members_of
 
 _ASKED = re.compile(r"allocate ([0-9.]+) ([KMG])iB")
 
@@ -118,6 +118,26 @@ class Ledger:
         nbytes = int(float(asked[1]) * 1024 ** "KMG".find(asked[2]) * 1024) if asked else 1
         advice = f"; hint: {self.advise(nbytes)}" if self.advise else ""
         error.add_note(f"onefold holds, besides activations, {self.describe()} bytes{advice}")
+
+    def watch(self, observer: Observer) -> None:
+        """Let `observer` hear of this module, beside those that do already."""
+        self.observer = joined([*members_of(self.observer), observer])
+
+    def unwatch(self, observer: Observer) -> None:
+        """Let it hear no more."""
+        self.observer = joined([o for o in members_of(self.observer) if o is not observer])
+
+    def resume(self, steps: int) -> None:
+        """Go on after so many optimizer steps of the run that was loaded."""
+        self.steps = steps
+
+    def skip_step(self) -> None:
+        """Count a step that no rank takes."""
+        self.skipped += 1
+
+    def ask(self, advise: Callable[[int], str]) -> None:
+        """Ask `advise` what would hold so many bytes less, from now on."""
+        self.advise = advise
 
     def begin_backward(self) -> None:
         """Note that gradients are new: the next optimizer step is not part of the last one."""

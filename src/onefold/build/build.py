@@ -29,6 +29,7 @@ from onefold.engine.hooks import ModuleHooks, hook, install
 from onefold.engine.inference import InferenceHooks
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
+from onefold.engine.run_facts import RunFacts
 from onefold.layout import packed
 from onefold.layout.units import Owned, UnitPlan, plan_units
 from onefold.ledger import Ledger
@@ -92,8 +93,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
         partial(_units, parts, contexts, source),
         context,
         recipe=recipe,
-        description="; ".join(filter(None, notes)),
-        expected_peaks=expectation.peaks,
+        facts=RunFacts("; ".join(filter(None, notes)), [expectation.peaks]),
         build_adapters=partial(_adapters, resolved),
     )
     _cast_buffers(parts.module, resolved, group, source)
@@ -204,10 +204,10 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     units: list[Unit] = []
     for plan in plan_units(module):
         added = (o for o in plan.members if id(o.parameter) not in engine.by_sharded)
-        plan.members = [owned for owned in added if owned.table is None]
-        check_adapters(plan.members, recipe)
-        if plan.members:
-            plan.name += " (adapters)"
+        members = [owned for owned in added if owned.table is None]
+        check_adapters(members, recipe)
+        if members:
+            plan = replace(plan, name=f"{plan.name} (adapters)", members=members)
             index = len(engine.units) + len(units)
             keeps = engine.policy.keeps_gradients
             units.append(Unit(plan, context, index, engine, keeps_gradients=keeps))

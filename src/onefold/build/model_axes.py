@@ -51,7 +51,7 @@ def claim(module: nn.Module, parameters: Sequence[Owned], data: Group) -> None:
             continue
         if not is_planned:
             raise _left_plain(owned, first)
-        owned.model = ModelCut.replicated(owned.parameter, first.model.mesh)
+        owned.replicate(first.model.mesh)
 
 
 def _check_placements(owned: Owned) -> None:

@@ -276,7 +276,7 @@ class Targets:
             if name in extra_states:
                 part.set_extra_state(extra_states[name])
         if self.manifest is not None:
-            engine.ledger.steps = self.manifest.step
+            engine.ledger.resume(self.manifest.step)
         for unit in engine.units:
             self._restore_gradients(unit, tensors)
         if self.model.optimizers:

@@ -29,7 +29,7 @@ graph alone decides how long a stretch lives, and `__del__` abandons its transfe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from weakref import WeakValueDictionary, ref
@@ -43,6 +43,8 @@ from onefold.engine.watch import in_backward
 from onefold.errors import StateError, TierError, expected
 from onefold.tier.area import Lease
 from onefold.tier.scratch import Scratch, Transfer
+from onefold.unit.context import Context
+from onefold.unit.unit import Unit
 
 _LINE = 64
 """Stretches begin at multiples of this in their storage, and so do storages in memory. So operands
@@ -241,6 +243,18 @@ def _check_version(counter: Tensor, version: int, shape: torch.Size) -> None:
                 "torch.autograd.set_detect_anomaly(True) shows where it was computed",
             )
         )
+
+
+def saved_activations_of(
+    module: nn.Module, units: Sequence[Unit], context: Context
+) -> SavedActivations | None:
+    """Return the mover of a module's activations, if they leave the device."""
+    scratch = context.tiers.scratch
+    if scratch is None:
+        return None
+    weights = [buffer.tensor for unit in units for buffer in (unit.weight, unit.unsharded)]
+    weights += [weight.tensor for unit in units for weight in unit.decoded]
+    return SavedActivations(scratch, context.store.device, weights, module)
 
 
 class SavedActivations:

@@ -11,18 +11,23 @@ waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
-from onefold.engine.activations import SavedActivations
+from onefold.engine.activations import saved_activations_of
 from onefold.engine.calls import Call
+from onefold.engine.drive import Drive
 from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
 from onefold.engine.pipelined import Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
+from onefold.engine.run_facts import Peaks, RunFacts
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
 from onefold.engine.successors import Phase
@@ -33,7 +38,6 @@ from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit, UnitState
-from onefold.wire.lanes import CALL
 
 
 class Engine:
@@ -41,8 +45,7 @@ class Engine:
 
     def __init__(
         self, module: nn.Module, build: Callable[[Engine], list[Unit]], context: Context, *,
-        recipe: Recipe, description: str = "",
-        expected_peaks: Callable[..., dict[str, int]] = lambda **_: {},
+        recipe: Recipe, facts: RunFacts,
         build_adapters: Callable[[Engine], list[Unit]] = lambda _: [],
     ) -> None:  # fmt: skip
         """`build` makes the units, `build_adapters` those of parameters that join later."""
@@ -51,18 +54,15 @@ class Engine:
         self.are_adapters_known: Callable[[], bool] = lambda: False  # rank 0 has them whole now
         self.context = context
         self.recipe = recipe
-        self.description, self.notes = description, tuple[str, ...]()  # of the plan, and exceptions
-        self.expected_peaks = expected_peaks
-        self.has_accumulated = self.is_accumulating = self.is_undriven = False
-        self.resting: frozenset[int] = frozenset()  # units whose gradients wait in micro-batches
+        self.facts = facts
+        self.is_undriven = False  # a stage of a schedule that no `onefold.pipeline` drives
         self.pipeline: Pipeline | None = None  # whose schedule drives the micro-batches
-        self.most_kept = 0  # bytes of unsharded weights that `onefold.generating` kept, or more
         self.ledger, self.group = context.ledger, context.routes.group
-        self.marks = Marks(context.ledger)
+        self.marks = Marks(context.ledger, context.phase)
         policy = self.policy = policy_of(recipe)
         units = self.units = build(self)  # units refer to the engine, weakly
         self.num_planned = len(units)  # adapters that join later come after these
-        self.saved = _saved_activations(module, units, context)
+        self.saved = saved_activations_of(module, units, context)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         self.schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
         self.gradients = {unit: unit.gradient for unit in units}
@@ -71,9 +71,22 @@ class Engine:
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
         self._is_torn = False  # a backward failed after it had stepped units
         self._is_checked = False
-        self._num_backwards = 0  # since the last step, outside of `accumulate`
-        self.most_backwards = 0  # of them before one step
-        self.accumulation: object = None  # what onefold.accumulate_layers knows of the module
+
+    # drivers
+
+    def drive(self, drive: Drive) -> None:
+        """Follow a driver's choices from now on."""
+        self.hands.do(self.schedule.drive(drive))
+
+    @contextmanager
+    def driven(self, **choices: Any) -> Iterator[None]:
+        """Follow these choices in this block, and those from before it after it."""
+        before = {name: getattr(self.schedule.driven, name) for name in choices}
+        self.drive(replace(self.schedule.driven, **choices))
+        try:
+            yield
+        finally:
+            self.drive(replace(self.schedule.driven, **before))
 
     # for units (`UnitOwner`); see also `on_grad`
 
@@ -91,7 +104,7 @@ class Engine:
         index, is_recorded = self._index[unit], torch.is_grad_enabled()
         call, actions = self.schedule.use(index, is_recorded=is_recorded)
         self.hands.do(actions)
-        call.edits = unit.edits_at_rest()
+        call.note_edits(unit.edits_at_rest())
         watch_outputs(ref(self), [call], outputs)
 
     def note_reduced(self, gradient: UnitGradient) -> None:
@@ -101,7 +114,7 @@ class Engine:
     @property
     def is_unsharded(self) -> bool:
         """True inside `onefold.unsharded`: modules show editable unsharded parameters."""
-        return self.schedule.is_suspended
+        return self.schedule.driven.is_suspended
 
     # forward
 
@@ -112,19 +125,22 @@ class Engine:
 
     def is_settled(self, indices: Iterable[int]) -> bool:
         """True if modules show the unsharded weights of these units for good."""
-        units, kept = self.units, self.schedule.kept
+        units, kept = self.units, self.schedule.driven.keeps
         return all(i in kept and units[i].state is UnitState.UNSHARDED for i in indices)
 
     def _phase(self) -> Phase:
-        return Phase.EVALUATION if self.is_inference else current_phase()
+        if self.is_inference:
+            return Phase.EVALUATION
+        if in_backward():
+            return Phase.BACKWARD
+        return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
 
     def begin_forward(self) -> None:
         """The root module's forward starts, or a nested one inside it."""
         phase, schedule = self._phase(), self.schedule
         if schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.prepare()
-            self.marks.begin("forward")
-            self.context.phase.name = phase
+            self.marks.begin("forward", lane=phase)
         self.hands.do(schedule.begin_forward(phase))
 
     def prepare(self) -> None:
@@ -160,7 +176,6 @@ class Engine:
         self.hands.do(self.schedule.end_forward(phase))
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.marks.end()
-            self.context.phase.name = CALL
 
     def enter(self, index: int) -> Call:
         """A module that uses unit `index` starts: its weights are unsharded on return."""
@@ -168,7 +183,7 @@ class Engine:
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self._follow()  # a part of the module is called, not the root
         call, actions = self.schedule.enter(index, phase)
-        call.edits = self.units[index].edits_at_rest()
+        call.note_edits(self.units[index].edits_at_rest())
         self.hands.do(actions)
         if not self.is_unsharded:
             verb = "recompute" if phase is Phase.BACKWARD else "forward"
@@ -201,23 +216,20 @@ class Engine:
         """The first node of this module's graph is about to run; queue `end_backward`."""
         if self.schedule.is_backward:
             return
-        is_last = not self.is_accumulating
-        if not any(gradient.shown for gradient in self.gradients.values()):
-            self._num_backwards = 0  # gradients were cleared, with or without a step
+        is_first = not any(gradient.shown for gradient in self.gradients.values())
+        self.facts.begin_backward(is_first=is_first)
         for gradient in self.gradients.values():
             gradient.begin()
         if self.hands.noise is not None:
             self.hands.noise.begin()
-        self.schedule.begin_backward(self._trained(self.resting), is_last=is_last)
-        self.marks.begin("backward")
-        self.context.phase.name = Phase.BACKWARD
-        if not self.schedule.reductions.is_layered:
+        self.schedule.begin_backward(self._trained())
+        self.marks.begin("backward", lane=Phase.BACKWARD)
+        if not self.schedule.driven.joins_backwards:
             announce_end(ref(self))
 
-    def _trained(self, without: Set[int] = frozenset()) -> list[int]:
-        """Parameters of each unit that have gradients to reduce; none of units in `without`."""
-        gradients = enumerate(self.gradients.values())
-        return [0 if i in without else len(gradient.trainable()) for i, gradient in gradients]
+    def _trained(self) -> list[int]:
+        """Parameters of each unit that have gradients to reduce."""
+        return [len(gradient.trainable()) for gradient in self.gradients.values()]
 
     def expect_backward(self, call: Call) -> None:
         """Note that backward, if it runs, will announce `call`: its outputs are watched."""
@@ -225,7 +237,7 @@ class Engine:
 
     def enter_backward(self, call: Call) -> None:
         """Autograd reaches the outputs of `call`: its unit's weights are unsharded on return."""
-        if call.is_begun or self.is_unsharded:
+        if self.schedule.open_calls.has_begun(call) or self.is_unsharded:
             return
         self.begin_backward()
         unit = self.units[call.unit]
@@ -256,33 +268,31 @@ class Engine:
     def end_backward(self) -> None:
         """Autograd is done: reshard every unit, finish every reduction."""
         reductions, defers = self.schedule.reductions, self.schedule.reductions.defers
-        self.has_accumulated |= self.is_accumulating
-        self._num_backwards += not self.is_accumulating
+        driven = self.schedule.driven
+        self.facts.end_backward(accumulates=driven.accumulates)
         actions = self.schedule.end_backward()
         for call in self.schedule.ended:
             self.marks.leave(call)
-        for index in range(len(self.units)) if defers else self.resting:
+        for index in range(len(self.units)) if defers else driven.rests:
             self.units[index].gradient.rest_partial()
         self.hands.do(actions)
         if not defers:
             gradients = enumerate(self.gradients.values())
             reductions.note_unused({index for index, each in gradients if each.is_unused})
         self.marks.end()
-        self.context.phase.name = CALL
 
     def abort_backward(self) -> None:
         """An exception ended backward: drop its gradients, reshard every unit."""
         self._is_torn = self._is_torn or bool(self.schedule.early_steps)
         self.hands.take_stepped()
         for gradient in self.gradients.values():
-            gradient.is_discarding = True
+            gradient.discard()
         self.hands.do(self.schedule.abort_backward())
         self.hands.drain()
         for gradient in self.gradients.values():
-            gradient.is_discarding = False
             gradient.lose()
         self.rest()
-        self.context.phase.name = CALL
+        self.marks.end()
 
     # step
 
@@ -309,9 +319,7 @@ class Engine:
         for gradient in self.gradients.values():
             gradient.check_whole()
             gradient.drop_cleared()
-        all_rest = self.policy.defers_reduction or self.policy.sums_rest
-        rested = frozenset(range(len(self.units))) if all_rest else self.resting
-        self.hands.do(self.schedule.start(self._trained(set(range(len(self.units))) - rested)))
+        self.hands.do(self.schedule.start(self._trained()))
 
     def before_step(self) -> None:
         """The optimizer is about to step: reshard all units, bring edited weights to masters."""
@@ -340,13 +348,28 @@ class Engine:
         as they were: a graph that needs these alone can still run backward.
         """
         self._is_checked = False
-        self.most_backwards = max(self.most_backwards, self._num_backwards)
-        self._num_backwards = 0
+        self.facts.end_step()
         for unit in self.units:
             if unit in stepped:
                 unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
         self.schedule.stepped()
         self.marks.end()
+
+    def recut(self, context: Context, recipe: Recipe, peaks: Peaks) -> None:
+        """Go on under other shares, to which units have moved their rows already."""
+        self.context, self.recipe = context, recipe
+        self.gradients = {unit: unit.gradient for unit in self.units}
+        self.facts.predictions.append(peaks)
+        if self.saved is not None:
+            self.saved.keep([unit.weight.tensor for unit in self.units])
+
+    def ask_of_adapters(self, are_known: Callable[[], bool]) -> None:
+        """Send no adapters for a state dict while `are_known` says that rank 0 has them whole."""
+        self.are_adapters_known = are_known
+
+    def follow_to(self, module: nn.Module) -> None:
+        """Take a module as the root from now on, as its wrapper was removed."""
+        self.module = ref(module)
 
     def add(self, units: list[Unit]) -> None:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""
@@ -391,25 +414,6 @@ class Engine:
 
     def __reduce__(self) -> str:
         raise StateError(NO_COPY)
-
-
-def current_phase() -> Phase:
-    """Return the phase that this thread is in: forward, evaluation or backward."""
-    if in_backward():
-        return Phase.BACKWARD
-    return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
-
-
-def _saved_activations(
-    module: nn.Module, units: list[Unit], context: Context
-) -> SavedActivations | None:
-    """Return the mover of activations, if they leave the device."""
-    scratch = context.tiers.scratch
-    if scratch is None:
-        return None
-    weights = [buffer.tensor for unit in units for buffer in (unit.weight, unit.unsharded)]
-    weights += [weight.tensor for unit in units for weight in unit.decoded]
-    return SavedActivations(scratch, context.store.device, weights, module)
 
 
 NO_COPY = expected(

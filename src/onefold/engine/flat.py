@@ -80,7 +80,7 @@ class FlatStep:
         self._imported: dict[UnitParameter, State] = {}
         self._shown: dict[UnitParameter, State] = {}
         self.rounded: set[Unit] = set()
-        self.own: list[Tensor] = []  # flat states [own rows of a unit], to be stepped in place
+        self._own: list[Tensor] = []  # flat states [own rows of a unit], to be stepped in place
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
         """Cut per-parameter state to own rows; flat groups take it over at the next step."""
@@ -91,7 +91,7 @@ class FlatStep:
 
     def forget(self) -> None:
         """Drop every flat group, and the states of its parameters."""
-        for kept in (self._entered, self._cuts, self._imported, self._shown, self.own):
+        for kept in (self._entered, self._cuts, self._imported, self._shown, self._own):
             kept.clear()
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
@@ -125,7 +125,7 @@ class FlatStep:
                         if not self._step_at_once(flat, rule):
                             left.add(unit)
         self.rounded -= left
-        self.own.clear()
+        self._own.clear()
         return stand_ins
 
     def _step_at_once(self, flat: FlatGroup, rule: Rule) -> bool:
@@ -139,6 +139,10 @@ class FlatStep:
         flat.tensor.grad = grad.to(stepped.dtype)
         return False
 
+    def take_over(self, flats: Sequence[Tensor]) -> None:
+        """See `OptimizerBinding.take_over`."""
+        self._own += flats
+
     def begin(self, unit: Unit, members: list[list[UnitParameter]], rules: Sequence[Rule]) -> None:
         """Begin to step parameters of a unit, by optimizer group, in the background."""
         segments: list[Segment] = []
@@ -146,7 +150,7 @@ class FlatStep:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for flats, rule in zip(self._flat_groups(unit, members), rules, strict=True):
                 segments += [_segment(flat, rule) for flat in flats]
-        unit.pending = UnitStep(unit, segments)
+        unit.begin_step(UnitStep(unit, segments))
 
     def leave(self, state: dict[Tensor, State]) -> dict[UnitParameter, State]:
         """Return each parameter's state; views are made once, the step changes them in place."""
@@ -244,7 +248,7 @@ class FlatStep:
             joined = flat.part(unit.moments[name].tensor.data)
         else:
             storage = first.untyped_storage().data_ptr()
-            own = [t for t in self.own if t.untyped_storage().data_ptr() == storage]
+            own = [t for t in self._own if t.untyped_storage().data_ptr() == storage]
             joined = flat.part(own[0]) if own else first.new_empty(0)
             if len(joined) < flat.tensor.numel():
                 joined = torch.zeros(flat.tensor.numel(), dtype=first.dtype, device=first.device)

@@ -34,7 +34,7 @@ class ForwardThread(Thread):
 
     def __init__(self, forward: Callable[[], Any]) -> None:
         super().__init__(name="onefold forward", daemon=True)
-        self.result: Any = None
+        self._result: Any = None
         self.is_over = False
         self._forward = forward
         self._go, self._halted = Semaphore(0), Semaphore(0)
@@ -50,13 +50,18 @@ class ForwardThread(Thread):
             if not self._is_ending:
                 with ExitStack() as stack:
                     self._enter(stack)
-                    self.result = self._context.run(self._forward)
+                    self._result = self._context.run(self._forward)
         except _Ended:
             pass
         except BaseException as error:
             self._error = error
         self.is_over = True
         self._halted.release()
+
+    def take_result(self) -> Any:
+        """Return what the forward has returned, and keep it no longer."""
+        result, self._result = self._result, None
+        return result
 
     def resume(self) -> None:
         """Run to the next halt, or to the end. Raises the error of the forward."""

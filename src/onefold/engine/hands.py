@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
 from onefold.engine.actions import Action, Verb
+from onefold.engine.forward_threads import current_forward
 from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
 from onefold.ticket import Ticket
 from onefold.unit.unit import Unit
+from onefold.wire.collectives import Group
 
 
 class Stepper(Protocol):
@@ -39,17 +42,19 @@ class Hands:
         self.steppers: WeakSet[Stepper] = WeakSet()
         self._tickets: dict[int, Ticket] = {}  # of reductions, by unit
         self.noise: NoiseScale | None = None  # onefold.measure_noise
-        self.relay: Callable[[Sequence[Action]], None] | None = None  # calls `execute`, elsewhere
 
     def do(self, actions: Sequence[Action]) -> None:
-        """Execute actions in order. Where one raises, the rest are skipped."""
-        if self.relay is not None:
-            self.relay(actions)
-        else:
-            self.execute(actions)
+        """Execute actions in order. Where one raises, the rest are skipped.
 
-    def execute(self, actions: Iterable[Action]) -> None:
-        """Execute actions in this thread."""
+        A forward in a thread of its own has its driver do so: the group of ranks may belong to it.
+        """
+        thread = current_forward() if actions else None
+        if thread is None:
+            self._execute(actions)
+        else:
+            thread.ask(partial(self._execute, actions))
+
+    def _execute(self, actions: Iterable[Action]) -> None:
         index = -1
         try:
             for verb, index in actions:
@@ -72,11 +77,17 @@ class Hands:
         """Return the units that backward has stepped; their gradients may be read again."""
         stepped = self.schedule.take_stepped()
         for index in stepped:
-            self.units[index].gradient.is_consumed = False
+            self.units[index].gradient.end_step()
         return stepped
 
+    def measure_noise(self, group: Group, num_shards: int) -> NoiseScale:
+        """Follow the noise of gradients from now on; `num_shards`: see `NoiseScale`."""
+        if self.noise is None:
+            self.noise = NoiseScale(self.units, group, num_shards)
+        return self.noise
+
     def _fill(self, index: int) -> None:
-        self.units[index].gather.begin_early(is_unsharded=self.schedule.is_suspended)
+        self.units[index].gather.begin_early(is_unsharded=self.schedule.driven.is_suspended)
 
     def _reduce(self, index: int) -> None:
         unit = self.units[index]

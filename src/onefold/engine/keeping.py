@@ -29,18 +29,15 @@ def keeping(engine: Engine, room: int) -> Iterator[None]:
                 hint="enter it before the module is called",
             )
         )
-    if schedule.kept:
+    if schedule.driven.keeps:
         yield
         return
     units, ahead = schedule.units, schedule.policy.prefetch
     kept = choose(units, room, ahead)
     if kept:
-        engine.most_kept = max(engine.most_kept, most_nbytes(units, kept, ahead))
-    engine.hands.do(schedule.keep(kept))
-    try:
+        engine.facts.note_kept(most_nbytes(units, kept, ahead))
+    with engine.driven(keeps=kept):
         yield
-    finally:
-        engine.hands.do(schedule.keep(frozenset()))
 
 
 def choose(units: Sequence[UnitFacts], room: int, ahead: int) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Spans of calls and phases, for a recording."""
+"""Phases of a step and calls in them: lanes of messages, and spans for a recording."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from weakref import WeakKeyDictionary
 from onefold.engine.calls import Call
 from onefold.ledger import Ledger
 from onefold.observer import Span, Stream
+from onefold.wire.lanes import CALL, PhaseNow
 
 
 class Marks:
-    """Tells the ledger's observer when a call computes, and when a phase of a step runs."""
+    """Tells lanes and observers when a phase of a step runs, and observers when a call computes."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, lanes: PhaseNow) -> None:
         self._ledger = ledger
+        self._lanes = lanes
         self._phase: Span | None = None
         self._calls: WeakKeyDictionary[Call, Span] = WeakKeyDictionary()
 
-    def begin(self, phase: str) -> None:
+    def begin(self, phase: str, lane: str = CALL) -> None:
         """Begin a phase: "forward", "backward" or "step". End one that was left open."""
         self.end()
+        self._lanes.begin(lane)
         if phase == "backward":
             self._ledger.begin_backward()
         if self._ledger.observer is not None:
@@ -27,6 +30,7 @@ class Marks:
 
     def end(self) -> None:
         """End the phase."""
+        self._lanes.begin(CALL)
         phase, self._phase = self._phase, None
         if phase is not None:
             phase.end()

@@ -205,7 +205,7 @@ class OptimizerBinding:
         Each tensor is [own rows of a unit], laid out as its weight. Nothing else may use it.
         """
         if isinstance(self._strategy, FlatStep):
-            self._strategy.own += flats
+            self._strategy.take_over(flats)
 
     # around the class's own step
 
@@ -276,7 +276,7 @@ class OptimizerBinding:
         coded = [e for e in self.engines if e.context.routes.rounds_gradients]
         unsound = [engine for engine in coded if not are_gradients_finite(engine)]
         for engine in unsound:
-            engine.ledger.skipped += 1
+            engine.ledger.skip_step()
             if engine.group.rank == 0:
                 warnings.warn(
                     f"step {engine.ledger.steps + 1} is skipped on every rank: gradients are not "

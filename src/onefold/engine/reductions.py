@@ -7,7 +7,7 @@ of the module first. So ranks never reduce different units at the same time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 
 from onefold.engine.actions import Action, Verb
 from onefold.engine.policy import Policy, UnitFacts
@@ -26,9 +26,8 @@ class Reductions:
         self._started: set[int] = set()
         self._in_flight: deque[int] = deque()
         self._following: int | None = None  # landed last, whose second hop may be under way
-        self.averaged: list[int] = []  # units with averaged gradients, for the schedule to take
+        self._averaged: list[int] = []  # units with averaged gradients
         self.is_last = True  # of the micro-batches
-        self.is_layered = False  # several backwards of autograd are one: more gradients may follow
 
     def add(self, policy: Policy, units: Sequence[UnitFacts]) -> None:
         """More units came, at the end of `units`; they are reduced first."""
@@ -51,21 +50,24 @@ class Reductions:
         """True if gradients of the unit wait to be reduced in this backward."""
         return bool(self._fired[unit])
 
-    def begin(self, trained: Sequence[int], *, is_last: bool) -> None:
-        """A backward begins. `trained`: parameters of each unit that will have a gradient."""
-        self._trained = trained
+    def begin(self, trained: Sequence[int], without: Set[int], *, is_last: bool) -> None:
+        """A backward begins. `trained`: parameters of each unit that will have a gradient.
+
+        Gradients of the units in `without` rest.
+        """
+        self._trained = [0 if unit in without else each for unit, each in enumerate(trained)]
         self.is_last = is_last
 
-    def note_gradient(self, unit: int, member: int, out: list[Action]) -> None:
+    def note_gradient(self, unit: int, member: int, out: list[Action], *, waits: bool) -> None:
         """Note a parameter's gradient; the last one of a unit makes the unit ready.
 
-        In layered order a unit is ready once backward has left its last call.
+        `waits`: more gradients may follow, until backward has left the unit's last call.
         """
         if not self._trained[unit]:  # its gradients rest
             return
         fired = self._fired[unit]
         fired.add(member)
-        if len(fired) == self._trained[unit] and not (self.defers or self.is_layered):
+        if len(fired) == self._trained[unit] and not (self.defers or waits):
             self.note_ready(unit, out)
 
     def note_ready(self, unit: int, out: list[Action]) -> None:
@@ -110,7 +112,12 @@ class Reductions:
         unit, self._following = self._following, None
         if unit is not None:
             out.append((Verb.FINISH, unit))
-            self.averaged.append(unit)
+            self._averaged.append(unit)
+
+    def take_averaged(self) -> list[int]:
+        """Return the units whose gradients were averaged since the last call."""
+        averaged, self._averaged = self._averaged, []
+        return averaged
 
     def finish(self, out: list[Action]) -> None:
         """Reduce every unit that backward left incomplete or did not reach; finish everything.
@@ -143,6 +150,7 @@ class Reductions:
 
     def forget(self) -> None:
         """Drop gradients that were not reduced."""
+        self._averaged.clear()
         for fired in self._fired:
             fired.clear()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TypeGuard
-from weakref import ref
 
 from torch import Tensor, nn
 
@@ -75,7 +74,7 @@ def _unwrapped(module: nn.Module) -> Engine | None:
     if root is not None and not all(id(parameter) in mine for parameter in root.parameters()):
         return None
     module.__dict__[ENGINE] = engine
-    engine.module = ref(module)
+    engine.follow_to(module)
     guards.guard_root(module)
     hook(engine, {}, root=module)
     engine.note_structure()

@@ -16,16 +16,17 @@ One step, event by event (units are numbers, in the order of the module):
     end_backward     reduce the remaining units, wait for everything
     rest             before the optimizer's step nothing unsharded stays
     stepped          weights have changed: unsharded weights are out of date
-    keep             evaluation forwards follow: leave some units unsharded between them
+    drive            events of another driver than a plain loop follow (engine/drive.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import replace
 
 from onefold.engine.actions import NO_UNIT, Action, Verb
 from onefold.engine.calls import Call, OpenCalls
+from onefold.engine.drive import Drive
 from onefold.engine.early_steps import EarlySteps
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
@@ -47,7 +48,6 @@ class Schedule:
         self.successors = Successors(walked, is_cyclic=policy.is_cyclic)
         self._clock = 0
         self.uses = ModuleUses(len(units))
-        self._begun: list[Call] = []
         self.open_calls = OpenCalls(len(units))
         self._unsharded: set[int] = set()  # unsharded bytes exist, or will soon
         self._fresh: set[int] = set()  # they have the values of the weights at rest
@@ -58,9 +58,7 @@ class Schedule:
         self._late: list[int] = []  # to be gathered with the next gradient
         self.builds_graph = False
         self.early_steps = EarlySteps()
-        self.is_suspended = False  # inside onefold.unsharded: nothing is decided
-        self.kept: frozenset[int] = frozenset()  # forwards and backwards leave these unsharded
-        self.is_driven = False  # a pipeline runs micro-batches, and decides which units are kept
+        self.driven = Drive()  # by a plain loop
 
     def add(self, units: Sequence[UnitFacts]) -> None:
         """More units come, whose state every rank holds: a second hop spreads their gradients."""
@@ -70,6 +68,25 @@ class Schedule:
         self.uses.grow(len(units))
         self.open_calls.grow(len(units))
 
+    # drivers
+
+    def drive(self, drive: Drive) -> list[Action]:
+        """Follow a driver's choices from now on; free units that it keeps no longer."""
+        out: list[Action] = []
+        dropped, self.driven = self.driven.keeps - drive.keeps, drive
+        for unit in () if drive.frees_in_backward else sorted(dropped):
+            self._hide(unit, out, frees=self.policy.frees_after_forward)
+        return out
+
+    def keep(self, units: frozenset[int]) -> list[Action]:
+        """Leave `units` unsharded until a forward trains, undriven; free others kept so far."""
+        return self.drive(replace(self.driven, keeps=units))
+
+    @property
+    def is_driven(self) -> bool:
+        """True while a driver runs the micro-batches of one step among one another."""
+        return self.driven.walks_apart
+
     # forward
 
     def begin_forward(self, phase: Phase) -> list[Action]:
@@ -77,7 +94,7 @@ class Schedule:
         out: list[Action] = []
         if self.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.successors.begin(phase)
-            self.open_calls.walk = self._clock
+            self.open_calls.begin_walk(self._clock)
             self.uses.begin()
             if phase is Phase.FORWARD and not self.is_driven:  # training goes on
                 out += self.keep(frozenset())
@@ -93,7 +110,7 @@ class Schedule:
         out: list[Action] = []
         self._clock += 1
         self.uses.enter(unit)
-        if not self.is_suspended:
+        if not self.driven.is_suspended:
             self._unshard(unit, phase, out)
         return Call(unit, self._clock, self.open_calls.walk), out
 
@@ -102,10 +119,10 @@ class Schedule:
     ) -> list[Action]:
         """A forward is over (`module` None: by an exception): free a unit after its last module."""
         self._clock += 1
-        call.finished = self._clock
+        call.finish(self._clock)
         unit = call.unit
         out: list[Action] = []
-        if not self.uses.leave(unit) or is_recompute or self.is_suspended:
+        if not self.uses.leave(unit) or is_recompute or self.driven.is_suspended:
             return out
         is_last = self.uses.note(unit, module, num_modules) or self.forward_depth == 0
         self._hide(unit, out, frees=is_last and self.policy.frees_after_forward)
@@ -130,7 +147,7 @@ class Schedule:
         `is_recorded`: a graph will refer to the weights, so they stay until its backward ends.
         """
         out: list[Action] = []
-        if not self.is_suspended:
+        if not self.driven.is_suspended:
             self._make_room(unit, out)
             self._gather(unit, out)
             out.append((Verb.SHOW, unit))
@@ -143,20 +160,12 @@ class Schedule:
         """The operation of `show` is over: the next use meets sharded parameters again."""
         self._clock += 1
         out: list[Action] = []
-        if not (self.uses.is_running(unit) or self.is_suspended):
+        if not (self.uses.is_running(unit) or self.driven.is_suspended):
             is_over = self.forward_depth == 0 and not is_recorded
             self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
             if is_over:
                 out.append((Verb.REST, NO_UNIT))
         return Call(unit, self._clock, self.open_calls.walk), out
-
-    def keep(self, units: frozenset[int]) -> list[Action]:
-        """Leave `units` unsharded until a forward trains, undriven; free others kept so far."""
-        out: list[Action] = []
-        dropped, self.kept = self.kept - units, units
-        for unit in sorted(dropped):
-            self._hide(unit, out, frees=self.policy.frees_after_forward)
-        return out
 
     def gather(self, units: Iterable[int]) -> list[Action]:
         """Begin to gather `units` before their modules run."""
@@ -178,10 +187,10 @@ class Schedule:
 
     # backward
 
-    def begin_backward(self, trained: Sequence[int], *, is_last: bool) -> None:
+    def begin_backward(self, trained: Sequence[int]) -> None:
         """Autograd reaches this module's graph. `trained`: parameters of each unit that train."""
         self.is_backward = True
-        self.reductions.begin(trained, is_last=is_last)
+        self.reductions.begin(trained, self.driven.rests, is_last=not self.driven.accumulates)
         self.successors.begin(Phase.BACKWARD)
 
     def expect_backward(self, call: Call) -> None:
@@ -198,15 +207,11 @@ class Schedule:
         if builds_graph:  # create_graph: the next graph refers to these weights
             self.builds_graph = True
             self._held.add(call.unit)
-        call.is_begun = True
-        self.open_calls.walk = call.walk
-        self.ended = [other for other in self._begun if other.started > call.finished]
+        self.ended = self.open_calls.reach(call)
         for later in self.ended:
-            self._begun.remove(later)
-            later.is_begun = False
             self.open_calls.close(later)
             self._leave_backward(later.unit, out)
-        self._begun.append(call)
+        self.open_calls.begin(call)
         self._unshard(call.unit, Phase.BACKWARD, out)
         return out
 
@@ -216,9 +221,9 @@ class Schedule:
         Every rank meets this point in the same order, also a rank that used only a part of the
         unit (an expert that got no token) and will never see its last gradient.
         """
-        if any(call.unit == unit for call in self._begun):
+        if unit in self.open_calls.begun_units():
             return
-        is_through = not self.open_calls.has(unit, apart=self.is_driven)  # else it is used again
+        is_through = not self.open_calls.has(unit, self.driven)  # else it is used again
         if is_through and not self.reductions.defers:
             self.reductions.note_ready(unit, out)
         self._hide(unit, out, frees=is_through and self.policy.frees_after_backward)
@@ -230,7 +235,7 @@ class Schedule:
         late, self._late = self._late, []
         for successor in late:
             self._gather(successor, out, is_ahead=True)
-        self.reductions.note_gradient(unit, member, out)
+        self.reductions.note_gradient(unit, member, out, waits=self.driven.joins_backwards)
         self._step_reduced(out)
         return out
 
@@ -244,8 +249,7 @@ class Schedule:
     def note_reduced(self, unit: int) -> list[Action]:
         """The gradient of a tiled unit is reduced."""
         out: list[Action] = []
-        self.reductions.averaged.append(unit)
-        self._step_reduced(out)
+        self._step_reduced(out, [unit])
         return out
 
     def end_backward(self) -> list[Action]:
@@ -270,28 +274,29 @@ class Schedule:
         self._end_calls()
         self.reductions.drain(out)
         self.reductions.forget()
-        self.reductions.averaged.clear()
         self.early_steps.forget()
         return out + self.rest()
 
     def _end_calls(self) -> None:
         self.is_backward = False
         self._late.clear()
-        self.ended, self._begun = self._begun, []
-        for call in self.ended:
-            call.is_begun = False
-        self.open_calls.end(apart=self.is_driven)
+        self.ended = self.open_calls.end(self.driven)
 
     # step
 
     def complete(self, trained: Sequence[int]) -> list[Action]:
         """Reduce gradients of an accumulation that ended without its last micro-batch."""
-        return self.start(trained, at_once=False) + self.finish()
+        return self._start(trained, frozenset(), at_once=False) + self.finish()
 
-    def start(self, trained: Sequence[int], *, at_once: bool = True) -> list[Action]:
-        """Begin these reductions, `at_once` all of them; `finish` follows."""
+    def start(self, trained: Sequence[int]) -> list[Action]:
+        """Begin to reduce what rests, all at once; `finish` follows."""
+        all_rest = self.policy.defers_reduction or self.policy.sums_rest
+        others = frozenset(range(0 if all_rest else len(trained))) - self.driven.rests
+        return self._start(trained, others, at_once=True)
+
+    def _start(self, trained: Sequence[int], rests: Set[int], *, at_once: bool) -> list[Action]:
         out: list[Action] = []
-        self.reductions.begin(trained, is_last=True)
+        self.reductions.begin(trained, rests, is_last=True)
         self.reductions.start_all(out, at_once=at_once)
         return out
 
@@ -299,7 +304,7 @@ class Schedule:
         """Finish the reductions of `complete` or `start`."""
         out: list[Action] = []
         self.reductions.drain(out)
-        self.reductions.averaged.clear()
+        self.reductions.take_averaged()
         out.append((Verb.REST, NO_UNIT))
         return out
 
@@ -332,8 +337,10 @@ class Schedule:
 
     def _unshard(self, unit: int, phase: Phase, out: list[Action]) -> None:
         """Gather a unit, begin the gathers of the next ones, and fetch the rows of one more."""
-        number, there = self.policy.prefetch, self.kept & self._fresh
-        ahead = self.successors.enter(unit, phase, number + 1, without=there)
+        number, ahead = self.policy.prefetch, list[int]()
+        if not self.driven.repeats:  # nothing is learned from a walk that is repeated
+            there = self.driven.keeps & self._fresh
+            ahead = self.successors.enter(unit, phase, number + 1, without=there)
         to_gather, to_fetch = ahead[:number], ahead[number:]
         self.ahead.discard(unit)
         self._make_room(unit, out)
@@ -373,15 +380,15 @@ class Schedule:
         """Free units that are not in use, gathered ahead or kept, until `unit` fits."""
         if self.policy.cap is None:
             return
-        in_use = {call.unit for call in self._begun} | self._held | {unit}
+        in_use = self.open_calls.begun_units() | self._held | {unit}
         for other in sorted(self._unsharded - in_use):
             if self._has_room(unit):
                 return
-            if not self.uses.is_running(other) and other not in self.kept:
+            if not self.uses.is_running(other) and other not in self.driven.keeps:
                 self._free(other, out, Verb.FREE)
 
     def _hide(self, unit: int, out: list[Action], *, frees: bool, is_rest: bool = False) -> None:
-        is_kept = unit in self.kept and not is_rest
+        is_kept = unit in self.driven.keeps and not is_rest
         if is_kept and self.policy.is_cyclic:
             return  # it stays shown, too
         if frees and not is_kept and unit in self._unsharded and unit not in self._held:
@@ -398,14 +405,14 @@ class Schedule:
             self._unsharded.discard(unit)
         out.append((verb, unit))
 
-    def _step_reduced(self, out: list[Action]) -> None:
+    def _step_reduced(self, out: list[Action], tiled: Sequence[int] = ()) -> None:
         """Step reduced units that backward is through with, a few at a time."""
-        averaged, self.reductions.averaged = self.reductions.averaged, []
+        averaged = [*self.reductions.take_averaged(), *tiled]
         if self.policy.steps_in_backward and self.reductions.is_last:
             offloaded = [unit for unit in averaged if self.units[unit].is_offloaded]
             self.early_steps.step(offloaded, self.is_through, out)
 
     def is_through(self, unit: int) -> bool:
         """True if no call of the running backward will use the unit again."""
-        is_due = self.open_calls.has(unit, apart=self.is_driven) or self.reductions.has_fired(unit)
-        return not (is_due or any(call.unit == unit for call in self._begun))
+        calls, has_fired = self.open_calls, self.reductions.has_fired(unit)
+        return not (has_fired or calls.has(unit, self.driven) or unit in calls.begun_units())

@@ -31,7 +31,6 @@ class Successors:
             Phase.BACKWARD: {after: before for before, after in forward.items()},
         }
         self._last: dict[Phase, int | None] = dict.fromkeys(Phase)
-        self.is_repeated = False  # another micro-batch walks the units of the one before
 
     def begin(self, phase: Phase) -> None:
         """A new walk starts; its first unit has no predecessor."""
@@ -43,11 +42,10 @@ class Successors:
     ) -> list[int]:
         """Note that `unit` is used now; return up to `number` units that the last walk used next.
 
-        None if it was used just before, and nothing is learned from a walk that is repeated.
-        `without`: units to pass over, as they are there already.
+        None if it was used just before. `without`: units to pass over, as they are there already.
         """
         last = self._last[phase]
-        if last == unit or self.is_repeated:
+        if last == unit:
             return []
         if last is not None:
             self._after[phase][last] = unit

@@ -15,7 +15,7 @@ from onefold.errors import StateError, expected
 from onefold.ledger import Kind
 from onefold.unit.buffer import Buffer
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.unit import Unit, UnitState
+from onefold.unit.unit import Unit
 
 
 @contextmanager
@@ -43,11 +43,10 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     shown: dict[UnitParameter, nn.Parameter] = {}
     buffers = [_show_unsharded(unit, shown) for unit in engine.units]
     engine.context.routes.rest()
-    engine.schedule.is_suspended = True
     try:
-        yield
+        with engine.driven(is_suspended=True):
+            yield
     finally:
-        engine.schedule.is_suspended = False
         _forget_removed(engine, shown)
         edited = [(p, p.current()) for p in shown if p.places]
         with torch._C.DisableTorchFunctionSubclass():
@@ -55,9 +54,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
                 if current is not None and current is shown[parameter]:  # may be frozen inside
                     parameter.sharded.requires_grad_(current.requires_grad)
         for unit in engine.units:
-            for parameter in unit.parameters:
-                parameter.show(parameter.sharded)
-            unit.state = UnitState.RESTING
+            unit.end_edits()
         if writeback:
             _write_back(edited)
         shown.clear()
@@ -85,7 +82,7 @@ def _show_unsharded(unit: Unit, shown: dict[UnitParameter, nn.Parameter]) -> Buf
         for parameter in unit.parameters:
             view = buffer.view(parameter.slot.full_offset, parameter.slot.shape)
             parameter.show(shown.setdefault(parameter, parameter.plain(view)))
-    unit.state = UnitState.EDITABLE
+    unit.begin_edits()
     return buffer
 
 

@@ -123,9 +123,13 @@ class Callback(TrainerCallback):
         warn_if_untested("transformers", "accelerate")
         ResumeWithOnefoldCallback.allow()
         self.choices = CallbackChoices(stage, precision, offload, wire, units)
-        self.saves_by_event = True  # False: `TrainerMixin` saves
+        self._saves_by_event = True  # False: `TrainerMixin` saves
         self._run: RunState | None = None  # while training
         self._generations = PredictedGenerations()
+
+    def leave_saves(self) -> None:
+        """Save nothing at events: `TrainerMixin` does."""
+        self._saves_by_event = False
 
     # the model
 
@@ -230,7 +234,7 @@ class Callback(TrainerCallback):
     ) -> None:
         """Move the sharded state into the checkpoint."""
         events.agree(engine_of(kwargs["model"]), events.SAVE, state.global_step, control)
-        if self._run is not None and self.saves_by_event:
+        if self._run is not None and self._saves_by_event:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
             self._run.publish(folder)
 
@@ -254,7 +258,7 @@ class Callback(TrainerCallback):
         """Bring whole weights to rank 0: `save_model` runs there alone."""
         model = kwargs["model"]
         events.agree(engine_of(model), events.TRAIN_END, state.global_step, control)
-        if self.saves_by_event:
+        if self._saves_by_event:
             self.whole(model, args).take()
         if self._run is not None:
             self._run.close()
@@ -266,7 +270,7 @@ class Callback(TrainerCallback):
     ) -> None:  # fmt: skip
         engine = engine_of(model)
         events.agree(engine, event, state.global_step, control)
-        if control.should_save and self.saves_by_event and self._run is not None:
+        if control.should_save and self._saves_by_event and self._run is not None:
             self.whole(model, args).take()
             if not args.save_only_model and not self._run.is_staged:
                 self._run.stage(Path(str(args.output_dir)), state.global_step)

@@ -136,7 +136,7 @@ class KVCache(DynamicCache):
         """Forget all tokens; free their memory and disk space."""
         super().reset()
         self._tiers.close()
-        self._tiers.num_layers = len([one for one in self.layers if isinstance(one, KVLayer)])
+        self._tiers.divide_among(sum(isinstance(layer, KVLayer) for layer in self.layers))
 
     def report(self) -> KVReport:
         """Return what is held, and what was read and written."""

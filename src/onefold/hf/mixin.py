@@ -52,7 +52,7 @@ class TrainerMixin(_Base):
             optimizer: Any = self.optimizer
             callback.prepare(self._module, self.args, optimizer)
         self.add_callback(callback)  # the last one: it joins the flags that others set
-        callback.saves_by_event = False
+        callback.leave_saves()
         self._onefold = callback
 
     @property

@@ -107,12 +107,12 @@ def _by_block(
     engine: Engine, blocks: Sequence[nn.Module], lead: int, forwards: Sequence[Callable[[], Any]]
 ) -> None:
     """Run forwards block by block; keep units until the last forward is through with them."""
-    schedule, before = engine.schedule, engine.schedule.kept
+    schedule, before = engine.schedule, engine.schedule.driven.keeps
+    everything = frozenset(range(len(engine.units)))
     used = [_units_of(engine, block) for block in blocks]
     tied = {i for i, unit in enumerate(engine.units) for p in unit.parameters if len(p.places) > 1}
     with ExitStack() as stack:
-        stack.callback(lambda: engine.hands.do(schedule.keep(before)))
-        engine.hands.do(schedule.keep(frozenset(range(len(engine.units)))))
+        stack.enter_context(engine.driven(keeps=everything))
         stack.enter_context(torch.no_grad())
         threads = [stack.enter_context(thread_of(forward)) for forward in forwards]
         for block in blocks[lead + 1 :]:
@@ -122,7 +122,7 @@ def _by_block(
                 thread.resume()
             later = frozenset[int]().union(*used[stage + 1 :])
             held = {i for i, unit in enumerate(engine.units) if unit.unsharded.is_held}
-            engine.hands.do(schedule.keep(schedule.kept - (held - later - tied - before)))
+            engine.hands.do(schedule.keep(schedule.driven.keeps - (held - later - tied - before)))
 
 
 def _units_of(engine: Engine, block: nn.Module) -> frozenset[int]:

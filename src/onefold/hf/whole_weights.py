@@ -55,7 +55,7 @@ class WholeWeights:
             found = module.__dict__[WHOLE] = WholeWeights(module, folder)
             alive = ref(found)
             module.register_state_dict_post_hook(partial(_show_whole, alive))
-            engine_of(module).are_adapters_known = partial(_is_current, alive)
+            engine_of(module).ask_of_adapters(partial(_is_current, alive))
             if callable(getattr(module, "save_pretrained", None)):
                 module.__dict__["save_pretrained"] = partial(_save_pretrained, ref(module), alive)
         found._folder = folder / _FOLDER

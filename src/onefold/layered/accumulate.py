@@ -17,7 +17,7 @@ from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, expected
 from onefold.layered.chain import NotAChain
-from onefold.layered.choice import Accumulation, Order, accumulation_of
+from onefold.layered.choice import Accumulation, Order
 from onefold.layered.orders import Forward, Layered, run_loop
 from onefold.layered.streams import RandomStreams
 from onefold.layout.units import repeated_blocks, uncompiled
@@ -74,7 +74,7 @@ def accumulate_layers(
     """
     engine, batches = engine_of(module), list(microbatches)
     _check(engine, batches, order)
-    known = accumulation_of(engine)
+    known = engine.facts.about(Accumulation)
     compare_now(_root(engine), *_arguments(module, batches[0]))
     forwards = [partial(_forward, module, batch, loss, len(batches)) for batch in batches]
     streams = RandomStreams(len(batches), engine.context.store.device, module)
@@ -97,7 +97,7 @@ def _run(
     """Run all micro-batches; in the plain order where the module is no chain."""
     root = _root(engine)
     if order == "layers":
-        known.refused = known.refused or _refusal(engine, root)
+        known.refuse(known.refused or _refusal(engine, root))
         if known.refused is None:
             names = {part: name for name, part in root.named_modules()}
             blocks = {names[block]: block for block in repeated_blocks(root)}
@@ -106,21 +106,16 @@ def _run(
             try:
                 total = run.run()
             except NotAChain as why:
-                known.refused = str(why)
+                known.refuse(str(why))
                 streams.undo()
                 with torch.no_grad():
                     for buffer, value in kept:
                         buffer.copy_(value)
             else:
-                known.is_proved, known.border_nbytes = True, run.border_nbytes
-                known.order = order
+                known.prove(run.border_nbytes)
                 return total
         order = known.loop_order()
-    known.order = order
-    if order == "plain":
-        known.window = frozenset()
-    known.kept |= known.window
-    return run_loop(engine, forwards, streams, known.window)
+    return run_loop(engine, forwards, streams, known.begin_loop(order))
 
 
 def _root(engine: Engine) -> nn.Module:

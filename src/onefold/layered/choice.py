@@ -84,6 +84,22 @@ class Accumulation:
             return "layers"
         return self.loop_order()
 
+    def refuse(self, why: str | None) -> None:
+        """Note why the module is no chain, if it is none."""
+        self.refused = why
+
+    def prove(self, border_nbytes: int) -> None:
+        """A step ran in layered order, with so many bytes between blocks."""
+        self.is_proved, self.border_nbytes, self.order = True, border_nbytes, "layers"
+
+    def begin_loop(self, order: Order) -> frozenset[int]:
+        """A step runs in an order of `loop_order`; return the units that it keeps."""
+        self.order = order
+        if order == "plain":
+            self.window = frozenset()
+        self.kept |= self.window
+        return self.window
+
     def loop_order(self) -> Order:
         """Return the order of a loop over micro-batches."""
         return "keep" if self.window else "plain"
@@ -128,21 +144,14 @@ class Accumulation:
         )
 
 
-def accumulation_of(engine: Engine) -> Accumulation:
-    """Return what is known of a module's accumulation."""
-    if not isinstance(engine.accumulation, Accumulation):
-        engine.accumulation = Accumulation()
-    return engine.accumulation
-
-
 def _all_gathered(engine: Engine) -> frozenset[int]:
     return frozenset(gathered_units(engine.schedule.units))
 
 
 def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
     """Return predicted peaks with those of a step that kept a window of weights and gradients."""
-    known = engine.accumulation
-    if not (peaks and isinstance(known, Accumulation) and known.kept):
+    known = engine.facts.about(Accumulation)
+    if not (peaks and known.kept):
         return peaks
     trained = {
         i: sum(parameter.full_nbytes for parameter in unit.gradient.trainable())
@@ -164,6 +173,5 @@ def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
 
 def describe_accumulation(engine: Engine) -> list[str]:
     """Return lines for the report of a module: orders, their costs, and the noise scale."""
-    known, noise = engine.accumulation, engine.hands.noise
-    lines = known.describe(engine) if isinstance(known, Accumulation) else []
+    lines, noise = engine.facts.about(Accumulation).describe(engine), engine.hands.noise
     return lines if noise is None else [*lines, noise.describe()]

@@ -52,7 +52,4 @@ def measure_noise(module: nn.Module) -> NoiseScale:
         hint = "stage=2 shows each micro-batch alone, and more ranks show theirs"
         got = f"one rank at stage {engine.recipe.stage.number}"
         raise ConfigError(expected("two gradients a step, to compare", got, where=where, hint=hint))
-    if engine.hands.noise is None:
-        shards = engine.context.rest_world
-        engine.hands.noise = NoiseScale(engine.units, engine.group, shards)
-    return engine.hands.noise
+    return engine.hands.measure_noise(engine.group, engine.context.rest_world)

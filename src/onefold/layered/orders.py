@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onefold.engine.actions import Action
+from onefold.engine.drive import Drive
 from onefold.engine.engine import Engine
-from onefold.engine.forward_threads import ForwardThread, current_forward, thread_of
+from onefold.engine.forward_threads import ForwardThread, thread_of
 from onefold.errors import StateError, expected
 from onefold.layered.chain import Cuts, NotAChain, cutting
 from onefold.layered.streams import RandomStreams
@@ -39,18 +40,17 @@ def run_loop(
 
     Units in `window` stay unsharded until the last backward, and so do their partial gradients.
     """
-    schedule, before, losses = engine.schedule, engine.is_accumulating, list[Tensor]()
-    schedule.is_driven = bool(window)
+    before, losses = replace(engine.schedule.driven, keeps=frozenset()), list[Tensor]()
+    apart = replace(before, walks_apart=bool(window))
+    first = replace(apart, keeps=window, rests=window, accumulates=True)
     try:
-        engine.hands.do(schedule.keep(window))
         for number, forward in enumerate(forwards):
             is_last = number == len(forwards) - 1
-            engine.is_accumulating = before or not is_last
+            engine.drive(first)
             with streams.of(number):
                 loss = forward()
             if is_last:
-                schedule.kept = frozenset()  # backward frees units as it leaves them
-            engine.resting = schedule.kept
+                engine.drive(replace(apart, frees_in_backward=True))
             loss.backward()
             losses.append(loss.detach())
             del loss
@@ -59,8 +59,7 @@ def run_loop(
             _free_all(engine)
         raise
     finally:
-        schedule.is_driven, engine.is_accumulating, engine.resting = False, before, frozenset()
-        engine.hands.do(schedule.keep(frozenset()))
+        engine.drive(before)
     return _sum(losses)
 
 
@@ -86,6 +85,8 @@ class Layered:
         self._is_proved = is_proved
         self._cuts: dict[ForwardThread, Cuts] = {}
         self._all = frozenset(range(len(engine.units)))
+        self._losses: list[Tensor] = []
+        self._base = Drive(joins_backwards=True)
         self.border_nbytes = 0
 
     def run(self) -> Tensor:
@@ -99,10 +100,10 @@ class Layered:
             stack.enter_context(cutting(self._blocks, self._cuts))
             while not threads[0].is_over:
                 self._run_stage(threads)
-            losses = _sum([thread.result for thread in threads])
+            losses = _sum(self._losses)
             for border in reversed(range(len(self._cuts[threads[0]].borders))):
                 for number, thread in enumerate(threads):
-                    self._engine.schedule.successors.is_repeated = number > 0
+                    self._drive(repeats=number > 0)
                     self._cuts[thread].backward(border)
             if self._engine.schedule.is_backward:
                 self._engine.end_backward()
@@ -110,10 +111,9 @@ class Layered:
 
     def _run_stage(self, threads: Sequence[ForwardThread]) -> None:
         """Run all micro-batches up to their next border, or to their end and back."""
-        schedule, last = self._engine.schedule, len(threads) - 1
-        schedule.kept = self._all
+        last = len(threads) - 1
         for number, thread in enumerate(threads):
-            schedule.successors.is_repeated = number > 0
+            self._drive(keeps=self._all, repeats=number > 0)
             first, mine = self._cuts[threads[0]], self._cuts[thread]
             with self._streams.of(number):
                 self._resume(thread, mine)
@@ -141,22 +141,20 @@ class Layered:
         """Free units all of whose modules have run; others, as of a tied head, are used again."""
         schedule = self._engine.schedule
         over = {unit for unit in self._all - schedule.ahead if schedule.uses.is_between(unit)}
-        self._engine.hands.do(schedule.keep(self._all - over))
+        self._drive(keeps=self._all - over)
 
     def _run_back(
         self, thread: ForwardThread, cuts: Cuts, *, is_first: bool, is_last: bool
     ) -> None:
         """Run one micro-batch backward from its loss to the last border."""
-        schedule, loss = self._engine.schedule, thread.result
+        schedule, loss = self._engine.schedule, thread.take_result()
         if is_first:
             cuts.check([loss])
-            self._engine.hands.do(schedule.keep(self._all - schedule.ahead))  # no forward follows
+            self._drive(keeps=self._all - schedule.ahead)  # no forward follows
         # more micro-batches will call units of the head: keep these, and do not reduce them
-        schedule.open_calls.are_more_to_come = not is_last
-        schedule.kept = frozenset()  # backward goes by calls that are open or to come
+        self._drive(repeats=not is_first, more_to_come=not is_last, frees_in_backward=True)
         loss.backward()
-        schedule.kept = frozenset() if is_last else self._all
-        thread.result = loss.detach()
+        self._losses.append(loss.detach())
 
     def _refuse_paths(self, number: int, first: Cuts, mine: Cuts) -> None:
         """Micro-batches go different ways through the module."""
@@ -176,18 +174,14 @@ class Layered:
         """One forward and one backward of the engine, whatever runs in this block."""
         engine, schedule = self._engine, self._engine.schedule
         engine.begin_forward()
-        depth = schedule.forward_depth
-        schedule.reductions.is_layered = True
-        engine.hands.relay = self._relay
+        before, depth = schedule.driven, schedule.forward_depth
+        self._base = replace(before, joins_backwards=True)
         is_over = False
         try:
             yield
             is_over = True
         finally:
-            schedule.kept = frozenset()
-            schedule.open_calls.are_more_to_come = False
-            engine.hands.relay = None
-            schedule.reductions.is_layered = schedule.successors.is_repeated = False
+            engine.drive(before)
             if schedule.is_backward:
                 engine.abort_backward()
             if schedule.forward_depth >= depth:
@@ -195,13 +189,8 @@ class Layered:
             if not is_over:
                 engine.rest()
 
-    def _relay(self, actions: Sequence[Action]) -> None:
-        """Execute actions in the thread that drives: its group of ranks may be its own."""
-        thread, execute = current_forward(), partial(self._engine.hands.execute, actions)
-        if thread is None or not actions:
-            execute()
-        else:
-            thread.ask(execute)
+    def _drive(self, **choices: Any) -> None:
+        self._engine.drive(replace(self._base, **choices))
 
 
 def _sum(losses: Sequence[Tensor]) -> Tensor:

@@ -45,6 +45,16 @@ class Owned:
     others: list[Place] = field(default_factory=list)
     model: ModelCut | None = None  # its cut over model axes
 
+    def materialise(self, parameter: nn.Parameter) -> None:
+        """Put a real parameter in place of a meta one, for all its owners."""
+        for module, name in self.owners:
+            module._parameters[name] = parameter
+        self.parameter = parameter
+
+    def replicate(self, mesh: Any) -> None:
+        """Count the parameter as a copy on each rank of model axes, which cut others."""
+        self.model = ModelCut.replicated(self.parameter, mesh)
+
     @property
     def values(self) -> torch.Tensor:
         """The tensor that the data axis cuts: the local tensor of a DTensor, or the parameter."""

@@ -214,7 +214,7 @@ def with_hosts(group: Group) -> Group:
     if group.world_size == 1:
         return group
     told, host = launcher.local_place(), socket.gethostname()
-    answers = cast("list[tuple[object, str]]", group.all_gather_object((told, host)))
+    answers = cast("list[tuple[object, str]]", group.gather((told, host)))
     hosts = [name for _, name in answers]
     if any(place is None for place, _ in answers):
         told = hosts[: group.rank].count(host), hosts.count(host)

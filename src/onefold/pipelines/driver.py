@@ -20,6 +20,7 @@ from contextlib import contextmanager
 
 import torch
 
+from onefold.engine.drive import Drive, StageDrives
 from onefold.engine.engine import Engine
 
 
@@ -30,22 +31,22 @@ class StageDriver:
         """`splits`: the schedule runs backwards of inputs and of weights apart."""
         self.engine = engine
         self.window = window
-        self._all = frozenset(range(len(engine.units)))
-        reduces_all = engine.recipe.keeps_gathered and not engine.recipe.sums_rest
-        # of backwards that split, a reduction could not start before that of weights is over
-        self._resting = self._all if splits else frozenset[int]() if reduces_all else window
-        self._is_accumulating = False  # the caller: other steps of the schedule follow
+        self._choices = {
+            "splits": splits,
+            "reduces_all": engine.recipe.keeps_gathered and not engine.recipe.sums_rest,
+        }
+        self._drives = StageDrives.of(Drive(), len(engine.units), window)
 
     def begin(self, *, trains: bool) -> None:
         """The schedule's step starts; `trains`: backwards follow."""
-        engine, schedule = self.engine, self.engine.schedule
-        if not schedule.is_driven:  # else the last step failed, and has not ended
-            self._is_accumulating = engine.is_accumulating
-        schedule.is_driven = True
-        engine.is_accumulating = trains or self._is_accumulating
-        engine.resting = self._all  # the inference of shapes runs a backward without gradients
+        engine, driven = self.engine, self.engine.schedule.driven
+        if driven.walks_apart:  # the last step failed, and has not ended
+            driven = self._drives.before
+        self._drives = StageDrives.of(
+            driven, len(engine.units), self.window, trains=trains, **self._choices
+        )
+        engine.drive(self._drives.step)
         engine.prepare()
-        engine.hands.do(schedule.keep(self.window))
 
     def gather(self) -> None:
         """Begin to gather the window, in the order of use."""
@@ -55,11 +56,11 @@ class StageDriver:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run the whole backward of one micro-batch."""
-        self.engine.resting = self._resting
+        self.engine.drive(self._drives.backward)
         try:
             yield
         finally:
-            self.engine.resting = self._all
+            self.engine.drive(self._drives.step)
 
     @contextmanager
     def split(self) -> Iterator[None]:
@@ -69,7 +70,7 @@ class StageDriver:
         hand, so no hook of autograd reports these.
         """
         engine, schedule = self.engine, self.engine.schedule
-        engine.hands.do(schedule.keep(self._all))
+        engine.drive(self._drives.split)
         for index in range(len(engine.units)):
             engine.hands.do(schedule.show(index, is_recorded=False))
         try:
@@ -82,21 +83,19 @@ class StageDriver:
                             unit.gradient.note_fired(parameter)
                     unit.gradient.rest_partial()
             engine.hands.do(schedule.hide())
-            engine.hands.do(schedule.keep(self.window))
+            engine.drive(self._drives.step)
 
     def end(self, *, reduces: bool) -> bool:
         """The stage's part of the step is over: nothing uses its weights.
 
         Returns False if nothing is reduced, as the caller accumulates over more steps.
         """
-        engine, schedule = self.engine, self.engine.schedule
-        schedule.is_driven = False
-        engine.hands.do(schedule.keep(frozenset()))
-        engine.is_accumulating, engine.resting = self._is_accumulating, self._resting
-        reduces = reduces and not self._is_accumulating
+        engine, drives = self.engine, self._drives
+        engine.drive(drives.end)
+        reduces = reduces and not drives.before.accumulates
         if reduces:
             engine.start_reductions()
-        engine.resting = frozenset()
+        engine.drive(drives.before)
         return reduces
 
     def finish(self) -> None:

@@ -33,9 +33,8 @@ class ByteCounter:
         self.peak = Moment("", "", {})
         self.peaks: dict[str, int] = {}
         self.most: Holding = {}
-        self.phase = "forward"
-        self.unit = ""
-        self.torch: tuple[int, int] = (0, 0)  # activations, and how much of them is logits
+        self._phase, self._unit = "forward", ""
+        self._torch: tuple[int, int] = (0, 0)  # activations, and how much of them is logits
         self._has_timeline = has_timeline
         self._shares_memory = device_type == "cpu"
         self._highest = -1
@@ -60,9 +59,18 @@ class ByteCounter:
         if now > self.most.get(place, 0):
             self.most[place] = now
 
+    def enter(self, phase: str | None = None, unit: str | None = None) -> None:
+        """Moments belong to this phase and unit from now on; None: as before."""
+        self._phase = self._phase if phase is None else phase
+        self._unit = self._unit if unit is None else unit
+
+    def note_torch(self, activations: int, logits: int) -> None:
+        """Torch holds so many bytes now; `logits` of them are the model's outputs."""
+        self._torch = activations, logits
+
     def see(self) -> None:
         """Note this moment."""
-        activations, logits = self.torch
+        activations, logits = self._torch
         for kind, nbytes in ((ACTIVATION, activations - logits), (LOGITS, logits)):
             if nbytes > self.most.get((kind, "device"), 0):
                 self.most[kind, "device"] = nbytes
@@ -76,7 +84,7 @@ class ByteCounter:
         held = self.now
         held |= {(ACTIVATION, "device"): activations - logits} if activations > logits else {}
         held |= {(LOGITS, "device"): logits} if logits else {}
-        moment = Moment(self.phase, self.unit, held)
+        moment = Moment(self._phase, self._unit, held)
         if self._has_timeline:
             self.timeline.append(moment)
         if highest > self._highest:

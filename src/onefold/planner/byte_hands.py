@@ -94,10 +94,10 @@ class ByteHands:
     def reach(self, event: Event) -> None:
         """Count the activations until `event`."""
         counter = self._counter
-        counter.torch = (event.peak, event.logits)
+        counter.note_torch(event.peak, event.logits)
         counter.see()
-        counter.torch = (event.now, min(event.logits, event.now))
-        counter.phase = _PHASES.get(event.kind, counter.phase)
+        counter.note_torch(event.now, min(event.logits, event.now))
+        counter.enter(_PHASES.get(event.kind))
 
     def has_landed(self, unit: int) -> bool:
         """Return True after a recompute: the reduction before it is over by then.
@@ -118,7 +118,7 @@ class ByteHands:
         if event.kind is EventKind.AGAIN:
             self._hides_reduction = self._recipe.device_type == "cpu"
         if event.unit >= 0:
-            self._counter.unit = self._units[event.unit].name
+            self._counter.enter(unit=self._units[event.unit].name)
 
     def do(self, actions: list[Action]) -> None:
         """Execute actions in order; note each moment in which more is held than before."""
@@ -133,7 +133,8 @@ class ByteHands:
     def step(self) -> None:
         """The optimizer steps the states on the device."""
         counter, recipe = self._counter, self._recipe
-        counter.phase, counter.unit, counter.torch = "step", "", (0, 0)
+        counter.enter("step", "")
+        counter.note_torch(0, 0)
         block = blocked_adam.block_numel(recipe.device_type)
         widened = 4 * min(block, max(unit.rest_numel for unit in self._units))  # to fp32
         counter.add("staging", widened if any(unit.master for unit in self._units) else 0)

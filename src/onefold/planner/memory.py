@@ -116,7 +116,7 @@ def forecast(
     replay = Replay(trace.events, schedule, trained, window)
     replay.learn(accumulate)
     for micro in range(accumulate):
-        counter.phase, counter.unit = "forward", ""
+        counter.enter("forward", "")
         replay.micro_batch(hands, is_last=micro + 1 == accumulate)
     hands.step()
     return Forecast(

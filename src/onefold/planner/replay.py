@@ -13,6 +13,7 @@ from typing import Protocol
 
 from onefold.engine.actions import Action
 from onefold.engine.calls import Call
+from onefold.engine.drive import Drive, StageDrives
 from onefold.engine.schedule import Schedule
 from onefold.engine.successors import Phase
 
@@ -78,10 +79,9 @@ class Replay:
     ) -> None:  # fmt: skip
         self._events = events
         self._schedule = schedule
-        self._window = window
-        kept = window or frozenset()
-        self._trained = [0 if unit in kept else each for unit, each in enumerate(trained)]
-        self._rested = [each if unit in kept else 0 for unit, each in enumerate(trained)]
+        self._trained = trained
+        drives = StageDrives.of(Drive(), len(trained), window or frozenset())
+        self._stage = None if window is None else drives
         self._calls: dict[int, Call] = {}
 
     def learn(self, num_microbatches: int) -> None:
@@ -94,15 +94,15 @@ class Replay:
 
     def micro_batch(self, hands: PlanHands | None, *, is_last: bool) -> None:
         """Announce every event of a micro-batch, and have `hands` execute the answers."""
-        schedule = self._schedule
+        schedule, stage = self._schedule, self._stage
         self._calls.clear()
-        if self._window is not None:
-            schedule.is_driven = True
-            schedule.keep(self._window)
+        schedule.drive(Drive(accumulates=not is_last) if stage is None else stage.step)
         begun = schedule.begin_forward(Phase.FORWARD)
         for event in self._events:
             if event.kind in _OF_BACKWARD and not schedule.is_backward:
-                schedule.begin_backward(self._trained, is_last=is_last)
+                if stage is not None:
+                    schedule.drive(stage.backward)
+                schedule.begin_backward(self._trained)
             if hands is not None:
                 hands.reach(event)
                 flying = schedule.reductions.may_land if event.kind is EventKind.GRAD else None
@@ -111,16 +111,16 @@ class Replay:
             actions, begun = begun + self._answer(event), []
             if hands is not None:
                 hands.follow(event, actions)
-        if is_last and self._window is not None:
-            for actions in self._end_stage():
+        if is_last and stage is not None:
+            for actions in self._end_stage(stage):
                 if hands is not None:
                     hands.do(actions)
 
-    def _end_stage(self) -> Iterator[list[Action]]:
+    def _end_stage(self, stage: StageDrives) -> Iterator[list[Action]]:
         """The stage's last backward is over: free what stayed, reduce what rests."""
-        self._schedule.is_driven = False
-        yield self._schedule.keep(frozenset())
-        yield self._schedule.start(self._rested)
+        yield self._schedule.drive(stage.end)
+        yield self._schedule.start(self._trained)
+        yield self._schedule.drive(stage.before)
         yield self._schedule.finish()
 
     def _answer(self, event: Event) -> list[Action]:

@@ -38,7 +38,7 @@ class Storages(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.now = 0
-        self.is_loss = False  # new storages belong to logits and loss
+        self._is_loss = False
         self._device_type = device_type
         self._on_work = on_work
         self._logits = 0
@@ -52,6 +52,10 @@ class Storages(TorchDispatchMode):
         """Count inside, with attention kernels as those of the device."""
         with _Kernels(self._device_type), self:
             yield
+
+    def count_as(self, *, is_loss: bool) -> None:
+        """Count new storages as those of logits and loss, or as others."""
+        self._is_loss = is_loss
 
     def ignore(self, tensor: Tensor) -> None:
         """Leave out the tensor's bytes, which are counted elsewhere."""
@@ -106,7 +110,7 @@ class Storages(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        nbytes, is_logits = storage.nbytes(), self.is_loss
+        nbytes, is_logits = storage.nbytes(), self._is_loss
         if nbytes <= 8:
             self._scalars[key] = func._overloadpacket.__name__
 

@@ -250,7 +250,7 @@ class _Tracer:
         self._depth -= 1
         if self._depth == 0 and not self._is_backward:
             self._note(EventKind.END_FORWARD)
-            self.storages.is_loss = True
+            self.storages.count_as(is_loss=True)
 
     def hold_alias(self, tensor: Tensor) -> None:
         """A module returned a weight: a trace has none to keep."""
@@ -268,7 +268,7 @@ class _Tracer:
 
     def enter_backward(self, call: Call) -> None:
         """Autograd reaches the outputs of `call`."""
-        self.storages.is_loss = False
+        self.storages.count_as(is_loss=False)
         self._reached = call.unit
         self._note(EventKind.BACKWARD, call.unit, call.started)
 

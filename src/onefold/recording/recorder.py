@@ -28,7 +28,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import StateError, expected
 from onefold.ledger import Ledger, Traffic
-from onefold.observer import Stream, joined, members_of
+from onefold.observer import Stream, members_of
 from onefold.recording.closed_form import stage0_nbytes
 from onefold.recording.heap import allocator_probe
 from onefold.recording.report import copied, unit_lines
@@ -71,7 +71,7 @@ class Recording:
 
         engine = self._engine
         about = {"stage": engine.recipe.stage.number, "ranks": engine.group.world_size}
-        about |= {"offload": engine.description} if engine.description else {}
+        about |= {"offload": engine.facts.description} if engine.facts.description else {}
         report = RunReport.of([self.step], about=about, units=unit_lines(engine.units))
         write(directory, replace(report, stage0=stage0_nbytes(engine.recipe)), [self.step])
 
@@ -93,11 +93,11 @@ def record(module: nn.Module) -> Iterator[Recording]:
         where, hint = f"rank {engine.group.rank}", "end the block of one step before the next"
         raise StateError(expected(wanted, got, where=where, hint=hint))
     recording, recorder = Recording(engine), Recorder(ledger, engine.context.store.device)
-    ledger.observer = joined([*members_of(ledger.observer), recorder])
+    ledger.watch(recorder)
     try:
         yield recording
     finally:
-        ledger.observer = joined([o for o in members_of(ledger.observer) if o is not recorder])
+        ledger.unwatch(recorder)
     recording.finish(recorder)
 
 

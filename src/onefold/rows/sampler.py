@@ -129,7 +129,7 @@ class RowSampler(Sampler[list[int]]):
             wanted += f"{self._world_size}"
             hint = "pass the same mesh to onefold.shard and onefold.RowSampler"
             raise ConfigError(expected(wanted, f"rank {ranks[0]} of {ranks[1]}", hint=hint))
-        speeds.shares = self.shares  # until enough is measured
+        speeds.begin_at(self.shares)
         self._speeds = speeds
 
     def collate(
@@ -175,7 +175,7 @@ class RowSampler(Sampler[list[int]]):
         same = len(state["shares"]) == self._world_size
         self.shares = tuple(state["shares"]) if same else even(self._world_size)
         if self._speeds is not None:
-            self._speeds.shares = self.shares
+            self._speeds.begin_at(self.shares)
 
 
 class _Collate:

@@ -26,7 +26,7 @@ from onefold.engine.registry import engine_of
 from onefold.engine.watch import tensors_in
 from onefold.layout.row_split import RankTime
 from onefold.ledger import Ledger
-from onefold.observer import Span, Stream, joined, members_of
+from onefold.observer import Span, Stream, members_of
 from onefold.recording.recorder import Recorder
 from onefold.recording.step_record import total_seconds
 from onefold.rows.dealing import AffineFit, balance, even
@@ -114,7 +114,11 @@ class RowSpeeds:
         """Observe the module of a ledger from now on, beside who observes it already."""
         if self not in members_of(ledger.observer):
             self._ledger = ledger
-            ledger.observer = joined([*members_of(ledger.observer), self])
+            ledger.watch(self)
+
+    def begin_at(self, shares: tuple[float, ...]) -> None:
+        """Suggest these shares until enough is measured."""
+        self.shares = shares
 
     def count_rows(self, root: nn.Module) -> None:
         """Count the rows of forwards that train."""

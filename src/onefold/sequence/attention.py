@@ -26,14 +26,20 @@ from onefold.wire.collectives import Group
 class SplitAttention(threading.local):
     """Attention of one module over the ranks of `group`.
 
-    `num_calls` counts calls. `padding`: positions of the present forward that no sequence has; 0
-    where each attention has a mask of its own. Forwards of several threads have their own.
+    `num_calls` counts calls. Forwards of several threads have their own.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.num_calls = 0
-        self.padding = 0
+        self._padding = 0
+
+    def pad(self, padding: int) -> None:
+        """No sequence of the present forward has so many positions at the end.
+
+        0 where each attention has a mask of its own.
+        """
+        self._padding = padding
 
     @torch._disable_dynamo  # collectives stay out of graphs
     def __call__(  # noqa: PLR0913 - torch's signature
@@ -46,7 +52,7 @@ class SplitAttention(threading.local):
         shape, dtype = query.shape, _autocast_dtype(query)
         query, key, value = (_four_axes(each).to(dtype) for each in (query, key, value))
         call = _Call(self.group, tuple(query.shape), tuple(key.shape), tuple(value.shape))
-        call.check(attn_mask, is_causal, self.padding)
+        call.check(attn_mask, is_causal, self._padding)
         mask = None if attn_mask is None else call.whole_mask(attn_mask)
         q, k, v = ToHeads.apply(call.inward, query, key, value)
         k, v, enable_gqa = call.grouped(k, v, mask is not None)

@@ -124,7 +124,7 @@ class SequenceSplit:
         self._compare(main)
         pieces = self._pieces(main.shape[1])
         local = self._calls.local(whole, pieces)
-        self._attention.padding = 0 if self._calls.has_own_masks else pieces.padding
+        self._attention.pad(0 if self._calls.has_own_masks else pieces.padding)
         self._begin(module, self._calls.around(whole, pieces))
         return self._names.part(local, len(args))
 
@@ -138,7 +138,7 @@ class SequenceSplit:
     @torch._disable_dynamo
     def _after(self, module: nn.Module, _: object, outputs: Any) -> Any:
         self._hooks.leave(module)
-        self._attention.padding = 0
+        self._attention.pad(0)
         frames = self._frames.entries
         if not frames:  # the cut has failed
             return None

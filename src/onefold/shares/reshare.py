@@ -9,9 +9,8 @@ Parameters, optimizers and averages stay the same objects. See docs/adr/0025.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +91,7 @@ def _check_state(engine: Engine) -> None:
     anchors = [usage.now for (kind, _), usage in engine.ledger.usage.items() if kind is Kind.ANCHOR]
     if engine.schedule.forward_depth > 0 or in_backward() or engine.schedule.is_backward:
         got = "a call inside forward or backward"
-    elif engine.is_unsharded or engine.schedule.kept:
+    elif engine.is_unsharded or engine.schedule.driven.keeps:
         got = "a call inside `onefold.unsharded`, `onefold.generating` or `onefold.stream`"
     elif not recipe.is_sharded:
         got = "stage 0, where every rank holds all state"
@@ -201,13 +200,9 @@ class _Reshare:
             each.take()
         for unit in _moving(engine):
             self._move(unit, unit.spec.on(self.context, by_rows=_is_by_rows(unit)))
-            engine.gradients[unit] = unit.gradient
         expectation = Expectation.of(recipe, self.context.rank)
-        engine.context, engine.recipe = self.context, recipe
-        engine.expected_peaks = partial(_highest, (engine.expected_peaks, expectation.peaks))
-        engine.ledger.advise = expectation.smallest_change
-        if engine.saved is not None:
-            engine.saved.keep([unit.weight.tensor for unit in engine.units])
+        engine.recut(self.context, recipe, expectation.peaks)
+        engine.ledger.ask(expectation.smallest_change)
         for each in states:
             each.finish()
 
@@ -283,17 +278,6 @@ class _Reshare:
                     found[parameter].copy_(mean)
                 items.append(Rows(parameter.slot, slot, mean, found[parameter]))
         return found
-
-
-def _highest(
-    expected_by: Sequence[Callable[..., dict[str, int]]], *, accumulates: bool
-) -> dict[str, int]:
-    """The highest peaks of a run under all the shares that it has had."""
-    found: dict[str, int] = {}
-    for peaks in expected_by:
-        for kind, nbytes in peaks(accumulates=accumulates).items():
-            found[kind] = max(nbytes, found.get(kind, 0))
-    return found
 
 
 def _is_by_rows(unit: Unit) -> bool:

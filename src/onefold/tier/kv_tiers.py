@@ -46,6 +46,14 @@ class BlockRun:
     filled: int = 0
     rows: tuple[int, ...] | None = None
 
+    def fill(self, count: int) -> None:
+        """So many more blocks are written (negative: dropped)."""
+        self.filled += count
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Let sequence i of a new batch continue sequence `rows[i]`."""
+        self.rows = tuple(rows if self.rows is None else (self.rows[row] for row in rows))
+
     @property
     def block_nbytes(self) -> int:
         """Bytes of one block."""
@@ -114,7 +122,7 @@ class KVTiers:
         self, budget: int, cpu_budget: int, paths: Sequence[Path], rank: int, num_layers: int
     ) -> None:
         self.ledger = Ledger()
-        self.num_layers = num_layers
+        self._num_layers = num_layers
         self._budget, self._cpu_budget = budget, cpu_budget
         self._paths, self._rank = paths, rank
         self._workers = Workers(NUM_READERS, "onefold-kv")
@@ -155,6 +163,10 @@ class KVTiers:
         if self.files:
             self._disk = DiskScratch(self.files, self._workers, on_host, device, ledger, Kind.CACHE)
 
+    def divide_among(self, num_layers: int) -> None:
+        """Divide budgets evenly among so many layers."""
+        self._num_layers = num_layers
+
     def close(self) -> None:
         """Free the files' space, and start anew. Layers must have given up their runs."""
         self.drop_ahead()
@@ -175,9 +187,9 @@ class KVTiers:
         for tier, budget, scratch in self._budgets:
             usage = self.ledger.usage.get((Kind.CACHE, tier))
             left = budget - (usage.now if usage else 0)
-            if self.num_layers:
+            if self._num_layers:
                 own = sum(run.place.nbytes for run in held if run.tier == tier)
-                left = min(left, budget // self.num_layers - own)
+                left = min(left, budget // self._num_layers - own)
             count = min(wanted, left // block_nbytes)
             if count > 0 and scratch is None:
                 room = self.room(count * block_nbytes, Kind.CACHE)

@@ -149,8 +149,7 @@ class LayerTokens:
         if list(rows) == list(range(self.batch)):
             return
         for run in self.runs:
-            before = run.rows
-            run.rows = tuple(rows) if before is None else tuple(before[row] for row in rows)
+            run.select(rows)
         old, self.batch = self._tail, len(rows)
         self._new_tail()
         for tail, source in zip(self._tail, old, strict=True):
@@ -178,7 +177,7 @@ class LayerTokens:
                     flat = slot.tensor(count * size, torch.uint8)
                     self._lay(flat, *part)
                     run.scratch.write(run.place, flat, _nothing, at).wait()
-            run.filled += count
+            run.fill(count)
             start += count
 
     def _open_run(self, wanted: int) -> BlockRun:
@@ -226,7 +225,7 @@ class LayerTokens:
             self._show(run, run.place.tensor(size, torch.uint8, at), *self._tail)
 
     def _drop_block(self) -> None:
-        self.runs[-1].filled -= 1
+        self.runs[-1].fill(-1)
         if self.runs[-1].filled == 0:
             self.runs.pop()
 

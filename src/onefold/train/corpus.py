@@ -113,7 +113,7 @@ class Windows:
         self._split = split
         self._rows = rows
         self._seq = seq
-        self.own = own  # rows of each global batch; may change between batches
+        self.own = own  # rows of each global batch
         self._generator = torch.Generator().manual_seed(seed)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -126,6 +126,10 @@ class Windows:
 
     def __iter__(self) -> Iterator[Tensor]:
         return self
+
+    def deal(self, own: range) -> None:
+        """Yield these rows of the global batches that follow."""
+        self.own = own
 
     def __next__(self) -> Tensor:
         """Return own rows [len(own), seq + 1] of the next batch, as int64 tokens."""

@@ -62,4 +62,4 @@ class RowDeal:
         """Go on with shares; those of another number of ranks become equal ones."""
         assert self._speeds is not None, "see `stateful`"
         same = len(state["shares"]) == self._world_size
-        self._speeds.shares = tuple(state["shares"]) if same else even(self._world_size)
+        self._speeds.begin_at(tuple(state["shares"]) if same else even(self._world_size))

@@ -186,7 +186,7 @@ class Trainer:
         """Take one optimizer step; return a loss whose mean over ranks is the batch's."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.peak_lr * schedule(step, self.job.steps)
-        self.windows.own = self.deal.own
+        self.windows.deal(self.deal.own)
         total = self._backward(next(self.windows).to(self.world.device))
         if self.job.clip > 0:
             self.scaler.unscale_(self.optimizer)

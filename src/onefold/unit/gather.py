@@ -191,7 +191,7 @@ class UnitGather:
                 weights.wait_step()
                 bring()
             except TierError as error:
-                weights.failure = error
+                weights.note_failure(error)
                 if not self._reads(tags):
                     raise
             if weights.failure is not None:
@@ -244,7 +244,8 @@ class UnitGather:
         mine = None if weights.failure is None else str(weights.failure)
         texts = self._spec.context.transport.group.gather(mine)
         if weights.failure is None:
-            weights.failure = TierError(str(next(text for text in texts if text is not None)))
+            weights.note_failure(TierError(next(text for text in texts if text is not None)))
+        assert weights.failure is not None, "some rank has failed"
         return weights.failure
 
 

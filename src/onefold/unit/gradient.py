@@ -55,8 +55,8 @@ class UnitGradient:
         self._unit = ref(unit)
         parameters = self._parameters = unit.parameters
         self.is_unused = False  # by every rank, in the last backward
-        self.is_consumed = False  # stepped in backward, and freed: until the optimizer's step
-        self.is_discarding = False  # an aborted backward: results that still arrive are dropped
+        self._is_consumed = False  # stepped in backward, and freed: until the optimizer's step
+        self._is_discarding = False  # an aborted backward: results that still arrive are dropped
         # partial gradients: their bytes, the `.grad` that shows them between micro-batches, and
         # the parameters that those micro-batches trained, on every rank
         self.partial: dict[UnitParameter, int] = {}
@@ -91,12 +91,16 @@ class UnitGradient:
 
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
-        if self.is_consumed:
+        if self._is_consumed:
             raise refusals.CONSUMED(parameter.fqn, where=self._spec.context.where)
+
+    def end_step(self) -> None:
+        """The step that consumed the values is over: gradients may be read again."""
+        self._is_consumed = False
 
     def consume(self) -> None:
         """A step uses the values now: show no gradient, and leave the buffer to the step."""
-        self.is_consumed = True
+        self._is_consumed = True
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 parameter.sharded.grad = None
@@ -161,8 +165,13 @@ class UnitGradient:
         self.reduction.drop(range(len(self._parameters)))
         return lost
 
+    def discard(self) -> None:
+        """A backward failed: drop the results of reductions that still arrive; `lose` follows."""
+        self._is_discarding = True
+
     def lose(self) -> None:
         """A backward failed: forget partial gradients. Reading earlier sums becomes an error."""
+        self._is_discarding = False
         sums = [p for p, shown in self.shown.items() if isinstance(shown, NoMean)]  # of the node
         for parameter in [*self.drop_partial(), *sums]:
             self.shown.pop(parameter, None)
@@ -214,7 +223,7 @@ class UnitGradient:
                     mean = self._rest_view(parameter).copy_(mean)
                 self._give(parameter, mean)
             for parameter, grad in partial.items():
-                parameter.partial_grad = grad
+                parameter.set_partial_grad(grad)
                 self._hold(parameter, grad.nbytes)
         self._reduced_at = self._ledger.steps
         self.rest_partial()
@@ -231,7 +240,7 @@ class UnitGradient:
         """
         parameters = self.trainable()
         self.unit.join_step()  # it may still read the rows that are written now
-        if self.is_consumed and parameters:
+        if self._is_consumed and parameters:
             self.check_there(parameters[0])
         if self._spec.context.world_size == 1:
             self._due.clear()
@@ -250,7 +259,7 @@ class UnitGradient:
 
     def _keep_local(self, parameters: list[UnitParameter]) -> None:
         """One rank: the partial gradient is the mean already."""
-        if self.is_discarding:
+        if self._is_discarding:
             return
         self._reduced_at, sources = self._ledger.steps, self._spec.context.sources
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -284,7 +293,7 @@ class UnitGradient:
         """The first hop is over."""
         partials.clear()
         self._count_reduced(parameters)
-        if not self.is_discarding:
+        if not self._is_discarding:
             self._landed = _Landed(parameters, self.reduction.users(used), mean)
 
     def keep_sums(self) -> None:
@@ -337,7 +346,7 @@ class UnitGradient:
 
     def show_all(self, parameters: Iterable[UnitParameter]) -> None:
         """Show the reduced gradients of `parameters`."""
-        if self.is_discarding:
+        if self._is_discarding:
             return
         self._reduced_at = self._ledger.steps
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

@@ -210,9 +210,7 @@ def _replace(owned: Owned, value: Tensor, *, is_cut: bool = False) -> None:
         real: nn.Parameter = original.over(shown)
     else:
         real = nn.Parameter(shown, requires_grad=original.requires_grad)
-    for module, name in owned.owners:
-        module._parameters[name] = real
-    owned.parameter = real
+    owned.materialise(real)
 
 
 def _refuse_cut(owned: Owned) -> None:

@@ -280,6 +280,10 @@ class UnitParameter(ShardedForm):
         """The error for a parameter that was replaced, moved or resized."""
         return refusals.TOUCHED(self.fqn, got, where=self.spec.context.where)
 
+    def rest_in(self, rows: Tensor) -> None:
+        """Own rows rest in other memory from now on."""
+        self.local = rows
+
     # gradients
 
     @property
@@ -288,9 +292,9 @@ class UnitParameter(ShardedForm):
         grad = self.unsharded.grad
         return grad if grad is None or self.model is None else local_of(grad)
 
-    @partial_grad.setter
-    def partial_grad(self, grad: Tensor | None) -> None:
-        self.unsharded.grad = grad if grad is None or self.model is None else self.model.over(grad)
+    def set_partial_grad(self, grad: Tensor) -> None:
+        """Show a partial gradient [all rows] on the unsharded parameter."""
+        self.unsharded.grad = grad if self.model is None else self.model.over(grad)
 
     def fit_grad(self) -> None:
         """Make a gradient that autograd has accumulated fit the parameter's model axes.
@@ -307,7 +311,7 @@ class UnitParameter(ShardedForm):
                     grad = grad.redistribute(placements=model.placements)
                 await_local = getattr(grad._local_tensor, "wait", None)  # of a collective
                 local = grad._local_tensor if await_local is None else await_local()
-                self.partial_grad = local
+                self.set_partial_grad(local)
 
     def call_hooks(self) -> None:
         """Run the user's post-accumulate hooks: sharded parameters are in no graph of autograd."""

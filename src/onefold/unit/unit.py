@@ -142,7 +142,7 @@ class Unit(UnitWeights):
         with torch.no_grad():
             for parameter, original in pairs:
                 if isinstance(rows, FileRows):
-                    parameter.local = rows_in_files(parameter, rows, values)
+                    parameter.rest_in(rows_in_files(parameter, rows, values))
                 elif parameter not in given:
                     parameter.local.copy_(parameter.own_piece(local_of(original.detach())))
             for parameter, original in pairs:
@@ -227,6 +227,16 @@ class Unit(UnitWeights):
         """Wait for the gather and the fetch that are under way; the next use meets their rows."""
         self._await_gather()
         self.rows.await_fetch()
+
+    def begin_edits(self) -> None:
+        """Modules show the parameters of `onefold.unsharded`, which has shown them."""
+        self.state = UnitState.EDITABLE
+
+    def end_edits(self) -> None:
+        """Show sharded parameters again."""
+        for parameter in self.parameters:
+            parameter.show(parameter.sharded)
+        self.state = UnitState.RESTING
 
     def reshard(self, *, release: bool, keeps_bytes: bool = False) -> None:
         """Show sharded parameters; with `release` also free the full buffer.

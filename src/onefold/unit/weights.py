@@ -105,6 +105,14 @@ class UnitWeights:
         named = [self.moments[name] for name in sorted(self.moments)]
         return [buffer for buffer in found if buffer is not None] + named
 
+    def begin_step(self, step: Waitable) -> None:
+        """A step of the unit runs in the background."""
+        self.pending = step
+
+    def note_failure(self, failure: TierError) -> None:
+        """A step or a fetch failed: the weights are lost."""
+        self.failure = failure
+
     def join_step(self) -> None:
         """Wait for the step that runs in the background; note its failure, if it failed."""
         if self.pending is not None:

@@ -46,9 +46,13 @@ _CONNECTIONS = {
 
 @dataclass(slots=True)
 class PhaseNow:
-    """The phase of one sharded module on this rank; the engine sets it."""
+    """The phase of one sharded module on this rank; the engine says when one begins."""
 
     name: str = CALL
+
+    def begin(self, name: str) -> None:
+        """Begin a phase: collectives from here on belong to it."""
+        self.name = name
 
 
 @dataclass(slots=True)

@@ -64,7 +64,7 @@ class Peers:
                 raise WireError(_left(message.label, error, words)) from error
             raise
         finally:
-            roll_call.waiting = None
+            roll_call.wait_for(None)
 
     def _trouble(self, message: Message, waited_s: float) -> OnefoldError | None:
         """The reason not to wait on; after some seconds other ranks learn what this one awaits."""
@@ -72,7 +72,7 @@ class Peers:
         if roll_call.failure is not None:
             return roll_call.failure.error()
         if waited_s >= PATIENCE_S and roll_call.waiting is None:
-            roll_call.waiting = message.waiting()
+            roll_call.wait_for(message.waiting())
         if roll_call.verdict is not None:
             return WireError(no_rank_can_go_on(roll_call.verdict))
         if waited_s > self._time_limit():

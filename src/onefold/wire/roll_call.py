@@ -99,13 +99,8 @@ class RollCall:
         # a thread inside the store must not meet an interpreter that shuts down
         finalize(self, self._desk.stop, thread)
 
-    @property
-    def waiting(self) -> Waiting | None:
-        """The collective that this rank waits for."""
-        return self._desk.waiting
-
-    @waiting.setter
-    def waiting(self, waiting: Waiting | None) -> None:
+    def wait_for(self, waiting: Waiting | None) -> None:
+        """Tell others which collective this rank waits for; None: none."""
         self._desk.waiting = waiting
 
     @property

@@ -1,0 +1,76 @@
+"""The choices of whoever drives a schedule: one frozen value for the events that follow.
+
+A plain loop drives by the default. `onefold.accumulate`, `generating`, `unsharded`, a pipeline,
+layered order and the planner's replay hand over other values, each at a boundary between two events
+(`Schedule.drive`). No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drive:
+    """The choices of a driver.
+
+    keeps: units that stay unsharded between forwards and backwards.
+    frees_in_backward: units that `keeps` leaves out are freed as backward leaves them, not at once.
+    rests: units whose gradients wait on their rank until the driver starts reductions.
+    accumulates: the micro-batch is not the last one of a step.
+    walks_apart: micro-batches of one step are interleaved: each backward is that of one forward,
+        and a forward that trains does not end `keeps`.
+    repeats: another micro-batch walks the units of the one before.
+    more_to_come: this backward may reach calls of any unit that have not begun.
+    joins_backwards: several backwards of autograd are one, which the driver ends.
+    is_suspended: modules show editable unsharded parameters, and events decide nothing.
+    """
+
+    keeps: frozenset[int] = frozenset()
+    frees_in_backward: bool = False
+    rests: frozenset[int] = frozenset()
+    accumulates: bool = False
+    walks_apart: bool = False
+    repeats: bool = False
+    more_to_come: bool = False
+    joins_backwards: bool = False
+    is_suspended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageDrives:
+    """The values by which a pipeline drives one stage through a step.
+
+    before: between two steps of the schedule.
+    step: from the begin of a step; a backward that infers shapes has no gradients to reduce.
+    backward: a whole backward of one micro-batch.
+    split: a backward of inputs or of weights alone.
+    end: the stage's last backward is over, and what rests is reduced.
+    """
+
+    before: Drive
+    step: Drive
+    backward: Drive
+    split: Drive
+    end: Drive
+
+    @staticmethod
+    def of(
+        caller: Drive, num_units: int, window: frozenset[int], *, splits: bool = False,
+        reduces_all: bool = False, trains: bool = True,
+    ) -> StageDrives:  # fmt: skip
+        """Return the values for a step inside `caller`'s that keeps the units of `window`.
+
+        `splits`: backwards of inputs and of weights run apart, so a reduction of other units could
+        not start before their backward of weights is over. `reduces_all`: every backward reduces
+        the window's units, too.
+        """
+        everything = frozenset(range(num_units))
+        resting = everything if splits else frozenset[int]() if reduces_all else window
+        before = replace(caller, keeps=frozenset())
+        step = replace(
+            before, keeps=window, rests=everything, walks_apart=True,
+            accumulates=trains or caller.accumulates,
+        )  # fmt: skip
+        backward, split = replace(step, rests=resting), replace(step, keeps=everything)
+        return StageDrives(before, step, backward, split, replace(before, rests=resting))
