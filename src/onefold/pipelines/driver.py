@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import torch
 
-from onefold.engine.drive import Drive, StageDrives
+from onefold.engine.driving import Drive, StageDrives
 from onefold.engine.engine import Engine
 
 
