@@ -11,7 +11,7 @@ from torch import nn
 
 import onefold
 from onefold.engine.actions import Action
-from onefold.engine.drive import Drive
+from onefold.engine.driving import Drive
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.registry import engine_of
 from onefold.engine.run_facts import RunFacts

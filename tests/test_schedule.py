@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onefold.engine.actions import Action, Verb
 from onefold.engine.calls import Call
-from onefold.engine.drive import Drive
+from onefold.engine.driving import Drive
 from onefold.engine.early_steps import MAX_PENDING
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.schedule import Schedule

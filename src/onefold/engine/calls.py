@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weakref import WeakSet
 
-from onefold.engine.drive import Drive
+from onefold.engine.driving import Drive
 
 
 class Call:

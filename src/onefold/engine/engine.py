@@ -22,7 +22,7 @@ from torch import nn
 
 from onefold.engine.activations import saved_activations_of
 from onefold.engine.calls import Call
-from onefold.engine.drive import Drive
+from onefold.engine.driving import Drive
 from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
 from onefold.engine.pipelined import Pipeline, warn_undriven

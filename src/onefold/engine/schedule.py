@@ -16,7 +16,7 @@ One step, event by event (units are numbers, in the order of the module):
     end_backward     reduce the remaining units, wait for everything
     rest             before the optimizer's step nothing unsharded stays
     stepped          weights have changed: unsharded weights are out of date
-    drive            events of another driver than a plain loop follow (engine/drive.py)
+    drive            events of another driver than a plain loop follow (engine/driving.py)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from onefold.engine.actions import NO_UNIT, Action, Verb
 from onefold.engine.calls import Call, OpenCalls
-from onefold.engine.drive import Drive
+from onefold.engine.driving import Drive
 from onefold.engine.early_steps import EarlySteps
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.engine.drive import Drive
+from onefold.engine.driving import Drive
 from onefold.engine.engine import Engine
 from onefold.engine.forward_threads import ForwardThread, thread_of
 from onefold.errors import StateError, expected

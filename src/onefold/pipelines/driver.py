@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 import torch
 
-from onefold.engine.drive import Drive, StageDrives
+from onefold.engine.driving import Drive, StageDrives
 from onefold.engine.engine import Engine
 
 

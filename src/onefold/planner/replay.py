@@ -13,7 +13,7 @@ from typing import Protocol
 
 from onefold.engine.actions import Action
 from onefold.engine.calls import Call
-from onefold.engine.drive import Drive, StageDrives
+from onefold.engine.driving import Drive, StageDrives
 from onefold.engine.schedule import Schedule
 from onefold.engine.successors import Phase
 
