@@ -28,26 +28,21 @@ from onefold.engine.engine import Engine
 from onefold.engine.finite import are_gradients_finite
 from onefold.engine.flat import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
-from onefold.engine.rules import Rule, may_fuse, moments_after_first_step, rule_of
+from onefold.engine.own_state import name_keeper, own_state
+from onefold.engine.rules import (
+    Rule,
+    may_fuse,
+    moments_after_first_step,
+    rule_of,
+    steps_elements,
+)
 from onefold.engine.waiting_state import stepped_state
 from onefold.errors import ConfigError, StateError, expected
 from onefold.ledger import StateBytes
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
-    torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
-    torch.optim.Rprop, torch.optim.ASGD,
-)  # fmt: skip
-"""Classes whose update of an element depends on that element alone; subclasses may not."""
-
 State = dict[str, Any]
-
-
-def steps_elements(optimizer: Optimizer) -> bool:
-    """True if the optimizer's class steps each element by itself."""
-    return type(optimizer) in ELEMENTWISE
 
 
 def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:
@@ -73,6 +68,10 @@ class StepStrategy(Protocol):
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Return the parameters whose state this rank keeps: own rows of all, or some unsharded."""
+        ...
+
+    def keeper_of(self, parameter: UnitParameter) -> int | None:
+        """Return the rank that keeps the parameter's state; None: this one, or all."""
         ...
 
     def forget(self) -> None:
@@ -101,22 +100,19 @@ class OptimizerBinding:
         self.engines: list[Engine] = []
         self._state_bytes: dict[Engine, StateBytes] = {}
         self.is_elementwise = steps_elements(optimizer)
-        if isinstance(optimizer, torch.optim.LBFGS) and engine.context.rest_world > 1:
-            raise ConfigError(
-                expected(
-                    "an optimizer that steps each parameter by itself",
-                    "LBFGS, which searches over all parameters at once",
-                    hint="use stage=0, or another optimizer",
-                )
-            )
+        # its closure runs in the midst of a step, so it steps the sharded parameters themselves
+        self._searches = isinstance(optimizer, torch.optim.LBFGS)
         self._strategy: StepStrategy = FlatStep() if self.is_elementwise else MatrixStep()
         self._shown: dict[Tensor, State] = {}
+        self._common: dict[Any, Any] = {}  # state that belongs to no parameter
         self._is_entered = False
         self._restore: list[tuple[State, State]] = []
         self._group_of: dict[int, int] | None = None  # by id, while units are stepped in backward
         self._optimizer = ref(optimizer)
         self._pre = optimizer.register_step_pre_hook(self.before_step)
         self._post = optimizer.register_step_post_hook(self.after_step)
+        optimizer.register_state_dict_post_hook(self._name_keepers)
+        optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         self.stand_innermost(optimizer)
         self.join(optimizer, engine)
 
@@ -127,6 +123,10 @@ class OptimizerBinding:
         self._state_bytes[engine] = StateBytes(engine.ledger, engine.context.store.name, self)
         engine.hands.steppers.add(self)
         self._reserve(optimizer)
+        found = [
+            self.parameter(tensor) for group in optimizer.param_groups for tensor in group["params"]
+        ]
+        self.kept_here([p for p in found if p and p.sharded.requires_grad])
 
     def _check_tiers(self, optimizer: Optimizer, engine: Engine) -> None:
         if not self.is_elementwise and any(unit.steps_in_blocks for unit in engine.units):
@@ -214,11 +214,10 @@ class OptimizerBinding:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
     ) -> tuple[tuple[Any, ...], State] | None:
         """Replace sharded parameters by the tensors to step. Runs after every other pre-hook."""
-        if self._is_entered:  # a subclass's step that calls its base class's
+        if self._is_entered or self._searches:  # a subclass's step that calls its base class's
             return None
         self._group_of = None
-        searches = isinstance(optimizer, torch.optim.LBFGS)  # calls its closure many times
-        replaced = None if searches else self._evaluate_closure(args, kwargs)
+        replaced = self._evaluate_closure(args, kwargs)
         for engine in self.engines:
             engine.before_step()
         self._import_changed(optimizer)
@@ -232,7 +231,8 @@ class OptimizerBinding:
         if not any(groups):
             self._check_trains(optimizer)
         stand_ins = self._strategy.enter(groups, self._rules(optimizer))
-        state: defaultdict[Tensor, State] = defaultdict(dict)
+        self._common = _common(optimizer.state)
+        state: defaultdict[Tensor, State] = defaultdict(dict, self._common)
         for tensor in (tensor for group in foreign for tensor in group):
             if tensor in optimizer.state:
                 state[tensor] = optimizer.state[tensor]
@@ -289,6 +289,8 @@ class OptimizerBinding:
     @torch._disable_dynamo
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
         """Put sharded parameters back. Runs before every other post-hook."""
+        if self._searches:
+            self._count_search(optimizer)
         if not self._is_entered:
             return
         self._put_back(optimizer)
@@ -304,12 +306,20 @@ class OptimizerBinding:
                 entry = shown.get(parameter) if parameter else stepped.get(tensor)
                 if entry:
                     state[tensor] = entry
-        self._shown = _copied(state)
-        optimizer.state = stepped_state(state, self.engines)
+        self._shown, self._common = _copied(state), _common(stepped)
+        optimizer.state = stepped_state({**state, **self._common}, self.engines)
         for engine in self.engines:
             self._state_bytes[engine].set(self._state_nbytes(state, engine))
             engine.ledger.end_step(self)
             engine.after_step(units, self._strategy.rounded)
+
+    def _count_search(self, optimizer: Optimizer) -> None:
+        """End a step that has edited the sharded parameters, as a user does."""
+        for engine in self.engines:
+            engine.before_step()
+            self._state_bytes[engine].set(self._state_nbytes(optimizer.state, engine))
+            engine.ledger.end_step(self)
+            engine.after_step(set(), set())
 
     def step_early(self, unit: Unit) -> None:
         """Begin to step the optimizer's parameters of a unit, during a backward."""
@@ -335,7 +345,7 @@ class OptimizerBinding:
         if self._is_entered and optimizer is not None:
             self._strategy.recover()
             self._put_back(optimizer)
-            optimizer.state = stepped_state(_copied(self._shown), self.engines)
+            optimizer.state = stepped_state({**_copied(self._shown), **self._common}, self.engines)
 
     def _put_back(self, optimizer: Optimizer) -> None:
         self._is_entered = False
@@ -367,7 +377,7 @@ class OptimizerBinding:
     def _import_changed(self, optimizer: Optimizer) -> None:
         """Import state that was loaded, cleared or edited since the last step."""
         state = optimizer.state
-        if len(state) == len(self._shown) and all(
+        if len(state) == len(self._shown) + len(self._common) and all(
             _same_entry(dict.get(state, tensor), entry) for tensor, entry in self._shown.items()
         ):
             return
@@ -375,8 +385,26 @@ class OptimizerBinding:
             for tensor in group["params"]:
                 parameter = self.parameter(tensor)
                 if parameter is not None:
-                    self._strategy.import_state(parameter, dict(dict.get(state, tensor, {})))
-        self._shown = _copied(state)
+                    own = own_state(parameter, dict.get(state, tensor, {}))
+                    self._strategy.import_state(parameter, own)
+        self._common = _common(state)
+        self._shown = _copied({k: v for k, v in dict.items(state) if k not in self._common})
+
+    def _name_keepers(self, optimizer: Optimizer, state_dict: State) -> None:
+        """Note, in place of a state that another rank keeps, which rank that is."""
+        state = state_dict["state"]
+        for number, tensor in _numbered(optimizer, state_dict) if state else ():
+            parameter = self.parameter(tensor)
+            keeper = self._strategy.keeper_of(parameter) if parameter else None
+            if parameter and keeper is not None and not state.get(number):
+                state[number] = name_keeper(parameter, keeper)
+
+    def _check_loaded(self, optimizer: Optimizer, state_dict: State) -> None:
+        """Raise `StateError` for another rank's state, before anything is loaded."""
+        for number, tensor in _numbered(optimizer, state_dict):
+            parameter = self.parameter(tensor)
+            if parameter is not None:
+                own_state(parameter, state_dict["state"].get(number, {}))
 
     def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
         """Return the bytes of per-element state, once per storage, without the units' moments."""
@@ -405,6 +433,19 @@ def _grad(parameter: UnitParameter) -> Tensor | None:
 def _copied(state: Mapping[Tensor, State]) -> dict[Tensor, State]:
     """Copy the entries: a user may replace the values in those of the optimizer."""
     return {tensor: dict(entry) for tensor, entry in dict.items(state)}  # type: ignore[arg-type]
+
+
+def _common(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state that belongs to no parameter: its keys are words."""
+    return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}  # type: ignore[arg-type]
+
+
+def _numbered(optimizer: Optimizer, state_dict: State) -> list[tuple[Any, Tensor]]:
+    """Return the optimizer's parameters, and the keys of their states in a state dict."""
+    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=False)
+    return [
+        pair for saved, own in groups for pair in zip(saved["params"], own["params"], strict=False)
+    ]
 
 
 def _same_entry(now: State | None, then: State) -> bool:
