@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from onefold.engine.rules import steps_elements, unhooked_step
+from onefold.engine.rules import unhooked_step
 from onefold.errors import ConfigError, expected
 from onefold.recipe import Recipe
 
-SCALES = (1.0, 3.0, 0.5, 40.0, 2.0, 1.0, 5.0, 0.1)
+SCALES = (1.0, 3.0, 0.5, 40.0, 2.0, 0.1)
 """Gradients of the probe's steps, relative to one another: a sudden one is clipped."""
 
 
@@ -31,10 +31,12 @@ def check_separable(optimizer: Optimizer, recipe: Recipe) -> None:
     CPU, is not probed: it is taken to step each parameter by itself.
     """
     is_spread = recipe.rest_world > 1 or any(unit.ranks for unit in recipe.units)
-    if not is_spread or steps_elements(optimizer):
+    if not is_spread:
         return
     if isinstance(optimizer, LBFGS):
         why = "which searches over all parameters at once"
+    elif type(optimizer).__module__.startswith("torch.optim."):
+        return  # none of the others is coupled
     elif is_coupled(optimizer):
         why = "whose step of a parameter depends on the other parameters"
     else:
@@ -52,29 +54,29 @@ def check_separable(optimizer: Optimizer, recipe: Recipe) -> None:
 def is_coupled(optimizer: Optimizer) -> bool:
     """True if a probe of the optimizer's class, with its hyper-parameters, is coupled.
 
-    The optimizer itself, and the global generators, stay as they are. A class that draws random
-    numbers while it steps is not compared.
+    It compares weights, and the numbers that a class keeps in its groups. The optimizer itself, and
+    the global generator, stay as they are. A class that draws random numbers is not compared.
     """
     before = torch.get_rng_state()
     try:
-        together = _probe(optimizer, (0, 1))
-        apart = [_probe(optimizer, (index,))[0][0] for index in (0, 1)]
+        together, *apart = [_probe(optimizer, which) for which in ((0, 1), (0,), (1,))]
     except Exception:  # whatever a class raises on parameters that it is not made for
         return False
     finally:
         draws = not torch.equal(before, torch.get_rng_state())
         if draws:
             torch.set_rng_state(before)
-    weights, has_global_state = together
-    is_same = all(
-        torch.equal(shared.nan_to_num(), alone.nan_to_num())
-        for shared, alone in zip(weights, apart, strict=True)
-    )
-    return has_global_state or not (is_same or draws)
+    if any(not isinstance(key, Tensor) for key in together.state):
+        return True
+    weights = [p.detach().nan_to_num() for probe in apart for p in probe.param_groups[0]["params"]]
+    shared = [p.detach().nan_to_num() for p in together.param_groups[0]["params"]]
+    is_same = all(map(torch.equal, shared, weights))
+    is_same &= all(_numbers(probe) == _numbers(together) for probe in apart)
+    return not (is_same or draws)
 
 
-def _probe(optimizer: Optimizer, which: Sequence[int]) -> tuple[list[Tensor], bool]:
-    """Step some of two small matrices; return them, and whether state belongs to neither."""
+def _probe(optimizer: Optimizer, which: Sequence[int]) -> Optimizer:
+    """Return an optimizer of the class that has stepped some of two small matrices."""
     kind = type(optimizer)
     matrices = [torch.linspace(-0.3, 0.4, 6).view(2, 3), torch.linspace(0.1, 0.9, 12).view(3, 4)]
     directions = [torch.linspace(0.02, -0.01, 6).view(2, 3), torch.linspace(1, 2, 12).view(3, 4)]
@@ -87,8 +89,11 @@ def _probe(optimizer: Optimizer, which: Sequence[int]) -> tuple[list[Tensor], bo
             for parameter, index in zip(parameters, which, strict=True):
                 parameter.grad = directions[index] * scale
             step(probe)
-    has_global_state = any(not isinstance(key, Tensor) for key in probe.state)
-    return [parameter.detach() for parameter in parameters], has_global_state
+    return probe
+
+
+def _numbers(probe: Optimizer) -> str:
+    return repr({key: v for key, v in probe.param_groups[0].items() if _is_plain(v)})
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:

@@ -214,8 +214,10 @@ class OptimizerBinding:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
     ) -> tuple[tuple[Any, ...], State] | None:
         """Replace sharded parameters by the tensors to step. Runs after every other pre-hook."""
-        if self._is_entered or self._searches:  # a subclass's step that calls its base class's
+        if self._is_entered:  # a subclass's step that calls its base class's
             return None
+        if self._searches:
+            return self._share_losses(args, kwargs)
         self._group_of = None
         replaced = self._evaluate_closure(args, kwargs)
         for engine in self.engines:
@@ -312,6 +314,22 @@ class OptimizerBinding:
             self._state_bytes[engine].set(self._state_nbytes(state, engine))
             engine.ledger.end_step(self)
             engine.after_step(units, self._strategy.rounded)
+
+    def _share_losses(
+        self, args: tuple[Any, ...], kwargs: State
+    ) -> tuple[tuple[Any, ...], State] | None:
+        """Let the closure return the mean loss of all ranks, so that all search alike."""
+        group, (optimizer, *rest) = self.engines[0].group, args
+        closure = rest[0] if rest else kwargs.get("closure")
+        if closure is None or group.world_size == 1:
+            return None
+
+        def mean_loss() -> Tensor:
+            with torch.enable_grad():
+                loss = torch.as_tensor(closure()).detach().clone()
+            return group.all_reduced(loss) / group.world_size
+
+        return (optimizer, mean_loss), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _count_search(self, optimizer: Optimizer) -> None:
         """End a step that has edited the sharded parameters, as a user does."""

@@ -36,8 +36,9 @@ def own_state(parameter: UnitParameter, state: Mapping[str, Any]) -> dict[str, A
         raise _another_ranks(parameter, f"one of {world_size} ranks, where rank {keeper} keeps it")
     for name, value in state.items():
         if isinstance(value, DTensor) and not parameter.holds_own_rows(value):
-            place, ranks = value.device_mesh.get_coordinate(), value.device_mesh.size()
-            got = f"{name!r} with the rows of rank {place} of {ranks} ranks"
+            place, ranks = value.device_mesh.get_coordinate() or (), value.device_mesh.size()
+            where = ", ".join(map(str, place))
+            got = f"{name!r} with the rows of rank {where} of {ranks} ranks"
             raise _another_ranks(parameter, got)
     return {name: value for name, value in state.items() if name not in (KEPT_BY, OF_RANKS)}
 

@@ -58,10 +58,12 @@ class UnitGradient:
         self.is_unused = False  # by every rank, in the last backward
         self.is_consumed = False  # stepped in backward, and freed: until the optimizer's step
         self.is_discarding = False  # an aborted backward: results that still arrive are dropped
-        # partial gradients: their bytes, the `.grad` that shows them between micro-batches, and
-        # the parameters that those micro-batches trained, on every rank
+        # partial gradients: their bytes; the `.grad` that parameters have between micro-batches;
+        # those whose `.grad` is a stand-in made here, no mean and no tensor of the user; and the
+        # parameters that those micro-batches trained, on every rank
         self.partial: dict[UnitParameter, int] = {}
         self._resting: dict[UnitParameter, Tensor] = {}
+        self._stand_ins: set[UnitParameter] = set()
         self._due: set[UnitParameter] = set()
         # reduced gradients, and the `.grad` that shows each
         spans = [(each.span.start, each.span.stop) for each in parameters]
@@ -104,6 +106,7 @@ class UnitGradient:
             self._count_local()
         self.shown.clear()
         self._resting.clear()
+        self._stand_ins.clear()
         self._means.hand_over()
 
     # partial
@@ -134,19 +137,25 @@ class UnitGradient:
         self._due.update(self.trainable())
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self.partial:
-                grad = parameter.partial_grad
-                if grad is None or parameter.unsharded is parameter.sharded:
-                    continue
-                if parameter.sharded.grad is None:
-                    parameter.sharded.grad = parameter.wrap_partial(grad)
-                self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
+                if parameter.partial_grad is not None:
+                    self._show_partial(parameter, parameter.partial_grad)
+
+    def _show_partial(self, parameter: UnitParameter, grad: Tensor) -> None:
+        if parameter.unsharded is parameter.sharded:
+            return
+        if parameter.sharded.grad is None:
+            parameter.sharded.grad = parameter.wrap_partial(grad)
+            self._stand_ins.add(parameter)
+        self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
 
     def _take_back_partials(self) -> None:
         """Partial gradients are about to be reduced: `.grad` shows only reduced ones."""
-        for parameter, shown in self._resting.items():
+        for parameter in self._stand_ins:
+            shown = self._resting[parameter]
             if parameter.sharded.grad is shown and shown is not self.shown.get(parameter):
                 parameter.sharded.grad = None
         self._resting.clear()
+        self._stand_ins.clear()
 
     def drop_partial(self) -> list[UnitParameter]:
         """Forget gradients that were not reduced; return the parameters that showed one."""
@@ -325,6 +334,7 @@ class UnitGradient:
             for parameter in [self._parameters[index] for index in resting]:
                 if parameter.sharded.grad is None:
                     parameter.sharded.grad = parameter.no_mean(is_lost=False)
+                    self._stand_ins.add(parameter)
                     if self.reduction.rests_in_place:
                         self.shown[parameter] = parameter.sharded.grad
                 self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
@@ -374,12 +384,30 @@ class UnitGradient:
                 self._drop_cleared_means()
 
     def _drop_cleared_partials(self) -> None:
-        cleared = [p for p, shown in self._resting.items() if p.sharded.grad is not shown]
+        replaced = [p for p, shown in self._resting.items() if p.sharded.grad is not shown]
+        cleared = [parameter for parameter in replaced if not self._take_assigned(parameter)]
         for parameter in cleared:
             parameter.unsharded.grad = None
             del self._resting[parameter]
+            self._stand_ins.discard(parameter)
         self._count_reduced(cleared)
         self.reduction.drop([parameter.index for parameter in cleared])
+
+    def _take_assigned(self, parameter: UnitParameter) -> bool:
+        """Continue from a `.grad` computed from the one shown between micro-batches, if it is that.
+
+        Any other tensor that the user assigned stays `.grad`, and the mean is added to it.
+        """
+        assigned, context = parameter.sharded.grad, self._spec.context
+        if assigned is not None and parameter not in self._stand_ins:
+            raise StateError(refusals.replaced_sum(parameter.fqn, context.where))
+        partial = None if assigned is None else parameter.unwrap_partial(assigned)
+        if partial is None or parameter not in self.partial:
+            return False
+        parameter.sharded.grad = None
+        parameter.partial_grad = partial
+        self._show_partial(parameter, partial)
+        return True
 
     def _drop_cleared_means(self) -> None:
         cleared = [p for p, shown in self.shown.items() if p.sharded.grad is not shown]

@@ -183,6 +183,17 @@ def why_consumed(fqn: str, where: str) -> str:
     )
 
 
+def replaced_sum(fqn: str, where: str) -> str:
+    """For a `.grad` replaced between micro-batches while it hides the sum of the last ones."""
+    return expected(
+        f"the gradient of {fqn!r} to stay, or to be cleared, between micro-batches",
+        "another tensor in its place; the gradients of micro-batches since are not in it yet",
+        where=where,
+        hint="assign it before the first micro-batch, or after a backward outside of "
+        "onefold.accumulate",
+    )
+
+
 def why_no_mean(fqn: str, where: str, *, is_lost: bool) -> str:
     """For a gradient whose sums rest inside the node, or are incomplete (`is_lost`)."""
     got, hint = (

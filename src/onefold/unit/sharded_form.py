@@ -124,6 +124,13 @@ class ShardedForm:
         data = () if self.spec.context.mesh is None else (Partial("avg"),)
         return logical.as_logical(self._over(grad, (*model, *data)))
 
+    def unwrap_partial(self, shown: Tensor) -> Tensor | None:
+        """Undo `wrap_partial`; None for a tensor that is no rank's part of a mean."""
+        if self._template is None:
+            return shown
+        is_partial = isinstance(shown, DTensor) and shown.placements[-1] == Partial("avg")
+        return shown._local_tensor if is_partial else None  # type: ignore[attr-defined]
+
     def unwrap(self, shown: Tensor) -> Tensor:
         """The rank's rows of a tensor shown like the sharded parameter, or of a plain tensor."""
         if self._template is None:
