@@ -28,32 +28,23 @@ from onefold.engine.engine import Engine
 from onefold.engine.finite import are_gradients_finite
 from onefold.engine.flat import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
-from onefold.engine.own_state import name_keeper, own_state
+from onefold.engine.own_state import OwnStates, own_state
 from onefold.engine.rules import (
     Rule,
     may_fuse,
     moments_after_first_step,
     rule_of,
     steps_elements,
+    whole_matrices,
 )
-from onefold.engine.waiting_state import stepped_state
+from onefold.engine.searching import share_losses
+from onefold.engine.waiting_state import common_state, stepped_state
 from onefold.errors import ConfigError, StateError, expected
 from onefold.ledger import StateBytes
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
 State = dict[str, Any]
-
-
-def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:
-    """Return the error for an optimizer whose matrices are cut over model axes."""
-    return ConfigError(
-        expected(
-            f"an elementwise optimizer, such as AdamW, for parameter {fqn!r}: {cut}",
-            f"{type(optimizer).__name__}, which steps whole matrices",
-            hint="a rank of tensor parallel holds a part of each matrix",
-        )
-    )
 
 
 class StepStrategy(Protocol):
@@ -111,8 +102,8 @@ class OptimizerBinding:
         self._optimizer = ref(optimizer)
         self._pre = optimizer.register_step_pre_hook(self.before_step)
         self._post = optimizer.register_step_post_hook(self.after_step)
-        optimizer.register_state_dict_post_hook(self._name_keepers)
-        optimizer.register_load_state_dict_pre_hook(self._check_loaded)
+        self._dicts = OwnStates(self.parameter, lambda p: self._strategy.keeper_of(p))
+        self._dicts.register(optimizer)
         self.stand_innermost(optimizer)
         self.join(optimizer, engine)
 
@@ -217,7 +208,7 @@ class OptimizerBinding:
         if self._is_entered:  # a subclass's step that calls its base class's
             return None
         if self._searches:
-            return self._share_losses(args, kwargs)
+            return share_losses(self.engines[0].group, args, kwargs)
         self._group_of = None
         replaced = self._evaluate_closure(args, kwargs)
         for engine in self.engines:
@@ -233,11 +224,10 @@ class OptimizerBinding:
         if not any(groups):
             self._check_trains(optimizer)
         stand_ins = self._strategy.enter(groups, self._rules(optimizer))
-        self._common = _common(optimizer.state)
-        state: defaultdict[Tensor, State] = defaultdict(dict, self._common)
-        for tensor in (tensor for group in foreign for tensor in group):
-            if tensor in optimizer.state:
-                state[tensor] = optimizer.state[tensor]
+        self._common = common_state(optimizer.state)
+        others = {tensor for group in foreign for tensor in group} & optimizer.state.keys()
+        kept = {tensor: optimizer.state[tensor] for tensor in others}
+        state: defaultdict[Tensor, State] = defaultdict(dict, {**self._common, **kept})
         for group in stand_ins:
             state.update({tensor: kept for tensor, kept in group.items() if kept})
         self._restore = [(group, dict(group)) for group in optimizer.param_groups]
@@ -308,28 +298,12 @@ class OptimizerBinding:
                 entry = shown.get(parameter) if parameter else stepped.get(tensor)
                 if entry:
                     state[tensor] = entry
-        self._shown, self._common = _copied(state), _common(stepped)
+        self._shown, self._common = _copied(state), common_state(stepped)
         optimizer.state = stepped_state({**state, **self._common}, self.engines)
         for engine in self.engines:
             self._state_bytes[engine].set(self._state_nbytes(state, engine))
             engine.ledger.end_step(self)
             engine.after_step(units, self._strategy.rounded)
-
-    def _share_losses(
-        self, args: tuple[Any, ...], kwargs: State
-    ) -> tuple[tuple[Any, ...], State] | None:
-        """Let the closure return the mean loss of all ranks, so that all search alike."""
-        group, (optimizer, *rest) = self.engines[0].group, args
-        closure = rest[0] if rest else kwargs.get("closure")
-        if closure is None or group.world_size == 1:
-            return None
-
-        def mean_loss() -> Tensor:
-            with torch.enable_grad():
-                loss = torch.as_tensor(closure()).detach().clone()
-            return group.all_reduced(loss) / group.world_size
-
-        return (optimizer, mean_loss), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _count_search(self, optimizer: Optimizer) -> None:
         """End a step that has edited the sharded parameters, as a user does."""
@@ -405,24 +379,8 @@ class OptimizerBinding:
                 if parameter is not None:
                     own = own_state(parameter, dict.get(state, tensor, {}))
                     self._strategy.import_state(parameter, own)
-        self._common = _common(state)
+        self._common = common_state(state)
         self._shown = _copied({k: v for k, v in dict.items(state) if k not in self._common})
-
-    def _name_keepers(self, optimizer: Optimizer, state_dict: State) -> None:
-        """Note, in place of a state that another rank keeps, which rank that is."""
-        state = state_dict["state"]
-        for number, tensor in _numbered(optimizer, state_dict) if state else ():
-            parameter = self.parameter(tensor)
-            keeper = self._strategy.keeper_of(parameter) if parameter else None
-            if parameter and keeper is not None and not state.get(number):
-                state[number] = name_keeper(parameter, keeper)
-
-    def _check_loaded(self, optimizer: Optimizer, state_dict: State) -> None:
-        """Raise `StateError` for another rank's state, before anything is loaded."""
-        for number, tensor in _numbered(optimizer, state_dict):
-            parameter = self.parameter(tensor)
-            if parameter is not None:
-                own_state(parameter, state_dict["state"].get(number, {}))
 
     def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
         """Return the bytes of per-element state, once per storage, without the units' moments."""
@@ -451,19 +409,6 @@ def _grad(parameter: UnitParameter) -> Tensor | None:
 def _copied(state: Mapping[Tensor, State]) -> dict[Tensor, State]:
     """Copy the entries: a user may replace the values in those of the optimizer."""
     return {tensor: dict(entry) for tensor, entry in dict.items(state)}  # type: ignore[arg-type]
-
-
-def _common(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the state that belongs to no parameter: its keys are words."""
-    return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}  # type: ignore[arg-type]
-
-
-def _numbered(optimizer: Optimizer, state_dict: State) -> list[tuple[Any, Tensor]]:
-    """Return the optimizer's parameters, and the keys of their states in a state dict."""
-    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=False)
-    return [
-        pair for saved, own in groups for pair in zip(saved["params"], own["params"], strict=False)
-    ]
 
 
 def _same_entry(now: State | None, then: State) -> bool:

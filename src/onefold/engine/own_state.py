@@ -7,10 +7,12 @@ owner of a matrix: the other ranks' state dicts name the owner instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from onefold.errors import StateError, expected
 from onefold.unit.parameter import UnitParameter
@@ -41,6 +43,46 @@ def own_state(parameter: UnitParameter, state: Mapping[str, Any]) -> dict[str, A
             got = f"{name!r} with the rows of rank {where} of {ranks} ranks"
             raise _another_ranks(parameter, got)
     return {name: value for name, value in state.items() if name not in (KEPT_BY, OF_RANKS)}
+
+
+class OwnStates:
+    """Hooks of an optimizer's `state_dict` and `load_state_dict`."""
+
+    def __init__(
+        self,
+        find: Callable[[Tensor], UnitParameter | None],
+        keeper_of: Callable[[UnitParameter], int | None],
+    ) -> None:
+        """`find` a tensor's parameter; `keeper_of`: the other rank that keeps its state."""
+        self._find, self._keeper_of = find, keeper_of
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Watch what is saved and loaded from now on."""
+        optimizer.register_state_dict_post_hook(self._name_keepers)
+        optimizer.register_load_state_dict_pre_hook(self._check_loaded)
+
+    def _name_keepers(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Note, in place of a state that another rank keeps, which rank that is."""
+        state = state_dict["state"]
+        for number, parameter in self._numbered(optimizer, state_dict) if state else ():
+            keeper = self._keeper_of(parameter)
+            if keeper is not None and not state.get(number):
+                state[number] = name_keeper(parameter, keeper)
+
+    def _check_loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Raise `StateError` for another rank's state, before anything is loaded."""
+        for number, parameter in self._numbered(optimizer, state_dict):
+            own_state(parameter, state_dict["state"].get(number, {}))
+
+    def _numbered(
+        self, optimizer: Optimizer, state_dict: dict[str, Any]
+    ) -> Iterator[tuple[Any, UnitParameter]]:
+        """Yield the optimizer's sharded parameters, and their keys in a state dict."""
+        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+            for number, tensor in zip(saved["params"], group["params"], strict=False):
+                parameter = self._find(tensor)
+                if parameter is not None:
+                    yield number, parameter
 
 
 def _another_ranks(parameter: UnitParameter, got: str) -> StateError:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.engine.blocked_adam import MOMENTS, BlockedAdam, frozen
+from onefold.errors import ConfigError, expected
 
 State = dict[str, Any]
 
@@ -30,6 +31,17 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 def steps_elements(optimizer: Optimizer) -> bool:
     """True if the optimizer's class steps each element by itself."""
     return type(optimizer) in ELEMENTWISE
+
+
+def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:
+    """Return the error for an optimizer whose matrices are cut over model axes."""
+    return ConfigError(
+        expected(
+            f"an elementwise optimizer, such as AdamW, for parameter {fqn!r}: {cut}",
+            f"{type(optimizer).__name__}, which steps whole matrices",
+            hint="a rank of tensor parallel holds a part of each matrix",
+        )
+    )
 
 
 def unhooked_step(kind: type[Optimizer]) -> Any:

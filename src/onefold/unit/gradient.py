@@ -58,9 +58,8 @@ class UnitGradient:
         self.is_unused = False  # by every rank, in the last backward
         self.is_consumed = False  # stepped in backward, and freed: until the optimizer's step
         self.is_discarding = False  # an aborted backward: results that still arrive are dropped
-        # partial gradients: their bytes; the `.grad` that parameters have between micro-batches;
-        # those whose `.grad` is a stand-in made here, no mean and no tensor of the user; and the
-        # parameters that those micro-batches trained, on every rank
+        # partial gradients: their bytes; `.grad` between micro-batches, and where it is a stand-in
+        # made here; and the parameters that those micro-batches trained, on every rank
         self.partial: dict[UnitParameter, int] = {}
         self._resting: dict[UnitParameter, Tensor] = {}
         self._stand_ins: set[UnitParameter] = set()
@@ -248,7 +247,7 @@ class UnitGradient:
             self.drop_cleared()
             self._take_back_partials()
             used = [p.unsharded.grad is not None for p in parameters]
-            partials = [self._flat_partial(p) for p in parameters]
+            partials = [p.flat_partial() for p in parameters]
             mean = self.mean_rows(parameters) if self.reduction.fills_rows else None
             which = tuple([p.index for p in parameters])
             ticket = self.reduction.start(which, partials, used, mean)
@@ -394,13 +393,10 @@ class UnitGradient:
         self.reduction.drop([parameter.index for parameter in cleared])
 
     def _take_assigned(self, parameter: UnitParameter) -> bool:
-        """Continue from a `.grad` computed from the one shown between micro-batches, if it is that.
-
-        Any other tensor that the user assigned stays `.grad`, and the mean is added to it.
-        """
-        assigned, context = parameter.sharded.grad, self._spec.context
+        """Continue from a `.grad` computed from the stand-in. Another one stays: means add to it."""
+        assigned = parameter.sharded.grad
         if assigned is not None and parameter not in self._stand_ins:
-            raise StateError(refusals.replaced_sum(parameter.fqn, context.where))
+            raise StateError(refusals.replaced_sum(parameter.fqn, self._spec.context.where))
         partial = None if assigned is None else parameter.unwrap_partial(assigned)
         if partial is None or parameter not in self.partial:
             return False
@@ -417,14 +413,6 @@ class UnitGradient:
             self.reduction.feedback.forget(cleared)
         if not self.shown:
             self._means.free()
-
-    def _flat_partial(self, parameter: UnitParameter) -> Tensor:
-        grad = parameter.partial_grad
-        if grad is None:
-            dtype, device = self._spec.compute_dtype, parameter.unsharded.device
-            return torch.zeros(parameter.slot.numel, dtype=dtype, device=device)
-        dense = grad if grad.layout is torch.strided else grad.to_dense()
-        return dense.contiguous().view(-1)
 
     def _rest_view(self, parameter: UnitParameter) -> Tensor:
         return self._means.row(parameter.index).view(parameter.local.shape)
