@@ -393,7 +393,7 @@ class UnitGradient:
         self.reduction.drop([parameter.index for parameter in cleared])
 
     def _take_assigned(self, parameter: UnitParameter) -> bool:
-        """Continue from a `.grad` computed from the stand-in. Another one stays: means add to it."""
+        """Continue from a `.grad` made from the stand-in. Another stays, and means add to it."""
         assigned = parameter.sharded.grad
         if assigned is not None and parameter not in self._stand_ins:
             raise StateError(refusals.replaced_sum(parameter.fqn, self._spec.context.where))
