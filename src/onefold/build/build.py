@@ -23,6 +23,7 @@ from onefold.build.tiers import budget_of, build_tiers, describe
 from onefold.config import STAGES, Offload
 from onefold.engine import guards
 from onefold.engine.adapters import show_whole
+from onefold.engine.coupled import check_separable
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
 from onefold.engine.hooks import ModuleHooks, hook, install
@@ -69,6 +70,8 @@ Source = tuple[Initialisers, Values | None]
 def build(parts: ModuleParts, resolved: Resolved) -> None:
     """Shard the module in place under a recipe. A collective."""
     recipe, ranks, device = resolved.recipe, resolved.ranks, resolved.device
+    for optimizer in parts.optimizers:
+        check_separable(optimizer, recipe)
     group, shards = ranks.everyone, ranks.shards(are_replicas=recipe.are_replicas)
     expectation = Expectation.of(recipe, shards.rank)
     ledger = Ledger(advise=expectation.smallest_change)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
-from onefold.engine.optimizer import steps_elements, whole_matrices
+from onefold.engine.rules import steps_elements, whole_matrices
 from onefold.errors import ConfigError, expected
 from onefold.layout.model_axes import ModelCut
 from onefold.layout.units import Owned

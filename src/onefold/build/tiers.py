@@ -13,8 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from onefold.config import Offload
-from onefold.engine.optimizer import steps_elements
-from onefold.engine.rules import moments_after_first_step, rule_of
+from onefold.engine.rules import moments_after_first_step, rule_of, steps_elements
 from onefold.errors import TierError, expected
 from onefold.host import cores_of, free_host_nbytes
 from onefold.layout.flat import stepped_itemsize, unit_bytes

@@ -98,6 +98,10 @@ class FlatStep:
         """Return all: every rank keeps the states of its own rows."""
         return list(parameters)
 
+    def keeper_of(self, parameter: UnitParameter) -> int | None:
+        """Return None: every rank keeps the states of its own rows."""
+        return None
+
     def enter(
         self, groups: list[list[UnitParameter]], rules: Sequence[Rule]
     ) -> list[dict[Tensor, State]]:

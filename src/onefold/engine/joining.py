@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
+from onefold.engine.coupled import check_separable
 from onefold.engine.engine import Engine
 from onefold.engine.flat import cannot_cut
-from onefold.engine.optimizer import ELEMENTWISE, OptimizerBinding
+from onefold.engine.optimizer import OptimizerBinding
+from onefold.engine.rules import steps_elements
 from onefold.errors import StateError, expected
 
 
@@ -38,7 +40,7 @@ def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
 
 def check_state(fqn: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
     """Raise `ConfigError` if an optimizer that has stepped holds state that cannot be cut."""
-    if type(optimizer) in ELEMENTWISE:
+    if steps_elements(optimizer):
         for name, value in optimizer.state.get(parameter, {}).items():
             is_tensor = isinstance(value, Tensor)
             if is_tensor and value.numel() != 1 and value.shape != parameter.shape:
@@ -72,6 +74,7 @@ class _Adoption:
                 )
             )
         if any(each in engine.by_sharded for each in held):
+            check_separable(optimizer, engine.recipe)
             bind(optimizer, engine)
 
 
@@ -98,7 +101,7 @@ def replace_parameters(
 ) -> None:
     """Put sharded parameters into groups and state; `sharded` finds them by an original's id."""
     for group in optimizer.param_groups:
-        group["params"] = [sharded.get(id(tensor), tensor) for tensor in group["params"]]
+        group["params"][:] = [sharded.get(id(tensor), tensor) for tensor in group["params"]]
     state = optimizer.state
     moved = {
         sharded[id(original)]: state.pop(original)

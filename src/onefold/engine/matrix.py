@@ -43,6 +43,11 @@ class MatrixStep:
         self._assign(parameters)
         return [parameter for parameter in parameters if self._is_mine(parameter)]
 
+    def keeper_of(self, parameter: UnitParameter) -> int | None:
+        """Return the parameter's owner, if that is another rank."""
+        owner = self._owner.get(parameter, -1)
+        return None if owner in (-1, parameter.unit.context.rank) else owner
+
     def enter(
         self, groups: list[list[UnitParameter]], rules: Sequence[object]
     ) -> list[dict[Tensor, State]]:

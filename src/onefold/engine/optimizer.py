@@ -28,37 +28,23 @@ from onefold.engine.engine import Engine
 from onefold.engine.finite import are_gradients_finite
 from onefold.engine.flat import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
-from onefold.engine.rules import Rule, may_fuse, moments_after_first_step, rule_of
-from onefold.engine.waiting_state import stepped_state
+from onefold.engine.own_state import OwnStates, own_state
+from onefold.engine.rules import (
+    Rule,
+    may_fuse,
+    moments_after_first_step,
+    rule_of,
+    steps_elements,
+    whole_matrices,
+)
+from onefold.engine.searching import share_losses
+from onefold.engine.waiting_state import common_state, stepped_state
 from onefold.errors import ConfigError, StateError, expected
 from onefold.ledger import StateBytes
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
-    torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
-    torch.optim.Rprop, torch.optim.ASGD,
-)  # fmt: skip
-"""Classes whose update of an element depends on that element alone; subclasses may not."""
-
 State = dict[str, Any]
-
-
-def steps_elements(optimizer: Optimizer) -> bool:
-    """True if the optimizer's class steps each element by itself."""
-    return type(optimizer) in ELEMENTWISE
-
-
-def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:
-    """Return the error for an optimizer whose matrices are cut over model axes."""
-    return ConfigError(
-        expected(
-            f"an elementwise optimizer, such as AdamW, for parameter {fqn!r}: {cut}",
-            f"{type(optimizer).__name__}, which steps whole matrices",
-            hint="a rank of tensor parallel holds a part of each matrix",
-        )
-    )
 
 
 class StepStrategy(Protocol):
@@ -73,6 +59,10 @@ class StepStrategy(Protocol):
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Return the parameters whose state this rank keeps: own rows of all, or some unsharded."""
+        ...
+
+    def keeper_of(self, parameter: UnitParameter) -> int | None:
+        """Return the rank that keeps the parameter's state; None: this one, or all."""
         ...
 
     def forget(self) -> None:
@@ -101,22 +91,19 @@ class OptimizerBinding:
         self.engines: list[Engine] = []
         self._state_bytes: dict[Engine, StateBytes] = {}
         self.is_elementwise = steps_elements(optimizer)
-        if isinstance(optimizer, torch.optim.LBFGS) and engine.context.rest_world > 1:
-            raise ConfigError(
-                expected(
-                    "an optimizer that steps each parameter by itself",
-                    "LBFGS, which searches over all parameters at once",
-                    hint="use stage=0, or another optimizer",
-                )
-            )
+        # its closure runs in the midst of a step, so it steps the sharded parameters themselves
+        self._searches = isinstance(optimizer, torch.optim.LBFGS)
         self._strategy: StepStrategy = FlatStep() if self.is_elementwise else MatrixStep()
         self._shown: dict[Tensor, State] = {}
+        self._common: dict[Any, Any] = {}  # state that belongs to no parameter
         self._is_entered = False
         self._restore: list[tuple[State, State]] = []
         self._group_of: dict[int, int] | None = None  # by id, while units are stepped in backward
         self._optimizer = ref(optimizer)
         self._pre = optimizer.register_step_pre_hook(self.before_step)
         self._post = optimizer.register_step_post_hook(self.after_step)
+        self._dicts = OwnStates(self.parameter, lambda p: self._strategy.keeper_of(p))
+        self._dicts.register(optimizer)
         self.stand_innermost(optimizer)
         self.join(optimizer, engine)
 
@@ -127,6 +114,10 @@ class OptimizerBinding:
         self._state_bytes[engine] = StateBytes(engine.ledger, engine.context.store.name, self)
         engine.hands.steppers.add(self)
         self._reserve(optimizer)
+        found = [
+            self.parameter(tensor) for group in optimizer.param_groups for tensor in group["params"]
+        ]
+        self.kept_here([p for p in found if p and p.sharded.requires_grad])
 
     def _check_tiers(self, optimizer: Optimizer, engine: Engine) -> None:
         if not self.is_elementwise and any(unit.steps_in_blocks for unit in engine.units):
@@ -216,9 +207,10 @@ class OptimizerBinding:
         """Replace sharded parameters by the tensors to step. Runs after every other pre-hook."""
         if self._is_entered:  # a subclass's step that calls its base class's
             return None
+        if self._searches:
+            return share_losses(self.engines[0].group, args, kwargs)
         self._group_of = None
-        searches = isinstance(optimizer, torch.optim.LBFGS)  # calls its closure many times
-        replaced = None if searches else self._evaluate_closure(args, kwargs)
+        replaced = self._evaluate_closure(args, kwargs)
         for engine in self.engines:
             engine.before_step()
         self._import_changed(optimizer)
@@ -232,10 +224,10 @@ class OptimizerBinding:
         if not any(groups):
             self._check_trains(optimizer)
         stand_ins = self._strategy.enter(groups, self._rules(optimizer))
-        state: defaultdict[Tensor, State] = defaultdict(dict)
-        for tensor in (tensor for group in foreign for tensor in group):
-            if tensor in optimizer.state:
-                state[tensor] = optimizer.state[tensor]
+        self._common = common_state(optimizer.state)
+        others = {tensor for group in foreign for tensor in group} & optimizer.state.keys()
+        kept = {tensor: optimizer.state[tensor] for tensor in others}
+        state: defaultdict[Tensor, State] = defaultdict(dict, {**self._common, **kept})
         for group in stand_ins:
             state.update({tensor: kept for tensor, kept in group.items() if kept})
         self._restore = [(group, dict(group)) for group in optimizer.param_groups]
@@ -289,6 +281,8 @@ class OptimizerBinding:
     @torch._disable_dynamo
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
         """Put sharded parameters back. Runs before every other post-hook."""
+        if self._searches:
+            self._count_search(optimizer)
         if not self._is_entered:
             return
         self._put_back(optimizer)
@@ -304,12 +298,20 @@ class OptimizerBinding:
                 entry = shown.get(parameter) if parameter else stepped.get(tensor)
                 if entry:
                     state[tensor] = entry
-        self._shown = _copied(state)
-        optimizer.state = stepped_state(state, self.engines)
+        self._shown, self._common = _copied(state), common_state(stepped)
+        optimizer.state = stepped_state({**state, **self._common}, self.engines)
         for engine in self.engines:
             self._state_bytes[engine].set(self._state_nbytes(state, engine))
             engine.ledger.end_step(self)
             engine.after_step(units, self._strategy.rounded)
+
+    def _count_search(self, optimizer: Optimizer) -> None:
+        """End a step that has edited the sharded parameters, as a user does."""
+        for engine in self.engines:
+            engine.before_step()
+            self._state_bytes[engine].set(self._state_nbytes(optimizer.state, engine))
+            engine.ledger.end_step(self)
+            engine.after_step(set(), set())
 
     def step_early(self, unit: Unit) -> None:
         """Begin to step the optimizer's parameters of a unit, during a backward."""
@@ -335,7 +337,7 @@ class OptimizerBinding:
         if self._is_entered and optimizer is not None:
             self._strategy.recover()
             self._put_back(optimizer)
-            optimizer.state = stepped_state(_copied(self._shown), self.engines)
+            optimizer.state = stepped_state({**_copied(self._shown), **self._common}, self.engines)
 
     def _put_back(self, optimizer: Optimizer) -> None:
         self._is_entered = False
@@ -367,7 +369,7 @@ class OptimizerBinding:
     def _import_changed(self, optimizer: Optimizer) -> None:
         """Import state that was loaded, cleared or edited since the last step."""
         state = optimizer.state
-        if len(state) == len(self._shown) and all(
+        if len(state) == len(self._shown) + len(self._common) and all(
             _same_entry(dict.get(state, tensor), entry) for tensor, entry in self._shown.items()
         ):
             return
@@ -375,8 +377,10 @@ class OptimizerBinding:
             for tensor in group["params"]:
                 parameter = self.parameter(tensor)
                 if parameter is not None:
-                    self._strategy.import_state(parameter, dict(dict.get(state, tensor, {})))
-        self._shown = _copied(state)
+                    own = own_state(parameter, dict.get(state, tensor, {}))
+                    self._strategy.import_state(parameter, own)
+        self._common = common_state(state)
+        self._shown = _copied({k: v for k, v in dict.items(state) if k not in self._common})
 
     def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
         """Return the bytes of per-element state, once per storage, without the units' moments."""

@@ -15,8 +15,41 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.engine.blocked_adam import MOMENTS, BlockedAdam, frozen
+from onefold.errors import ConfigError, expected
 
 State = dict[str, Any]
+
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
+    torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
+"""Classes whose update of an element depends on that element alone; subclasses may not."""
+
+
+def steps_elements(optimizer: Optimizer) -> bool:
+    """True if the optimizer's class steps each element by itself."""
+    return type(optimizer) in ELEMENTWISE
+
+
+def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:
+    """Return the error for an optimizer whose matrices are cut over model axes."""
+    return ConfigError(
+        expected(
+            f"an elementwise optimizer, such as AdamW, for parameter {fqn!r}: {cut}",
+            f"{type(optimizer).__name__}, which steps whole matrices",
+            hint="a rank of tensor parallel holds a part of each matrix",
+        )
+    )
+
+
+def unhooked_step(kind: type[Optimizer]) -> Any:
+    """Return the class's `step` without the wrappers by which torch calls hooks."""
+    step: Any = kind.step
+    while getattr(step, "__wrapped__", None) is not None:
+        step = step.__wrapped__
+    return step
 
 
 class ClassRule:
@@ -30,10 +63,7 @@ class ClassRule:
         self._group = {k: frozen(v) for k, v in group.items() if k != "params"}
         if may_fuse(optimizer, group):
             self._group["fused"] = True
-        step: Any = self._kind.step
-        while getattr(step, "__wrapped__", None) is not None:  # torch wraps it to call hooks
-            step = step.__wrapped__
-        self._step = step
+        self._step = unhooked_step(self._kind)
 
     def start(self, moments: dict[str, Tensor]) -> State:
         """Return the state before the first step: empty, as the class makes it in `step`."""

@@ -23,6 +23,11 @@ def stepped_state(
     return defaultdict(dict, state)
 
 
+def common_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state that belongs to no parameter: its keys are words."""
+    return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}  # type: ignore[arg-type]
+
+
 class WaitingState(defaultdict[Tensor, State]):
     """An optimizer's state; every way to read it waits for the steps that run."""
 

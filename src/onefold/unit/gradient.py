@@ -57,10 +57,11 @@ class UnitGradient:
         self.is_unused = False  # by every rank, in the last backward
         self._is_consumed = False  # stepped in backward, and freed: until the optimizer's step
         self._is_discarding = False  # an aborted backward: results that still arrive are dropped
-        # partial gradients: their bytes, the `.grad` that shows them between micro-batches, and
-        # the parameters that those micro-batches trained, on every rank
+        # partial gradients: their bytes; `.grad` between micro-batches, and where it is a stand-in
+        # made here; and the parameters that those micro-batches trained, on every rank
         self.partial: dict[UnitParameter, int] = {}
         self._resting: dict[UnitParameter, Tensor] = {}
+        self._stand_ins: set[UnitParameter] = set()
         self._due: set[UnitParameter] = set()
         # reduced gradients, and the `.grad` that shows each
         spans = [(each.span.start, each.span.stop) for each in parameters]
@@ -107,6 +108,7 @@ class UnitGradient:
             self._count_local()
         self.shown.clear()
         self._resting.clear()
+        self._stand_ins.clear()
         self._means.hand_over()
 
     # partial
@@ -137,19 +139,25 @@ class UnitGradient:
         self._due.update(self.trainable())
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self.partial:
-                grad = parameter.partial_grad
-                if grad is None or parameter.unsharded is parameter.sharded:
-                    continue
-                if parameter.sharded.grad is None:
-                    parameter.sharded.grad = parameter.wrap_partial(grad)
-                self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
+                if parameter.partial_grad is not None:
+                    self._show_partial(parameter, parameter.partial_grad)
+
+    def _show_partial(self, parameter: UnitParameter, grad: Tensor) -> None:
+        if parameter.unsharded is parameter.sharded:
+            return
+        if parameter.sharded.grad is None:
+            parameter.sharded.grad = parameter.wrap_partial(grad)
+            self._stand_ins.add(parameter)
+        self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
 
     def _take_back_partials(self) -> None:
         """Partial gradients are about to be reduced: `.grad` shows only reduced ones."""
-        for parameter, shown in self._resting.items():
+        for parameter in self._stand_ins:
+            shown = self._resting[parameter]
             if parameter.sharded.grad is shown and shown is not self.shown.get(parameter):
                 parameter.sharded.grad = None
         self._resting.clear()
+        self._stand_ins.clear()
 
     def drop_partial(self) -> list[UnitParameter]:
         """Forget gradients that were not reduced; return the parameters that showed one."""
@@ -249,7 +257,7 @@ class UnitGradient:
             self.drop_cleared()
             self._take_back_partials()
             used = [p.unsharded.grad is not None for p in parameters]
-            partials = [self._flat_partial(p) for p in parameters]
+            partials = [p.flat_partial() for p in parameters]
             mean = self.mean_rows(parameters) if self.reduction.fills_rows else None
             which = tuple([p.index for p in parameters])
             ticket = self.reduction.start(which, partials, used, mean)
@@ -335,6 +343,7 @@ class UnitGradient:
             for parameter in [self._parameters[index] for index in resting]:
                 if parameter.sharded.grad is None:
                     parameter.sharded.grad = parameter.no_mean(is_lost=False)
+                    self._stand_ins.add(parameter)
                     if self.reduction.rests_in_place:
                         self.shown[parameter] = parameter.sharded.grad
                 self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
@@ -384,12 +393,27 @@ class UnitGradient:
                 self._drop_cleared_means()
 
     def _drop_cleared_partials(self) -> None:
-        cleared = [p for p, shown in self._resting.items() if p.sharded.grad is not shown]
+        replaced = [p for p, shown in self._resting.items() if p.sharded.grad is not shown]
+        cleared = [parameter for parameter in replaced if not self._take_assigned(parameter)]
         for parameter in cleared:
             parameter.unsharded.grad = None
             del self._resting[parameter]
+            self._stand_ins.discard(parameter)
         self._count_reduced(cleared)
         self.reduction.drop([parameter.index for parameter in cleared])
+
+    def _take_assigned(self, parameter: UnitParameter) -> bool:
+        """Continue from a `.grad` made from the stand-in. Another stays, and means add to it."""
+        assigned = parameter.sharded.grad
+        if assigned is not None and parameter not in self._stand_ins:
+            raise refusals.REPLACED_SUM(parameter.fqn, where=self._spec.context.where)
+        partial = None if assigned is None else parameter.unwrap_partial(assigned)
+        if partial is None or parameter not in self.partial:
+            return False
+        parameter.sharded.grad = None
+        parameter.partial_grad = partial
+        self._show_partial(parameter, partial)
+        return True
 
     def _drop_cleared_means(self) -> None:
         cleared = [p for p, shown in self.shown.items() if p.sharded.grad is not shown]
@@ -399,14 +423,6 @@ class UnitGradient:
             self.reduction.feedback.forget(cleared)
         if not self.shown:
             self._means.free()
-
-    def _flat_partial(self, parameter: UnitParameter) -> Tensor:
-        grad = parameter.partial_grad
-        if grad is None:
-            dtype, device = self._spec.compute_dtype, parameter.unsharded.device
-            return torch.zeros(parameter.slot.numel, dtype=dtype, device=device)
-        dense = grad if grad.layout is torch.strided else grad.to_dense()
-        return dense.contiguous().view(-1)
 
     def _rest_view(self, parameter: UnitParameter) -> Tensor:
         return self._means.row(parameter.index).view(parameter.local.shape)

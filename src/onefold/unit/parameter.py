@@ -296,6 +296,15 @@ class UnitParameter(ShardedForm):
         """Show a partial gradient [all rows] on the unsharded parameter."""
         self.unsharded.grad = grad if self.model is None else self.model.over(grad)
 
+    def flat_partial(self) -> Tensor:
+        """This rank's partial gradient as one dense row; zeros if there is none."""
+        grad = self.partial_grad
+        if grad is None:
+            dtype, device = self.spec.compute_dtype, self.unsharded.device
+            return torch.zeros(self.slot.numel, dtype=dtype, device=device)
+        dense = grad if grad.layout is torch.strided else grad.to_dense()
+        return dense.contiguous().view(-1)
+
     def fit_grad(self) -> None:
         """Make a gradient that autograd has accumulated fit the parameter's model axes.
 

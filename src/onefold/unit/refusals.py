@@ -74,6 +74,11 @@ NO_STORAGE = Refusal(
     "save inside `with onefold.unsharded(module):`, or pass "
     "state_dict=onefold.full_state_dict(module); PEFT's save_embedding_layers=True needs the first",
 )
+REPLACED_SUM = Refusal(
+    "the gradient of {!r} to stay, or to be cleared, between micro-batches",
+    "another tensor in its place; the gradients of micro-batches since are not in it yet",
+    "assign it before the first micro-batch, or after a backward outside of onefold.accumulate",
+)
 MIXED_WRITE = Refusal(
     "no in-place operation of {} with a plain tensor",
     "one, as when adapters are merged",

@@ -124,6 +124,13 @@ class ShardedForm:
         data = () if self.spec.context.mesh is None else (Partial("avg"),)
         return logical.as_logical(self._over(grad, (*model, *data)))
 
+    def unwrap_partial(self, shown: Tensor) -> Tensor | None:
+        """Undo `wrap_partial`; None for a tensor that is no rank's part of a mean."""
+        if self._template is None:
+            return shown
+        is_partial = isinstance(shown, DTensor) and shown.placements[-1] == Partial("avg")
+        return shown._local_tensor if is_partial else None  # type: ignore[attr-defined]
+
     def unwrap(self, shown: Tensor) -> Tensor:
         """The rank's rows of a tensor shown like the sharded parameter, or of a plain tensor."""
         if self._template is None:
@@ -134,10 +141,28 @@ class ShardedForm:
             return shown
         return self.own_piece(shown if self.model is None else self.model.piece_of(shown))
 
+    def holds_own_rows(self, shown: DTensor) -> bool:
+        """True unless `shown` was made on another rank, or is cut over other ranks or shares.
+
+        A DTensor keeps the place of the rank that made it, also in a file.
+        """
+        template, model = self._template, self.model
+        if template is None:
+            return all(placement.is_replicate() for placement in shown.placements)
+        if _is_alike(shown, template):
+            place = template.device_mesh.get_coordinate()
+            is_cut_alike = shown._local_tensor.shape == self.local.shape
+            return is_cut_alike and shown.device_mesh.get_coordinate() == place
+        if model is None or shown.device_mesh != model.mesh:
+            return False
+        return shown.device_mesh.get_coordinate() == model.mesh.get_coordinate()
+
     def _unwrap_dtensor(self, shown: DTensor) -> Tensor:
         model, template = self.model, self._template
-        if model is None or template is None or _is_alike(shown, template):
+        if template is None or _is_alike(shown, template):
             return shown._local_tensor
+        if model is None:  # replicated, or partial sums
+            return self.own_piece(shown.full_tensor())
         is_before_shard = shown.device_mesh == model.mesh and shown.placements == model.placements
         piece = shown._local_tensor if is_before_shard else model.piece_of(shown.full_tensor())
         return self.own_piece(piece)

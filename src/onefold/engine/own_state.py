@@ -1,0 +1,101 @@
+"""Tell this rank's optimizer state from another rank's, in a state dict that is loaded.
+
+`optimizer.state_dict()` of a sharded optimizer holds this rank's part alone. Rows are DTensors,
+which keep the place of the rank that made them. States of whole matrices are plain tensors on the
+owner of a matrix: the other ranks' state dicts name the owner instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from onefold.errors import StateError, expected
+from onefold.unit.parameter import UnitParameter
+
+KEPT_BY, OF_RANKS = "onefold_kept_by", "onefold_of_ranks"
+"""Keys in a state dict, in place of a parameter's state: a rank, and the number of ranks."""
+
+
+def name_keeper(parameter: UnitParameter, rank: int) -> dict[str, Any]:
+    """Return what stands for the state of a parameter whose state `rank` keeps."""
+    return {KEPT_BY: rank, OF_RANKS: parameter.unit.context.rest_world}
+
+
+def own_state(parameter: UnitParameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter that was loaded, without the name of its keeper.
+
+    Raises `StateError` for rows or a keeper that are not those of this rank and layout. Plain
+    tensors of all rows, as from one process, fit everywhere.
+    """
+    context = parameter.unit.context
+    keeper, world_size = state.get(KEPT_BY), state.get(OF_RANKS)
+    if keeper is not None and (keeper == context.rest_rank or world_size != context.rest_world):
+        raise _another_ranks(parameter, f"one of {world_size} ranks, where rank {keeper} keeps it")
+    for name, value in state.items():
+        if isinstance(value, DTensor) and not parameter.holds_own_rows(value):
+            place, ranks = value.device_mesh.get_coordinate() or (), value.device_mesh.size()
+            where = ", ".join(map(str, place))
+            got = f"{name!r} with the rows of rank {where} of {ranks} ranks"
+            raise _another_ranks(parameter, got)
+    return {name: value for name, value in state.items() if name not in (KEPT_BY, OF_RANKS)}
+
+
+class OwnStates:
+    """Hooks of an optimizer's `state_dict` and `load_state_dict`."""
+
+    def __init__(
+        self,
+        find: Callable[[Tensor], UnitParameter | None],
+        keeper_of: Callable[[UnitParameter], int | None],
+    ) -> None:
+        """`find` a tensor's parameter; `keeper_of`: the other rank that keeps its state."""
+        self._find, self._keeper_of = find, keeper_of
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Watch what is saved and loaded from now on."""
+        optimizer.register_state_dict_post_hook(self._name_keepers)
+        optimizer.register_load_state_dict_pre_hook(self._check_loaded)
+
+    def _name_keepers(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Note, in place of a state that another rank keeps, which rank that is."""
+        state = state_dict["state"]
+        for number, parameter in self._numbered(optimizer, state_dict) if state else ():
+            keeper = self._keeper_of(parameter)
+            if keeper is not None and not state.get(number):
+                state[number] = name_keeper(parameter, keeper)
+
+    def _check_loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Raise `StateError` for another rank's state, before anything is loaded."""
+        for number, parameter in self._numbered(optimizer, state_dict):
+            own_state(parameter, state_dict["state"].get(number, {}))
+
+    def _numbered(
+        self, optimizer: Optimizer, state_dict: dict[str, Any]
+    ) -> Iterator[tuple[Any, UnitParameter]]:
+        """Yield the optimizer's sharded parameters, and their keys in a state dict."""
+        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+            for number, tensor in zip(saved["params"], group["params"], strict=False):
+                parameter = self._find(tensor)
+                if parameter is not None:
+                    yield number, parameter
+
+
+def _another_ranks(parameter: UnitParameter, got: str) -> StateError:
+    context = parameter.unit.context
+    return StateError(
+        expected(
+            f"the optimizer state that rank {context.rest_rank} of {context.rest_world} keeps of "
+            f"parameter {parameter.fqn!r}",
+            got,
+            where=context.where,
+            hint="optimizer.state_dict() is one rank's part. Save with onefold.save and load with "
+            "onefold.load; or, for optimizers such as AdamW, use get_optimizer_state_dict and "
+            "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict with "
+            "StateDictOptions(full_state_dict=True)",
+        )
+    )
