@@ -417,7 +417,7 @@ PARTS = {"cap": cap, "peer": peer, "ranks": ranks, "budget": budget, "lookup": l
 
 def nbytes(text: str) -> int:
     """A size such as 600MiB."""
-    from onefold.planner.sizes import parse_nbytes
+    from onefold.text import parse_nbytes
 
     return parse_nbytes("a size", text)
 

@@ -31,10 +31,10 @@ from onefold.planner.memory import Forecast, forecast
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.replay import EventKind
 from onefold.planner.search import Search, nearest
-from onefold.planner.sizes import format_bytes, parse_nbytes
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.trace import Trace, default_loss, tokens_of, trace, without_values
 from onefold.recipe import Recipe
+from onefold.text import format_bytes, parse_nbytes
 from tests.models import Model
 from tests.ranks import run_processes, run_ranks, seeded
 

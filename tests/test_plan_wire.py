@@ -29,9 +29,9 @@ from onefold.planner.memory import Forecast, forecast
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.search import Search
 from onefold.planner.show import wire_lines
-from onefold.planner.sizes import format_bytes
 from onefold.planner.trace import Trace, trace, without_values
 from onefold.recipe import Recipe
+from onefold.text import format_bytes
 from onefold.wire_config import PRESETS, resolve_wire
 from tests.ranks import run_ranks, seeded
 

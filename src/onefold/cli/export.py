@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from onefold.cli.arguments import SubParsers, add_json
 from onefold.errors import ConfigError, expected
-from onefold.planner.sizes import parse_nbytes
+from onefold.text import parse_nbytes
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

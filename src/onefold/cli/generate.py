@@ -18,8 +18,7 @@ from onefold.cli.failures import is_rank
 from onefold.cli.launch import end_with_launcher, launch, world_size_of
 from onefold.errors import ConfigError, expected
 from onefold.generation.job import GenerateJob
-from onefold.planner.sizes import parse_nbytes
-from onefold.text import finite
+from onefold.text import finite, parse_nbytes
 
 if TYPE_CHECKING:
     from onefold.mesh.world import World

@@ -13,7 +13,7 @@ from onefold.cli.launch import default_ranks
 from onefold.cli.plan_inference import check_flags, run_inference
 from onefold.collecting import no_garbage
 from onefold.errors import ConfigError, expected
-from onefold.planner.sizes import parse_nbytes
+from onefold.text import parse_nbytes
 
 if TYPE_CHECKING:
     from onefold.planner.axes import ModelAxes

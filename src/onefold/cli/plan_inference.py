@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.cli.arguments import whole
 from onefold.collecting import no_garbage
 from onefold.errors import ConfigError, expected
-from onefold.planner.sizes import format_bytes, parse_nbytes
+from onefold.text import format_bytes, parse_nbytes
 
 if TYPE_CHECKING:
     from onefold.generation.plan import InferenceAsk, InferencePlan

@@ -8,8 +8,8 @@ from onefold.engine.engine import Engine
 from onefold.engine.keeping import gathered_units
 from onefold.errors import ConfigError, expected
 from onefold.planner.auto import free_on_all
-from onefold.planner.sizes import parse_nbytes
 from onefold.planner.windows import TrainedUnits, choose_windows
+from onefold.text import parse_nbytes
 
 Window = int | str | None
 

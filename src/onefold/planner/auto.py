@@ -18,9 +18,9 @@ from onefold.host import free_host_nbytes
 from onefold.planner.candidates import OFFLOADS, WAYS
 from onefold.planner.estimate import bare
 from onefold.planner.memory import forecast
-from onefold.planner.sizes import format_bytes
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
+from onefold.text import format_bytes
 from onefold.wire.collectives import Group
 
 ACTIVATIONS_SHARE = 0.25

@@ -17,9 +17,9 @@ from onefold.mesh.local_ranks import run_local
 from onefold.models.loader import build_model, described, recompute, refuse
 from onefold.planner.calibration import Calibration, Speeds, speeds_of
 from onefold.planner.search import DTYPES
-from onefold.planner.sizes import format_bytes
 from onefold.planner.trace import Untraceable, tokens_of, trace
 from onefold.planner.whole_steps import with_whole_steps
+from onefold.text import format_bytes
 
 ENTRY = "onefold.tools.calibration_rank:main"
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}

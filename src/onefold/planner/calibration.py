@@ -13,7 +13,7 @@ from typing import Any
 
 from onefold.planner.machines import Efficiency, Link, Machine
 from onefold.planner.simulate import slowest_of
-from onefold.planner.sizes import format_bytes
+from onefold.text import format_bytes
 
 THIS_MACHINE = "this machine"
 FASTEST = 1e18

@@ -33,9 +33,6 @@ AXES = "exposed_axes"
 GRADIENTS = (0, 1)
 """Each unit has two: one comes as its backward begins to compute, the other as it ends."""
 
-STREAMED_NBYTES = 12
-"""Bytes of an element's fp32 states, each way at once, where the device steps them."""
-
 
 def durations(
     unit: UnitWork, run: Conditions, machine: Machine

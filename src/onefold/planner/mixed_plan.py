@@ -10,8 +10,7 @@ from typing import Any
 from onefold.planner.mixed import KindPlan, MixedJob, MixedSplit
 from onefold.planner.search import Row, Search
 from onefold.planner.show import seconds
-from onefold.planner.sizes import format_bytes
-from onefold.text import columns, counted, wrapped
+from onefold.text import columns, counted, format_bytes, wrapped
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from onefold.planner.mixed_plan import MixedPlan, row_lines, sampler_of
 from onefold.planner.search import Row, Search
 from onefold.planner.show import memory_table, short_table, traffic_table, wire_lines
 from onefold.planner.show_axes import axis_lines, mesh_of, mesh_words
-from onefold.planner.sizes import format_bytes
-from onefold.text import counted, shell_lines, wrapped
+from onefold.text import counted, format_bytes, shell_lines, wrapped
 
 FOLDER = "PATH"
 """Stands in commands for the folder of the disk tier."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from onefold.planner.search import GROUPS, Row
-from onefold.planner.sizes import format_bytes
-from onefold.text import columns, common_unit, in_unit, wrapped
+from onefold.text import columns, common_unit, format_bytes, in_unit, wrapped
 
 HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",

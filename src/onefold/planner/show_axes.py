@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from onefold.planner.axes import MESSAGES
 from onefold.planner.composition import Composition, RankPlan
 from onefold.planner.show import seconds
-from onefold.planner.sizes import format_bytes
-from onefold.text import columns, wrapped
+from onefold.text import columns, format_bytes, wrapped
 
 
 def mesh_words(made: Composition) -> str:

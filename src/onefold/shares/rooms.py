@@ -30,9 +30,9 @@ from onefold.layout.cut import Shares
 from onefold.planner.auto import ACTIVATIONS_SHARE
 from onefold.planner.estimate import bare
 from onefold.planner.memory import forecast
-from onefold.planner.sizes import format_bytes
 from onefold.recipe import Recipe
 from onefold.shares.weights import in_parts, unless_even, weights_of
+from onefold.text import format_bytes
 from onefold.wire.collectives import Group
 
 PARTS_A_RANK = 32

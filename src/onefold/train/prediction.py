@@ -15,13 +15,13 @@ from onefold.config import precision_of
 from onefold.mesh.world import World
 from onefold.planner.byte_counter import ACTIVATION, LOGITS, Moment
 from onefold.planner.memory import Forecast, forecast
-from onefold.planner.sizes import format_bytes
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.recipe import Recipe
 from onefold.recording.report import Report
 from onefold.recording.run_report import MemoryPlan, PlanLines, PlannedMoment
 from onefold.recording.step_record import TORCH
+from onefold.text import format_bytes
 from onefold.train.corpus import own_rows
 from onefold.train.job import Job
 
