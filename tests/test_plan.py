@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onefold.planner.auto import ACTIVATIONS_SHARE
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +26,6 @@ from onefold.layout.flat import unit_bytes
 from onefold.layout.units import plan_units
 from onefold.models.gpt import GPT, GPTConfig
 from onefold.models.loader import build_model
-from onefold.planner.auto import ACTIVATIONS_SHARE
 from onefold.planner.estimate import estimated
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.planning import Cluster, plan

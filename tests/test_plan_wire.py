@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onefold.planner.auto import ACTIVATIONS_SHARE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,7 +22,6 @@ from onefold import Wire
 from onefold.config import Offload, Precision, precision_of, stage_of
 from onefold.errors import ConfigError
 from onefold.layout.units import plan_units
-from onefold.planner.auto import ACTIVATIONS_SHARE
 from onefold.planner.candidates import candidates
 from onefold.planner.estimate import estimated
 from onefold.planner.machines import machine_of

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import nn
 
 from onefold.build import checks
@@ -14,11 +12,11 @@ from onefold.build.coding import KeptExact, code_for_products
 from onefold.build.resolve import Asked, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.errors import ConfigError, expected
+from onefold.fit.bounds import RankMemory
+from onefold.fit.residents import with_residents
 from onefold.layout.units import UnitPlan, repeated_blocks, uncompiled
 from onefold.mesh.devices import device_of
 from onefold.mesh.ranks import Ranks, local_place
-from onefold.planner.auto import ACTIVATIONS_SHARE, free_nbytes
-from onefold.planner.residency import with_residents
 from onefold.recipe import Recipe
 from onefold.unit.init import PROMISED, Values
 from onefold.wire.collectives import Group
@@ -46,9 +44,10 @@ def examine_stream(
     )
     if rest is not None:
         exact = code_for_products(uncompiled(module), rest, device.type)
-    room = _agreed(budget, device, ranks)
+    if budget is None:
+        budget = RankMemory(device, local_place(data)[1], data).room_to_keep()
     asked = examine_together(
-        ranks, lambda: examine(module, None, _tiled(module, room, rest, offload), data), module
+        ranks, lambda: examine(module, None, _tiled(module, budget, rest, offload), data), module
     )
     return asked, exact
 
@@ -142,16 +141,6 @@ def _tiers_of(offload: object) -> Offload:
             hint='"cpu" keeps weights in CPU memory, "disk:PATH" in a file in that folder',
         )
     )
-
-
-def _agreed(budget: int | None, device: torch.device, ranks: Ranks) -> int:
-    """The budget, the same on every rank: by default the least that is free on one of them."""
-    if budget is not None:
-        return budget
-    group = ranks.everyone
-    free = free_nbytes(device, local_place(group)[1])
-    everyone: list[Any] = group.all_gather_object(free) if group.world_size > 1 else [free]
-    return int((1 - ACTIVATIONS_SHARE) * min(everyone))
 
 
 def _tiled(module: nn.Module, budget: int, rest: str | None, offload: object) -> Choices:

@@ -20,6 +20,7 @@ from onefold.planner.machines import Machine
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.streams import Streams
 from onefold.planner.work import ModelWork, UnitWork, Work
+from onefold.tier.step_device import STREAMED_NBYTES
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
