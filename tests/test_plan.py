@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onefold.planner.auto import ACTIVATIONS_SHARE
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,6 +21,7 @@ import onefold
 from onefold.config import Offload, Precision, offload_of, precision_of, stage_of
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, TierError
+from onefold.fit.bounds import ACTIVATIONS_SHARE
 from onefold.layout.flat import unit_bytes
 from onefold.layout.units import plan_units
 from onefold.models.gpt import GPT, GPTConfig
@@ -35,6 +35,7 @@ from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.trace import Trace, default_loss, tokens_of, trace, without_values
 from onefold.recipe import Recipe
 from onefold.text import format_bytes, parse_nbytes
+from tests.free_memory import has_free
 from tests.models import Model
 from tests.ranks import run_processes, run_ranks, seeded
 
@@ -621,11 +622,11 @@ def test_auto_takes_the_lowest_stage_whose_states_fit_on_every_rank(world, monke
 
     for stage in (0, 1, 3) if world > 1 else (0,):
         free = int(world * (needs(stage) + 1) / (1 - ACTIVATIONS_SHARE)) + 2 * world
-        monkeypatch.setattr("onefold.planner.auto.free_host_nbytes", lambda free=free: free)
+        has_free(monkeypatch, free)
         for got, why in run_ranks(world, body):
             assert got == stage
             assert f"stage {stage} holds" in why
-    monkeypatch.setattr("onefold.planner.auto.free_host_nbytes", lambda: 1000)
+    has_free(monkeypatch, 1000)
     for got, why in run_ranks(world, body):
         assert got == 3
         assert "no stage holds less" in why
