@@ -96,7 +96,7 @@ def test_runs_and_plans_choose_the_same_shares_in_the_same_memories(memories):
     assert split.fits
     pairs = fractions(split.weights, world), fractions(capacity.best, world)
     for planned, ran in zip(*pairs, strict=True):
-        assert planned == pytest.approx(ran, abs=4 * part), "a run and a plan measure the bend elsewhere"
+        assert planned == pytest.approx(ran, abs=4 * part), "lines bend"
 
 
 # units

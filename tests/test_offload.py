@@ -847,7 +847,7 @@ def test_a_budget_above_what_is_free_is_refused_before_anything_is_taken(tmp_pat
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage)
     with pytest.raises(TierError, match=r"free for each of 1 ranks.*\n*hint: free space"):
         build(f"disk:{tmp_path}")
-    monkeypatch.setattr("onefold.build.tiers.free_host_nbytes", lambda: 1000)
+    has_free(monkeypatch, 1000)
     with pytest.raises(TierError, match="of CPU memory"):
         build("cpu")
 
