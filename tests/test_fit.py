@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from onefold.config import stage_of
 from onefold.fit.bounds import ACTIVATIONS_SHARE, Limit, RankMemory, Users, room_of
 from onefold.fit.choices import lowest_stage
-from onefold.fit.lines import PARTS_A_RANK, Line, fill
+from onefold.fit.lines import Line, fill
 from onefold.fit.shares import Capacity, rooms_of
 from onefold.fit.units import most_nbytes, spread
 from onefold.planner.conditions import Conditions
@@ -70,7 +70,7 @@ MEMBER = Member("weight", (256, 256), torch.float32, torch.float32)
 UNITS = tuple(UnitRecipe(str(n), (MEMBER,)) for n in range(8))
 
 
-@settings(max_examples=10, deadline=None, phases=(Phase.generate,))
+@settings(max_examples=25, deadline=None, phases=(Phase.generate,))
 @given(st.lists(st.integers(2_000_000, 14_000_000), min_size=2, max_size=5))
 def test_runs_and_plans_choose_the_same_shares_in_the_same_memories(memories):
     """A plan without activations, in the part of memory that a run leaves for the rest."""
@@ -91,12 +91,10 @@ def test_runs_and_plans_choose_the_same_shares_in_the_same_memories(memories):
         kinds=kinds, recipe=recipe, rows=1, tokens=1, conditions=Conditions(),
         near=lambda _: trace, exact=lambda _: trace,
     )  # fmt: skip
-    split = job.best()
-    part = 1 / (PARTS_A_RANK * world)
-    assert split.fits
-    pairs = fractions(split.weights, world), fractions(capacity.best, world)
-    for planned, ran in zip(*pairs, strict=True):
-        assert planned == pytest.approx(ran, abs=4 * part), "lines bend"
+    if job.equal().fits:
+        assert job.best().weights is None
+    elif job._made((1,) * world, capacity.best).fits:  # else a plan refines them
+        assert job.best().weights == capacity.best
 
 
 # units

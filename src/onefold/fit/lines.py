@@ -34,6 +34,12 @@ class Line:
     whole: int
     fixed: int = 0
 
+    @staticmethod
+    def through(tier: str, free: int, even: int, alone: int, ranks: int, fixed: int = 0) -> Line:
+        """Draw the line through the needs of an even share and of all the state, on `ranks`."""
+        whole = max(0, alone - even) * ranks // (ranks - 1)
+        return Line(tier, free, alone - whole - fixed, whole, fixed)
+
     def need(self, share: float) -> int:
         """Return the bytes of a share of the state."""
         return self.fixed + self.base + int(share * self.whole)

@@ -36,8 +36,7 @@ def rooms_of(
     ranks, rooms = recipe.shard_world, list[Room]()
     even = needs(replace(recipe, shares=None))
     for tier, most in needs(replace(recipe, shares=(1,) + (0,) * (ranks - 1))).items():
-        whole = max(0, most - even.get(tier, 0)) * ranks // (ranks - 1)
-        line = Line(tier, held.get(tier, 0), most - whole, whole)
+        line = Line.through(tier, held.get(tier, 0), even.get(tier, 0), most, ranks)
         limits = memory.limits(tier, recipe.offload.paths)
         rooms += [(line, limits)] if limits else []
     return rooms

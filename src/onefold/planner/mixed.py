@@ -255,25 +255,21 @@ class MixedJob:
     def _lines(self, kind: DeviceKind, rows: int) -> list[Line]:
         """Return the bytes of a rank of the kind by place, as they grow with its share."""
         world = self.recipe.world_size
-        inside = range(kind.first, kind.first + kind.ranks)
-        none = tuple(0 if rank in inside else 1 for rank in range(world))
+        alone = tuple(int(rank == kind.first) for rank in range(world))
         trace = self._trace(self.near, rows)
         held = [
             forecast(
                 trace, replace(self.recipe, shares=shares if self.recipe.is_sharded else None),
                 accumulate=self.conditions.accumulate, rank=kind.first,
             )
-            for shares in (none, None)
+            for shares in (None, alone)
         ]  # fmt: skip
-        empty, even = (each.by_place(kind.local_world_size) for each in held)
+        even, most = (each.by_place(kind.local_world_size) for each in held)
         rest = ("activation", "logits", "batch", "buffer")
-        fixed = sum(n for (what, _), n in held[1].peak.held.items() if what in rest)
+        fixed = sum(n for (what, _), n in held[0].peak.held.items() if what in rest)
         fixed_at = {"device": fixed}  # a larger model of the same rows has no more of these
         return [
-            Line(
-                place, free, empty[place] - fixed_at.get(place, 0),
-                (even[place] - empty[place]) * world, fixed_at.get(place, 0),
-            )
+            Line.through(place, free, even[place], most[place], world, fixed_at.get(place, 0))
             for place, free in kind.room.items()
         ]  # fmt: skip
 
