@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import onefold
-from onefold.engine.keeping import choose, most_nbytes
 from onefold.engine.policy import UnitFacts
 from onefold.engine.registry import engine_of
+from onefold.fit.units import GatheredUnits
 from onefold.ledger import Kind
 from tests.hf_ranks import run_forks
 from tests.ranks import run_ranks, seeded
@@ -102,16 +102,17 @@ def test_units_that_fit_are_kept_and_the_others_gathered_in_every_forward():
 )  # fmt: skip
 def test_kept_units_never_take_more_than_the_room(sizes, room, ahead):
     units = [UnitFacts(size, is_resident=size % 7 == 0, is_tiled=size % 11 == 0) for size in sizes]
-    kept = choose(units, room, ahead)
+    gathered = GatheredUnits.of(units, ahead)
+    kept = gathered.window(room)
     movable = {i for i, unit in enumerate(units) if not (unit.is_resident or unit.is_tiled)}
     assert kept <= movable
-    assert not kept or most_nbytes(units, kept, ahead) <= room
+    assert not kept or gathered.most(kept) <= room
     if sum(units[i].nbytes for i in movable) <= room:
         assert kept == movable
 
 
 def test_kept_units_lie_evenly_between_the_others():
-    kept = choose([UnitFacts(1)] * 12, 9, 1)
+    kept = GatheredUnits.of([UnitFacts(1)] * 12, 1).window(9)
     assert kept == {0, 2, 4, 6, 8, 10}
 
 

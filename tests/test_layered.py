@@ -20,8 +20,8 @@ from onefold.layered.accumulate import accumulate_layers
 from onefold.layered.choice import Accumulation
 from onefold.layered.streams import seeds_of
 from onefold.models.gpt import GPT, GPTConfig
-from onefold.planner import auto
 from onefold.tier.disk import BlockFile
+from tests.free_memory import has_free
 from tests.models import VOCAB, WIDTH, Block, Model
 from tests.ranks import run_processes, run_ranks, seeded
 
@@ -619,7 +619,7 @@ def test_a_micro_batch_that_fails_ends_all_others_and_the_next_step_is_right(whe
 
 def test_the_pick_keeps_weights_where_they_fit_and_says_what_the_others_cost(monkeypatch):
     free = {"nbytes": 1 << 40}
-    monkeypatch.setattr(auto, "free_nbytes", lambda *_: free["nbytes"])
+    has_free(monkeypatch, lambda: 2 * free["nbytes"])
 
     def auto_order(module: nn.Module, batches: Any) -> Tensor:
         return accumulate_layers(module, batches, next_token, order="auto")
@@ -640,7 +640,7 @@ def test_the_pick_keeps_weights_where_they_fit_and_says_what_the_others_cost(mon
 
 
 def test_the_pick_for_a_model_that_is_no_chain_keeps_as_many_units_as_fit(monkeypatch):
-    monkeypatch.setattr(auto, "free_nbytes", lambda *_: 62_000)
+    has_free(monkeypatch, 2 * 62_000)
 
     def run(module: nn.Module, batches: Any) -> Tensor:
         return accumulate_layers(module, batches, next_token, order="auto")

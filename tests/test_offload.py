@@ -27,6 +27,7 @@ from onefold.engine import blocks
 from onefold.engine.registry import engine_of
 from onefold.tier.disk import DiskStore, SwapFile
 from onefold.tier.store import GRAIN_NUMEL
+from tests.free_memory import has_free
 from tests.ranks import run_processes, run_ranks, seeded
 
 WIDTH = 96
@@ -599,8 +600,7 @@ def test_a_fraction_of_the_states_leaves_the_device_from_the_last_unit_on(fracti
 
 @pytest.mark.parametrize(("free", "share"), [(1 << 40, 0.0), (1000, 1.0), (6_200_000, 0.5)])
 def test_auto_sends_away_what_has_no_room_and_says_why(free, share, tmp_path, monkeypatch):
-    for reader in ("onefold.build.tiers", "onefold.planner.auto"):
-        monkeypatch.setattr(f"{reader}.free_host_nbytes", lambda: free)
+    has_free(monkeypatch, free)
 
     def body(rank: int) -> tuple[float, str]:
         module, optimizer = build(Offload("disk", disk=tmp_path, fraction="auto"), stage=2, depth=8)
@@ -847,7 +847,7 @@ def test_a_budget_above_what_is_free_is_refused_before_anything_is_taken(tmp_pat
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage)
     with pytest.raises(TierError, match=r"free for each of 1 ranks.*\n*hint: free space"):
         build(f"disk:{tmp_path}")
-    monkeypatch.setattr("onefold.build.tiers.free_host_nbytes", lambda: 1000)
+    has_free(monkeypatch, 1000)
     with pytest.raises(TierError, match="of CPU memory"):
         build("cpu")
 

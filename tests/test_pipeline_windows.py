@@ -9,7 +9,6 @@ import onefold
 from onefold.engine.registry import engine_of
 from onefold.models.gpt import GPT, GPTConfig, GPTStage
 from onefold.pipelines.window import windows_of
-from onefold.planner import auto
 from onefold.planner.anatomy import Anatomy
 from onefold.planner.axes import ModelAxes
 from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
@@ -17,6 +16,7 @@ from onefold.planner.composition import Place, Window, free_of, stages_of
 from onefold.planner.conditions import Conditions
 from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.recipe import Recipe
+from tests.free_memory import has_free
 from tests.ranks import run_ranks, seeded
 
 SIZES = GPTConfig(num_layers=8, width=64, num_heads=4, lr=1e-3)
@@ -60,7 +60,7 @@ def ran(
 ) -> list[list[Kept]]:
     """The same of stage modules, for each number of free bytes."""
     now = {"free": 0}
-    patch.setattr(auto, "free_nbytes", lambda *_: now["free"])
+    has_free(patch, lambda: DATA * now["free"])
 
     def body(_: int, rank: int) -> list[Kept]:
         model = seeded(lambda: GPT(SIZES, SEQ))

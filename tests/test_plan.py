@@ -21,11 +21,11 @@ import onefold
 from onefold.config import Offload, Precision, offload_of, precision_of, stage_of
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, TierError
+from onefold.fit.bounds import ACTIVATIONS_SHARE
 from onefold.layout.flat import unit_bytes
 from onefold.layout.units import plan_units
 from onefold.models.gpt import GPT, GPTConfig
 from onefold.models.loader import build_model
-from onefold.planner.auto import ACTIVATIONS_SHARE
 from onefold.planner.estimate import estimated
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.planning import Cluster, plan
@@ -35,6 +35,7 @@ from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.trace import Trace, default_loss, tokens_of, trace, without_values
 from onefold.recipe import Recipe
 from onefold.text import format_bytes, parse_nbytes
+from tests.free_memory import has_free
 from tests.models import Model
 from tests.ranks import run_processes, run_ranks, seeded
 
@@ -623,11 +624,11 @@ def test_auto_takes_the_lowest_stage_that_fits_on_every_rank_while_it_accumulate
 
     for stage in (0, 1, 2, 3) if world > 1 else (0,):
         free = int(world * (needs(stage) + 1) / (1 - ACTIVATIONS_SHARE)) + 2 * world
-        monkeypatch.setattr("onefold.planner.auto.free_host_nbytes", lambda free=free: free)
+        has_free(monkeypatch, free)
         for got, why in run_ranks(world, body):
             assert got == stage
             assert f"stage {stage} holds" in why
-    monkeypatch.setattr("onefold.planner.auto.free_host_nbytes", lambda: 1000)
+    has_free(monkeypatch, 1000)
     for got, why in run_ranks(world, body):
         assert got == 3
         assert "no stage holds less" in why

@@ -20,8 +20,8 @@ import onefold
 from onefold import Wire
 from onefold.config import Offload, Precision, precision_of, stage_of
 from onefold.errors import ConfigError
+from onefold.fit.bounds import ACTIVATIONS_SHARE
 from onefold.layout.units import plan_units
-from onefold.planner.auto import ACTIVATIONS_SHARE
 from onefold.planner.candidates import candidates
 from onefold.planner.estimate import estimated
 from onefold.planner.machines import machine_of
@@ -33,6 +33,7 @@ from onefold.planner.trace import Trace, trace, without_values
 from onefold.recipe import Recipe
 from onefold.text import format_bytes
 from onefold.wire_config import PRESETS, resolve_wire
+from tests.free_memory import has_free
 from tests.ranks import run_ranks, seeded
 
 WIDTH, ODD = 128, 37
@@ -207,7 +208,7 @@ def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(m
 
     for name, stage in (("replicas", 1), ("replicas", 3), ("hybrid", 3), ("recommended", 1)):
         free = int(4 * (needs(stage, name) + 1) / (1 - ACTIVATIONS_SHARE)) + 8
-        monkeypatch.setattr("onefold.planner.auto.free_host_nbytes", lambda free=free: free)
+        has_free(monkeypatch, free)
         for got, why in run_ranks(4, body, name):
             assert got == stage, name
             assert f"stage {stage} holds {format_bytes(needs(stage, name))} of" in why

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +12,15 @@ from torch import Tensor, nn
 import onefold
 from onefold import ConfigError, TierError
 from onefold.engine.registry import engine_of
+from onefold.fit import shares as rooms
+from onefold.fit.bounds import Limit, RankMemory
+from onefold.fit.lines import Line
+from onefold.fit.shares import Capacity, Room
 from onefold.layout.flat import unit_bytes
+from onefold.planner.expectation import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
-from onefold.shares import rooms
-from onefold.shares.rooms import Capacity, MemoryLine
 from onefold.shares.weights import weights_of
+from onefold.wire.collectives import Group
 from tests.ranks import run_ranks, seeded
 from tests.test_cut import Model, batches, loss_of
 
@@ -185,11 +188,11 @@ def test_checkpoints_go_round_between_shares_and_one_process(tmp_path, stage):
 STATE = 1000
 
 
-def room(free: int, name: str = "", base: int = 100, held: int = 0) -> MemoryLine:
-    return MemoryLine("cpu", ((name or str(free), free),), held, base, STATE)
+def room(free: int, name: str = "", base: int = 100, held: int = 0) -> Room:
+    return Line("cpu", held, base, STATE), (Limit("host", name or str(free), free),)
 
 
-def best(*rooms_by_rank: MemoryLine) -> Any:
+def best(*rooms_by_rank: Room) -> Any:
     return Capacity.of([[each] for each in rooms_by_rank], len(rooms_by_rank)).best
 
 
@@ -217,11 +220,11 @@ def test_ranks_of_one_host_divide_its_memory():
 def test_state_without_room_is_refused_and_ranks_are_named(monkeypatch):
     free, measured = [300_000, 800_000], rooms.rooms_of
 
-    def limited(recipe: Recipe, device: torch.device, held: Any) -> list[MemoryLine]:
+    def limited(recipe: Recipe, needs: Any, memory: RankMemory, held: Any) -> list[Room]:
         """The real needs, in memory that is made up."""
         rank = torch.distributed.get_rank()
-        line = measured(recipe, device, {})[0]
-        return [replace(line, bounds=((str(rank), free[rank]),))]
+        line, _ = measured(recipe, needs, memory, {})[0]
+        return [(line, (Limit("host", str(rank), free[rank]),))]
 
     monkeypatch.setattr(rooms, "rooms_of", limited)
 
@@ -264,8 +267,9 @@ def test_caps_of_one_to_three_hold_twice_the_model_of_even_shares():
     caps = [200 << 20, 600 << 20]
 
     def best_of(blocks: int) -> Capacity:
-        line = rooms.rooms_of(recipe_of(blocks), torch.device("cpu"), {})[0]
-        lines = [[replace(line, bounds=((str(n), cap),))] for n, cap in enumerate(caps)]
+        memory = RankMemory(torch.device("cpu"), 2, Group.of(None))
+        line, _ = rooms.rooms_of(recipe_of(blocks), needs_of, memory, {})[0]
+        lines = [[(line, (Limit("host", str(n), cap),))] for n, cap in enumerate(caps)]
         return Capacity.of(lines, 2)
 
     counts = range(1, 300)  # blocks; a smaller model fits where a larger one does

@@ -19,8 +19,8 @@ from onefold import ConfigError, StateError, TierError
 from onefold.build import tiers
 from onefold.config import Inference, Offload
 from onefold.engine.registry import engine_of
+from onefold.fit.residents import with_residents
 from onefold.ledger import Kind
-from onefold.planner.residency import with_residents
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.tier import disk
 from tests.models import Model, next_token_loss, token_batches

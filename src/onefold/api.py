@@ -20,13 +20,13 @@ from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
 from onefold.engine.keeping import keeping
 from onefold.engine.registry import engine_of
+from onefold.fit.engines import gathered_units, units_to_keep
 from onefold.layered.choice import describe_accumulation, with_kept
 from onefold.layout.units import UnitChoice
 from onefold.ledger import Kind
 from onefold.mesh import ranks as meshes
 from onefold.mesh.meeting import as_timeout, meet
 from onefold.mesh.ranks import TIMEOUT
-from onefold.planner.auto import room_to_keep
 from onefold.recording.report import Report, copied, snapshot, unit_lines
 from onefold.rows.speeds import measure, row_shares
 from onefold.shares.weights import AUTO, SharesChoice
@@ -244,9 +244,8 @@ def generating(module: nn.Module, budget: int | None = None) -> Iterator[None]:
         ...     tokens = model.generate(prompt, max_new_tokens=100)
     """
     engine = engine_of(module)
-    with keeping(
-        engine, room_to_keep(engine.recipe, engine.context.store.device, engine.group, budget)
-    ):
+    kept = units_to_keep(engine, budget)
+    with keeping(engine, kept, gathered_units(engine).most(kept)):
         yield
 
 

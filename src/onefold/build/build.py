@@ -35,7 +35,7 @@ from onefold.layout import packed
 from onefold.layout.units import Owned, UnitPlan, plan_units
 from onefold.ledger import Ledger
 from onefold.mesh.ranks import Ranks
-from onefold.planner.auto import Expectation
+from onefold.planner.expectation import Expectation
 from onefold.recipe import Recipe
 from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from onefold.build import checks
@@ -13,10 +12,10 @@ from onefold.build.coding import KeptExact, code_for_products
 from onefold.build.resolve import Asked, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.errors import ConfigError, expected
+from onefold.fit.bounds import RankMemory
+from onefold.fit.residents import with_residents
 from onefold.layout.units import UnitPlan, repeated_blocks, uncompiled
 from onefold.mesh.ranks import Ranks, local_place
-from onefold.planner.auto import free_on_all, room_of
-from onefold.planner.residency import with_residents
 from onefold.recipe import Recipe
 from onefold.unit.init import PROMISED, Values
 from onefold.wire.collectives import Group
@@ -44,9 +43,10 @@ def examine_stream(
         exact = together(
             data, lambda: code_for_products(uncompiled(module), rest, device.type), ConfigError
         )
-    room = _agreed(budget, device, ranks)
+    if budget is None:
+        budget = RankMemory(device, local_place(data)[1], data).room_to_keep()
     asked = examine_together(
-        ranks, lambda: examine(module, None, _tiled(module, room, rest, offload), data), module
+        ranks, lambda: examine(module, None, _tiled(module, budget, rest, offload), data), module
     )
     return asked, exact
 
@@ -140,14 +140,6 @@ def _tiers_of(offload: object) -> Offload:
             hint='"cpu" keeps weights in CPU memory, "disk:PATH" in a file in that folder',
         )
     )
-
-
-def _agreed(budget: int | None, device: torch.device, ranks: Ranks) -> int:
-    """The budget, the same on every rank: by default the least that is free on one of them."""
-    if budget is not None:
-        return budget
-    group = ranks.everyone
-    return room_of(free_on_all(device, local_place(group)[1], group))
 
 
 def _tiled(module: nn.Module, budget: int, rest: str | None, offload: object) -> Choices:

@@ -31,6 +31,10 @@ from onefold.config import (
     stage_of,
 )
 from onefold.errors import ConfigError, Failure
+from onefold.fit.bounds import RankMemory
+from onefold.fit.choices import least_fraction, lowest_stage
+from onefold.fit.residents import with_residents
+from onefold.fit.shares import choose
 from onefold.layout.units import (
     Owned,
     UnitChoice,
@@ -42,10 +46,8 @@ from onefold.layout.units import (
 from onefold.mesh.devices import check_devices, device_of
 from onefold.mesh.meeting import meet
 from onefold.mesh.ranks import Ranks, local_place, two_axes_of_launcher
-from onefold.planner.auto import least_fraction, lowest_stage
-from onefold.planner.residency import with_residents
+from onefold.planner.expectation import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
-from onefold.shares.rooms import choose
 from onefold.shares.weights import AUTO, is_auto, unless_even, weights_of
 from onefold.wire.collectives import Group
 from onefold.wire.together import collect, difference
@@ -243,28 +245,25 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
         num_moments=_num_moments(parts),
     )  # fmt: skip
     adapts = asked.names_wire or found.is_flat  # a script for nodes runs on one of them, too
-    local_world_size, why_stage = local_place(group)[1], ""
+    memory, why_stage = RankMemory(device, local_place(group)[1], group), ""
     has_room = False  # for even shares
     if asked.opens_stage:
         fitting = _stages(recipe, adapts=adapts)
-        chosen, why_stage = lowest_stage(fitting, device, group, local_world_size)
+        chosen, why_stage = lowest_stage(fitting, partial(needs_of, micro_batches=2), memory)
         recipe, has_room = chosen or _at_stage(recipe, STAGES[3], adapts=adapts), bool(chosen)
     else:
         recipe = _at_stage(recipe, recipe.stage, adapts=adapts)
     if asked.mixes_tiers and recipe.keeps_weights:
         raise checks.mixed_tiers("the same tiers on every rank, for a second shard in each node")
-    near = "cpu" if device.type == "cpu" else "device"
     lies = (each.nbytes for each in parts.parameters if each.parameter.device == device)
-    held = {near: sum(lies)}
+    held = {memory.near: sum(lies)}
     measures = asked.opens_shares and not has_room
-    recipe, why_shares = choose(recipe, device, group, held, is_auto=measures)
+    recipe, why_shares = choose(recipe, needs_of, memory, held, is_auto=measures)
     why_fraction = ""
     if recipe.offload.fraction == "auto" and recipe.offload.optimizer != "device":
         rank = found.shards(are_replicas=recipe.are_replicas).rank
         states = budget_of(recipe, parts.plans, parts.optimizers, rank).states
-        fractions = collect(
-            alike, partial(least_fraction, recipe, states, device, local_world_size)
-        )
+        fractions = collect(alike, partial(least_fraction, recipe, states, needs_of, memory))
         fraction, why_fraction = max(fractions)  # that of the rank with the least room
         recipe = replace(recipe, offload=replace(recipe.offload, fraction=fraction))
     chosen_units = recipe.offloaded_units([unit.numel for unit in recipe.units])

@@ -18,7 +18,7 @@ import torch
 from onefold.config import Offload
 from onefold.host import cores_of
 from onefold.mesh.ranks import local_place
-from onefold.planner.clock_hands import STREAMED_NBYTES
+from onefold.tier.step_device import STREAMED_NBYTES
 from onefold.tier.workers import Workers
 from onefold.wire.collectives import Group
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from torch.optim import Optimizer
 from onefold.config import Offload
 from onefold.engine.rules import moments_after_first_step, rule_of, steps_elements
 from onefold.errors import TierError, expected
-from onefold.host import cores_of, free_host_nbytes
+from onefold.fit.bounds import RankMemory
+from onefold.host import cores_of
 from onefold.layout.flat import stepped_itemsize, unit_bytes
 from onefold.layout.units import UnitPlan
 from onefold.ledger import Ledger
@@ -98,15 +98,15 @@ def moments_of(
     return found
 
 
-def check_budget(budget: Budget, offload: Offload, group: Group, local_world_size: int) -> None:
+def check_budget(budget: Budget, offload: Offload, memory: RankMemory) -> None:
     """Raise `TierError` if a tier lacks room; warn if a path of the disk tier lies in memory."""
-    where = f"rank {group.rank}"
-    free = free_host_nbytes() // local_world_size
+    where, ranks = f"rank {memory.group.rank}", memory.local_world_size
+    free = memory.free("cpu")
     if budget.cpu > free:
         raise TierError(
             expected(
                 f"{budget.cpu:,} bytes of CPU memory for offloaded states",
-                f"{free:,} free for each of {local_world_size} ranks here",
+                f"{free:,} free for each of {ranks} ranks here",
                 where=where,
                 hint='offload="disk:PATH", a smaller fraction, or more ranks',
             )
@@ -135,12 +135,12 @@ def check_budget(budget: Budget, offload: Offload, group: Group, local_world_siz
                 "memory; name a folder on a disk",
                 stacklevel=7,
             )
-        each, free = budget.disk // len(paths), shutil.disk_usage(path).free // local_world_size
+        each, free = budget.disk // len(paths), memory.free("disk", [path])
         if each > free:
             raise TierError(
                 expected(
                     f"{each:,} bytes of disk at {path} for offloaded states",
-                    f"{free:,} free for each of {local_world_size} ranks here",
+                    f"{free:,} free for each of {ranks} ranks here",
                     where=where,
                     hint="free space there, name another path as well, or offload less (fraction=)",
                 )
@@ -173,7 +173,8 @@ def build_tiers(
         return _build(recipe, store, ledger, group, budget, local)
     # every rank looks at the free memory before any rank takes of it
     if not recipe.reads_files:
-        together(group, lambda: check_budget(budget, offload, group, local[1]), TierError)
+        memory = RankMemory(store.device, local[1], group)
+        together(group, lambda: check_budget(budget, offload, memory), TierError)
     return together(group, lambda: _build(recipe, store, ledger, group, budget, local), TierError)
 
 

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from onefold.engine.engine import Engine
-from onefold.engine.keeping import gathered_units, most_nbytes
+from onefold.fit.engines import gathered_units, memory_of, trained_units
 from onefold.ledger import Kind, Traffic
-from onefold.planner.auto import room_to_keep
-from onefold.planner.windows import TrainedUnits
 from onefold.text import format_bytes
 
 Order = Literal["auto", "layers", "keep", "plain"]
@@ -64,7 +62,7 @@ class Accumulation:
     def choose(self, engine: Engine, order: Order) -> Order:
         """Return the order to run, and choose the window for it."""
         if order != "auto":
-            self.window = _all_gathered(engine) if order == "keep" else frozenset()
+            self.window = gathered_units(engine).everyone if order == "keep" else frozenset()
             return order
         if not engine.policy.frees_after_forward:
             return "plain"  # it gathers once
@@ -75,10 +73,10 @@ class Accumulation:
 
     def _pick(self, engine: Engine) -> Order:
         """Pick an order for all ranks; again in the second step, when activations are known."""
-        room = room_to_keep(engine.recipe, engine.context.store.device, engine.group, None)
-        self.window = TrainedUnits.of(engine).window(room)
+        room = memory_of(engine).room_to_keep()
+        self.window = trained_units(engine).window(room)
         needs = engine.group.gather(self.border_nbytes)
-        if self.window == _all_gathered(engine):
+        if self.window == gathered_units(engine).everyone:
             return "keep"
         if self.refused is None and all(need <= room for need in needs):
             return "layers"
@@ -110,7 +108,7 @@ class Accumulation:
             return []
         line = f"accumulation: {self.order!r} order, {self.num_microbatches} micro-batches"
         if self.order == "keep":
-            line += f", {len(self.window)} of {len(_all_gathered(engine))} units kept"
+            line += f", {len(self.window)} of {len(gathered_units(engine).everyone)} units kept"
         if self.refused is not None:
             line += f", as the module is no chain of blocks: {self.refused}"
         tiled = any(unit.is_tiled for unit in engine.units)  # gathered for each use in every order
@@ -121,8 +119,8 @@ class Accumulation:
     def _costs(self, engine: Engine) -> str:
         """Bytes that each order sends and holds, from those of the last step."""
         number, (gathered, reduced) = self.num_microbatches, self.sent_nbytes
-        units = TrainedUnits.of(engine)
-        everything = units.nbytes_of(_all_gathered(engine))
+        units = trained_units(engine)
+        everything = units.nbytes_of(gathered_units(engine).everyone)
         share = units.nbytes_of(self.window) / max(1, everything)
         kept = share + (1 - share) * 2 * number, share + (1 - share) * number
         passes = {"layers": (2, 1), "keep": kept, "plain": (2 * number, number)}
@@ -144,10 +142,6 @@ class Accumulation:
         )
 
 
-def _all_gathered(engine: Engine) -> frozenset[int]:
-    return frozenset(gathered_units(engine.schedule.units))
-
-
 def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
     """Return predicted peaks with those of a step that kept a window of weights and gradients."""
     known = engine.facts.about(Accumulation)
@@ -159,7 +153,7 @@ def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
     }
     more = sum(trained[i] for i in known.kept), sum(trained.values())
     most = {
-        Kind.UNSHARDED: most_nbytes(engine.schedule.units, known.kept, engine.policy.prefetch),
+        Kind.UNSHARDED: gathered_units(engine).most(known.kept),
         Kind.PARTIAL_GRAD: min(peaks.get(Kind.PARTIAL_GRAD, 0) + more[0], more[1]),
     }
     found = peaks | {kind: max(peaks.get(kind, 0), nbytes) for kind, nbytes in most.items()}

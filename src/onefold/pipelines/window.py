@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onefold.engine.engine import Engine
-from onefold.engine.keeping import gathered_units
 from onefold.errors import ConfigError, expected
-from onefold.planner.auto import free_on_all
-from onefold.planner.windows import TrainedUnits, choose_windows
+from onefold.fit.engines import memory_of, trained_units
+from onefold.fit.units import choose_windows
 from onefold.text import parse_nbytes
 
 Window = int | str | None
@@ -21,25 +20,19 @@ def windows_of(engines: Sequence[Engine], window: Window) -> list[frozenset[int]
         engines: of the modules, which share the rank's memory.
         window: units of each module, bytes of all of them as text, or None: what fits.
     """
-    found = [frozenset(gathered_units(engine.schedule.units)) for engine in engines]
-    chosen = [i for i, each in enumerate(engines) if each.recipe.frees_after_forward]
+    stages = [trained_units(engine) for engine in engines]
+    windows = [stage.everyone for stage in stages]
+    chosen = [i for i, engine in enumerate(engines) if engine.recipe.frees_after_forward]
     if isinstance(window, int):
         for i in chosen:
-            gathered = sorted(found[i])
-            count = min(window, len(gathered))
-            found[i] = frozenset(gathered[n * len(gathered) // count] for n in range(count))
+            windows[i] = stages[i].some(window)
     elif chosen:  # stages 0 to 2 hold whole weights anyway
         limit = None if window is None else parse_nbytes("window", window)
-        free = min(_free_nbytes(engines[i]) for i in chosen)
-        windows = choose_windows([TrainedUnits.of(engines[i]) for i in chosen], free, limit)
-        for i, each in zip(chosen, windows, strict=True):
-            found[i] = each
-    return found
-
-
-def _free_nbytes(engine: Engine) -> int:
-    local = engine.recipe.local_world_size
-    return free_on_all(engine.context.store.device, local, engine.group)
+        free = min(memory_of(engines[i]).free_on_all() for i in chosen)
+        fitting = choose_windows([stages[i] for i in chosen], free, limit)
+        for i, units in zip(chosen, fitting, strict=True):
+            windows[i] = units
+    return windows
 
 
 def check_window(window: object) -> None:

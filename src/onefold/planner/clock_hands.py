@@ -20,6 +20,7 @@ from onefold.planner.machines import Machine
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.streams import Streams
 from onefold.planner.work import ModelWork, UnitWork, Work
+from onefold.tier.step_device import STREAMED_NBYTES
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
@@ -32,9 +33,6 @@ AXES = "exposed_axes"
 """The part of a step that waits for messages of model axes."""
 GRADIENTS = (0, 1)
 """Each unit has two: one comes as its backward begins to compute, the other as it ends."""
-
-STREAMED_NBYTES = 12
-"""Bytes of an element's fp32 states, each way at once, where the device steps them."""
 
 
 def durations(

@@ -1,7 +1,7 @@
 """Plan a composed run: memory of every rank of the pipeline, bytes of every axis, and the step.
 
 Each rank of the pipeline is planned on its data axis (planner/composed.py). Stage 3 chooses a
-window for each from its free memory, as `onefold.pipeline` does (planner/windows.py): weights kept
+window for each from its free memory, as `onefold.pipeline` does (fit/units.py): weights kept
 through the step, and gradients summed where they are, cost memory and save messages.
 """
 
@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from onefold.engine.keeping import gathered_units
 from onefold.engine.policy import Policy, policy_of
+from onefold.fit.units import GatheredUnits, choose_windows
 from onefold.planner.axes import MESSAGES, ModelAxes
 from onefold.planner.byte_counter import Moment
 from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
 from onefold.planner.memory import Forecast, facts_of, forecast
 from onefold.planner.messages import planned_unit
 from onefold.planner.simulate import StepTime, simulate
-from onefold.planner.windows import TrainedUnits, choose_windows
 from onefold.planner.work import ModelWork
 
 if TYPE_CHECKING:
@@ -57,13 +56,13 @@ class Window:
         return (Window(not recipe.frees_after_forward, sums),)
 
     @staticmethod
-    def fitting(stages: Sequence[TrainedUnits], free: int, limit: int | None = None) -> Window:
+    def fitting(stages: Sequence[GatheredUnits], free: int, limit: int | None = None) -> Window:
         """Return the window that `onefold.pipeline` chooses for the stages of a rank."""
         found, all_units, first = set[int](), set[int](), 0
         for stage, window in zip(stages, choose_windows(stages, free, limit), strict=True):
             found |= {first + unit for unit in window}
-            all_units |= {first + unit for unit in gathered_units(stage.units)}
-            first += len(stage.units)
+            all_units |= {first + unit for unit in stage.gathered}
+            first += len(stage.sizes)
         is_whole = found == all_units
         return Window(is_whole, is_whole, None if is_whole or not found else frozenset(found))
 
@@ -224,16 +223,16 @@ def _plan_rank(
     return RankPlan(rank, tuple(dict.fromkeys(blocks)), held, window, work, found)
 
 
-def stages_of(trace: Trace, recipe: Recipe, pieces: Sequence[int]) -> list[TrainedUnits]:
+def stages_of(trace: Trace, recipe: Recipe, pieces: Sequence[int]) -> list[GatheredUnits]:
     """Describe the stages of a rank, whose units belong to these pieces of the pipeline."""
     planned = [planned_unit(unit, recipe) for unit in trace.units]
     facts = facts_of(planned, recipe)
-    found = list[TrainedUnits]()
+    found = list[GatheredUnits]()
     for piece in dict.fromkeys(pieces):
         own = [index for index, each in enumerate(pieces) if each == piece]
         trains = tuple(any(planned[index].partials) for index in own)
         units = tuple(facts[index] for index in own)
-        found.append(TrainedUnits(units, trains, policy_of(recipe).prefetch))
+        found.append(GatheredUnits.of(units, policy_of(recipe).prefetch, trains))
     return found
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, gcd
+from math import ceil
 from typing import Any
 
 from onefold.errors import ConfigError
+from onefold.fit.lines import Line, fill, most_of
 from onefold.layout.row_split import RankTime, rows_of
 from onefold.planner.conditions import Conditions
 from onefold.planner.links import LinkGroup, gather_cost
@@ -27,8 +28,6 @@ from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
 
-LARGEST_WEIGHT = 1000
-"""Weights of shares are whole numbers up to this one."""
 TRIES = 8
 """Of shares: bytes bend a little with a share, as pieces are whole rows."""
 OWN_PARTS = ("compute", "memory", "optimizer")
@@ -153,13 +152,13 @@ class MixedJob:
     def best(self) -> MixedSplit:
         """Return the split by speed and memory."""
         rows = self._rows(None)
-        lines = [self._line(kind, rows[kind.first]) for kind in self.kinds]
-        if any(line.most < 0 for line in lines):  # activations alone are too many
+        lines = [self._lines(kind, rows[kind.first]) for kind in self.kinds]
+        if any(most_of(of_kind) < 0 for of_kind in lines):  # activations alone are too many
             try:
                 rows = self._rows([self._most_rows(kind) for kind in self.kinds])
             except ConfigError:
                 return self._made(rows, None, lacks=1.0)
-            lines = [self._line(kind, rows[kind.first]) for kind in self.kinds]
+            lines = [self._lines(kind, rows[kind.first]) for kind in self.kinds]
         made = self._made(rows, None)
         if made.fits or not self.recipe.is_sharded:
             return made
@@ -174,7 +173,7 @@ class MixedJob:
 
         Activations stay. `is_even`: all ranks hold the same. None where no limit is known.
         """
-        lines = [self._line(each.kind, each.rows) for each in split.kinds]
+        lines = [self._lines(each.kind, each.rows) for each in split.kinds]
         low, high = 0.0, 2.0**20
         if self._has_room(lines, high, is_even=is_even):
             return None
@@ -191,7 +190,7 @@ class MixedJob:
         """
         found: dict[str, int] = {}
         for index, each in enumerate(split.kinds):
-            most = self._line(each.kind, each.rows).most
+            most = most_of(self._lines(each.kind, each.rows))
             least = ceil(split.lacks / most) if most > 0 else 0
             tries = range(least, least + TRIES) if least else ()
             count = next((n for n in tries if self._with(index, n).best().fits), 0)
@@ -210,8 +209,8 @@ class MixedJob:
         recipe = replace(self.recipe, world_size=self.recipe.world_size + count)
         return replace(self, kinds=tuple(kinds), recipe=recipe, exact=self.near)
 
-    def _has_room(self, lines: Sequence[_Line], times: float, *, is_even: bool) -> bool:
-        most = [line.most_of(times) for line in lines]
+    def _has_room(self, lines: Sequence[list[Line]], times: float, *, is_even: bool) -> bool:
+        most = [most_of(of_kind, times=times) for of_kind in lines]
         if is_even or not self.recipe.is_sharded:
             return min(most) * self.recipe.world_size >= 1
         total = sum(kind.ranks * each for kind, each in zip(self.kinds, most, strict=True))
@@ -248,53 +247,53 @@ class MixedJob:
         low, high = 0, self.rows * self.recipe.world_size + 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._line(kind, middle).most >= 0 else (low, middle)
+            low, high = (middle, high) if most_of(self._lines(kind, middle)) >= 0 else (low, middle)
         return low
 
     # states
 
-    def _line(self, kind: DeviceKind, rows: int) -> _Line:
-        """Return the bytes of a rank of the kind, as they grow with its share."""
+    def _lines(self, kind: DeviceKind, rows: int) -> list[Line]:
+        """Return the bytes of a rank of the kind by place, as they grow with its share."""
         world = self.recipe.world_size
-        inside = range(kind.first, kind.first + kind.ranks)
-        none = tuple(0 if rank in inside else 1 for rank in range(world))
+        alone = tuple(int(rank == kind.first) for rank in range(world))
         trace = self._trace(self.near, rows)
         held = [
             forecast(
                 trace, replace(self.recipe, shares=shares if self.recipe.is_sharded else None),
                 accumulate=self.conditions.accumulate, rank=kind.first,
             )
-            for shares in (none, None)
+            for shares in (None, alone)
         ]  # fmt: skip
-        empty, even = (each.by_place(kind.local_world_size) for each in held)
+        even, most = (each.by_place(kind.local_world_size) for each in held)
         rest = ("activation", "logits", "batch", "buffer")
-        fixed = sum(n for (what, _), n in held[1].peak.held.items() if what in rest)
-        return _Line(kind.room, fixed, empty, {p: (even[p] - empty[p]) * world for p in even})
+        fixed = sum(n for (what, _), n in held[0].peak.held.items() if what in rest)
+        fixed_at = {"device": fixed}  # a larger model of the same rows has no more of these
+        return [
+            Line.through(place, free, even[place], most[place], world, fixed_at.get(place, 0))
+            for place, free in kind.room.items()
+        ]  # fmt: skip
 
     def _trace(self, source: Callable[[int], Trace], rows: int) -> Trace:
         return source(max(1, rows))  # a rank without rows runs one that counts for nothing
 
-    def _by_memory(self, rows: tuple[int, ...], lines: list[_Line]) -> MixedSplit:
+    def _by_memory(self, rows: tuple[int, ...], lines: Sequence[list[Line]]) -> MixedSplit:
         """Return the most even shares that fit; where none fit, those that miss alike."""
-        most = [max(0.0, line.most) for line in lines]
-        made, lacks = self._made(rows, None), 0.0
+        most = [max(0.0, most_of(of_kind)) for of_kind in lines]
+        split = self._made(rows, None)
         for _ in range(TRIES):
-            total = sum(kind.ranks * each for kind, each in zip(self.kinds, most, strict=True))
-            if total <= 0:
-                return replace(made, lacks=1.0)
-            lacks = max(0.0, 1 - total)
-            level = _level(self.kinds, most)
-            shares = [min(each, level) if total >= 1 else each / total for each in most]
-            made = self._made(rows, _weights(self.kinds, shares), lacks=lacks)
-            if made.fits or lacks:
+            limits = [limit for kind, limit in zip(self.kinds, most, strict=True)
+                      for _ in range(kind.ranks)]  # fmt: skip
+            if not any(limits):
+                return replace(split, lacks=1.0)
+            split = self._made(rows, fill(limits), lacks=max(0.0, 1 - sum(limits)))
+            if split.fits or split.lacks:
                 break
-            for index, each in enumerate(made.kinds):
-                over = max(
-                    (nbytes / lines[index].slopes[place] for place, nbytes in each.missing.items()
-                     if nbytes > 0 and lines[index].slopes[place] > 0), default=0.0,
-                )  # fmt: skip
-                most[index] = max(0.0, min(most[index], each.share) - over if over else most[index])
-        return made
+            for index, (kind, of_kind) in enumerate(zip(split.kinds, lines, strict=True)):
+                over = max((kind.missing[line.tier] / line.whole for line in of_kind
+                            if line.whole > 0), default=0.0)  # fmt: skip
+                if over > 0:
+                    most[index] = max(0.0, min(most[index], kind.share) - over)
+        return split
 
     def _made(
         self, rows: tuple[int, ...], weights: tuple[int, ...] | None, lacks: float = 0.0
@@ -348,36 +347,6 @@ class MixedJob:
         ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """Bytes of a rank by place: `empty` without states, and `slopes` more with all of them.
-
-    `fixed`: bytes on the device that a larger model of the same rows would not have more of.
-    """
-
-    room: Mapping[str, int]
-    fixed: int
-    empty: Mapping[str, int]
-    slopes: Mapping[str, int]
-
-    @property
-    def most(self) -> float:
-        """The largest share that fits; negative where none does."""
-        return self.most_of(1.0)
-
-    def most_of(self, times: float) -> float:
-        """Return the largest share that fits of a model whose states are `times` as large."""
-        found = float("inf")
-        for place, room in self.room.items():
-            fixed = self.fixed if place == "device" else 0
-            free = (room - fixed) / times - (self.empty[place] - fixed)
-            if self.slopes[place] > 0:
-                found = min(found, free / self.slopes[place])
-            elif free < 0:
-                return -1.0
-        return min(found, 1.0) if found >= 0 else -1.0
-
-
 def _burdened(machine: Machine, burden: float) -> Machine:
     """Return a machine whose links are as much slower as a rank has more to send or receive."""
     inside, outside = (
@@ -385,23 +354,3 @@ def _burdened(machine: Machine, burden: float) -> Machine:
         for link in (machine.inside, machine.outside)
     )
     return replace(machine, inside=inside, outside=outside)
-
-
-def _level(kinds: Sequence[DeviceKind], most: Sequence[float]) -> float:
-    """Return the share of ranks that memory does not limit, where all shares sum to 1."""
-    left, free = 1.0, sum(kind.ranks for kind in kinds)
-    for each, ranks in sorted(zip(most, (kind.ranks for kind in kinds), strict=True)):
-        if each * free >= left:
-            break
-        left, free = left - each * ranks, free - ranks
-    return left / free if free else 1.0
-
-
-def _weights(kinds: Sequence[DeviceKind], shares: Sequence[float]) -> tuple[int, ...]:
-    """Return whole weights, one a rank; those of smaller shares are rounded down."""
-    largest = max(shares)
-    whole = [int(LARGEST_WEIGHT * share / largest + 1e-9) for share in shares]
-    common = gcd(*whole)
-    return tuple(
-        each // common for kind, each in zip(kinds, whole, strict=True) for _ in range(kind.ranks)
-    )

@@ -1,6 +1,6 @@
 """Predict the passes of a streamed module: the bytes that one reads, and those that it holds.
 
-The recipe says which units stay (planner/residency.py), and the engine's own schedule says when the
+The recipe says which units stay (fit/residents.py), and the engine's own schedule says when the
 others come and go. So a plan and the engine cannot disagree.
 """
 
@@ -16,13 +16,13 @@ from onefold.engine.calls import Call
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.successors import Phase
+from onefold.fit.residents import stack_nbytes
 from onefold.layout.cut import cut_of
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.rows import round_up
 from onefold.planner.byte_counter import ByteCounter
 from onefold.planner.byte_hands import ByteHands
 from onefold.planner.messages import planned_unit
-from onefold.planner.residency import stack_nbytes
 from onefold.planner.work import UnitWork
 from onefold.recipe import Recipe, UnitRecipe
 from onefold.tier.slots import SlotPool

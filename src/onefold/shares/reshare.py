@@ -20,12 +20,14 @@ from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, expected
+from onefold.fit.bounds import RankMemory
+from onefold.fit.shares import choose
 from onefold.layout.cut import Shares
 from onefold.ledger import Kind
-from onefold.planner.auto import Expectation
+from onefold.mesh.ranks import local_place
+from onefold.planner.expectation import Expectation, needs_of
 from onefold.recipe import Recipe
 from onefold.shares.moving import Rows, move
-from onefold.shares.rooms import choose
 from onefold.shares.states import Entry, OptimizerStates
 from onefold.shares.weights import AUTO, SharesChoice, is_auto, unless_even, weights_of
 from onefold.unit.context import Context
@@ -118,8 +120,8 @@ def _recipe(engine: Engine, asked: Shares | str) -> Recipe:
         held[place] = held.get(place, 0) + usage.now
     measures = isinstance(asked, str)
     wanted = replace(engine.recipe, shares=None if isinstance(asked, str) else asked)
-    device = engine.context.store.device
-    return choose(wanted, device, engine.group, held, is_auto=measures)[0]
+    memory = RankMemory(engine.context.store.device, local_place(engine.group)[1], engine.group)
+    return choose(wanted, needs_of, memory, held, is_auto=measures)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,9 @@ NUM_STREAMS = 3
 """Blocks on the device at a time, each with a thread: two workers and the waiting thread. While
 one block arrives, another is stepped, and a third leaves."""
 
+STREAMED_NBYTES = 12
+"""Bytes of an element's fp32 states, each way at once, where the device steps them."""
+
 
 class HostStep:
     """Steps on the CPU."""

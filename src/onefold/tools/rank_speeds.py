@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from onefold.errors import OnefoldError, expected, listed
+from onefold.fit.bounds import RankMemory
 from onefold.host import MIB, free_host_nbytes
+from onefold.layout.row_split import RankTime, rows_of
 from onefold.mesh.ranks import local_place
 from onefold.mesh.world import World, ending_process
-from onefold.planner.auto import free_nbytes
-from onefold.planner.mixed import LARGEST_WEIGHT
 from onefold.planner.mixed_plan import runs_of
+from onefold.shares.weights import PARTS, weights_of
 from onefold.text import columns, format_bytes, format_rate, wrapped
 from onefold.tools.bandwidth import BandwidthRow, in_rounds, waiter
 
@@ -77,12 +78,16 @@ class JobSpeeds:
     @property
     def row_shares(self) -> tuple[int, ...] | None:
         """Weights of the rows of a batch, one a rank, by speed; None: all the same."""
-        return weights_of([each.flops_per_s for each in self.ranks])
+        speeds = [each.flops_per_s for each in self.ranks]
+        if _are_alike(speeds):
+            return None
+        return weights_of(rows_of([RankTime(0.0, 1 / speed) for speed in speeds], PARTS))
 
     @property
     def state_shares(self) -> tuple[int, ...] | None:
         """Weights of the states, one a rank, by free memory; None: all the same."""
-        return weights_of([float(each.free_nbytes) for each in self.ranks])
+        free = [each.free_nbytes for each in self.ranks]
+        return None if _are_alike(free) else weights_of([each / sum(free) for each in free])
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
@@ -128,16 +133,8 @@ class JobSpeeds:
         )  # fmt: skip
 
 
-def weights_of(values: Sequence[float]) -> tuple[int, ...] | None:
-    """Return whole weights in proportion to values; None where they are about the same.
-
-    >>> weights_of([3.0, 1.0])
-    (1000, 333)
-    """
-    largest = max(values)
-    if largest <= 0 or min(values) >= (1 - TOLERANCE) * largest:
-        return None
-    return tuple(round(LARGEST_WEIGHT * value / largest) for value in values)
+def _are_alike(values: Sequence[float]) -> bool:
+    return min(values) >= (1 - TOLERANCE) * max(values)
 
 
 def check_presence(timeout: float) -> None:
@@ -257,9 +254,9 @@ def _own_speeds(world: World) -> RankSpeeds:
     ]  # fmt: skip
     rates = in_rounds(rows, OWN_SECONDS)["rates"]
     name = "cpu" if kind == "cpu" else torch.cuda.get_device_name(device)
-    local_world_size = local_place(world.group)[1]
+    memory = RankMemory(device, local_place(world.group)[1], world.group)
     return RankSpeeds(
-        world.rank, socket.gethostname(), name, free_nbytes(device, local_world_size),
+        world.rank, socket.gethostname(), name, memory.free(),
         free_host_nbytes(), rates["products"]["bytes_per_s"], rates["copies"]["bytes_per_s"],
     )  # fmt: skip
 

@@ -1,10 +1,4 @@
-"""Which units of a streamed module stay in device memory, for a budget of bytes.
-
-A pass over the units reads every unit that does not stay, in the same order for each token. So the
-last unit that was used is the one that is wanted last: a cache that drops the oldest unit would
-never have the next one. A fixed set is best, spread evenly, so that the compute of units that stay
-hides the reads of others.
-"""
+"""Which units of a streamed module stay in device memory, for a budget of bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from onefold.errors import ConfigError, expected
+from onefold.fit.units import spread
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.recipe import Recipe
 
@@ -58,7 +53,8 @@ def with_residents(recipe: Recipe) -> Recipe:
         )  # fmt: skip
         if prefetch == 0:
             raise _too_small(recipe, blocks, near, tiles, stacks)
-        stays = _spread(blocks, room - _ring(blocks, prefetch), total)
+        kept = spread([block.nbytes for block in blocks], room - _ring(blocks, prefetch))
+        stays = {unit for at in kept for unit in blocks[at].units}
     units = tuple(replace(unit, stays=index in stays) for index, unit in enumerate(recipe.units))
     return replace(recipe, units=units, inference=replace(inference, room=room, prefetch=prefetch))
 
@@ -89,18 +85,6 @@ def _ring(blocks: Sequence[BlockBytes], ahead: int) -> int:
     """Bytes of the block that computes and of `ahead` units behind it, wherever the pass is."""
     largest = max((block.nbytes for block in blocks), default=0)
     return largest + ahead * max((block.largest for block in blocks), default=0)
-
-
-def _spread(blocks: Sequence[BlockBytes], room: int, total: int) -> set[int]:
-    """Choose units of about `room` bytes, and no more, at even distances."""
-    chosen: set[int] = set()
-    share, due = room / total, 0.0
-    for block in blocks:
-        due += share * block.nbytes
-        if due >= block.nbytes:
-            due -= block.nbytes
-            chosen.update(block.units)
-    return chosen
 
 
 def _too_small(

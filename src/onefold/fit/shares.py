@@ -1,0 +1,136 @@
+"""The memory that limits a rank's share of the state, and the shares that fit.
+
+Ranks tell each other the lines of their needs, and the limits of their memory by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from onefold.errors import TierError, expected
+from onefold.fit.bounds import ACTIVATIONS_SHARE, Limits, RankMemory, Users
+from onefold.fit.choices import Needs
+from onefold.fit.lines import Line, fill, most_of
+from onefold.layout.cut import Shares
+from onefold.recipe import Recipe
+from onefold.text import format_bytes, format_share
+from onefold.wire.together import collect
+
+Room = tuple[Line, Limits]
+"""A line with the bytes that a rank's shard replaces as the free ones, and limits to divide."""
+
+
+def rooms_of(
+    recipe: Recipe, needs: Needs, memory: RankMemory, held: Mapping[str, int]
+) -> list[Room]:
+    """Return the memories that limit this rank's share of a recipe's states.
+
+    Args:
+        recipe: the resolved choices but `shares`, for two ranks or more that cut the state.
+        needs: bytes of a recipe on the rank with the largest share.
+        memory: that of this rank.
+        held: bytes of the module that lie in each tier, and that its shard replaces.
+    """
+    ranks, rooms = recipe.shard_world, list[Room]()
+    even = needs(replace(recipe, shares=None))
+    for tier, most in needs(replace(recipe, shares=(1,) + (0,) * (ranks - 1))).items():
+        line = Line.through(tier, held.get(tier, 0), even.get(tier, 0), most, ranks)
+        limits = memory.limits(tier, recipe.offload.paths)
+        rooms += [(line, limits)] if limits else []
+    return rooms
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The memories of all ranks that hold one copy of the state, in rank order."""
+
+    ranks: tuple[tuple[Line, ...], ...]
+
+    @staticmethod
+    def of(everyone: Sequence[Sequence[Room]], shard_world: int) -> Capacity:
+        """Put the rooms of nodes that are replicas together: rank i of each has the same share."""
+        users = Users.of([[each for _, limits in rooms for each in limits] for rooms in everyone])
+        own = [
+            [replace(line, free=line.free + users.part(limits)) for line, limits in rooms]
+            for rooms in everyone
+        ]
+        return Capacity(tuple(
+            tuple(line for lines in own[rank::shard_world] for line in lines)
+            for rank in range(shard_world)
+        ))  # fmt: skip
+
+    def most(self, left: float = 0.0) -> list[float]:
+        """The largest share for which each rank has room, with a part of it `left` free."""
+        return [max(0.0, most_of(lines, left)) for lines in self.ranks]
+
+    def fits(self, shares: Shares) -> bool:
+        """True if every rank has room for its share."""
+        weights = shares or (1,) * len(self.ranks)
+        pairs = zip(self.most(), weights, strict=True)
+        return all(most >= weight / sum(weights) for most, weight in pairs)
+
+    @cached_property
+    def best(self) -> Shares | str:
+        """The most even shares that fit: they send least. A sentence where none fit.
+
+        A share is at most what a rank has room for beside activations; where that does not
+        suffice, beside nothing.
+        """
+        for left in (ACTIVATIONS_SHARE, 0.0):
+            most = self.most(left)
+            if sum(most) >= 1:
+                return fill(most)
+        return f"all ranks together have room for {format_share(sum(self.most()))} of the state"
+
+    def describe(self, shares: Shares) -> str:
+        """Needed and free bytes of the tightest memory of each rank, at these shares."""
+        weights = shares or (1,) * len(self.ranks)
+        words: list[str] = []
+        for rank, (lines, weight) in enumerate(zip(self.ranks, weights, strict=True)):
+            needs = [(line.free - line.need(weight / sum(weights)), line) for line in lines]
+            if needs:
+                spare, line = min(needs, key=lambda pair: pair[0])
+                need, free = format_bytes(line.free - spare), format_bytes(max(0, line.free))
+                words.append(f"rank {rank} needs {need} of {free} free ({line.tier})")
+        return ", ".join(words)
+
+
+def choose(
+    recipe: Recipe, needs: Needs, memory: RankMemory, held: Mapping[str, int], *, is_auto: bool
+) -> tuple[Recipe, str]:
+    """Settle the shares of a recipe, the same on every rank, and say why. A collective.
+
+    Args:
+        recipe: the resolved choices; its shares are checked, or measured where `is_auto`.
+        needs, held: see `rooms_of`.
+        memory: that of this rank, among all ranks that train.
+
+    Raises:
+        TierError: a rank has no room for its share, or all ranks together have none for the state.
+    """
+    is_cut = recipe.is_sharded and recipe.shard_world > 1
+    if not is_cut or (recipe.shares is None and not is_auto):
+        return recipe, ""
+    everyone = collect(memory.group, lambda: rooms_of(recipe, needs, memory, held))
+    capacity = Capacity.of(everyone, recipe.shard_world)
+    best = capacity.best
+    if is_auto and not isinstance(best, str):
+        return replace(recipe, shares=best), f"shares {in_words(best)}: {capacity.describe(best)}"
+    if is_auto or not capacity.fits(recipe.shares):
+        fits = f"shares={in_words(best)} fit"
+        raise TierError(
+            expected(
+                "room on every rank for its share of the state",
+                f"shares={in_words(recipe.shares)}: {capacity.describe(recipe.shares)}",
+                where=f"rank {memory.group.rank}",
+                hint=f"{best}: offload more, or take more ranks" if isinstance(best, str) else fits,
+            )
+        )
+    return recipe, ""
+
+
+def in_words(shares: object) -> str:
+    """Shares as a user writes them; "even" for equal ones."""
+    return "even" if shares is None else str(list(shares)) if isinstance(shares, tuple) else ""
