@@ -255,12 +255,12 @@ class MixedJob:
     def _lines(self, kind: DeviceKind, rows: int) -> list[Line]:
         """Return the bytes of a rank of the kind by place, as they grow with its share."""
         world = self.recipe.world_size
-        alone = tuple(int(rank == kind.first) for rank in range(world))
+        alone = (1,) + (0,) * (world - 1)
         trace = self._trace(self.near, rows)
         held = [
             forecast(
                 trace, replace(self.recipe, shares=shares if self.recipe.is_sharded else None),
-                accumulate=self.conditions.accumulate, rank=kind.first,
+                accumulate=self.conditions.accumulate,
             )
             for shares in (None, alone)
         ]  # fmt: skip
