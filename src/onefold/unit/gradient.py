@@ -411,7 +411,7 @@ class UnitGradient:
         if partial is None or parameter not in self.partial:
             return False
         parameter.sharded.grad = None
-        parameter.partial_grad = partial
+        parameter.set_partial_grad(partial)
         self._show_partial(parameter, partial)
         return True
 

@@ -71,7 +71,7 @@ class Peers:
         roll_call = self.roll_call
         if roll_call.failure is not None:
             return roll_call.failure.error()
-        if waited_s >= PATIENCE_S and roll_call.waiting is None:
+        if waited_s >= PATIENCE_S:
             roll_call.wait_for(message.waiting())
         if roll_call.verdict is not None:
             return WireError(no_rank_can_go_on(roll_call.verdict))
