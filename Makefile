@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 DISK ?= /var/tmp
 
 # compiled while the package is installed, where there is a C compiler
-KERNELS := $(wildcard src/onefold/native/*.[ch]) src/onefold/native/compiling.py
+KERNELS := $(wildcard src/onefold/wire/kernels/*.[ch]) src/onefold/wire/kernels/compiling.py
 
 .PHONY: train big cluster test check docs format bench clean
 
@@ -34,7 +34,7 @@ check: $(VENV)/dev.done
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python docs/tools/reading_level.py
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest tests/house/test_architecture.py
 
 # into build/site; a warning is an error, and so is a link or anchor that leads nowhere
 docs: $(VENV)/docs.done
@@ -65,7 +65,7 @@ bench: $(VENV)/peers.done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f src/onefold/native/*.so
+	rm -f src/onefold/wire/kernels/*.so
 
 # torch first and pinned: on Linux an unpinned one pulls gigabytes that a CPU does not need
 $(VENV)/train.done: pyproject.toml constraints.txt hatch_build.py $(KERNELS)

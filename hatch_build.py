@@ -16,7 +16,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-COMPILING = Path("src", "onefold", "native", "compiling.py")
+COMPILING = Path("src", "onefold", "wire", "kernels", "compiling.py")
 
 
 class KernelsHook(BuildHookInterface):

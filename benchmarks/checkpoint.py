@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from onefold.models.gpt import GPT, GPTConfig
+from onefold.planner.models.gpt import GPT, GPTConfig
 
 WIDTH, HEADS = 768, 12
 CHUNK_NBYTES = 8 << 20

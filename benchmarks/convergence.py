@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import onefold
-from onefold.models.gpt import GPT, PRESETS
-from onefold.train.corpus import Windows, open_corpus, own_rows
+from onefold.app.train.corpus import Windows, open_corpus, own_rows
+from onefold.planner.models.gpt import GPT, PRESETS
 from onefold.wire_config import PRESETS as WIRES
 from onefold.wire_config import Wire
 

@@ -44,8 +44,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import onefold
-from onefold.models.gpt import GPT, PRESETS
-from onefold.train.corpus import Windows, open_corpus, own_rows
+from onefold.app.train.corpus import Windows, open_corpus, own_rows
+from onefold.planner.models.gpt import GPT, PRESETS
 
 ISLANDS, RANKS, EVERY = 2, 2, 30
 RATE, STORE_PORT = "20mbit", 29400

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.models.gpt import GPT, PRESETS, VOCAB
+from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
 
 ENGINES = ("onefold layers", "onefold keep", "onefold plain", "fsdp2 reshard", "fsdp2 no sync")
 TARGET = 5.0

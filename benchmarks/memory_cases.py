@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from onefold.models.loader import build_model
+from onefold.planner.models.loader import build_model
 from onefold.planner.trace import Inputs
 
 BATCH = 4

@@ -31,10 +31,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.models.gpt import GPT, PRESETS
-from onefold.rows.dealing import split_rows
-from onefold.rows.speeds import measure
-from onefold.train.corpus import Windows, open_corpus
+from onefold.app.train.corpus import Windows, open_corpus
+from onefold.mixed.dealing import split_rows
+from onefold.mixed.speeds import measure
+from onefold.planner.models.gpt import GPT, PRESETS
 
 GROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000

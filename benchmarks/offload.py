@@ -54,7 +54,7 @@ from contest.world import RunError, one_round, run, run_ranks
 from rich.console import Console
 from rich.table import Table
 
-from onefold.build.tiers import is_memory
+from onefold.compose.tiers import is_memory
 
 UNIT_NUMEL = 6912 * optimizer_step.COLUMNS  # 28 MB in fp32
 OURS = {

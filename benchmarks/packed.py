@@ -40,9 +40,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.build.coding import code_for_products
-from onefold.models.gpt import GPT, PRESETS
-from onefold.train.corpus import Windows, open_corpus
+from onefold.app.train.corpus import Windows, open_corpus
+from onefold.compose.coding import code_for_products
+from onefold.planner.models.gpt import GPT, PRESETS
 
 WANTED = {"int8": 1.7, "int4": 3.0}
 BOUND = {"int8": 2.0, "int4": 3.6}

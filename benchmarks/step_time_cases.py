@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.models.gpt import GPT, PRESETS, GPTConfig
+from onefold.app.tools.calibration_rank import train_once
+from onefold.planner.models.gpt import GPT, PRESETS, GPTConfig
 from onefold.planner.trace import default_loss
-from onefold.tools.calibration_rank import train_once
 
 CALIBRATED = "mini"
 ROWS, SEQ, VOCAB = 4, 128, 256

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import onefold
-from onefold.models.gpt import GPT, VOCAB, GPTConfig
+from onefold.planner.models.gpt import GPT, VOCAB, GPTConfig
 from onefold.wire.codec import codec_of
 from onefold.wire_config import DIFFERENCE, EXACT, PRESETS, Wire
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onefold.layout import messages as layout_messages
-from onefold.planner import messages
+from onefold.planner import message_counts as messages
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from onefold.models.gpt import GPT, VOCAB, GPTConfig
+from onefold.planner.models.gpt import GPT, VOCAB, GPTConfig
 
 MALLOC = {"default": {}, "mmap": {"MALLOC_MMAP_THRESHOLD_": "1048576"}}
 """Environment of the ranks: glibc as it is, and giving every freed block of 1 MiB back at once."""

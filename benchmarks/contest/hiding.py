@@ -129,7 +129,7 @@ def hide(
     case, charge = Case(size, ranks=ranks), Charge()
     later = Offload(optimizer="disk", disk=folder)
     early = Offload(optimizer="disk", disk=folder, step_in_backward=True)
-    with mock.patch("onefold.build.tiers.DiskStore", charged(charge)):
+    with mock.patch("onefold.compose.tiers.DiskStore", charged(charge)):
         jobs = {
             "device, clipped": Job(case, rank, offload=None, is_clipped=True),
             "settled, clipped": Job(case, rank, offload=later, is_clipped=True, is_settled=True),

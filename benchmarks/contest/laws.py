@@ -8,7 +8,7 @@ import torch
 
 from contest.case import Case
 from contest.summary import Round
-from onefold.models.gpt import GPT
+from onefold.planner.models.gpt import GPT
 
 FP32, BF16 = 4, 2
 HELD_AT_MOST = 1.03

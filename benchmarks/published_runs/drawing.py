@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from onefold.planner.clock_streams import PlannedSpan
 from onefold.planner.simulate import StepTime
-from onefold.planner.streams import PlannedSpan
 
 ORDER = (
     "fetch", "cross", "gather", "compute", "reduce", "second_hop", "replica", "flush", "disk",

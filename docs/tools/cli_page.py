@@ -12,7 +12,7 @@ from pathlib import Path
 
 from made_files import write_or_check
 
-from onefold.cli.main import _parser
+from onefold.app.cli.main import _parser
 
 PAGE = Path(__file__).parent.parent / "reference" / "cli.md"
 BEGIN, END = "<!-- flags: begin -->", "<!-- flags: end -->"

@@ -10,7 +10,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from onefold.deepspeed.keys import SECTIONS, ConfigKey
+from onefold.adapters.deepspeed.keys import SECTIONS, ConfigKey
 
 PAGE = Path(__file__).parent.parent / "coming-from" / "deepspeed.md"
 BEGIN, END = "<!-- keys: docs/tools/deepspeed_keys.py writes them -->\n", "<!-- end of keys -->"

@@ -12,14 +12,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onefold.adapters.deepspeed.convert import from_deepspeed
     from onefold.api import accumulate, generating, report, shard, stream, unsharded
+    from onefold.axes.clipping import clip_grad_norm_
+    from onefold.axes.pipelines.drive import pipeline
+    from onefold.axes.sequence.splitting import split_sequence
     from onefold.checkpoint.full import full_state_dict
     from onefold.checkpoint.load import load
     from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
     from onefold.checkpoint.save import save
-    from onefold.clipping import clip_grad_norm_
     from onefold.config import Offload, Precision
-    from onefold.deepspeed.convert import from_deepspeed
     from onefold.engine.ema import MovingAverage, ema
     from onefold.engine.precision import GradScaler
     from onefold.errors import (
@@ -31,20 +33,18 @@ if TYPE_CHECKING:
         WireError,
     )
     from onefold.layered.accumulate import accumulate_layers
-    from onefold.layered.noise import measure_noise
+    from onefold.layered.noise_report import measure_noise
+    from onefold.mixed.reshare import reshare
+    from onefold.mixed.sampler import RowSampler
+    from onefold.mixed.weighing import weigh
     from onefold.outer.islands import Islands, islands
     from onefold.outer.meeting import Meeting
     from onefold.outer.periods import Periods
-    from onefold.pipelines.drive import pipeline
-    from onefold.planner.axes import ModelAxes
+    from onefold.planner.planned_axes import ModelAxes
     from onefold.planner.planning import Cluster, plan
     from onefold.planner.result import Plan
     from onefold.recording.recorder import record
     from onefold.recording.report import Report
-    from onefold.rows.sampler import RowSampler
-    from onefold.shares.reshare import reshare
-    from onefold.splitting import split_sequence
-    from onefold.weighing import weigh
     from onefold.wire_config import Wire
 
 __version__ = "0.1.0"
@@ -61,10 +61,10 @@ _HOMES = {
     "load_pretrained": "onefold.checkpoint.pretrained",
     "save_pretrained": "onefold.checkpoint.pretrained",
     "save": "onefold.checkpoint.save",
-    "clip_grad_norm_": "onefold.clipping",
+    "clip_grad_norm_": "onefold.axes.clipping",
     "Offload": "onefold.config",
     "Precision": "onefold.config",
-    "from_deepspeed": "onefold.deepspeed.convert",
+    "from_deepspeed": "onefold.adapters.deepspeed.convert",
     "MovingAverage": "onefold.engine.ema",
     "ema": "onefold.engine.ema",
     "CheckpointError": "onefold.errors",
@@ -79,18 +79,18 @@ _HOMES = {
     "Periods": "onefold.outer.periods",
     "record": "onefold.recording.recorder",
     "Report": "onefold.recording.report",
-    "RowSampler": "onefold.rows.sampler",
+    "RowSampler": "onefold.mixed.sampler",
     "GradScaler": "onefold.engine.precision",
-    "pipeline": "onefold.pipelines.drive",
+    "pipeline": "onefold.axes.pipelines.drive",
     "accumulate_layers": "onefold.layered.accumulate",
-    "measure_noise": "onefold.layered.noise",
+    "measure_noise": "onefold.layered.noise_report",
     "Cluster": "onefold.planner.planning",
-    "ModelAxes": "onefold.planner.axes",
+    "ModelAxes": "onefold.planner.planned_axes",
     "Plan": "onefold.planner.result",
     "plan": "onefold.planner.planning",
-    "reshare": "onefold.shares.reshare",
-    "split_sequence": "onefold.splitting",
-    "weigh": "onefold.weighing",
+    "reshare": "onefold.mixed.reshare",
+    "split_sequence": "onefold.axes.sequence.splitting",
+    "weigh": "onefold.mixed.weighing",
     "Wire": "onefold.wire_config",
 }
 
@@ -140,13 +140,13 @@ __all__ = [
 ]
 
 
-_ROOMS = ("experts", "hf", "lightning")
-"""Packages that are imported on first use: `onefold.hf.Callback` after `import onefold`."""
+_ROOMS = {"experts": "onefold.axes.experts", "hf": "onefold.hf", "lightning": "onefold.lightning"}
+"""Imported on first use: `onefold.hf.Callback` after `import onefold`."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
-        return import_module(f"onefold.{name}")
+        return import_module(_ROOMS[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'onefold' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onefold.cli.main import command
+from onefold.app.cli.main import command
 
 if __name__ == "__main__":
     command()

@@ -10,26 +10,26 @@ from datetime import timedelta
 from torch import nn
 from torch.optim import Optimizer
 
-from onefold.build.build import build
-from onefold.build.coding import code_frozen
-from onefold.build.inference import examine_stream
-from onefold.build.resolve import Asked, Choices, examine, examine_together, resolve
+from onefold.compose.build import build
+from onefold.compose.coding import code_frozen
+from onefold.compose.resolve import Asked, Choices, examine, examine_together, resolve
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
-from onefold.engine.keeping import keeping
 from onefold.engine.registry import engine_of
 from onefold.fit.engines import gathered_units, units_to_keep
+from onefold.fit.share_weights import AUTO, SharesChoice
+from onefold.inference.keeping import keeping
+from onefold.inference.stream import examine_stream
 from onefold.layered.choice import describe_accumulation, with_kept
+from onefold.layout.ledger import Kind
 from onefold.layout.units import UnitChoice
-from onefold.ledger import Kind
-from onefold.mesh import ranks as meshes
-from onefold.mesh.meeting import as_timeout, meet
-from onefold.mesh.ranks import TIMEOUT
+from onefold.mixed.speeds import measure, row_shares
 from onefold.recording.report import Report, copied, snapshot, unit_lines
-from onefold.rows.speeds import measure, row_shares
-from onefold.shares.weights import AUTO, SharesChoice
+from onefold.wire import ranks as meshes
+from onefold.wire.rank_meeting import as_timeout, meet
+from onefold.wire.ranks import TIMEOUT
 from onefold.wire.together import announcing, together
 from onefold.wire_config import WireChoice
 

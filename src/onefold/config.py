@@ -1,6 +1,6 @@
 """A user's choices as frozen values: `Stage`, `Precision`, `Offload`. `Wire` is in wire_config.py.
 
-Words and presets become values here, and values that cannot work are refused. build/resolve.py
+Words and presets become values here, and values that cannot work are refused. compose/resolve.py
 puts them into a `Recipe`; rooms below never see a user's words.
 """
 

@@ -1,6 +1,6 @@
 """The recipe: every choice of `onefold.shard`, resolved once into one frozen value.
 
-    arguments --(build/resolve.py)--> Recipe --> engine, planner, checkpoint, report, digest
+    arguments --(compose/resolve.py)--> Recipe --> engine, planner, checkpoint, report, digest
 
 A stage is a row of placements (config.py). Code below the composition root asks the properties
 here; it reads no user's argument and tests no stage's number.

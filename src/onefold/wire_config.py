@@ -1,6 +1,6 @@
 """The wire as users choose it: `Wire`, its words and presets.
 
-build/routes.py makes transports (wire/) from a `Wire`.
+compose/routes.py makes transports (wire/) from a `Wire`.
 """
 
 from __future__ import annotations

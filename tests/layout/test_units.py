@@ -8,7 +8,7 @@ from torch import nn
 
 from onefold.errors import ConfigError
 from onefold.layout.units import owned_parameters, plan_units
-from tests.models import Model
+from tests.support.models import Model
 
 
 def names(plan):

@@ -25,7 +25,7 @@ from onefold.checkpoint.save import finish_pending, first_failure, planning
 from onefold.checkpoint.stages import Modules, Optimizers, Stages
 from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
 from onefold.checkpoint.targets import Targets
-from onefold.checkpoint.ties import spread_ties
+from onefold.checkpoint.tied_names import spread_ties
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, Failure, is_agreed
 from onefold.wire.collectives import Group

@@ -38,13 +38,13 @@ from onefold.checkpoint.directory import Draft, prune
 from onefold.checkpoint.manifest import Manifest
 from onefold.checkpoint.stages import Modules, Optimizers, Stages, merge_groups, merged
 from onefold.checkpoint.storage import RankFiles, WritePlanner, Writer
-from onefold.checkpoint.ties import RankNames, join_names
-from onefold.collecting import no_garbage
+from onefold.checkpoint.tied_names import RankNames, join_names
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, Failure, as_agreed
-from onefold.ticket import DONE, Ticket
+from onefold.tier.collecting import no_garbage
 from onefold.wire.collectives import Group
+from onefold.wire.ticket import DONE, Ticket
 from onefold.wire.together import announcing, difference
 
 PENDING = "_onefold_pending_save"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from onefold.native.library import Kernel
+from onefold.wire.kernels.library import Kernel
 
 SHARE_NUMEL = 128 * 1024
 """Elements per thread at least: stepping them takes several times as long as a thread's start."""

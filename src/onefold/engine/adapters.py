@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from onefold.engine.engine import Engine
-from onefold.ticket import Ticket
 from onefold.unit.parameter import UnitParameter
+from onefold.wire.ticket import Ticket
 
 
 def show_whole(module: nn.Module, engine: Engine) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onefold.engine.rules import Rule
 from onefold.errors import TierError, expected
-from onefold.observer import Observer, Stream, watched
+from onefold.layout.observer import Observer, Stream, watched
 from onefold.tier.slots import Room
 from onefold.tier.step_device import StepDevice
 from onefold.tier.store import whole_pages

@@ -12,9 +12,9 @@ from onefold.engine.forward_threads import current_forward
 from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
-from onefold.ticket import Ticket
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
+from onefold.wire.ticket import Ticket
 
 
 class Stepper(Protocol):

@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 from onefold.engine.coupled import check_separable
 from onefold.engine.engine import Engine
-from onefold.engine.flat import cannot_cut
+from onefold.engine.flat_groups import cannot_cut
 from onefold.engine.optimizer import OptimizerBinding
 from onefold.engine.rules import steps_elements
 from onefold.errors import StateError, expected

@@ -5,8 +5,8 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 from onefold.engine.calls import Call
-from onefold.ledger import Ledger
-from onefold.observer import Span, Stream
+from onefold.layout.ledger import Ledger
+from onefold.layout.observer import Span, Stream
 from onefold.wire.lanes import CALL, PhaseNow
 
 

@@ -4,7 +4,7 @@ The user's optimizer keeps its object, class, groups and hooks. Its groups hold 
 Around each `step` the binding replaces them by tensors that the class's own code steps:
 
     elementwise classes   flat groups: neighbouring parameters of a unit in one tensor, so that a
-                          unit and an optimizer group are one fused call (engine/flat.py)
+                          unit and an optimizer group are one fused call (engine/flat_groups.py)
     all others            unsharded parameters, each on the rank that owns it (engine/matrix.py)
 
 Afterwards the groups hold sharded parameters again. `optimizer.state[parameter]` shows the moments
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from onefold.engine.blocks import reserve_slots
 from onefold.engine.engine import Engine
 from onefold.engine.finite import are_gradients_finite
-from onefold.engine.flat import NUMBERS, FlatStep
+from onefold.engine.flat_groups import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
 from onefold.engine.own_state import OwnStates, own_state
 from onefold.engine.rules import (
@@ -40,7 +40,7 @@ from onefold.engine.rules import (
 from onefold.engine.searching import share_losses
 from onefold.engine.waiting_state import common_state, stepped_state
 from onefold.errors import ConfigError, StateError, expected
-from onefold.ledger import StateBytes
+from onefold.layout.ledger import StateBytes
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 

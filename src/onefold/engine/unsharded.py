@@ -12,7 +12,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.structure import is_frozen
 from onefold.engine.watch import in_backward
 from onefold.errors import StateError, expected
-from onefold.ledger import Kind
+from onefold.layout.ledger import Kind
 from onefold.unit.buffer import Buffer
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from onefold.errors import ConfigError
-from onefold.host import free_host_bounds
+from onefold.tier.host import free_host_bounds
 from onefold.wire.collectives import Group
 from onefold.wire.together import collect
 

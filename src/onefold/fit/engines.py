@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onefold.engine.engine import Engine
 from onefold.fit.bounds import RankMemory, most_of_budget
-from onefold.fit.units import GatheredUnits
+from onefold.fit.kept_units import GatheredUnits
 
 
 def memory_of(engine: Engine) -> RankMemory:

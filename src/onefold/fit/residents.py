@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from onefold.errors import ConfigError, expected
-from onefold.fit.units import spread
+from onefold.fit.kept_units import spread
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.recipe import Recipe
 

@@ -19,7 +19,7 @@ from onefold.errors import ConfigError, StateError, expected
 from onefold.layered.chain import NotAChain
 from onefold.layered.choice import Accumulation, Order
 from onefold.layered.orders import Forward, Layered, run_loop
-from onefold.layered.streams import RandomStreams
+from onefold.layered.random_streams import RandomStreams
 from onefold.layout.units import repeated_blocks, uncompiled
 
 Loss = Callable[[Any, Any], Tensor]

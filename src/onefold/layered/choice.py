@@ -17,7 +17,7 @@ from typing import Literal
 
 from onefold.engine.engine import Engine
 from onefold.fit.engines import gathered_units, memory_of, trained_units
-from onefold.ledger import Kind, Traffic
+from onefold.layout.ledger import Kind, Traffic
 from onefold.text import format_bytes
 
 Order = Literal["auto", "layers", "keep", "plain"]

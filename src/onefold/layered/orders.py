@@ -27,7 +27,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.forward_threads import ForwardThread, thread_of
 from onefold.errors import StateError, expected
 from onefold.layered.chain import Cuts, NotAChain, cutting
-from onefold.layered.streams import RandomStreams
+from onefold.layered.random_streams import RandomStreams
 
 Forward = Callable[[], Tensor]
 """One micro-batch: its forward and its part of the mean loss."""

@@ -4,9 +4,9 @@
     two hops    gather between nodes, then inside       reduce inside, then between nodes
     replicas    gather                                  reduce, reduce between nodes, gather means
 
-unit/ sends these messages and planner/messages.py counts them. A message consists of regions: each
-is a contiguous part of a parameter, cut over the ranks of a group. Regions without a name carry
-no state:
+unit/ sends these messages, planner/message_counts.py counts them. A message consists of regions.
+Each is a contiguous part of a parameter, cut over the ranks of a group. Regions without a name
+carry no state:
 
     tags     behind weights, from each rank: the number of the unit that it gathers
     flags    behind gradients, to every rank: the use of each parameter, and the unit's number
@@ -30,9 +30,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
-from onefold.layout.axes import NodeLayout
 from onefold.layout.cut import Range, parts_of
 from onefold.layout.rows import Layout, Slot, round_up, split_at
+from onefold.layout.two_axes import NodeLayout
 
 PACK_NBYTES = 64 * 1024
 """Regions whose pieces are smaller share one message: its copy costs less than its latency.

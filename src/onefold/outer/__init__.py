@@ -1,1 +1,1 @@
-"""Outer optimizers: islands of ranks that train apart and average their steps now and then."""
+"""Islands of ranks with slow links between them: an outer optimizer (DiLoCo)."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.errors import ConfigError, StateError, expected
-from onefold.ledger import Kind, Ledger, StateBytes
+from onefold.layout.ledger import Kind, Ledger, StateBytes
 from onefold.outer.periods import EXP_AVG, EXP_AVG_SQ, WEIGHTS
 from onefold.outer.share import Share, ValuesOf
 from onefold.tier.device import DeviceStore

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from onefold.errors import ConfigError, WireError, expected
-from onefold.mesh.interfaces import own_address_towards
-from onefold.outer.links import Station
+from onefold.outer.connections import Station
 from onefold.wire import together
 from onefold.wire.collectives import Group
+from onefold.wire.interfaces import own_address_towards
 
 T = TypeVar("T")
 

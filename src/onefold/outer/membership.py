@@ -9,8 +9,8 @@ import torch
 
 from onefold.errors import WireError, expected
 from onefold.layout.cut import Cut, cut_of
+from onefold.outer.connections import IslandLinks
 from onefold.outer.journal import Hello, Journal, JournalRecord, Vote, raise_problem
-from onefold.outer.links import IslandLinks
 from onefold.outer.meeting import IslandPlace, first, wait_for
 from onefold.outer.message import ParcelMessage
 from onefold.outer.parcels import ShareRows, parcels_of

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from onefold.errors import WireError
-from onefold.ledger import Ledger
+from onefold.layout.ledger import Ledger
 from onefold.outer.anchors import Anchors
-from onefold.outer.links import Arriving
+from onefold.outer.connections import Arriving
 from onefold.outer.membership import Membership
 from onefold.outer.message import ParcelMessage
 from onefold.outer.periods import WEIGHTS

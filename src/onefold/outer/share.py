@@ -15,9 +15,9 @@ from torch import Tensor
 from onefold.layout.cut import Cut
 from onefold.layout.rows import PIECE_NUMEL, round_up
 from onefold.outer.parcels import ShareRows
-from onefold.ticket import Ticket
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
+from onefold.wire.ticket import Ticket
 
 ValuesOf = Callable[[UnitParameter], Tensor | None]
 """A parameter's values as this rank holds them: own rows, or all rows at stage 0."""

@@ -1,1 +1,1 @@
-"""Predict a run before it starts: memory to the byte, bytes sent, seconds."""
+"""Predict memory, traffic and time before a run."""

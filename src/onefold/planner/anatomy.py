@@ -12,7 +12,7 @@ from onefold.errors import ConfigError, expected
 if TYPE_CHECKING:
     from torch import nn
 
-    from onefold.planner.axes import ModelAxes
+    from onefold.planner.planned_axes import ModelAxes
     from onefold.planner.work import UnitWork
 
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 Holding = dict[tuple[str, str], int]
-"""Bytes by (kind, tier); kinds are those of `onefold.ledger.Kind`, and `logits`."""
+"""Bytes by (kind, tier); kinds are those of `onefold.layout.ledger.Kind`, and `logits`."""
 
 ACTIVATION, LOGITS = "activation", "logits"
 

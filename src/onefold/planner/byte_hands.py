@@ -9,7 +9,7 @@ from onefold.engine import blocked_adam, blocks
 from onefold.engine.actions import Action, Verb
 from onefold.engine.policy import Policy
 from onefold.planner.byte_counter import ByteCounter
-from onefold.planner.messages import PlannedUnit
+from onefold.planner.message_counts import PlannedUnit
 from onefold.planner.replay import Event, EventKind
 from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS

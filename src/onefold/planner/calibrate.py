@@ -12,16 +12,16 @@ from torch import nn
 
 from onefold.config import Precision
 from onefold.errors import ConfigError, expected
-from onefold.host import free_host_nbytes, measure_disk, usable_cores
-from onefold.mesh.local_ranks import run_local
-from onefold.models.loader import build_model, described, recompute, refuse
 from onefold.planner.calibration import Calibration, Speeds, speeds_of
+from onefold.planner.models.loader import build_model, described, recompute, refuse
 from onefold.planner.search import DTYPES
 from onefold.planner.trace import Untraceable, tokens_of, trace
 from onefold.planner.whole_steps import with_whole_steps
 from onefold.text import format_bytes
+from onefold.tier.host import free_host_nbytes, measure_disk, usable_cores
+from onefold.wire.local_ranks import run_local
 
-ENTRY = "onefold.tools.calibration_rank:main"
+ENTRY = "onefold.app.tools.calibration_rank:main"
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
 HELD_NBYTES = 8
 """Copies of the weights in a rank of a calibration: weights and gradients of a plain module, the

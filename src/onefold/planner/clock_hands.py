@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from onefold.engine.actions import Action, Verb
+from onefold.planner.clock_streams import Streams
 from onefold.planner.conditions import Conditions
 from onefold.planner.costs import costs_of
-from onefold.planner.links import Cost
+from onefold.planner.link_costs import Cost
 from onefold.planner.machines import Machine
 from onefold.planner.replay import Event, EventKind
-from onefold.planner.streams import Streams
 from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.tier.step_device import STREAMED_NBYTES
 

@@ -10,12 +10,12 @@ import torch
 
 from onefold.config import Precision
 from onefold.errors import ConfigError, expected
-from onefold.host import free_host_nbytes
-from onefold.planner.axes import ModelAxes
 from onefold.planner.machines import Machine, machine_of
 from onefold.planner.mixed import DeviceKind
+from onefold.planner.planned_axes import ModelAxes
 from onefold.recipe import Recipe
 from onefold.text import parse_nbytes
+from onefold.tier.host import free_host_nbytes
 
 EXAMPLE = "8xh100-80 + 16xa100-40"
 _KIND = re.compile(r"\s*([0-9]+)\s*[xX]\s*([^\s+]+)\s*")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from onefold.planner.anatomy import Anatomy, expert_count
-from onefold.planner.axes import AxisMessage, ModelAxes
+from onefold.planner.planned_axes import AxisMessage, ModelAxes
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.trace import Trace
 from onefold.planner.work import UnitWork, Work

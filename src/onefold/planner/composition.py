@@ -1,7 +1,7 @@
 """Plan a composed run: memory of every rank of the pipeline, bytes of every axis, and the step.
 
 Each rank of the pipeline is planned on its data axis (planner/composed.py). Stage 3 chooses a
-window for each from its free memory, as `onefold.pipeline` does (fit/units.py): weights kept
+window for each from its free memory, as `onefold.pipeline` does (fit/kept_units.py): weights kept
 through the step, and gradients summed where they are, cost memory and save messages.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from onefold.engine.policy import Policy, policy_of
-from onefold.fit.units import GatheredUnits, choose_windows
-from onefold.planner.axes import MESSAGES, ModelAxes
+from onefold.fit.kept_units import GatheredUnits, choose_windows
 from onefold.planner.byte_counter import Moment
 from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
 from onefold.planner.memory import Forecast, facts_of, forecast
-from onefold.planner.messages import planned_unit
+from onefold.planner.message_counts import planned_unit
+from onefold.planner.planned_axes import MESSAGES, ModelAxes
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.work import ModelWork
 

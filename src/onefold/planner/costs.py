@@ -14,7 +14,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from onefold.planner.conditions import Conditions
-from onefold.planner.links import NO_COST, Cost, LinkGroup, gather_cost, reduce_cost, replica_group
+from onefold.planner.link_costs import (
+    NO_COST,
+    Cost,
+    LinkGroup,
+    gather_cost,
+    reduce_cost,
+    replica_group,
+)
 from onefold.planner.machines import Machine
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.rows import round_up
 from onefold.planner.byte_counter import ByteCounter
 from onefold.planner.byte_hands import ByteHands
-from onefold.planner.messages import planned_unit
+from onefold.planner.message_counts import planned_unit
 from onefold.planner.work import UnitWork
 from onefold.recipe import Recipe, UnitRecipe
 from onefold.tier.slots import SlotPool

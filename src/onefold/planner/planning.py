@@ -13,12 +13,8 @@ from torch import nn
 
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
 from onefold.errors import ConfigError, expected
-from onefold.host import usable_cores
 from onefold.layout.units import plan_units
-from onefold.models.loader import build_model, refuse
-from onefold.models.loader import recompute as recompute_blocks
 from onefold.planner.anatomy import Anatomy
-from onefold.planner.axes import ModelAxes
 from onefold.planner.calibrate import Sample
 from onefold.planner.calibrate import calibrate as measured_here
 from onefold.planner.calibration import Calibration
@@ -33,10 +29,14 @@ from onefold.planner.clusters import (
 )
 from onefold.planner.estimate import estimated
 from onefold.planner.mixed_plan import MixedPlan
+from onefold.planner.models.loader import build_model, refuse
+from onefold.planner.models.loader import recompute as recompute_blocks
+from onefold.planner.planned_axes import ModelAxes
 from onefold.planner.result import Plan
 from onefold.planner.search import Row, Search, best_of, nearest
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
+from onefold.tier.host import usable_cores
 from onefold.wire_config import WireChoice
 
 Tracing = Callable[[int], Trace]

@@ -69,7 +69,7 @@ class Replay:
     """Micro-batches of one rank.
 
     trained: how many parameters of each unit have a gradient.
-    window: units that a pipeline keeps through the step, as pipelines/driver.py does; None: no
+    window: units that a pipeline keeps through the step, as axes/pipelines/driver.py does; None: no
         pipeline has units of its own choice.
     """
 

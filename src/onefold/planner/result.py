@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from onefold.planner.axes import ModelAxes
 from onefold.planner.calibration import Calibration
 from onefold.planner.mixed_plan import MixedPlan, row_lines, sampler_of
+from onefold.planner.planned_axes import ModelAxes
 from onefold.planner.search import Row, Search
 from onefold.planner.show import memory_table, short_table, traffic_table, wire_lines
 from onefold.planner.show_axes import axis_lines, mesh_of, mesh_words
@@ -143,7 +143,7 @@ class Plan:
 
     def _trains_on(self, axes: ModelAxes) -> bool:
         """True if `onefold train` has such axes for the model."""
-        from onefold.models.gpt import PRESETS
+        from onefold.planner.models.gpt import PRESETS
 
         is_known = self.model in PRESETS and axes.ep == axes.virtual == 1
         return is_known and self.search.accumulate >= axes.pp

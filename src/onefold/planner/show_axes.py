@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onefold.planner.axes import MESSAGES
 from onefold.planner.composition import Composition, RankPlan
+from onefold.planner.planned_axes import MESSAGES
 from onefold.text import columns, exact_bytes, format_bytes, format_seconds, format_share, wrapped
 
 

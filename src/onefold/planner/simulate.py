@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from onefold.engine.policy import Policy, UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.planner.clock_hands import GRADIENTS, ClockHands
+from onefold.planner.clock_streams import PlannedSpan
 from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.replay import Replay, plain_events
-from onefold.planner.streams import PlannedSpan
 from onefold.planner.work import ModelWork
 
 if TYPE_CHECKING:

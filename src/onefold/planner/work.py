@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from onefold.planner.axes import AxisMessage
+    from onefold.planner.planned_axes import AxisMessage
     from onefold.recipe import Member
 
 
@@ -56,7 +56,7 @@ class UnitWork:
     members: tuple[Member, ...] = ()  # empty where no module is known
     is_narrowed: bool = True  # False: its products stay in bf16 where others are in fp8
     is_recomputed: bool = True  # where blocks are recomputed at all
-    messages: tuple[AxisMessage, ...] = ()  # on model axes (planner/axes.py)
+    messages: tuple[AxisMessage, ...] = ()  # on model axes (planner/planned_axes.py)
     data_ranks: int = 0  # of the data axis, where it is not the recipe's: that of experts
 
     @property

@@ -1,1 +1,1 @@
-"""Record one training step: as a value, as files, and as a page."""
+"""Reports and recordings of runs."""

@@ -27,8 +27,8 @@ from torch import nn
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import StateError, expected
-from onefold.ledger import Ledger, Traffic
-from onefold.observer import Stream, members_of
+from onefold.layout.ledger import Ledger, Traffic
+from onefold.layout.observer import Stream, members_of
 from onefold.recording.closed_form import stage0_nbytes
 from onefold.recording.heap import allocator_probe
 from onefold.recording.report import copied, unit_lines
@@ -67,7 +67,7 @@ class Recording:
 
         Not a collective. Ranks that share a directory overwrite each other's files.
         """
-        from onefold.recording.files import write
+        from onefold.recording.record_files import write
 
         engine = self._engine
         about = {"stage": engine.recipe.stage.number, "ranks": engine.group.world_size}
@@ -102,7 +102,7 @@ def record(module: nn.Module) -> Iterator[Recording]:
 
 
 class _OpenSpan:
-    """A span that has begun; see `onefold.observer.Span`."""
+    """A span that has begun; see `onefold.layout.observer.Span`."""
 
     __slots__ = ("_recorder", "_start", "_stream", "_unit", "_verb")
 

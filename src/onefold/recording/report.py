@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from onefold.ledger import Ledger, Traffic, Usage
+from onefold.layout.ledger import Ledger, Traffic, Usage
 from onefold.text import format_share
 
 if TYPE_CHECKING:  # `onefold report` writes a page without torch
@@ -39,7 +39,7 @@ class Report:
         skipped: steps that were not taken, because coded gradients were not finite.
         offload: the plan for the tiers with its reason; empty if all is on the device.
         notes: messages that the run could save, and how.
-        memory: `memory[kind][tier]` is bytes now and at the peak, by `onefold.ledger.Kind`.
+        memory: `memory[kind][tier]` is bytes now and at the peak, by `onefold.layout.ledger.Kind`.
         predicted: predicted peak by kind over CPU and device memory, and for "all" together; empty
             before the first step.
         traffic: calls and bytes sent from this rank, by collective. `gather` and `reduce_scatter`

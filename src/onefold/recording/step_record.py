@@ -16,7 +16,7 @@ TORCH = "torch"
 
 @dataclass(frozen=True, slots=True)
 class SpanLine:
-    """Work with a start and an end. `stream` is a value of `onefold.observer.Stream`."""
+    """Work with a start and an end. `stream` is a value of `onefold.layout.observer.Stream`."""
 
     stream: str
     verb: str
@@ -30,7 +30,7 @@ class SpanLine:
 class Series:
     """Bytes of one kind in one tier."""
 
-    kind: str  # of `onefold.ledger.Kind`, or TORCH
+    kind: str  # of `onefold.layout.ledger.Kind`, or TORCH
     tier: str
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from threading import Lock
 
-from onefold.ledger import Kind, Ledger
+from onefold.layout.ledger import Kind, Ledger
 
 
 class Lease:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError
-from onefold.ledger import Kind, Ledger
+from onefold.layout.ledger import Kind, Ledger
 from onefold.tier.area import Area, Lease
 from onefold.tier.cpu import HostStore
 from onefold.tier.disk import SwapFile, page_view

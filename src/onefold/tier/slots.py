@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError, expected
+from onefold.layout.ledger import Kind, Ledger
 from onefold.layout.rows import round_up
-from onefold.ledger import Kind, Ledger
 from onefold.tier.cpu import PageLocked
 
 HUGE_NBYTES = 2 << 20

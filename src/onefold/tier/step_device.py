@@ -5,7 +5,7 @@
 
 Streaming moves 12 bytes of an element's fp32 states each way, and steps at the device's own
 bandwidth. It is better where the link is faster than the host's cores (as in CPU-offloading
-optimizers that stream); onefold.build.stepping measures both.
+optimizers that stream); onefold.compose.stepping measures both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from threading import local
 import torch
 from torch import Tensor
 
-from onefold.ledger import Ledger
+from onefold.layout.ledger import Ledger
 from onefold.tier.slots import Room, SlotPool, device_room
 
 NUM_STREAMS = 3

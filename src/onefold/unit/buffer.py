@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError, expected
-from onefold.ledger import Kind, Ledger
+from onefold.layout.ledger import Kind, Ledger
 from onefold.tier.store import Allocation, Far, Store
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from onefold.errors import WireError, expected
-from onefold.layout.axes import Axes
 from onefold.layout.cut import Shares
-from onefold.ledger import Ledger
+from onefold.layout.ledger import Ledger
+from onefold.layout.two_axes import Axes
 from onefold.tier.copies import CopyStream
 from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
@@ -41,7 +41,7 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class Hops:
-    """Two hops in place of one: inside the node and between nodes (layout/axes.py)."""
+    """Two hops in place of one: inside the node and between nodes (layout/two_axes.py)."""
 
     axes: Axes
     gather_between: Transport

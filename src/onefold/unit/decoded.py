@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onefold.layout.ledger import Kind
 from onefold.layout.packed import CodedWeight
-from onefold.ledger import Kind
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context
 from onefold.unit.formats import format_of

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError
-from onefold.layout.axes import NodeLayout
+from onefold.layout.ledger import Kind
 from onefold.layout.messages import GatherPlan, Regions, gather_inside, node_rows
 from onefold.layout.rows import split_at
-from onefold.ledger import Kind
-from onefold.ticket import DONE, Ticket
+from onefold.layout.two_axes import NodeLayout
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
 from onefold.unit.weights import UnitWeights
-from onefold.wire.cut import MessageLayout
+from onefold.wire.message_cut import MessageLayout
+from onefold.wire.ticket import DONE, Ticket
 from onefold.wire.transport import SendRows, Transport
 
 FAILED_TAG = 0

@@ -22,8 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from onefold.ledger import Kind
-from onefold.ticket import DONE, Ticket
+from onefold.layout.ledger import Kind
 from onefold.unit import refusals
 from onefold.unit.buffer import Account, Buffer
 from onefold.unit.logical import NoMean
@@ -31,6 +30,7 @@ from onefold.unit.means import MeanBuffer, MeanRows
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.weights import UnitWeights
+from onefold.wire.ticket import DONE, Ticket
 
 
 @dataclass(frozen=True, slots=True)

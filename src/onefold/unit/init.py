@@ -13,8 +13,8 @@ from onefold.errors import ConfigError, expected
 from onefold.layout.cut import Box
 from onefold.layout.packed import CodedWeight
 from onefold.layout.units import Owned, UnitPlan
-from onefold.ticket import Ticket
 from onefold.wire.collectives import Group
+from onefold.wire.ticket import Ticket
 
 if TYPE_CHECKING:
     from onefold.tier.files import FileRows

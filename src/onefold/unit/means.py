@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from onefold.layout.cut import Range
+from onefold.layout.ledger import Kind
 from onefold.layout.rows import split_at
-from onefold.ledger import Kind
 from onefold.unit.buffer import Buffer
 from onefold.unit.spec import UnitSpec
 

@@ -15,15 +15,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from onefold.layout.axes import NodeLayout
+from onefold.layout.ledger import Kind
 from onefold.layout.messages import parts_between, parts_inside, parts_of_replicas
-from onefold.ledger import Kind
-from onefold.ticket import Ticket
+from onefold.layout.two_axes import NodeLayout
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
 from onefold.unit.means import MeanRows
 from onefold.unit.reduction import GradientHop, OneHop, Spread, Which
 from onefold.unit.spec import UnitSpec
+from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Transport
 
 INSIDE, BETWEEN = "inside the node", "between nodes"

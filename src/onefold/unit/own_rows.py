@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from onefold.observer import Stream, watched
-from onefold.ticket import Ticket, Waitable
+from onefold.layout.observer import Stream, watched
 from onefold.tier.scratch import Pieces
 from onefold.tier.slots import Room
 from onefold.tier.workers import Task
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context
+from onefold.wire.ticket import Ticket, Waitable
 
 
 class OwnRows:

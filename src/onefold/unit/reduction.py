@@ -21,15 +21,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onefold.layout.ledger import Kind
 from onefold.layout.messages import Parts, gathered, reduce_message, slabs_of
 from onefold.layout.rows import Layout, Slot
-from onefold.ledger import Kind
-from onefold.ticket import Ticket
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context
 from onefold.unit.means import MeanRows
 from onefold.unit.spec import UnitSpec
-from onefold.wire.cut import MessageLayout
+from onefold.wire.message_cut import MessageLayout
+from onefold.wire.ticket import Ticket
 from onefold.wire.transport import ErrorFeedback, Reduction, Transport
 
 Which = tuple[int, ...]

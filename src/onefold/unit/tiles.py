@@ -23,17 +23,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onefold.errors import StateError, expected
+from onefold.layout.ledger import Kind
 from onefold.layout.messages import tags_of
+from onefold.layout.observer import Stream, watched
 from onefold.layout.rows import Slot, round_up
-from onefold.ledger import Kind
-from onefold.observer import Stream, watched
-from onefold.ticket import DONE, Ticket
 from onefold.tier.store import GRAIN_NUMEL
 from onefold.unit.buffer import Buffer
 from onefold.unit.gather import UnitGather
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
-from onefold.wire.cut import MessageLayout
+from onefold.wire.message_cut import MessageLayout
+from onefold.wire.ticket import DONE, Ticket
 from onefold.wire.transport import Reduction
 
 

@@ -26,10 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import StateError, TierError
+from onefold.layout.ledger import Kind
 from onefold.layout.model_axes import local_of
 from onefold.layout.units import UnitPlan
-from onefold.ledger import Kind
-from onefold.ticket import DONE, Ticket
 from onefold.tier.files import FileRows
 from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
@@ -42,6 +41,7 @@ from onefold.unit.parameter import UnitParameter
 from onefold.unit.spec import UnitSpec
 from onefold.unit.tiles import TiledWeight
 from onefold.unit.weights import UnitWeights
+from onefold.wire.ticket import DONE, Ticket
 
 
 class UnitState(Enum):

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from onefold.errors import TierError
-from onefold.ledger import Kind
-from onefold.observer import Stream, watched
-from onefold.ticket import Waitable
+from onefold.layout.ledger import Kind
+from onefold.layout.observer import Stream, watched
 from onefold.tier.files import FileRows
 from onefold.tier.store import Store
 from onefold.unit.buffer import Buffer
 from onefold.unit.own_rows import OwnRows
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.spec import UnitSpec
+from onefold.wire.ticket import Waitable
 
 
 class UnitWeights:

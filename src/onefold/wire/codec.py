@@ -40,7 +40,13 @@ import torch
 from torch import Tensor
 
 from onefold.errors import ConfigError, WireError, expected
-from onefold.native.compiling import LARGEST_INT4, LARGEST_INT8, MAX_GROUP, SMALLEST_SCALE, WIDTH
+from onefold.wire.kernels.compiling import (
+    LARGEST_INT4,
+    LARGEST_INT8,
+    MAX_GROUP,
+    SMALLEST_SCALE,
+    WIDTH,
+)
 from onefold.wire.native import CodecKernel, Parts, kernel
 from onefold.wire.rotation import rotate, rotate_back
 

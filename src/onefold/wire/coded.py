@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from onefold.layout.messages import CodedMessages, Part
-from onefold.ticket import Ticket
 from onefold.wire.codec import Codec, encode_with_feedback
-from onefold.wire.cut import MessageLayout
+from onefold.wire.message_cut import MessageLayout
+from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Composed, Reduction, SendRows
 
 

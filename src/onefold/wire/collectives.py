@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from onefold.errors import WireError
-from onefold.ticket import Ticket, Waitable
 from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, Lanes
 from onefold.wire.peers import Peers
+from onefold.wire.ticket import Ticket, Waitable
 
 T = TypeVar("T")
 

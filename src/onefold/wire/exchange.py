@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from onefold.layout.cut import Range
+from onefold.layout.ledger import Kind, Ledger
 from onefold.layout.messages import PACK_NBYTES
-from onefold.ledger import Kind, Ledger
-from onefold.ticket import Waitable
 from onefold.wire.collectives import Group
 from onefold.wire.spare_buffers import SpareBuffers
+from onefold.wire.ticket import Waitable
 
 
 class Exchange:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from onefold.native.library import Kernel
+from onefold.wire.kernels.library import Kernel
 
 
 class Parts(NamedTuple):

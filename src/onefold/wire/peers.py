@@ -10,9 +10,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from onefold.errors import OnefoldError, WireError, expected
-from onefold.ticket import Waitable
 from onefold.wire.lanes import Lanes
 from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting, no_rank_can_go_on
+from onefold.wire.ticket import Waitable
 
 _PATIENCE = timedelta(seconds=PATIENCE_S)
 _LOOK = timedelta(seconds=0.25)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor, add, sub
 
-from onefold.native.compiling import TAIL, WIDTH
+from onefold.wire.kernels.compiling import TAIL, WIDTH
 
 # elements after the last whole block are divided by TAIL: a power of two next to sqrt(WIDTH)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from onefold.ticket import Ticket
+from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Transport, Wrapped
 
 
@@ -46,7 +46,7 @@ class _Queued:
         self._kept = kept  # tensors of compute's stream, whose memory it would reuse meanwhile
 
     def wait(self) -> None:
-        """See `onefold.ticket.Work`."""
+        """See `onefold.wire.ticket.Work`."""
         torch.accelerator.current_stream(self._device).wait_event(self._event)
         self._kept = None
 

@@ -8,10 +8,10 @@ from threading import Lock
 
 import torch.distributed as dist
 
-from onefold.ledger import Ledger
-from onefold.observer import Observer, Span, Stream, watched
-from onefold.ticket import Ticket
+from onefold.layout.ledger import Ledger
+from onefold.layout.observer import Observer, Span, Stream, watched
 from onefold.wire.peers import works_of
+from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Transport, Wrapped
 
 _SHOWN = {"gather": (Stream.GATHER, "unpack"), "reduce_scatter": (Stream.REDUCE, "average")}
@@ -89,7 +89,7 @@ class _Awaited:
         self._verb = verb
 
     def wait(self) -> None:
-        """See `onefold.ticket.Work`."""
+        """See `onefold.wire.ticket.Work`."""
         with watched(self._observer, Stream.COMPUTE, "wait", self._unit), suppress(RuntimeError):
             for work in self._ticket.works:  # an error comes again below, with its label
                 work.wait()
@@ -98,5 +98,5 @@ class _Awaited:
             self._ticket.wait()
 
     def is_completed(self) -> bool:
-        """See `onefold.ticket.Work`."""
+        """See `onefold.wire.ticket.Work`."""
         return self._ticket.done

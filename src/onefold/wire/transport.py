@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from onefold.layout.messages import own_part_travels
-from onefold.ticket import DONE, Ticket, Waitable
 from onefold.wire.collectives import Group
-from onefold.wire.cut import MessageLayout, RankChunk, unpack
 from onefold.wire.exchange import Exchange
+from onefold.wire.message_cut import MessageLayout, RankChunk, unpack
+from onefold.wire.ticket import DONE, Ticket, Waitable
 
 MEAN_NUMEL = 64 * 1024
 """Elements of one block when a mean is taken: sum and scaling stay in the cache."""

@@ -1,0 +1,1 @@
+"""Other libraries: Hugging Face, Lightning and DeepSpeed configurations."""

@@ -1,0 +1,1 @@
+"""Hugging Face libraries: Trainer, Accelerate, TRL, PEFT. Public names: `onefold.hf`."""

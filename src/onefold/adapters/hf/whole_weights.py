@@ -1,0 +1,203 @@
+"""Whole weights for code that runs on rank 0 alone, as Trainer's save does.
+
+Ranks write their rows side by side into one file. Rank 0 maps that file and deletes its name: the
+bytes live as long as rank 0 needs them, whatever ends the process. Until weights change,
+`module.state_dict()` on rank 0 then has plain tensors, so `save_pretrained`, `torch.save` and
+Trainer's own save work unchanged, in the memory of one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import ReferenceType, ref
+
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from onefold.adapters.hf.events import meet
+from onefold.checkpoint.agreement import first, together
+from onefold.checkpoint.contents import ShardedModel
+from onefold.checkpoint.pretrained import write_pretrained
+from onefold.checkpoint.safetensors import MAX_SHARD_NBYTES
+from onefold.engine.engine import Engine
+from onefold.engine.registry import engine_of
+from onefold.errors import StateError, WireError, expected
+
+WHOLE = "_onefold_whole_weights"
+"""The attribute of a module that holds its `WholeWeights`."""
+
+_FOLDER = ".onefold-weights"
+
+
+class WholeWeights:
+    """The weights of one sharded module as rank 0 has them whole, while they are unchanged."""
+
+    def __init__(self, module: nn.Module, folder: Path) -> None:
+        self._module = ref(module)
+        self._folder = folder / _FOLDER
+        self._edits = -1
+        self._values: dict[str, Tensor] = {}  # by every name of the state dict; on rank 0
+
+    @staticmethod
+    def of(module: nn.Module, folder: Path) -> WholeWeights:
+        """Return the module's own, after installing it at the first call.
+
+        `folder` must be on a file system that all ranks see.
+        """
+        found = module.__dict__.get(WHOLE)
+        if found is None:
+            found = module.__dict__[WHOLE] = WholeWeights(module, folder)
+            alive = ref(found)
+            module.register_state_dict_post_hook(partial(_show_whole, alive))
+            engine_of(module).ask_of_adapters(partial(_is_current, alive))
+            if callable(getattr(module, "save_pretrained", None)):
+                module.__dict__["save_pretrained"] = partial(_save_pretrained, ref(module), alive)
+        found._folder = folder / _FOLDER
+        return found
+
+    @property
+    def is_current(self) -> bool:
+        """True if the weights have not changed since `take`, or no rank has to send any."""
+        module = self._module()
+        if module is None:
+            return False
+        engine = engine_of(module)
+        return not _has_shards(module) or self._edits == _edits(engine)
+
+    def take(self) -> None:
+        """Bring whole weights to rank 0, unless it has them. A collective.
+
+        For a model with adapters these are the parameters that PEFT saves, without their base.
+        """
+        module = self._module()
+        assert module is not None, "weights outlived their module"
+        engine = engine_of(module)
+        if all(meet(engine, "save_model or save_pretrained", self.is_current)):
+            return
+        self.drop()
+        names = _wanted(module, engine)
+        first(engine.group, lambda: shutil.rmtree(self._folder, ignore_errors=True))
+        model = ShardedModel(engine, module, names=names)
+        write_pretrained(model, self._folder, MAX_SHARD_NBYTES)
+        first(engine.group, lambda: self._map(module))
+        self._edits = _edits(engine)
+
+    def drop(self) -> None:
+        """Forget the values, and give back the bytes on the disk."""
+        self._values, self._edits = {}, -1
+
+    def drop_if_stale(self) -> None:
+        """Forget values that no longer are the module's."""
+        if self._values and not self.is_current:
+            self.drop()
+
+    def show(self, state: dict[str, Any]) -> None:
+        """Put whole values in place of sharded ones."""
+        if not self._values or not self.is_current:
+            return
+        for name, value in state.items():
+            is_shard = isinstance(value, DTensor) and not isinstance(value, nn.Parameter)
+            if is_shard and name in self._values:
+                state[name] = self._values[name]
+
+    def _map(self, module: nn.Module) -> None:
+        found: dict[str, Tensor] = {}
+        with ExitStack() as files:
+            for path in sorted(self._folder.glob("*.safetensors")):
+                file = files.enter_context(safe_open(path, "pt"))
+                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        fqns = engine_of(module).by_sharded
+        named = module.named_parameters(remove_duplicate=False)
+        names = {name: fqns[id(parameter)].fqn for name, parameter in named}
+        self._values = {name: found[fqn] for name, fqn in names.items() if fqn in found}
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def is_peft(module: nn.Module) -> bool:
+    """True for a model that PEFT has wrapped, whose base is not saved."""
+    return isinstance(getattr(module, "peft_config", None), dict) and callable(
+        getattr(module, "get_base_model", None)
+    )
+
+
+def _wanted(module: nn.Module, engine: Engine) -> frozenset[str] | None:
+    """Return the fqns of the parameters to save; None: of all. A collective for adapters."""
+    if not is_peft(module):
+        return None
+
+    return frozenset(first(engine.group, lambda: _adapter_names(module)))
+
+
+def _adapter_names(module: nn.Module) -> list[str]:
+    """Return the fqns that PEFT's own filter keeps of any adapter, and those that train."""
+    from peft import get_peft_model_state_dict
+
+    state = module.state_dict(keep_vars=True)
+    adapters: Any = getattr(module, "peft_config", {})
+    kept = {
+        id(value)
+        for adapter in adapters
+        for value in get_peft_model_state_dict(
+            module, state_dict=dict(state), adapter_name=adapter
+        ).values()
+    }
+    known = {id(p.sharded): p.fqn for unit in engine_of(module).units for p in unit.parameters}
+    trains = [name for name, p in module.named_parameters() if p.requires_grad]
+    return sorted({fqn for key, fqn in known.items() if key in kept} | set(trains))
+
+
+def _has_shards(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def _edits(engine: Engine) -> int:
+    return sum(unit.edits_at_rest() for unit in engine.units)
+
+
+def _show_whole(
+    alive: ReferenceType[WholeWeights], _: nn.Module, state: dict[str, Any], *__: object
+) -> None:
+    whole = alive()
+    if whole is not None:
+        whole.show(state)
+
+
+def _is_current(alive: ReferenceType[WholeWeights]) -> bool:
+    whole = alive()
+    return whole is not None and whole.is_current
+
+
+def _save_pretrained(
+    alive: ReferenceType[nn.Module], alive_whole: ReferenceType[WholeWeights], *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """`save_pretrained` of the module: with whole weights on rank 0; a collective without them."""
+    module, whole = alive(), alive_whole()
+    assert module is not None, "a method outlived its module"
+    assert whole is not None, "a module outlived its weights"
+    save: Callable[..., Any] = partial(type(module).save_pretrained, module)  # type: ignore[attr-defined]
+    given = kwargs.get("state_dict")
+    engine = engine_of(module)
+    if given is not None or not _has_shards(module):
+        return save(*args, **kwargs)
+    if whole.is_current:
+        return save(*args, **kwargs) if engine.group.rank == 0 else None
+    try:
+        whole.take()  # from here on: every rank has called
+    except WireError as error:
+        raise StateError(
+            expected(
+                "every rank in save_pretrained, as rank 0 has no whole weights, or older ones",
+                "this rank alone",
+                where=f"rank {engine.group.rank}",
+                hint="call save_pretrained on every rank; for trainer.save_model() before or in "
+                "the middle of training derive the trainer from onefold.hf.TrainerMixin",
+            )
+        ) from error
+    return together(engine.group, lambda: save(*args, **kwargs) if engine.group.rank == 0 else None)

@@ -1,0 +1,172 @@
+"""Checkpoints of both strategies: directories of `onefold.save`, with Lightning's own state inside.
+
+The new directory is complete before it takes its name. A checkpoint of the same name, which
+Lightning writes again and again (`last.ckpt`), stays until then:
+
+    last.ckpt          the checkpoint
+    .last.ckpt.new     its successor, complete; `read` takes it if a kill left no last.ckpt
+    .last.ckpt.old     its predecessor, about to be deleted
+
+`as_file` makes the single file of it that `load_from_checkpoint` reads.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from onefold.checkpoint.agreement import first, refusal
+from onefold.checkpoint.contents import MODEL
+from onefold.checkpoint.directory import find
+from onefold.checkpoint.listing import inspect
+from onefold.checkpoint.load import load
+from onefold.checkpoint.save import first_failure, planning, save
+from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
+from onefold.engine.registry import engine_of
+from onefold.errors import CheckpointError
+from onefold.wire.collectives import Group
+
+_KEY = "lightning"
+_TIED = "tied"
+
+
+def write(
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], rest: dict[str, Any]
+) -> None:
+    """Save a sharded module, its optimizers, and the rest of rank 0. A collective.
+
+    Raises:
+        CheckpointError: on every rank, and a checkpoint of the same name stays.
+    """
+    group = engine_of(module).group
+    draft = _beside(path, "new")
+    extra: dict[str, Any] = {_TIED: _tied_names(module)}
+
+    def prepare() -> None:
+        extra[_KEY] = _packed(rest)
+        _remove(draft)
+
+    first(group, prepare)
+    save(draft, module, list(optimizers) or None, extra=extra)
+    first(group, lambda: _replace(path, draft))
+
+
+def read(
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, weights_only: bool | None
+) -> dict[str, Any]:
+    """Load a sharded module and its optimizers in place; return the rest. A collective.
+
+    Args:
+        path: a directory that `write` has written, at any number of ranks and stage.
+        module: the module that was sharded.
+        optimizers: none of them to load the weights alone.
+        weights_only: see `torch.load`; of the rest alone.
+
+    Raises:
+        CheckpointError: on every rank; no such checkpoint, or one of another model.
+    """
+    group = engine_of(module).group
+    draft = _beside(path, "new")
+    found = draft if draft.exists() and not path.exists() else path
+    extra = load(found, module, list(optimizers) or None)
+    mine = extra.get(_KEY) if isinstance(extra, dict) else None
+    packed = group.gather(mine)[0]  # of rank 0
+    if not isinstance(packed, bytes):
+        raise _of_another(path)
+    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=weights_only)
+
+
+def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> IO[bytes]:
+    """Open a directory checkpoint as the single file that `load_from_checkpoint` reads.
+
+    Needs one process, and memory for the weights. Optimizer states stay behind.
+
+    Args:
+        path: a directory that a Trainer with `Strategy` has written.
+        weights_only: see `torch.load`; of Lightning's own state, as hyper-parameters.
+
+    Raises:
+        CheckpointError: no such checkpoint, or a damaged one.
+
+    Example:
+        >>> with onefold.lightning.as_file("last.ckpt") as file:
+        ...     module = MyModule.load_from_checkpoint(file)
+    """
+    found = find(Path(path).absolute())[0]
+    extra = inspect(found.path, verify=False).extra
+    if not isinstance(extra, dict) or _KEY not in extra:
+        raise _of_another(Path(path))
+    metadata = read_metadata(found)
+    weights: dict[str, Any] = {
+        name: torch.empty(saved.size, dtype=saved.properties.dtype)
+        for name, saved in metadata.state_dict_metadata.items()
+        if name.startswith(f"{MODEL}.") and isinstance(saved, TensorStorageMetadata)
+    }
+    try:
+        with planning():
+            reader = Reader(found, metadata)
+            dcp.load(weights, storage_reader=reader, planner=ReadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        raise first_failure(error, Group.of(None)) from error
+    state = {name.removeprefix(f"{MODEL}."): value for name, value in weights.items()}
+    state |= {name: state[first] for name, first in extra.get(_TIED, {}).items()}
+    rest = torch.load(io.BytesIO(extra[_KEY]), map_location="cpu", weights_only=weights_only)
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    torch.save(rest | {"state_dict": state}, file)
+    file.seek(0)
+    return file
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Return other names of parameters, with the name under which each is saved."""
+    known = engine_of(module).by_sharded
+    named = module.named_parameters(remove_duplicate=False)
+    fqns = {name: known[id(p)].fqn for name, p in named if id(p) in known}
+    return {name: fqn for name, fqn in fqns.items() if name != fqn}
+
+
+def _of_another(path: Path) -> CheckpointError:
+    return refusal(
+        f"a checkpoint of Lightning at {str(path)!r}",
+        "one without Lightning's own state",
+        hint="onefold.load reads it into a sharded module",
+    )
+
+
+def _beside(path: Path, role: str) -> Path:
+    return path.with_name(f".{path.name}.{role}")
+
+
+def _packed(rest: dict[str, Any]) -> bytes:
+    written = io.BytesIO()
+    torch.save(rest, written)
+    return written.getvalue()
+
+
+def _replace(path: Path, draft: Path) -> None:
+    old = _beside(path, "old")
+    _remove(old)
+    if os.path.lexists(path):
+        path.rename(old)
+    draft.rename(path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Delete a file, a link or a directory, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

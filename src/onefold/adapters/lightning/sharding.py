@@ -1,0 +1,161 @@
+"""The core of both strategies: the arguments of `onefold.shard`, and Lightning's precision."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from onefold import config
+from onefold.api import shard
+from onefold.config import OffloadChoice, Precision, PrecisionChoice, StageChoice
+from onefold.engine.joining import bind
+from onefold.engine.registry import engine_of, is_sharded
+from onefold.errors import ConfigError, expected
+from onefold.layout.units import UnitChoice
+from onefold.wire import launcher
+from onefold.wire.rank_meeting import as_timeout
+from onefold.wire.ranks import MeshChoice
+from onefold.wire_config import WireChoice, wire_of
+
+_PURE_BF16 = Precision(master=torch.bfloat16)
+
+PRECISIONS: dict[tuple[str, str], PrecisionChoice] = {
+    ("Precision", "32-true"): None,
+    ("MixedPrecision", "bf16-mixed"): None,  # fp32 weights; the plugin's autocast casts
+    ("HalfPrecision", "bf16-true"): _PURE_BF16,  # the optimizer steps bf16, as Lightning has it
+}
+"""By class and word of Lightning's precision plugin: the precision that computes the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The arguments of `onefold.shard` that a strategy was given, checked at once.
+
+    Args: see `onefold.shard`.
+    """
+
+    stage: StageChoice = 3
+    precision: PrecisionChoice = None
+    offload: OffloadChoice = None
+    wire: WireChoice = None
+    units: UnitChoice = None
+    timeout: float | timedelta | None = None
+
+    def __post_init__(self) -> None:
+        stage = config.stage_of(3 if self.stage == "auto" else self.stage)
+        config.check_offload(config.offload_of(self.offload), stage)
+        wire_of(self.wire)
+        as_timeout(self.timeout)
+        if config.precision_of(self.precision).compute is torch.float16:
+            raise ConfigError(
+                expected(
+                    "a precision that needs no loss scale, as Lightning's knows one rank alone",
+                    f"precision={self.precision!r}",
+                    hint='precision="bf16"',
+                )
+            )
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """The time that ranks wait for one another in the process group."""
+        return as_timeout(self.timeout) or default_pg_timeout
+
+    def precision_with(self, plugin: Any) -> PrecisionChoice:
+        """Return the precision that computes as Lightning's plugin does.
+
+        Raises `ConfigError` for a plugin of another library, and for two choices.
+        """
+        known = (type(plugin).__name__, str(plugin.precision))
+        if known not in PRECISIONS:
+            raise ConfigError(
+                expected(
+                    "Lightning's precision to be one of "
+                    + ", ".join(repr(word) for _, word in PRECISIONS),
+                    f"{known[0]} with precision={known[1]!r}",
+                    hint='Strategy(precision="bf16") computes in bf16 and keeps fp32 masters',
+                )
+            )
+        if self.precision is None:
+            return PRECISIONS[known]
+        if known[1] != "32-true":
+            raise ConfigError(
+                expected(
+                    "one choice of precision",
+                    f"precision={known[1]!r} of Lightning and precision={self.precision!r} of the "
+                    "strategy",
+                    hint="leave one of them out",
+                )
+            )
+        return self.precision
+
+    def mesh(self, device: torch.device, num_nodes: int, num_processes: int) -> MeshChoice:
+        """Return the mesh where `shard` could not see Lightning's choice of device and nodes."""
+        if self.wire is not None and num_nodes > 1:
+            return init_device_mesh(device.type, (num_nodes, num_processes))
+        if device.type == "cpu" and torch.accelerator.is_available():
+            return init_device_mesh("cpu", (num_nodes * num_processes,))
+        return None
+
+    def apply(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], plugin: Any, mesh: MeshChoice
+    ) -> None:
+        """Shard a module and its optimizers; one that is sharded already gets the optimizers."""
+        _check_ranks()
+        precision = self.precision_with(plugin)
+        if not is_sharded(module):
+            shard(
+                module, list(optimizers) or None, stage=self.stage, mesh=mesh, units=self.units,
+                precision=precision, offload=self.offload, wire=self.wire, timeout=self.timeout,
+            )  # fmt: skip
+            return
+        engine = engine_of(module)
+        number = engine.recipe.stage.number
+        if optimizers and self.stage not in ("auto", number):
+            raise ConfigError(
+                expected(
+                    f"a module that is not sharded, or at stage {self.stage}",
+                    f"a {type(module).__name__} at stage {number}",
+                    hint="build the module anew and load its checkpoint, or keep the stage",
+                )
+            )
+        for optimizer in optimizers:
+            bind(optimizer, engine)
+
+
+def _check_ranks() -> None:
+    """Raise `ConfigError` if Lightning has missed that a launcher started several ranks."""
+    ranks, launched = dist.get_world_size(), launcher.world_size()
+    if "RANK" in os.environ and ranks < launched:  # Lightning's own launcher sets no RANK
+        raise ConfigError(
+            expected(
+                f"Lightning to train on the {launched} ranks of WORLD_SIZE",
+                f"a process group of {ranks}",
+                hint="start it with torchrun, or give Trainer(plugins=) the environment of the "
+                "launcher, such as lightning.pytorch.plugins.environments.KubeflowEnvironment()",
+            )
+        )
+
+
+def share_buffers(module: nn.Module) -> None:
+    """Give every rank the buffers of rank 0, one message a dtype, as DDP does before a forward."""
+    group = engine_of(module).group
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers() if group.world_size > 1 else ():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        group.broadcast(flat, 0).wait()
+        if group.rank > 0:
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))

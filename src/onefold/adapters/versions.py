@@ -1,0 +1,70 @@
+"""The versions of other libraries that Onefold is tested with; one warning outside of them.
+
+A range is a floor and the first release that is untested. tests/adapters/test_versions.py asserts
+every private name of these releases that Onefold relies on.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+TESTED: dict[str, tuple[str, str]] = {
+    "torch": ("2.13", "2.16"),
+    "transformers": ("5.23", "5.24"),
+    "accelerate": ("1.15", "1.16"),
+    "peft": ("0.21", "0.22"),
+    "trl": ("1.16", "1.17"),
+    "lightning": ("2.6", "2.7"),
+    "bitsandbytes": ("0.50", "0.51"),
+}
+"""By package: the lowest tested version, and the lowest one above the tested range."""
+
+
+def warn_if_untested(*packages: str) -> None:
+    """Warn about packages whose installed version is outside the tested range.
+
+    Each package is warned about once in a process. A package that is not installed is passed over.
+
+    Args:
+        packages: names in `TESTED`.
+
+    Example:
+        >>> warn_if_untested("transformers", "accelerate")
+    """
+    for package in packages:
+        _warn_once(package)
+
+
+@cache
+def _warn_once(package: str) -> None:
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return
+    warning = outside(package, found)
+    if warning:
+        warnings.warn(warning, UserWarning, stacklevel=4)  # of the line that calls our caller
+
+
+def outside(package: str, found: str) -> str:
+    """Return the warning for version `found` of a package, or "" if that version is tested.
+
+    Raises: KeyError: the package is not in `TESTED`.
+    """
+    floor, above = TESTED[package]
+    if _release(floor) <= _release(found) < _release(above):
+        return ""
+    return (
+        f"Onefold is tested with {package} from {floor} up to, not including, {above}; {found} is "
+        f"installed. Names that Onefold relies on may have changed. To be safe: "
+        f"pip install '{package}>={floor},<{above}'"
+    )
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers at the start of a version: (1, 15, 0) of "1.15.0.dev0"."""
+    numbers = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()

@@ -1,0 +1,1 @@
+"""What the command runs: its subcommands, training, generation and measuring tools."""

@@ -1,0 +1,215 @@
+"""Find the model that a name stands for, and build it without values.
+
+a folder with config.json and *.safetensors   a Hugging Face model, read by each rank
+a folder with *.safetensors alone             the byte GPT, as `onefold export` writes it
+a checkpoint, or a folder of them             exported into a temporary folder first
+config.json, a preset, module:function        random weights
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+import onefold
+from onefold.checkpoint.directory import find
+from onefold.checkpoint.safetensors import PretrainedFiles
+from onefold.checkpoint.whole_files import export
+from onefold.errors import CheckpointError, ConfigError, expected
+from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
+from onefold.planner.models.loader import build_model, described, refuse
+from onefold.tier.collecting import no_garbage
+
+CONFIG = "config.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
+              "vocab.json", "vocab.txt")  # fmt: skip
+"""Files that say that a folder has a tokenizer."""
+
+LONGEST = 1024
+"""Tokens that a preset without weights has positions for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model that was found. `files`: the folder of its weights; None: random weights."""
+
+    name: str
+    config: Path | None  # of a Hugging Face model
+    files: Path | None
+
+    @property
+    def note(self) -> str:
+        """What a user should know about the weights; empty if they are as expected."""
+        return "random weights: the text has no meaning" if self.files is None else ""
+
+
+@contextmanager
+def found(model: str) -> Iterator[Source]:
+    """Yield the source that `model` names; a checkpoint is exported for as long as it is used.
+
+    Raises `ConfigError` for a name that is none, and `CheckpointError` for a damaged checkpoint.
+    """
+    path = Path(model)
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        yield _of_files(model)
+        return
+    if not is_checkpoint(path):
+        got = f"a folder with a {CONFIG} alone" if (path / CONFIG).exists() else "neither there"
+        hint = f"--model {model}/{CONFIG} takes random weights; `onefold inspect` lists checkpoints"
+        raise ConfigError(
+            expected(f"safetensors files or a checkpoint in --model {model!r}", got, hint=hint)
+        )
+    with TemporaryDirectory(prefix="onefold_") as folder:
+        target = Path(folder, "weights")
+        export(path, target)
+        yield replace(_of_files(str(target)), name=model)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """True for a checkpoint of `onefold.save`, or a directory of them."""
+    try:
+        return bool(find(path))
+    except CheckpointError:
+        return False
+
+
+def _of_files(model: str) -> Source:
+    path = Path(model)
+    if path.is_dir():
+        config = path / CONFIG
+        if config.exists():
+            _check_config(config)
+        return Source(model, config if config.exists() else None, path)
+    if model.endswith(".json"):
+        _check_config(path)
+        return Source(model, path, None)
+    if model not in PRESETS and ":" not in model:
+        known = f"a folder of weights, a {CONFIG}, {', '.join(PRESETS)} or module:function"
+        got = f"{model!r}, which is a file" if path.exists() else f"{model!r}, which is not there"
+        hint = "name the folder that holds the safetensors files"
+        raise ConfigError(expected(f"--model to be {known}", got, hint=hint))
+    refuse(model, LONGEST)
+    return Source(model, None, None)
+
+
+def _check_config(path: Path) -> None:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        hint = "pass the config.json itself, or the folder that holds it"
+        wanted = f"a readable Hugging Face config.json at {str(path)!r}"
+        raise ConfigError(expected(wanted, described(error), hint=hint)) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        hint = "pass the config.json of a Hugging Face language model"
+        wanted = f"{str(path)!r} to have a model_type"
+        raise ConfigError(expected(wanted, "a file without it", hint=hint))
+    if find_spec("transformers") is None:
+        wanted = "the transformers package, to build a model from config.json"
+        hint = 'pip install "onefold[hf]"; byte models of `onefold train` need no package'
+        raise ConfigError(expected(wanted, "an environment without it", hint=hint))
+
+
+def build(source: Source, *, has_values: bool = False) -> nn.Module:
+    """Build the module, on `meta`; with `has_values` one of random weights on the CPU.
+
+    A module with files has promised values (`onefold.load_pretrained`).
+    """
+    module = skeleton(source, has_values=has_values)
+    if source.files is not None:
+        onefold.load_pretrained(module, source.files)
+    return module.eval()
+
+
+def skeleton(source: Source, *, has_values: bool = False) -> nn.Module:
+    """Build the module without its files' values."""
+    if source.config is not None:
+        module = _of_config(source.config, has_values=has_values and source.files is None)
+    elif source.files is not None:
+        module = _byte_gpt(source.files)
+    else:
+        module = build_model(source.name, LONGEST)
+        if has_values and isinstance(module, GPT):
+            module = GPT(PRESETS[source.name], LONGEST)
+    return module.eval()
+
+
+def _of_config(path: Path, *, has_values: bool) -> nn.Module:
+    try:
+        with no_garbage():  # collecting garbage is a quarter of transformers' import time
+            from transformers import (
+                AutoConfig,
+                AutoModelForCausalLM,
+                AutoModelForSeq2SeqLM,
+                GenerationConfig,
+            )
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        with nullcontext() if has_values else torch.device("meta"):
+            module = kind.from_config(config)
+        if (path.parent / "generation_config.json").exists():
+            given = GenerationConfig.from_pretrained(path.parent, local_files_only=True)
+            module.generation_config = given
+    except Exception as error:
+        wanted = f"{str(path)!r} to describe a language model that generates"
+        hint = "AutoModelForCausalLM.from_config must be able to build it"
+        raise ConfigError(expected(wanted, described(error), hint=hint)) from error
+    return module
+
+
+def _byte_gpt(folder: Path) -> nn.Module:
+    """Build the GPT whose sizes the tensors in the files have."""
+    files = PretrainedFiles(folder)
+    try:
+        seq, width = files.shape("positions.weight")
+        named = (name.split(".") for name in files.places)
+        layers = 1 + max(int(parts[1]) for parts in named if parts[0] == "blocks")
+    except (KeyError, ValueError, IndexError):
+        seq, width, layers = 0, 0, 0
+    sizes = (each for each in PRESETS.values() if (each.num_layers, each.width) == (layers, width))
+    config = next(sizes, None)
+    if config is None:
+        raise ConfigError(
+            expected(
+                f"a {CONFIG} beside the weights in {str(folder)!r}",
+                "none, and weights of another model than the byte GPT",
+                hint="save with onefold.save_pretrained, which writes it, or copy it there",
+            )
+        )
+    is_tied = "head.weight" not in files.places
+    with torch.device("meta"):
+        return GPT(replace(config, is_tied=is_tied), seq)
+
+
+def tokenizer_of(source: Source) -> Any:
+    """Return the tokenizer beside the configuration; None where bytes are the tokens."""
+    if source.config is None:
+        return None
+    folder = source.config.parent
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        hint = "without tokenizer files, bytes are the tokens"
+        wanted = f"a tokenizer that loads in {str(folder)!r}"
+        raise ConfigError(expected(wanted, described(error), hint=hint)) from error
+
+
+def check_bytes(module: nn.Module, source: Source) -> None:
+    """Raise `ConfigError` for a model without a tokenizer that has no token for each byte."""
+    vocab = getattr(getattr(module, "config", None), "vocab_size", VOCAB)
+    if isinstance(vocab, int) and vocab < VOCAB:
+        wanted = f"a tokenizer beside {str(source.config)!r}, or {VOCAB} tokens, one for each byte"
+        hint = "copy tokenizer.json there"
+        raise ConfigError(expected(wanted, f"no tokenizer, and {vocab} tokens", hint=hint))

@@ -1,0 +1,206 @@
+"""Describe this machine: memory, disk, link, backends, and limits that would hurt a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import tempfile
+import timeit
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from onefold.adapters.versions import outside
+from onefold.app.tools.bandwidth import Ask, measure_link
+from onefold.engine.adam_kernel import kernel
+from onefold.text import counted, format_bytes, format_rate
+from onefold.tier.host import (
+    DISK_NBYTES,
+    GIB,
+    MIB,
+    measure_disk,
+    memory_nbytes,
+    usable_cores,
+    versions,
+)
+from onefold.wire.world import World
+
+COPY_NBYTES = 128 * MIB
+
+_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A fact about this machine, and the remedy if it hurts a run."""
+
+    name: str
+    value: str
+    level: str  # OK; WARN: a run may be slow or end early; FAIL: a run cannot start
+    remedy: str  # empty at OK
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """One host; bytes, and bytes per second."""
+
+    versions: dict[str, str]
+    system: str
+    cores: int
+    threads: int
+    memory_total: int
+    memory_free: int
+    copy_per_s: float  # of a copy from memory to memory, read and write counted once
+    disk_folder: str
+    disk_free: int
+    disk_write_per_s: float  # to the disk itself, fsync included
+    backends: dict[str, bool]
+    gpus: list[str]
+    limits: list[Check]
+
+
+def describe(folder: str | None = None) -> HostReport:
+    """Measure this host in about two seconds. Writes a file to `folder`, or to TMPDIR."""
+    folder = folder or tempfile.gettempdir()
+    total, free = memory_nbytes()
+    disk_free = shutil.disk_usage(folder).free
+    return HostReport(
+        versions=versions(),
+        system=f"{platform.system()} {platform.machine()}",
+        cores=usable_cores(),
+        threads=torch.get_num_threads(),
+        memory_total=total,
+        memory_free=free,
+        copy_per_s=_measure_copy(),
+        disk_folder=folder,
+        disk_free=disk_free,
+        disk_write_per_s=measure_disk(folder) if disk_free > 2 * DISK_NBYTES else 0.0,
+        backends={
+            "gloo": dist.is_available() and dist.is_gloo_available(),
+            "nccl": dist.is_available() and dist.is_nccl_available(),
+        },
+        gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
+        limits=_limits(),
+    )
+
+
+def _gpu(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    return f"{properties.name}, {format_bytes(properties.total_memory)}"
+
+
+def _measure_copy() -> float:
+    """Return bytes per second of copying a block larger than any cache, with torch's threads."""
+    source = torch.zeros(COPY_NBYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return COPY_NBYTES / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=5))
+
+
+def link_facts(world: World) -> dict[str, Any]:
+    """Measure the gathers of units between ranks for a second; a collective.
+
+    `received_per_s` counts the bytes that a rank receives in a second, of a buffer of `nbytes`.
+    """
+    backend = "nccl" if world.group.is_nccl else "gloo"
+    facts: dict[str, Any] = {"backend": backend, "world_size": world.world_size}
+    if world.world_size == 1:
+        return {**facts, "nbytes": 0, "received_per_s": 0.0}
+    found = measure_link(world, Ask(seconds=1.0))
+    speed = found["rates"]["gather"]["bytes_per_s"]
+    return {**facts, "nbytes": found["nbytes"], "received_per_s": speed}
+
+
+def checks(machine: HostReport, link: dict[str, Any] | None) -> list[Check]:
+    """Judge the facts and the link (None: its ranks failed), and add the limits."""
+    names = Counter(machine.gpus)
+    has_driver = shutil.which("nvidia-smi") is not None
+    lacks_nccl = bool(machine.gpus) and not machine.backends["nccl"]
+    wire = "not measured: the ranks failed"
+    if link is not None:
+        wire = f"{link['backend']} between {counted(link['world_size'], 'rank')}, "
+        wire += f"gathers {format_rate(link['received_per_s'])}"
+    untested = outside("torch", machine.versions["torch"])
+    facts = [
+        ("versions", ", ".join(f"{name} {number}" for name, number in machine.versions.items()),
+         WARN, bool(untested), untested),
+        ("system", f"{machine.system}, {machine.cores} cores, {machine.threads} torch threads",
+         OK, False, ""),
+        ("memory", f"{format_bytes(machine.memory_total)}, "
+         f"{format_bytes(machine.memory_free)} free, copies {format_rate(machine.copy_per_s)}",
+         WARN, machine.memory_total < 4 * GIB,
+         "training needs 16 bytes per parameter: take a smaller model, or --offload disk:PATH"),
+        ("disk", f"{format_bytes(machine.disk_free)} free, writes "
+         f"{format_rate(machine.disk_write_per_s)}: {machine.disk_folder}", WARN,
+         machine.disk_free < 10 * GIB,
+         "checkpoints need 12 bytes per parameter: free some space, or save to another disk"),
+        ("link", wire, FAIL, link is None,
+         "the error of the ranks is above; local ranks meet at 127.0.0.1, which must be reachable"),
+        ("backends", ", ".join(f"{name} {'yes' if has else 'no'}"
+                               for name, has in machine.backends.items()),
+         FAIL, not machine.backends["gloo"] or lacks_nccl,
+         "install a build of torch with gloo, and with NCCL for GPUs"),
+        ("GPUs", ", ".join(f"{n} x {name}" for name, n in names.items()) or "none",
+         WARN, not machine.gpus and has_driver,
+         "nvidia-smi is there but torch sees no GPU: install a CUDA build of torch"),
+    ]  # fmt: skip
+    return [*_judged(facts), *machine.limits]
+
+
+def _judged(table: Sequence[tuple[str, str, str, bool, str]]) -> list[Check]:
+    """Read lines of: name, value (empty: there is none), level if it hurts, does it, remedy."""
+    return [
+        Check(name, value, level if hurts else OK, remedy if hurts else "")
+        for name, value, level, hurts, remedy in table
+        if value
+    ]
+
+
+def _limits() -> list[Check]:
+    """Judge the limits of the system that are known to hurt."""
+    cores, adam = usable_cores(), kernel()
+    locked, files = _soft_limit(resource.RLIMIT_MEMLOCK), _soft_limit(resource.RLIMIT_NOFILE)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    too_many = threads.isdigit() and int(threads) > cores
+    threads_hint = f"one thread for each rank leaves cores idle: set it to {cores} / ranks"
+    if too_many:
+        threads_hint = f"more threads than the {cores} cores of this process: unset it"
+    shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else inf
+    quota = _cpu_quota()
+    return _judged([
+        ("locked memory (ulimit -l)", "unlimited" if locked == inf else format_bytes(locked),
+         WARN, torch.cuda.is_available() and locked < 64 * MIB,
+         "GPU ranks pin memory: raise it with `ulimit -l unlimited`"),
+        ("open files (ulimit -n)", "unlimited" if files == inf else f"{files:.0f}",
+         WARN, files < 1024,
+         "each rank opens a socket to every other: raise it with `ulimit -n 65536`"),
+        ("/dev/shm", "" if shared == inf else format_bytes(shared), WARN, shared < GIB,
+         "NCCL and data loaders use it: start the container with --shm-size=8g"),
+        ("OMP_NUM_THREADS", threads or "not set", WARN,
+         too_many or (threads == "1" and cores > 4), threads_hint),
+        ("CPU quota", "" if quota == inf else f"{quota:.1f} cores", WARN, quota < cores,
+         f"fewer than the {cores} cores that are seen: set OMP_NUM_THREADS"),
+        ("C kernel of AdamW", adam.name if adam else "none", WARN, adam is None,
+         "bf16 steps on the CPU take longer: install where there is a C compiler (cc)"),
+    ])  # fmt: skip
+
+
+def _soft_limit(number: int) -> float:
+    soft = resource.getrlimit(number)[0]
+    return inf if soft == resource.RLIM_INFINITY else soft
+
+
+def _cpu_quota() -> float:
+    """Return how many cores this container may use at a time."""
+    parts = _CGROUP_CPU.read_text().split() if _CGROUP_CPU.exists() else ["max"]
+    return int(parts[0]) / int(parts[1]) if parts[0].isdigit() else inf

@@ -1,0 +1,298 @@
+"""Measure the ranks of a job beside one another, and say how to share work among them.
+
+Each rank measures itself and posts its answer in the job's store. Then ranks meet in pairs, in
+rounds in which each rank has one partner (the circle method of round-robin tournaments). Ranks that
+do not answer are named by all others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from onefold.app.tools.bandwidth import BandwidthRow, in_rounds, waiter
+from onefold.errors import OnefoldError, expected, listed
+from onefold.fit.bounds import RankMemory
+from onefold.fit.share_weights import PARTS, weights_of
+from onefold.layout.row_split import RankTime, rows_of
+from onefold.planner.mixed_plan import runs_of
+from onefold.text import columns, format_bytes, format_rate, wrapped
+from onefold.tier.host import MIB, free_host_nbytes
+from onefold.wire.ranks import local_place
+from onefold.wire.world import World, ending_process
+
+WIDTHS = {"cpu": 512, "cuda": 4096}
+"""Rows of the square matrices of a product."""
+COPY_NBYTES = {"cpu": 32 * MIB, "cuda": 256 * MIB}
+PAIR_NBYTES = {"cpu": 4 * MIB, "cuda": 32 * MIB}
+OWN_SECONDS = 0.6
+PAIR_TIMES = 5
+TOLERANCE = 0.1
+"""Ranks that differ by less share evenly: a short measurement says no more."""
+POLL_S, GRACE_S = 0.02, 2.0
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+class AbsentRanksError(OnefoldError):
+    """Ranks did not answer. It is no `WireError`: that would pass for an echo of their failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpeeds:
+    """One rank: bytes, and per second products' operations and bytes of copies in its memory."""
+
+    rank: int
+    host: str
+    device: str
+    free_nbytes: int  # of the memory that computes, for this rank
+    free_host_nbytes: int  # of its host, for all ranks there
+    flops_per_s: float
+    copied_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpeeds:
+    """All ranks, and the bytes per second between each two of them, one way while both send."""
+
+    ranks: tuple[RankSpeeds, ...]
+    links: tuple[tuple[float, ...], ...]  # 0 on the diagonal
+
+    @property
+    def slowest_pair(self) -> tuple[int, int] | None:
+        """The two ranks with the slowest link; None of a single rank."""
+        pairs = [(a, b) for b in range(len(self.links)) for a in range(b)]
+        return min(pairs, key=lambda pair: self.links[pair[0]][pair[1]], default=None)
+
+    @property
+    def row_shares(self) -> tuple[int, ...] | None:
+        """Weights of the rows of a batch, one a rank, by speed; None: all the same."""
+        speeds = [each.flops_per_s for each in self.ranks]
+        if _are_alike(speeds):
+            return None
+        return weights_of(rows_of([RankTime(0.0, 1 / speed) for speed in speeds], PARTS))
+
+    @property
+    def state_shares(self) -> tuple[int, ...] | None:
+        """Weights of the states, one a rank, by free memory; None: all the same."""
+        free = [each.free_nbytes for each in self.ranks]
+        return None if _are_alike(free) else weights_of([each / sum(free) for each in free])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain dicts and numbers, for JSON."""
+        pair = self.slowest_pair
+        return {
+            "ranks": [asdict(each) for each in self.ranks],
+            "links": [list(row) for row in self.links],
+            "slowest_pair": None if pair is None else list(pair),
+            "row_shares": self.row_shares and list(self.row_shares),
+            "shares": self.state_shares and list(self.state_shares),
+        }
+
+    @staticmethod
+    def from_dict(plain: dict[str, Any]) -> JobSpeeds:
+        """Rebuild from `as_dict`, or from JSON of it."""
+        ranks = tuple(RankSpeeds(**each) for each in plain["ranks"])
+        return JobSpeeds(ranks, tuple(tuple(row) for row in plain["links"]))
+
+    def lines(self) -> Iterator[str]:
+        """Yield a table of the ranks, the slowest pair, and the shares."""
+        yield ""
+        yield from columns([
+            ("rank", "host", "device", "free", "host free", "products", "copies", "slowest link"),
+            *map(self._cells, self.ranks),
+        ], "><<>")  # fmt: skip
+        pair = self.slowest_pair
+        if pair is not None:
+            rate = format_rate(self.links[pair[0]][pair[1]])
+            yield from wrapped(f"slowest pair: ranks {pair[0]} and {pair[1]}, {rate} each way")
+        rows, states = self.row_shares, self.state_shares
+        yield from wrapped(f"rows by speed: {runs_of(rows) if rows else 'the same on all ranks'}")
+        if states is None:
+            yield "states by free memory: the same on all ranks"
+        else:
+            yield from wrapped(f"states by free memory: shares={runs_of(states)}")
+
+    def _cells(self, each: RankSpeeds) -> tuple[str, ...]:
+        own = [rate for rank, rate in enumerate(self.links[each.rank]) if rank != each.rank]
+        return (
+            str(each.rank), each.host, each.device, format_bytes(each.free_nbytes),
+            format_bytes(each.free_host_nbytes), f"{each.flops_per_s / 1e9:,.0f} GFLOP/s",
+            format_rate(each.copied_per_s), format_rate(min(own)) if own else "",
+        )  # fmt: skip
+
+
+def _are_alike(values: Sequence[float]) -> bool:
+    return min(values) >= (1 - TOLERANCE) * max(values)
+
+
+def check_presence(timeout: float) -> None:
+    """Wait until every rank of a launcher with a store has come; name those that have not.
+
+    Ranks that torchrun or `onefold` launched have such a store before they have a process group.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if os.environ.get(AGENT_STORE) != "True" or any(name not in os.environ for name in names):
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    board = _Board(PrefixStore(f"onefold/doctor/{attempt}", store), rank, world_size, timeout)
+    board.post("here", "")
+    board.read("here")
+
+
+def job_speeds(world: World, timeout: float) -> JobSpeeds:
+    """Measure all ranks, and the links between them. A collective.
+
+    Args:
+        world: the ranks.
+        timeout: seconds for each of the two parts.
+
+    Raises:
+        AbsentRanksError: ranks that did not answer, by number.
+    """
+    handle = world.group.handle
+    if world.world_size == 1 or handle is None:
+        return JobSpeeds((_own_speeds(world),), ((0.0,),))
+    board = _Board(handle.get_group_store(), world.rank, world.world_size, timeout)
+    board.post("ready", "")
+    board.read("ready")  # ranks of a host begin together, as in a step
+    board.post("speeds", json.dumps(asdict(_own_speeds(world))))
+    ranks = tuple(RankSpeeds(**json.loads(each)) for each in board.read("speeds"))
+    with ending_process(timeout, lambda: _no_answer(board.absent(), timeout)):
+        try:
+            own = _own_links(world)
+        except RuntimeError as error:  # of a peer that has ended
+            raise AbsentRanksError(_no_answer(board.absent(), timeout)) from error
+    board.post("links", json.dumps(own))
+    rows = [json.loads(each) for each in board.read("links")]
+    everyone = range(world.world_size)
+    links = tuple(tuple(min(rows[a][b], rows[b][a]) for b in everyone) for a in everyone)
+    return JobSpeeds(ranks, links)
+
+
+class _Board:
+    """Answers of all ranks in a store."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
+        self._store, self._rank, self._ranks = store, rank, range(world_size)
+        self._timeout = timeout
+
+    def post(self, topic: str, answer: str) -> None:
+        """Post this rank's answer."""
+        self._store.set(self._key(topic, self._rank), answer)
+
+    def read(self, topic: str) -> list[str]:
+        """Return the answers of all ranks. Raises `AbsentRanksError` with the ranks without one."""
+        try:
+            missing = self._missing(topic, self._timeout)
+            if not missing:
+                return [self._store.get(self._key(topic, rank)).decode() for rank in self._ranks]
+        except RuntimeError as error:
+            message = f"the store of the job: {str(error).splitlines()[0]}"
+            hint = "its host has ended: read the output of the launcher there"
+            raise AbsentRanksError(expected("answers of all ranks", message, hint=hint)) from error
+        raise AbsentRanksError(_no_answer(missing, self._timeout))
+
+    def absent(self) -> list[int]:
+        """Ask who is still there, as every rank does whose rounds do not end, and return the rest.
+
+        They all ask at about the same time: they have begun together.
+        """
+        self.post("asks", "")
+        return self._missing("asks", GRACE_S)
+
+    def _missing(self, topic: str, seconds: float) -> list[int]:
+        """Wait for the answers of all ranks; return the ranks without one."""
+        deadline = time.monotonic() + seconds
+        keys = [self._key(topic, rank) for rank in self._ranks]
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return [rank for rank in self._ranks if not self._store.check([keys[rank]])]
+            time.sleep(POLL_S)
+        return []
+
+    @staticmethod
+    def _key(topic: str, rank: int) -> str:
+        return f"onefold/speeds/{topic}/{rank}"
+
+
+def _no_answer(ranks: Sequence[int], timeout: float) -> str:
+    names = ", ".join(listed([f"rank {rank}" for rank in ranks])) or "any rank of another"
+    return expected(
+        f"an answer of every rank within {timeout:g} s", f"none from {names}",
+        hint="look at its process and host: it has ended, is stopped, or has no network; "
+        "--timeout SECONDS waits longer",
+    )  # fmt: skip
+
+
+def _own_speeds(world: World) -> RankSpeeds:
+    """Measure products and copies of this rank, while the others measure theirs."""
+    device, kind = world.device, "cpu" if world.device.type == "cpu" else "cuda"
+    width, nbytes = WIDTHS[kind], COPY_NBYTES[kind]
+    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
+    left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    finish = waiter(device)
+    rows = [
+        BandwidthRow("products", 2 * width**3, partial(torch.mm, left, right), finish=finish),
+        BandwidthRow("copies", nbytes, partial(torch.empty_like(source).copy_, source),
+                     finish=finish),
+    ]  # fmt: skip
+    rates = in_rounds(rows, OWN_SECONDS)["rates"]
+    name = "cpu" if kind == "cpu" else torch.cuda.get_device_name(device)
+    memory = RankMemory(device, local_place(world.group)[1], world.group)
+    return RankSpeeds(
+        world.rank, socket.gethostname(), name, memory.free(),
+        free_host_nbytes(), rates["products"]["bytes_per_s"], rates["copies"]["bytes_per_s"],
+    )  # fmt: skip
+
+
+def rounds_of(world_size: int) -> list[list[int | None]]:
+    """Return for each round the partner of each rank, None for a rank that rests.
+
+    Each two ranks meet once.
+    """
+    places = list(range(world_size + world_size % 2))
+    found: list[list[int | None]] = []
+    for _ in range(len(places) - 1):
+        partners: list[int | None] = [None] * len(places)
+        for first, second in zip(places, reversed(places), strict=True):
+            partners[first] = second if second < world_size else None
+        found.append(partners[:world_size])
+        places[1:] = [places[-1], *places[1:-1]]
+    return found
+
+
+def _own_links(world: World) -> list[float]:
+    """Return the bytes per second from this rank to each other; 0 to itself."""
+    nbytes = PAIR_NBYTES["cpu" if world.device.type == "cpu" else "cuda"]
+    sent = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
+    received, nothing = torch.empty_like(sent), sent[:0]
+    finish, found = waiter(world.device), [0.0] * world.world_size
+    for partners in rounds_of(world.world_size):
+        partner = partners[world.rank]
+        numels = [nbytes if rank == partner else 0 for rank in range(world.world_size)]
+        out, own = (received, sent) if partner is not None else (nothing, nothing)
+        took: list[float] = []
+        for _ in range(PAIR_TIMES):
+            begun = time.perf_counter()
+            world.group.all_to_all(out, own, numels, numels).wait()
+            finish()
+            took.append(time.perf_counter() - begun)
+        if partner is not None:
+            found[partner] = nbytes / median(took[1:])  # the first one connects
+    return found

@@ -1,0 +1,191 @@
+"""The model axes of a run: `onefold train --tp --pp --cp`.
+
+tp   ranks share each layer: heads of attention, hidden features (tensor parallel)
+pp   ranks have blocks one after the other, and pass micro-batches on (pipeline)
+cp   ranks share each row: a piece of its positions (sequence, or context, parallel)
+
+The other ranks have rows of their own: the data axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+import onefold
+from onefold.app.train.job import Job
+from onefold.errors import ConfigError, expected
+from onefold.planner.models.gpt import GPT, PRESETS, GPTStage
+from onefold.planner.models.loader import logits_of
+from onefold.wire.world import World
+
+NAMES = ("pp", "dp", "cp", "tp")
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def preflight(job: Job, world_size: int) -> None:
+    """Refuse axes that cannot work, before any rank starts."""
+    if job.model_ranks == 1:
+        return
+    axes = f"--tp {job.tp} --pp {job.pp} --cp {job.cp}"
+    if world_size % job.model_ranks:
+        hint = f"--ranks {job.model_ranks}, or a multiple of it"
+        raise ConfigError(expected(f"{axes} to divide the ranks", f"{world_size} ranks", hint=hint))
+    sizes = PRESETS.get(job.model)
+    if sizes is None:
+        wanted = f"--model {', '.join(PRESETS)} beside --tp, --pp and --cp"
+        hint = "examples/three_axes.py does the same in a script of yours"
+        raise ConfigError(expected(wanted, job.model, hint=hint))
+    if sizes.num_heads % job.tp:
+        wanted = f"--tp to divide the {sizes.num_heads} heads of {job.model}"
+        raise ConfigError(expected(wanted, job.tp, hint="each rank has whole heads"))
+    if job.pp > sizes.num_layers:
+        wanted = f"--pp of at most {sizes.num_layers}, the blocks of {job.model}"
+        raise ConfigError(expected(wanted, job.pp, hint="each stage has a block at least"))
+    if job.cp > job.seq:
+        wanted = f"--cp of at most --seq {job.seq}"
+        raise ConfigError(expected(wanted, job.cp, hint="each rank has a position at least"))
+    if job.pp > 1:
+        _check_pipeline(job)
+
+
+def _check_pipeline(job: Job) -> None:
+    if job.accumulate < job.pp:
+        wanted = f"--accumulate of at least --pp {job.pp}, the micro-batches of a pipeline"
+        hint = f"--accumulate {4 * job.pp} leaves each stage idle for a fifth of the time"
+        raise ConfigError(expected(wanted, job.accumulate, hint=hint))
+    others = {
+        "--compile": job.compile,
+        "--report": job.report is not None,
+        "--precision fp16": job.precision == "fp16",
+        "--offload with --clip 0 (steps in backward)": job.steps_in_backward,
+    }
+    for flag, is_given in others.items():
+        if is_given:
+            raise ConfigError(expected(f"no {flag} beside --pp", "both", hint=f"leave {flag} out"))
+    if job.cp > 1 and job.seq % job.cp:
+        wanted = f"--cp to divide --seq {job.seq} beside --pp"
+        raise ConfigError(expected(wanted, job.cp, hint="stages pass on pieces of equal length"))
+
+
+class RunAxes:
+    """This rank's place on the axes, its part of the model, and the loss of its positions."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        self._job = job
+        self._device = world.device
+        self.mesh: DeviceMesh | None = None
+        self._data: DeviceMesh | None = None
+        self.data_rank, self.num_data = world.rank, world.world_size
+        self._split: Any = None
+        self._schedule: Any = None
+        self._stage: Any = None
+        if job.model_ranks > 1:
+            self.num_data = world.world_size // job.model_ranks
+            lengths = (job.pp, self.num_data, job.cp, job.tp)
+            self.mesh = init_device_mesh(world.device.type, lengths, mesh_dim_names=NAMES)
+            self.data_rank = self.mesh.get_local_rank("dp")
+            both = self.mesh["dp", "cp"]
+            self._data = both._flatten("data") if job.cp > 1 else self.mesh["dp"]
+
+    @property
+    def data(self) -> DeviceMesh | None:
+        """The ranks over which state is sharded: they hold the same and see other tokens."""
+        return self._data
+
+    @property
+    def weight(self) -> float:
+        """The factor of summed losses whose mean over the sharding ranks is that over tokens."""
+        return self.num_data * self._job.cp / self._job.tokens_per_step
+
+    def part_of(self, module: nn.Module) -> nn.Module:
+        """Return this rank's part: its stage, in which layers are cut over the tensor axis."""
+        if self.mesh is None:
+            return module
+        assert isinstance(module, GPT), "others were refused before the ranks started"
+        part: nn.Module = module
+        if self._job.pp > 1:
+            part = GPTStage(module, self.mesh.get_local_rank("pp"), self._job.pp)
+        if self._job.tp > 1:
+            from onefold.planner.models.parallel import parallelize_gpt
+
+            parallelize_gpt(part, self.mesh["tp"])
+        return part
+
+    def join(self, module: nn.Module) -> None:
+        """Split sequences and build the schedule, once `module` is sharded."""
+        if self.mesh is None:
+            return
+        job = self._job
+        if job.cp > 1:
+            self._split = onefold.split_sequence(module, self.mesh["cp"], inputs=job.pp == 1)
+        if job.pp > 1:
+            from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+            self._stage = PipelineStage(
+                module, self.mesh.get_local_rank("pp"), job.pp, self._device,
+                group=self.mesh["pp"].get_group(),
+            )  # fmt: skip
+            schedule = Schedule1F1B(
+                self._stage, job.accumulate, loss_fn=self._weighed, scale_grads=False
+            )
+            self._schedule = onefold.pipeline(schedule, tied=[])
+
+    def _weighed(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return summed(logits, targets) * self.weight
+
+    def summed_loss(self, module: nn.Module, rows: Tensor) -> Tensor:
+        """Return the loss in nats, summed over the tokens of rows [R, T + 1] that are this rank's.
+
+        Not for pipelines.
+        """
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        if self._split is None:
+            return summed(logits_of(module, inputs), targets)
+        return summed(module(inputs), self._split.split(targets, pad=IGNORED))
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True if a schedule runs forward and backward."""
+        return self._schedule is not None
+
+    def run(self, rows: Tensor, *, trains: bool) -> Tensor:
+        """Run all micro-batches of rows [R, T + 1] through the pipeline.
+
+        Returns a loss whose mean over all ranks of the world is that of the batch, weighed as in
+        training.
+        """
+        inputs, targets = rows[:, :-1], rows[:, 1:].contiguous()
+        positions = torch.arange(inputs.shape[1], device=rows.device).expand_as(inputs)
+        if self._split is not None:
+            inputs, targets, positions = (
+                self._split.split(t) for t in (inputs, targets, positions)
+            )
+        losses: list[Tensor] = []
+        call = self._schedule.step if trains else self._schedule.eval
+        if self._stage.is_first:
+            given: tuple[Tensor, ...] = (inputs.contiguous(),)
+            options: dict[str, Any] = {"position_ids": positions.contiguous()}
+        else:
+            given, options = (), {}
+        if self._stage.is_last:
+            options |= {"target": targets, "losses": losses}
+        call(*given, **options)
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=rows.device)
+        return cast("Tensor", total.detach() * self._job.pp)
+
+
+IGNORED = -100
+
+
+def summed(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy in nats, summed over tokens."""
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED
+    )

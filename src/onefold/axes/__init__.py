@@ -1,0 +1,1 @@
+"""Model axes beside data: pipelines, sequences and experts; clipping over all of them."""

@@ -1,0 +1,261 @@
+"""Experts of a mixture-of-experts block, spread over the ranks of an axis.
+
+    block     gate -> experts(hidden_states, top_k_index, top_k_weights) -> ...
+    here      gate -> ExpertParallel: dispatch, own experts, combine     -> ...
+
+The block, its gate and its names stay as they are. `mlp.experts.gate_up_proj` becomes a DTensor,
+Shard(0) over the expert axis. So checkpoints have one tensor of all experts, whatever the axis.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+
+from onefold.axes.experts.routing import ExpertAxis, Routing
+from onefold.errors import ConfigError, expected
+from onefold.layout.cut import bounds_of
+from onefold.wire import ranks as meshes
+from onefold.wire.collectives import Group
+
+NUM_ARGUMENTS = 3
+"""Of an experts module's forward: hidden states, indices and weights of the chosen experts."""
+
+
+class ExpertParallel(nn.Module):
+    """Experts of which each rank of an axis holds some; takes the place of all of them.
+
+    Called as the experts of transformers are: `(hidden_states, top_k_index, top_k_weights)`.
+    `own_experts` has the numbers of those of this rank.
+    A collective over the axis, in forward and in backward: every rank calls it, also with no token.
+    Pass it to `onefold.shard(units={...: mesh})` with the mesh of the ranks that hold the same
+    experts.
+
+    Example:
+        >>> block.experts = onefold.experts.ExpertParallel(block.experts, mesh["expert"])
+    """
+
+    def __init__(self, experts: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> None:
+        """Keep this rank's experts.
+
+        Args:
+            experts: all experts, alike on every rank. A module with `num_experts` whose parameters
+                have one row for each expert; or a `ModuleList` of equal experts, each called with
+                rows [n, width]: their parameters are stacked.
+            mesh: the expert axis.
+
+        Raises:
+            ConfigError: experts of another form, or fewer experts than ranks.
+        """
+        super().__init__()
+        group = meshes.of_axis(mesh, "the expert axis").everyone
+        shown_on = mesh if isinstance(mesh, DeviceMesh) else _mesh_of(mesh, experts)
+        self.stacked: nn.Module | None = None
+        is_list = isinstance(experts, nn.ModuleList)
+        self.num_experts = len(experts) if is_list else _num_experts(experts)
+        bounds = bounds_of(self.num_experts, group.world_size)
+        if bounds[-2] == self.num_experts:
+            raise ConfigError(
+                expected(
+                    "an expert for each rank of the axis",
+                    f"{self.num_experts} experts, {bounds[1]} a rank, on {group.world_size} ranks",
+                    hint="take fewer ranks for experts; onefold.shard cuts an expert's weights "
+                    "over the ranks that hold it",
+                )
+            )
+        self.axis = ExpertAxis(group, bounds)
+        self.own_experts = self.axis.own
+        own = slice(self.own_experts.start, self.own_experts.stop)
+        # the module that computes borrows the parameters of this one, and so is no child of it
+        if isinstance(experts, nn.ModuleList):
+            self.stacked = _stacked(experts, own, shown_on)
+            self._hidden = [_without_values(experts[0])]
+        else:
+            for name, parameter in experts.named_parameters(recurse=False):
+                rows = parameter.detach()[own].clone()
+                shown = _shown(rows, parameter.shape, shown_on)
+                self.register_parameter(name, nn.Parameter(shown, parameter.requires_grad))
+            inner = _without_values(experts)
+            inner.num_experts = len(self.own_experts)  # type: ignore[assignment]
+            self._hidden = [inner]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs, in the shape of the input.
+
+        Args:
+            hidden_states: [..., width].
+            top_k_index: int64 [tokens, choices].
+            top_k_weights: [tokens, choices].
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        index = top_k_index.reshape(len(tokens), top_k_index.shape[-1])
+        routing = Routing(index, self.axis)
+        rows, experts = routing.dispatch(tokens), routing.experts
+        num_rows = len(rows)
+        if num_rows == 0:  # a row of zeros: parameters then have gradients, of zeros
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+            experts = experts.new_zeros(1)
+        outputs = self._compute(rows, experts)[:num_rows]
+        found = routing.combine(outputs, top_k_weights)
+        return found.to(hidden_states.dtype).view(hidden_states.shape)
+
+    def connect(self, name: str, group: Group) -> None:
+        """Let `onefold.shard` watch the waits of this axis: an error says where every rank is."""
+        self.axis = replace(self.axis, group=group, label=f"exchange of tokens of {name!r}")
+
+    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Return the output [n, width] of the expert of each row."""
+        (inner,) = self._hidden
+        inner.train(self.training)
+        if self.stacked is None:
+            shown = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
+            arguments = (rows, experts[:, None], torch.ones_like(rows[:, :1]))
+            return functional_call(inner, shown, arguments)
+        stacked = {name: _local(p) for name, p in self.stacked.named_parameters()}
+        order = experts.argsort(stable=True)
+        counts = experts.bincount(minlength=len(self.own_experts)).tolist()
+        parts = [
+            functional_call(inner, {name: p[at] for name, p in stacked.items()}, (part,))
+            for at, part in enumerate(rows[order].split(counts))
+        ]
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        return torch.cat(parts)[place]
+
+    def extra_repr(self) -> str:
+        own = self.own_experts
+        return f"experts {own.start} to {own.stop - 1} of {self.num_experts}"
+
+
+def distribute(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> list[ExpertParallel]:
+    """Spread the experts of every mixture-of-experts block over the ranks of an axis, in place.
+
+    Each rank keeps its experts: torch.chunk of all of them. Call it before the optimizer is built,
+    with the same model on every rank.
+
+    Args:
+        model: one with experts as transformers has them (Mixtral, Qwen-MoE, DeepSeek and others):
+            modules with `num_experts`, and stacked parameters.
+        mesh: the expert axis.
+
+    Returns:
+        The modules that took the place of the experts: units for `onefold.shard`.
+
+    Raises:
+        ConfigError: no experts in the model, or fewer experts than ranks.
+
+    Example:
+        >>> experts = onefold.experts.distribute(model, mesh["expert"])
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        >>> onefold.shard(model, optimizer, units=dict.fromkeys(experts, mesh["replica"]))
+
+    Source: GShard, arXiv 2006.16668, section 3.
+    """
+    found: list[ExpertParallel] = []
+    for part, name, experts in list(_experts_of(model)):
+        made = ExpertParallel(experts, mesh)
+        setattr(part, name, made)
+        found.append(made)
+    if not found:
+        raise ConfigError(
+            expected(
+                "a model with stacked experts: modules with `num_experts`, called with hidden "
+                "states, indices and weights",
+                f"a {type(model).__name__} without any",
+                hint="wrap the experts of your own blocks in onefold.experts.ExpertParallel",
+            )
+        )
+    return found
+
+
+def _experts_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for part in model.modules():
+        for name, child in part.named_children():
+            if _are_experts(child):
+                yield part, name, child
+
+
+def _are_experts(module: nn.Module) -> bool:
+    number = getattr(module, "num_experts", None)
+    parameters = list(module.parameters(recurse=False))
+    return (
+        isinstance(number, int)
+        and not isinstance(module, ExpertParallel)
+        and bool(parameters)
+        and all(each.dim() > 1 and len(each) == number for each in parameters)
+        and any(each.dim() > 2 for each in parameters)
+        and len(inspect.signature(module.forward).parameters) == NUM_ARGUMENTS
+    )
+
+
+def _num_experts(experts: nn.Module) -> int:
+    if not _are_experts(experts):
+        raise ConfigError(
+            expected(
+                "experts with `num_experts` and a row for each expert in every parameter, or a "
+                "ModuleList of equal experts",
+                f"a {type(experts).__name__}",
+                hint="forward takes hidden states, the indices and the weights of chosen experts",
+            )
+        )
+    return experts.num_experts  # type: ignore[return-value]
+
+
+def _shown(rows: Tensor, shape: Sequence[int], axis: DeviceMesh) -> Tensor:
+    """A DTensor of the experts of all ranks, of which this rank has some rows."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        rows, axis, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _mesh_of(group: dist.ProcessGroup, experts: nn.Module) -> DeviceMesh:
+    kinds = {p.device.type for p in experts.parameters()} - {"meta"}
+    accelerator = torch.accelerator.current_accelerator()
+    kind = next(iter(kinds), "cpu" if accelerator is None else accelerator.type)
+    return DeviceMesh.from_group(group, kind, mesh_dim_names=("expert",))
+
+
+def _stacked(experts: nn.ModuleList, own: slice, axis: DeviceMesh) -> nn.Module:
+    """The module tree of one expert, whose parameters have a row for each own expert."""
+    first = dict(experts[0].named_parameters())
+    for expert in experts:
+        shapes = {name: p.shape for name, p in expert.named_parameters()}
+        if shapes != {name: p.shape for name, p in first.items()} or any(expert.buffers()):
+            raise ConfigError(
+                expected(
+                    "experts with equal parameters and no buffers",
+                    f"a {type(expert).__name__} that differs",
+                    hint="give each kind of expert a list of its own",
+                )
+            )
+    tree = _without_values(experts[0])
+    for name, parameter in first.items():
+        rows = [expert.get_parameter(name).detach() for expert in experts[own]]
+        owner, _, attribute = name.rpartition(".")
+        shown = _shown(torch.stack(rows), (len(experts), *parameter.shape), axis)
+        stacked = nn.Parameter(shown, parameter.requires_grad)
+        tree.get_submodule(owner).register_parameter(attribute, stacked)
+    return tree
+
+
+def _without_values(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters have no memory; it shares the configuration."""
+    known: dict[int, object] = {
+        id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in module.parameters()
+    }
+    config = getattr(module, "config", None)  # of a model, which may choose other kernels later
+    return copy.deepcopy(module, known | {id(config): config})
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

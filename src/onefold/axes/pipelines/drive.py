@@ -1,0 +1,183 @@
+"""`onefold.pipeline`: let a schedule of torch.distributed.pipelining drive sharded stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    UNSHARD,
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+)
+
+from onefold.axes.pipelines.driver import StageDriver
+from onefold.axes.pipelines.stage import drive
+from onefold.axes.pipelines.stage_checks import check_undeclared, engines_of
+from onefold.axes.pipelines.ties import Tie, Tied, ties_of
+from onefold.axes.pipelines.window import Window, check_window, windows_of
+from onefold.engine.engine import Engine
+from onefold.engine.pipelined import Pipeline
+from onefold.engine.registry import find_engine
+from onefold.errors import ConfigError, expected
+from onefold.wire.collectives import Group
+from onefold.wire.together import same
+
+Schedule = TypeVar("Schedule", bound=PipelineScheduleSingle | PipelineScheduleMulti)
+
+
+def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) -> Schedule:
+    """Let a schedule gather and reduce its sharded stage modules: once for each unit and step.
+
+    A collective: every rank of the pipeline and data axes calls it, once for each schedule, after
+    `onefold.shard(stage_module, optimizer, mesh=mesh["dp"])`. Without it a schedule computes the
+    same gradients, but each micro-batch gathers at stage 3 and is reduced at every stage.
+
+    Gradients of micro-batches rest on each rank and are reduced once, after the stage's last
+    backward. Then the schedule scales them (`scale_grads`, right for losses that are means; pass
+    `scale_grads=False` to the schedule for sums, such as `loss_sum / global_tokens`).
+
+    From now on `onefold.clip_grad_norm_`, `onefold.save` and `onefold.load` know that the modules
+    are stages: their norm and their checkpoints are those of the whole model.
+
+    Args:
+        schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or
+            another of `torch.distributed.pipelining`, with `PipelineStage`s whose modules are
+            sharded, at any stage.
+        window: what stays unsharded through the step at stage 3. None: what fits into three
+            quarters of the memory that is free now, with its gradients. "8GiB": so many bytes of a
+            rank. A number: so many units of each stage module. Units outside the window are
+            gathered for each forward and backward, and reduced in each backward (in schedules that
+            split backwards once a step).
+        tied: names of parameters that several stages share, such as
+            `[("embed.weight", "head.weight")]`: the names that the stage modules give it, or one
+            name. The copies start from the values of the first stage, and their gradients are
+            added once a step. `[]`: none, without a search for undeclared ones.
+
+    Returns:
+        The same schedule.
+
+    Raises:
+        ConfigError: a stage module that is not sharded, axes that overlap, stages that share a
+            parameter without saying so, or ranks that differ; on every rank.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        >>> onefold.shard(module, optimizer, stage=3, mesh=mesh["dp"])
+        >>> stage = PipelineStage(module, rank, 2, device, group=mesh["pp"].get_group())
+        >>> schedule = onefold.pipeline(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss))
+        >>> schedule.step(inputs)
+
+    Source: the unsharded weights of a whole step, and one reduction: MaxText's pipelines.
+    """
+    stages = _stages_of(schedule)
+    splits = _splits(schedule)
+    group = Group.of(stages[0].group or dist.group.WORLD)
+    engines = dict[int, Engine]()
+
+    def check() -> list[str]:
+        check_window(window)
+        engines.update(engines_of(stages, splits=splits))
+        return _facts(schedule, window, tied)
+
+    found = [find_engine(stage.submod) for stage in stages]  # where there is a problem, too
+    data = [engine.context.everyone for engine in found if engine is not None]
+    # ranks may have different numbers of stages: those of the same ranks exchange once
+    axes = {tuple(axis.global_ranks()): axis for axis in reversed([group, *data])}
+    hint = "build the schedule from the same configuration everywhere"
+    same(list(axes.values()), check, "schedule and arguments", hint=hint, kind=ConfigError)
+    if tied is None:
+        check_undeclared(engines, group)
+    windows = windows_of(list(engines.values()), window)
+    run = _Run(group, ties_of(engines, group, tied), len(stages))
+    drivers = {
+        index: StageDriver(engine, kept, splits=splits)
+        for (index, engine), kept in zip(engines.items(), windows, strict=True)
+    }
+    has_actions = isinstance(schedule, _PipelineScheduleRuntime)
+    axis = Pipeline(group, len(stages))
+    for stage in stages:
+        driver = drivers[stage.stage_index]
+        driver.engine.join_pipeline(axis)
+        drive(stage, driver, run, gathers=not has_actions)
+    if isinstance(schedule, _PipelineScheduleRuntime):
+        schedule.register_custom_function(
+            UNSHARD,
+            lambda action, ctx: drivers[action.stage_index].gather(),  # noqa: ARG005 - torch's
+        )
+    return schedule
+
+
+class _Run:
+    """The steps of all stages of one rank: what waits until the last stage is through."""
+
+    def __init__(self, group: Group, ties: list[Tie], num_stages: int) -> None:
+        self._group = group
+        self._ties = ties
+        self._num_stages = num_stages
+        self._ended: list[tuple[StageDriver, Callable[[], None], bool]] = []
+
+    def begin(self) -> None:
+        """A step with backwards starts on one of the stages."""
+        self._ended.clear()  # of a step that failed
+        for tie in self._ties:
+            tie.forget_sums()
+
+    def end(self, driver: StageDriver, scale: Callable[[], None], *, is_reduced: bool) -> None:
+        """A stage's last backward is over; after the last stage no compute follows."""
+        self._ended.append((driver, scale, is_reduced))
+        if len(self._ended) < self._num_stages:
+            return  # its reductions go on beside the other stages
+        for each, scale_each, waits in self._ended:
+            if waits:
+                each.finish()
+            scale_each()
+        for tie in self._ties if is_reduced else ():
+            tie.sum(self._group)
+        self._ended.clear()
+
+
+def _stages_of(schedule: object) -> list[Any]:
+    if isinstance(schedule, PipelineScheduleSingle):
+        return [schedule._stage]
+    if isinstance(schedule, PipelineScheduleMulti):
+        return list(schedule._stages)
+    raise ConfigError(
+        expected(
+            "a schedule of torch.distributed.pipelining",
+            f"a {type(schedule).__name__}",
+            hint="onefold.pipeline(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss))",
+        )
+    )
+
+
+def _splits(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> bool:
+    """True if the program has backwards of inputs and of weights apart."""
+    program = _program(schedule).values()
+    actions = [action for each in program for action in each if action is not None]
+    flat = [each for action in actions for each in action.sub_actions or (action,)]
+    return any(each.computation_type in (BACKWARD_INPUT, BACKWARD_WEIGHT) for each in flat)
+
+
+def _program(schedule: Any) -> dict[int, list[Any]]:
+    """The actions of all ranks, where the schedule lists them."""
+    if isinstance(schedule, _PipelineScheduleRuntime):
+        return schedule.pipeline_order_with_comms
+    return schedule.pipeline_order or {}
+
+
+def _facts(schedule: Any, window: Window, tied: Tied) -> list[str]:
+    """Describe the run; it must be the same on every rank."""
+    return [
+        f"a {type(schedule).__name__}",
+        f"{schedule._n_microbatches} micro-batches",
+        f"scale_grads={schedule.scale_grads}",
+        f"window={window!r}",
+        f"tied={tied!r}",
+        f"a program of actions with digest {crc32(str(_program(schedule)).encode()):08x}",
+    ]

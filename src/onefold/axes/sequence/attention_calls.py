@@ -1,0 +1,135 @@
+"""Cut the arguments of a module's forward into the piece of one rank.
+
+`Calls` is what differs between plain modules and models of transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from onefold.axes.sequence.pieces import SequencePieces
+from onefold.engine.watch import tensors_in
+from onefold.errors import ConfigError, expected
+
+Arguments = dict[str, Any]
+"""Arguments by name; positional ones of an unknown name are called "0", "1", ..."""
+
+
+class Calls(Protocol):
+    """How a module's forward is called for one piece of its sequence."""
+
+    has_own_masks: bool  # every attention has a mask that covers padding
+
+    def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments: ...
+    def around(
+        self, whole: Arguments, pieces: SequencePieces
+    ) -> AbstractContextManager[object]: ...
+    def outputs(self, outputs: Any) -> Any: ...
+    def remove(self) -> None: ...
+
+
+class PlainCalls:
+    """Cut every tensor whose second axis is the sequence, and pass global positions."""
+
+    has_own_masks = False
+
+    def __init__(self, module: nn.Module, positions: str | None) -> None:
+        if positions is not None and not takes(module, positions):
+            wanted = f"a forward that takes the positions of its tokens as {positions!r}"
+            raise ConfigError(
+                expected(
+                    wanted,
+                    f"{type(module).__name__}.forward{inspect.signature(module.forward)}",
+                    hint="positions that the module counts itself would begin at 0 on each rank: "
+                    "add the argument, name another by positions=, or pass positions=None if no "
+                    "part of the module needs them",
+                )
+            )
+        self._positions = positions
+
+    def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:
+        main = main_tensor(whole)
+        given = dict(whole)
+        name = self._positions
+        if name is not None and given.get(name) is None:
+            given[name] = torch.arange(pieces.length, device=main.device)[None]
+        elif name is not None and given[name].ndim == 1:
+            given[name] = given[name][None]
+        return {key: cut_tensors(value, main, pieces) for key, value in given.items()}
+
+    def around(self, whole: Arguments, pieces: SequencePieces) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def outputs(self, outputs: Any) -> Any:
+        return outputs
+
+    def remove(self) -> None:
+        """Nothing was changed."""
+
+
+def main_tensor(whole: Mapping[str, Any]) -> Tensor:
+    """Return the first tensor with rows and positions, whose second axis is the sequence."""
+    given = [value for name, value in whole.items() if not name.endswith("mask")]
+    found = next((t for t in tensors_in(given) if t.ndim > 1), None)
+    if found is None or found.ndim > 3:
+        wanted = "tokens [rows, positions], or vectors for each, as first argument of a forward"
+        got = "none" if found is None else f"shape {list(found.shape)}"
+        hint = "call the module that onefold.split_sequence was given with whole rows"
+        raise ConfigError(expected(wanted, got, hint=hint))
+    return found
+
+
+def cut_tensors(value: Any, main: Tensor, pieces: SequencePieces) -> Any:
+    """Cut the tensors [rows or 1, positions, ...] in a value; masks of four axes stay whole."""
+    if isinstance(value, Tensor):
+        rows_and_positions = tuple(value.shape[:2]) in (tuple(main.shape[:2]), (1, pieces.length))
+        return pieces.cut(value, 1) if rows_and_positions and value.ndim < 4 else value
+    if type(value) in (tuple, list):
+        return type(value)(cut_tensors(each, main, pieces) for each in value)
+    if type(value) is dict:
+        return {key: cut_tensors(each, main, pieces) for key, each in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a forward's positional arguments."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Names:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return cls(tuple(p.name for p in _parameters(module) if p.kind in kinds))
+
+    def join(self, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+        """Name the positional arguments."""
+        return {self._name(index): value for index, value in enumerate(args)} | kwargs
+
+    def part(self, given: Arguments, num_args: int) -> tuple[tuple[Any, ...], Arguments]:
+        """Undo `join`."""
+        positional = [self._name(index) for index in range(num_args)]
+        rest = {name: value for name, value in given.items() if name not in positional}
+        return tuple(given[name] for name in positional), rest
+
+    def _name(self, index: int) -> str:
+        return self.names[index] if index < len(self.names) else str(index)
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """True if the forward has the argument, or takes any."""
+    return any(
+        p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(module)
+    )
+
+
+def _parameters(module: nn.Module) -> Iterator[inspect.Parameter]:
+    forward: Callable[..., Any] = module.forward
+    yield from inspect.signature(forward).parameters.values()

@@ -1,0 +1,1 @@
+"""From a user's choices to objects: the composition root."""

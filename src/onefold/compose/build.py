@@ -1,0 +1,266 @@
+"""From a recipe to objects: ledger, tiers, routes, units, engine, hooks.
+
+Every object gets its collaborators in its constructor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from onefold.compose import cut_axes as model_axes
+from onefold.compose.cut_axes import AxesOfCuts
+from onefold.compose.own_meshes import UnitRanks, check_adapters
+from onefold.compose.resolve import ModuleParts, Resolved
+from onefold.compose.routes import Links, routes_of
+from onefold.compose.tiers import budget_of, build_tiers, describe
+from onefold.config import STAGES, Offload
+from onefold.engine import guards
+from onefold.engine.adapters import show_whole
+from onefold.engine.coupled import check_separable
+from onefold.engine.engine import Engine
+from onefold.engine.first_batch import compare_first_batches
+from onefold.engine.hooks import ModuleHooks, hook, install
+from onefold.engine.inference_hooks import InferenceHooks
+from onefold.engine.joining import adopt_later, bind, replace_parameters
+from onefold.engine.registry import ENGINE
+from onefold.engine.run_facts import RunFacts
+from onefold.layout import packed
+from onefold.layout.ledger import Ledger
+from onefold.layout.units import Owned, UnitPlan, plan_units
+from onefold.planner.expectation import Expectation
+from onefold.recipe import Recipe
+from onefold.tier.device import DeviceStore
+from onefold.tier.pages import return_free_memory
+from onefold.tier.store import Store
+from onefold.unit.context import Context, Tiers
+from onefold.unit.init import (
+    PROMISED,
+    Initialisers,
+    Values,
+    agree_on_values,
+    initialisers_of,
+    materialise,
+    materialise_buffers,
+    move,
+)
+from onefold.unit.unit import Unit
+from onefold.unit.weighted import WeightedMesh
+from onefold.wire.collectives import Group
+from onefold.wire.ranks import Ranks
+from onefold.wire.together import together
+from onefold.wire_config import Wire
+
+LOG = logging.getLogger(__name__)
+
+SHARDS = "fsdp"
+"""The name of the axis over which parameters are cut, whatever the user's mesh calls it. PEFT takes
+an axis of another name for tensor parallelism, and sizes adapters by the rows of one rank."""
+
+Source = tuple[Initialisers, Values | None]
+"""Initial values of a module on `meta`: the initialisers of its parts, and promised values."""
+
+
+def build(parts: ModuleParts, resolved: Resolved) -> None:
+    """Shard the module in place under a recipe. A collective."""
+    recipe, ranks, device = resolved.recipe, resolved.ranks, resolved.device
+    for optimizer in parts.optimizers:
+        check_separable(optimizer, recipe)
+    group, shards = ranks.everyone, ranks.shards(are_replicas=recipe.are_replicas)
+    expectation = Expectation.of(recipe, shards.rank)
+    ledger = Ledger(advise=expectation.smallest_change)
+    store = DeviceStore(device, is_read_into=recipe.reads_directly)
+    budget = budget_of(recipe, parts.plans, parts.optimizers, shards.rank)
+    is_agreed = resolved.any_offloads or recipe.offload != Offload()
+    tiers = build_tiers(recipe, budget, store, ledger, group, is_agreed=is_agreed)
+    rests = describe(recipe, budget, resolved.why_fraction)
+    LOG.info("rank %d: %s", group.rank, rests or "all state rests on the device")
+    axes = model_axes.join(_members(parts, resolved, None), group, shards, device.type)
+    context = _context(resolved, store, ledger, tiers, axes)
+    context, contexts = _contexts(parts, resolved, context)
+    source: Source = (initialisers_of(parts.module), parts.module.__dict__.pop(PROMISED, None))
+    originals = [owned.parameter for owned in parts.parameters]
+    for owned in parts.parameters:
+        if owned.is_packed and owned.table is None:
+            for part, _ in owned.owners:
+                packed.prepare_module(part, owned.parameter)
+    notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
+    engine = Engine(
+        parts.module,
+        partial(_units, parts, contexts, source),
+        context,
+        recipe=recipe,
+        facts=RunFacts("; ".join(filter(None, notes)), [expectation.peaks]),
+        build_adapters=partial(_adapters, resolved),
+    )
+    _cast_buffers(parts.module, resolved, group, source)
+    together(group, partial(_install, parts, engine, originals))
+    ledger.forget_traffic()
+
+
+def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:
+    """Let the module and its optimizers refer to the engine."""
+    parts.module.__dict__[ENGINE] = engine
+    kind = InferenceHooks if engine.recipe.inference else ModuleHooks
+    install(engine, parts.module, {at: plan.modules for at, plan in enumerate(parts.plans)}, kind)
+    guards.install(parts.module, engine)
+    show_whole(parts.module, engine)
+    compare_first_batches(parts.module, engine.group)
+    _join_optimizers(parts, engine, originals)
+
+
+def _context(
+    resolved: Resolved, store: Store, ledger: Ledger, tiers: Tiers, axes: AxesOfCuts
+) -> Context:
+    """Make the context of a module's units."""
+    recipe, ranks = resolved.recipe, resolved.ranks
+    precision = recipe.precision
+    return Context(
+        routes=routes_of(recipe, ranks, Links(resolved.device, ledger, precision.reduce)),
+        store=store,
+        ledger=ledger,
+        mesh=_mesh(recipe, ranks),
+        is_sharded=recipe.is_sharded,
+        compute=precision.compute,
+        master=precision.master,
+        tiers=tiers,
+        shares=recipe.shares,
+        is_inference=recipe.inference is not None,
+        reads_directly=recipe.reads_directly,
+        phase=ranks.phase,
+        meshes=axes.meshes,
+        holders=axes.holders,
+    )
+
+
+def _mesh(recipe: Recipe, ranks: Ranks) -> DeviceMesh | None:
+    """The mesh over which parameters at rest are shown as sharded."""
+    shards = ranks.shards(are_replicas=recipe.are_replicas)
+    if shards.handle is None or not recipe.is_sharded:
+        return None
+    mesh = DeviceMesh.from_group(shards.handle, recipe.device_type, mesh_dim_names=(SHARDS,))
+    return mesh if recipe.shares is None else WeightedMesh.over(mesh, recipe.shares)
+
+
+def _members(parts: ModuleParts, resolved: Resolved, ranks: UnitRanks | None) -> list[Owned]:
+    """The parameters of all units that travel among these ranks; None: among the module's."""
+    pairs = zip(parts.plans, resolved.own, strict=True)
+    return [owned for plan, own in pairs if own is ranks for owned in plan.members]
+
+
+def _contexts(
+    parts: ModuleParts, resolved: Resolved, context: Context
+) -> tuple[Context, list[Context]]:
+    """Give each unit the context of its ranks, and the module's the routes of all of them."""
+    made: dict[UnitRanks, Context] = {}
+    for unit, each in zip(resolved.recipe.units, resolved.own, strict=True):
+        if each is not None and each not in made:
+            recipe, own, group = resolved.recipe.on(unit.ranks), each.own, each.ranks.everyone
+            divisor = len(own.members) * own.sources
+            links = Links(resolved.device, context.ledger, recipe.precision.reduce, divisor)
+            axes = model_axes.join(
+                _members(parts, resolved, each), group, group, recipe.device_type, context.everyone
+            )
+            made[each] = replace(
+                context, routes=routes_of(recipe, each.ranks, links), shares=None, own=own,
+                mesh=_mesh(recipe, each.ranks), meshes=axes.meshes, holders=context.everyone,
+            )  # fmt: skip
+    if made:
+        others = tuple(each.routes for each in made.values())
+        context = replace(context, routes=replace(context.routes, others=others))
+    return context, [context if each is None else made[each] for each in resolved.own]
+
+
+def _units(
+    parts: ModuleParts, contexts: Sequence[Context], source: Source, engine: Engine
+) -> list[Unit]:
+    """Build the units one by one, so that one unit's unsharded values are alive at a time."""
+    units: list[Unit] = []
+    for index, (plan, context) in enumerate(zip(parts.plans, contexts, strict=True)):
+        unit = Unit(
+            plan, context, index, engine, keeps_gradients=engine.policy.keeps_gradients,
+            is_offloaded=engine.recipe.units[index].is_offloaded,
+        )  # fmt: skip
+        _fill(unit, plan, context, source)
+        units.append(unit)
+    return units
+
+
+def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
+    """Build units of parameters that joined the module after `shard`. A collective.
+
+    Every rank holds all of them, as at stage 0, so they stay the objects that optimizers know.
+    """
+    module, store = engine.module(), engine.context.store
+    assert module is not None, "its forward runs"
+    recipe = replace(resolved.recipe, stage=STAGES[0], offload=Offload(), wire=Wire(), shares=None)
+    tiers = replace(engine.context.tiers, weight=store, state=store, scratch=None)
+    axes = AxesOfCuts(holders=engine.context.holders)
+    context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers, axes)
+    source: Source = (initialisers_of(module), None)
+    units: list[Unit] = []
+    for plan in plan_units(module):
+        added = (o for o in plan.members if id(o.parameter) not in engine.by_sharded)
+        members = [owned for owned in added if owned.table is None]
+        check_adapters(members, recipe)
+        if members:
+            plan = replace(plan, name=f"{plan.name} (adapters)", members=members)
+            index = len(engine.units) + len(units)
+            keeps = engine.policy.keeps_gradients
+            units.append(Unit(plan, context, index, engine, keeps_gradients=keeps))
+            _fill(units[-1], plan, context, source)
+            hook(engine, {index: plan.modules})
+    guards.guard_parts(module, engine)
+    return units
+
+
+def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
+    """Give a unit's parameters their values, keep this rank's shard, and free the rest."""
+    materialise(plan, context.store.device, *source)
+    for owned in plan.members:  # unit by unit: the device never holds more than one
+        move(owned, context.store.device)
+    originals = [owned.parameter for owned in plan.members]
+    values = source[1]
+    given = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}
+    own = [owned for owned in plan.members if owned.fqn not in given]
+    agree_on_values([owned.values.detach() for owned in own], context.routes.group)
+    plain = [owned.values.detach() for owned in own if owned.model and owned.model.is_plain]
+    agree_on_values(plain, context.everyone)
+    unit.adopt(originals, values)
+    originals.clear()
+    return_free_memory()
+
+
+def _cast_buffers(module: nn.Module, resolved: Resolved, group: Group, source: Source) -> None:
+    """Give buffers the values of rank 0, in the dtype of `Precision.buffers`."""
+    materialise_buffers(module, resolved.device, *source)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(resolved.device)
+    agree_on_values(module.buffers(), group)
+    dtype: torch.dtype | None = resolved.recipe.precision.buffers
+    if dtype is not None:
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    part._buffers[name] = buffer.to(dtype)
+
+
+def _join_optimizers(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:
+    """Put sharded parameters into the optimizers, and bind their steps to the engine."""
+    sharded = {p.fqn: p.sharded for unit in engine.units for p in unit.parameters}
+    replaced = {id(owned.parameter): sharded[owned.fqn] for owned in parts.parameters} | {
+        id(original): sharded[owned.fqn]
+        for original, owned in zip(originals, parts.parameters, strict=True)
+    }
+    for each in parts.optimizers:
+        replace_parameters(each, replaced, originals)
+        bind(each, engine)
+    adopt_later(engine)

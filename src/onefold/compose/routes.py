@@ -1,0 +1,94 @@
+"""From a recipe and its ranks to routes: transports, hops, codecs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from onefold.layout.ledger import Ledger
+from onefold.recipe import Recipe
+from onefold.unit.context import Hops, Routes
+from onefold.wire.codec import codec_of
+from onefold.wire.coded import Coded
+from onefold.wire.collectives import Group
+from onefold.wire.exchange import Exchange
+from onefold.wire.ranks import Ranks
+from onefold.wire.streamed import Streamed
+from onefold.wire.timed import Timed
+from onefold.wire.transport import Composed, LocalTransport, Transport
+from onefold.wire_config import DIFFERENCE, EXACT, Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The parts of every transport, whatever ranks it joins."""
+
+    device: torch.device
+    ledger: Ledger
+    reduce: torch.dtype
+    divisor: int = 0  # of sums of gradients; 0: the ranks that a transport joins
+
+    def transport(self, group: Group, codec: str = EXACT, where: str = "") -> Transport:
+        """Make a transport between the ranks of a group, exact or coded."""
+        if group.world_size == 1:
+            return LocalTransport(group)
+        is_device = self.device.type != "cpu"
+        native = is_device and group.is_nccl
+        exchange = Exchange(group, self.ledger, native=native, where=where)
+        composed = Composed(exchange, reduce=self.reduce, divisor=self.divisor)
+        word = codec.removesuffix(DIFFERENCE)
+        inner = composed if word == EXACT else Coded(composed, codec_of(word))
+        timed = Timed(inner, self.ledger, is_queued=is_device)
+        return Streamed(timed, self.device) if is_device else timed
+
+
+def routes_of(recipe: Recipe, ranks: Ranks, links: Links) -> Routes:
+    """Make the transports of a recipe."""
+    wire = recipe.wire
+    if ranks.inside is None or ranks.between is None or not recipe.is_sharded:
+        return _one_axis(wire, ranks.everyone, ranks.everyone, links)
+    if recipe.are_replicas:
+        inner = Wire(wire.weights_inside, wire.gradients_inside)
+        routes = _one_axis(inner, ranks.everyone, ranks.inside, links)
+        replicas = links.transport(ranks.between, wire.gradients_between, "between")
+        return replace(routes, replicas=replicas, feeds_back=wire.feedback)
+    return _two_hops(recipe, ranks, links)
+
+
+def _one_axis(wire: Wire, everyone: Group, group: Group, links: Links) -> Routes:
+    where = "" if group is everyone else "inside"
+    exact = links.transport(group, where=where)
+    weights, gradients = wire.weights_between, wire.gradients_between
+    if group.world_size == 1:
+        return Routes(everyone, exact, exact, exact)
+    return Routes(
+        group=everyone,
+        transport=exact,
+        gather=exact if weights == EXACT else links.transport(group, weights, where),
+        reduce=exact if gradients == EXACT else links.transport(group, gradients, where),
+        sends_differences=weights.endswith(DIFFERENCE),
+        feeds_back=wire.feedback,
+    )
+
+
+def _two_hops(recipe: Recipe, ranks: Ranks, links: Links) -> Routes:
+    inside, between, axes, wire = ranks.inside, ranks.between, ranks.axes, recipe.wire
+    assert inside is not None, "checked by the caller"
+    assert between is not None, "checked by the caller"
+    assert axes is not None, "there are two axes where there are two groups"
+    exact = links.transport(ranks.everyone)
+    hops = Hops(
+        axes=axes,
+        gather_between=links.transport(between, wire.weights_between, "between"),
+        gather_inside=links.transport(inside, wire.weights_inside, "inside"),
+        reduce_inside=links.transport(inside, wire.gradients_inside, "inside"),
+        reduce_between=links.transport(between, wire.gradients_between, "between"),
+        keeps_weights=recipe.keeps_weights,
+        keeps_gradients=recipe.keeps_sums,
+    )
+    return Routes(
+        group=ranks.everyone, transport=exact, gather=exact, reduce=exact, hops=hops,
+        sends_differences=wire.weights_between.endswith(DIFFERENCE),
+        feeds_back=wire.feedback,
+    )  # fmt: skip

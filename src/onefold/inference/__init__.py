@@ -1,0 +1,1 @@
+"""Models larger than the device: streamed weights, kept units and KV caches."""

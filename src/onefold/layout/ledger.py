@@ -1,0 +1,186 @@
+"""The ledger: every byte the engine holds or sends, by kind, now and at its peak.
+
+An object, never a global: each sharded module has its own. Buffers enter and leave it where they
+are allocated and freed, transports where they send: `onefold.report` reads sums, not guesses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from threading import RLock
+from weakref import finalize
+
+from onefold.layout.observer import Observer, joined, members_of
+
+_ASKED = re.compile(r"allocate ([0-9.]+) ([KMG])iB")
+
+
+class Kind(StrEnum):
+    """What a byte is for."""
+
+    WEIGHT = "weight"  # the parameter at rest: this rank's shard, or the replica
+    MASTER = "master"  # fp32 copy of a narrower weight
+    SECONDARY = "secondary"  # the weights a rank keeps for its node
+    UNSHARDED = "unsharded"  # gathered whole weights
+    GRAD = "grad"  # the reduced gradient: shard, or replica at stage 0
+    PARTIAL_GRAD = "partial_grad"  # this rank's gradient, not yet reduced
+    FEEDBACK = "feedback"  # what coded gradients have rounded off, for the next message
+    OPTIMIZER = "optimizer"  # exp_avg, exp_avg_sq and their like
+    AVERAGE = "ema"  # of weights over the steps, by `onefold.ema`
+    ANCHOR = "anchor"  # the weights that islands agreed on last, by `onefold.islands`
+    ACTIVATION = "activation"  # what backward needs of forward, where it was moved off the device
+    CACHE = "kv_cache"  # keys and values of past tokens, in generation
+    STAGING = "staging"  # slots through which bytes pass to and from far tiers
+    WIRE = "wire"  # receive and staging buffers of collectives
+
+
+@dataclass(slots=True)
+class Usage:
+    """Bytes of one kind in one tier."""
+
+    now: int = 0
+    peak: int = 0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one kind of collective has sent from this rank."""
+
+    calls: int = 0
+    sent_nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Bytes held by (kind, tier) and bytes sent by collective."""
+
+    usage: dict[tuple[Kind, str], Usage] = field(default_factory=dict[tuple[Kind, str], Usage])
+    traffic: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
+    last_step: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
+    steps: int = 0
+    skipped: int = 0  # of them, as coded gradients were not finite
+    total: Usage = field(default_factory=Usage)
+    advise: Callable[[int], str] | None = None  # what would hold so many bytes less
+    mapped: int = 0  # of the bytes held now: those that malloc, or a device's allocator, has not
+    observer: Observer | None = None  # who watches the running step
+    # `traffic` where the last step began and ended, and who has stepped in it
+    _begun: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
+    _ended: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
+    _stepped: set[int] = field(default_factory=set[int])
+    # workers take slots; and a garbage collection in a locked line may end leases of its own
+    _counting: RLock = field(default_factory=RLock)
+
+    def add(self, kind: Kind, tier: str, nbytes: int, *, is_mapped: bool = False) -> None:
+        """Count `nbytes` as allocated (negative: freed).
+
+        `is_mapped` says that they were had from the system itself, not from torch's allocator.
+        """
+        with self._counting:
+            usage = self.usage.get((kind, tier))
+            if usage is None:
+                usage = self.usage[kind, tier] = Usage()
+            usage.now += nbytes
+            if usage.now > usage.peak:
+                usage.peak = usage.now
+            total = self.total
+            total.now += nbytes
+            if total.now > total.peak:
+                total.peak = total.now
+            if is_mapped:
+                self.mapped += nbytes
+            if self.observer is not None:
+                self.observer.held(kind, tier, usage.now)
+
+    def sent(self, collective: str, nbytes: int, calls: int = 1) -> None:
+        """Count `calls` collectives that send `nbytes` from this rank."""
+        traffic = self.traffic.setdefault(collective, Traffic())
+        traffic.calls += calls
+        traffic.sent_nbytes += nbytes
+
+    def describe(self) -> str:
+        """What is held now, by kind, the most first: "weight 1,024, grad 512 bytes"."""
+        held: dict[str, int] = {}
+        for (kind, tier), usage in self.usage.items():
+            if usage.now and tier != "disk":
+                held[kind] = held.get(kind, 0) + usage.now
+        most_first = sorted(held.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in most_first) or "nothing"
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error for want of memory, of somebody else's, what is held and what would fit.
+
+        Where torch says how much it tried to allocate, the advice is about as many bytes.
+        """
+        asked = _ASKED.search(str(error))
+        nbytes = int(float(asked[1]) * 1024 ** "KMG".find(asked[2]) * 1024) if asked else 1
+        advice = f"; hint: {self.advise(nbytes)}" if self.advise else ""
+        error.add_note(f"onefold holds, besides activations, {self.describe()} bytes{advice}")
+
+    def watch(self, observer: Observer) -> None:
+        """Let `observer` hear of this module, beside those that do already."""
+        self.observer = joined([*members_of(self.observer), observer])
+
+    def unwatch(self, observer: Observer) -> None:
+        """Let it hear no more."""
+        self.observer = joined([o for o in members_of(self.observer) if o is not observer])
+
+    def resume(self, steps: int) -> None:
+        """Go on after so many optimizer steps of the run that was loaded."""
+        self.steps = steps
+
+    def skip_step(self) -> None:
+        """Count a step that no rank takes."""
+        self.skipped += 1
+
+    def ask(self, advise: Callable[[int], str]) -> None:
+        """Ask `advise` what would hold so many bytes less, from now on."""
+        self.advise = advise
+
+    def begin_backward(self) -> None:
+        """Note that gradients are new: the next optimizer step is not part of the last one."""
+        self._stepped.clear()
+
+    def end_step(self, optimizer: object) -> None:
+        """Count an optimizer step, and as `last_step` what was sent since the one before.
+
+        Several optimizers that each step once after a backward are one step.
+        """
+        if not self._stepped or id(optimizer) in self._stepped:
+            self.steps += 1
+            self._stepped.clear()
+            self._begun = self._ended
+        self._stepped.add(id(optimizer))
+        self._ended = {
+            name: Traffic(now.calls, now.sent_nbytes) for name, now in self.traffic.items()
+        }
+        empty = Traffic()
+        self.last_step = {
+            name: Traffic(
+                now.calls - self._begun.get(name, empty).calls,
+                now.sent_nbytes - self._begun.get(name, empty).sent_nbytes,
+            )
+            for name, now in self.traffic.items()
+        }
+
+    def forget_traffic(self) -> None:
+        """Start counting anew; `shard` calls it so that set-up is not counted as training."""
+        self.traffic.clear()
+        self._begun, self._ended = {}, {}
+
+
+class StateBytes:
+    """Bytes of the states that one optimizer keeps, in the ledger as long as `owner` lives."""
+
+    def __init__(self, ledger: Ledger, tier: str, owner: object) -> None:
+        self._ledger = ledger
+        self._tier = tier
+        self._nbytes = 0
+        finalize(owner, self.set, 0).atexit = False
+
+    def set(self, nbytes: int) -> None:
+        """Count `nbytes` in place of those counted before."""
+        change, self._nbytes = nbytes - self._nbytes, nbytes
+        self._ledger.add(Kind.OPTIMIZER, self._tier, change)

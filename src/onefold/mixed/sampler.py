@@ -1,0 +1,212 @@
+"""Deal the rows of each global batch to ranks, unevenly where ranks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from copy import copy
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Sampler, default_collate
+
+from onefold.errors import ConfigError, StateError, expected
+from onefold.mixed.dealing import check_shares, even, split_rows
+from onefold.mixed.speeds import RowSpeeds, measure
+from onefold.wire import ranks as meshes
+
+
+class RowSampler(Sampler[list[int]]):
+    """A `batch_sampler` that deals each global batch to the ranks by weights.
+
+    One permutation of the whole dataset, a function of the seed and the epoch, is cut into global
+    batches. They do not depend on the rank, the number of ranks or the shares. Each rank takes
+    consecutive rows of each global batch. Weigh losses with `onefold.weigh`.
+
+    Args:
+        dataset: a dataset with a length, or the number of its rows.
+        rows: rows of a global batch, over all ranks.
+        shares: one weight a rank; None: equal ones. Weight zero: no rows.
+        shuffle: permute the rows in each epoch. False: in their order.
+        seed: of the permutation; the same on every rank.
+        drop_last: leave out the last global batch if it has less than `rows` rows. Else ranks may
+            get no row of it: see `collate`.
+        mesh: the ranks that take different rows, as in `onefold.weigh`. Default: the whole world.
+
+    Raises:
+        ConfigError: an empty dataset, a batch without rows or larger than the dataset that
+            `drop_last` would leave out, or shares that are not one weight a rank.
+
+    Example:
+        >>> sampler = onefold.RowSampler(dataset, rows=64, seed=0)
+        >>> loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=sampler.collate(dataset))
+        >>> sampler.follow(model)            # rows move to the ranks that compute faster
+        >>> for epoch in range(epochs):
+        ...     sampler.set_epoch(epoch)
+        ...     for x, y in loader:
+        ...         onefold.weigh(loss_sum(model(x), y), len(y)).backward()
+    """
+
+    def __init__(
+        self, dataset: Any, rows: int, *, shares: Sequence[float] | None = None,
+        shuffle: bool = True, seed: int = 0, drop_last: bool = False,
+        mesh: meshes.MeshChoice = None,
+    ) -> None:  # fmt: skip
+        group = meshes.of_tokens(mesh)
+        self._rank, self._world_size = group.rank, group.world_size
+        self._numel = dataset if isinstance(dataset, int) else len(dataset)
+        self._rows = rows
+        self._is_shuffled, self._drops_last = shuffle, drop_last
+        self._seed, self._epoch = seed, 0
+        self._speeds: RowSpeeds | None = None
+        self._start = 0  # row of the epoch at which the next iteration begins
+        self._next = 0  # row of the epoch that is dealt next
+        if rows < 1 or self._numel < (rows if drop_last else 1):
+            wanted = "at least one global batch of at least one row"
+            hint = "lower rows, or pass drop_last=False"
+            got = f"{self._numel} rows in the dataset, rows={rows}"
+            raise ConfigError(expected(wanted, got, hint=hint))
+        self.shares = even(self._world_size)
+        if shares is not None:
+            self.set_shares(shares)
+
+    def __len__(self) -> int:
+        """Return global batches of an epoch, the same on every rank."""
+        return self._numel // self._rows if self._drops_last else -(-self._numel // self._rows)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of this rank's rows of each global batch; it may be none."""
+        order = self._order()
+        self._next, self._start = self._start, 0
+        stop = len(self) * self._rows if self._drops_last else self._numel
+        while self._next < stop:
+            batch = order[self._next : min(self._next + self._rows, stop)]
+            self._next += self._rows
+            if self._speeds is not None:
+                self.shares = self._speeds.shares
+            own = split_rows(len(batch), self.shares)[self._rank]
+            yield batch[own.start : own.stop].tolist()
+
+    def _order(self) -> Tensor:
+        if not self._is_shuffled:
+            return torch.arange(self._numel)
+        # torch's generator takes 32 bits of a seed; a sum would repeat epochs of the next seed
+        digest = blake2b(f"{self._seed} {self._epoch}".encode(), digest_size=4).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest))
+        return torch.randperm(self._numel, generator=generator)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Permute anew, from the first row; as with `DistributedSampler`, before each epoch.
+
+        The epoch of a loaded state goes on where it was.
+        """
+        if epoch != self._epoch:
+            self._epoch, self._start, self._next = epoch, 0, 0
+
+    def set_shares(self, shares: Sequence[float]) -> None:
+        """Deal by these weights from the next global batch on. Call it alike on every rank.
+
+        Workers of a `DataLoader` read ahead: shares then change some batches later, on every rank
+        in the same one. Ends `follow`.
+        """
+        self._speeds = None
+        self.shares = check_shares(shares, self._world_size)
+
+    def follow(self, module: nn.Module) -> None:
+        """Deal by the measured speeds of the ranks from now on, see `Report.row_shares`.
+
+        Call it on every rank, after `onefold.shard`. Each rank measures the compute time of its
+        steps. Ranks exchange four numbers once in five steps.
+
+        Raises:
+            ConfigError: the module is sharded over other ranks than those of the sampler.
+        """
+        speeds = measure(module)
+        ranks = speeds.group.rank, speeds.group.world_size
+        if ranks != (self._rank, self._world_size):
+            wanted = f"a module over the ranks of the sampler, rank {self._rank} of "
+            wanted += f"{self._world_size}"
+            hint = "pass the same mesh to onefold.shard and onefold.RowSampler"
+            raise ConfigError(expected(wanted, f"rank {ranks[0]} of {ranks[1]}", hint=hint))
+        speeds.begin_at(self.shares)
+        self._speeds = speeds
+
+    def collate(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] = default_collate,
+        empty: Callable[[Any], Any] | None = None,
+    ) -> Callable[[list[Any]], Any]:  # fmt: skip
+        """Return a `collate_fn` that also makes the batch of a rank without rows.
+
+        Args:
+            dataset: the dataset; its first row gives dtypes and dimensions.
+            collate_fn: for batches with rows.
+            empty: makes the other batches from that of the first row. None: cuts each tensor to
+                length zero. Models of transformers refuse such a batch: return the row with labels
+                of -100, so that none of its tokens counts.
+        """
+        return _Collate(dataset, collate_fn, empty or _without_rows)
+
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """Return the position in the data, equal on every rank and for any number of ranks.
+
+        Args:
+            batches: global batches of this epoch that were trained on. Needed with workers of a
+                `DataLoader`, which read ahead. None: all that were dealt.
+        """
+        dealt = self._next if batches is None else batches * self._rows
+        return {
+            "seed": self._seed, "epoch": self._epoch, "next_row": min(dealt, self._numel),
+            "num_rows": self._numel, "shares": list(self.shares),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position. Shares of another number of ranks become equal ones.
+
+        Raises:
+            StateError: the position is one in a dataset of another length.
+        """
+        if state["num_rows"] != self._numel:
+            wanted = f"a position in a dataset of {self._numel} rows"
+            hint = "resume with the dataset of the run that was saved"
+            raise StateError(expected(wanted, f"one of {state['num_rows']}", hint=hint))
+        self._seed, self._epoch = state["seed"], state["epoch"]
+        self._start = self._next = state["next_row"]
+        same = len(state["shares"]) == self._world_size
+        self.shares = tuple(state["shares"]) if same else even(self._world_size)
+        if self._speeds is not None:
+            self._speeds.begin_at(self.shares)
+
+
+class _Collate:
+    """See `RowSampler.collate`; a class, so that workers can pickle it."""
+
+    def __init__(
+        self, dataset: Any, inner: Callable[[list[Any]], Any], empty: Callable[[Any], Any]
+    ) -> None:
+        self._dataset = dataset
+        self._inner = inner
+        self._empty = empty
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Collate rows."""
+        if rows:
+            return self._inner(rows)
+        return self._empty(self._inner([self._dataset[0]]))
+
+
+def _without_rows(value: Any) -> Any:
+    """Return a batch of length zero; its tensors keep their other dimensions and dtypes."""
+    if isinstance(value, Tensor):
+        return value[:0] if value.dim() else value
+    if isinstance(value, MutableMapping):
+        made = copy(value)
+        for key, each in value.items():
+            made[key] = _without_rows(each)
+        return made
+    if not isinstance(value, list | tuple):
+        return value
+    if not any(isinstance(each, Tensor | MutableMapping | list | tuple) for each in value):
+        return value[:0]  # strings, which torch does not stack
+    items = [_without_rows(each) for each in value]
+    return type(value)(*items) if type(value) not in (list, tuple) else type(value)(items)

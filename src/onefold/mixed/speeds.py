@@ -1,0 +1,269 @@
+"""Measure how fast each rank computes, inside ordinary steps and without waiting.
+
+An observer adds up the time of forward, backward and step, and subtracts the time in which this
+rank waits for messages. Once in `EVERY` steps ranks exchange four numbers, while the next step
+runs. So after each step all ranks know the same speeds.
+
+[Note: outside] The loss and the clipping of gradients run between these phases, and may wait for
+collectives that no observer sees. Their CPU time counts, which does not pass in a wait. It is
+scaled by seconds per CPU second of the phases: a rank that the kernel stops for two thirds of the
+time has three.
+
+[Note: steps] Ranks must agree on the step in which they exchange. A step ends when the next one
+begins to train: the optimizers of a module may step one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from onefold.engine.engine import Engine
+from onefold.engine.registry import engine_of
+from onefold.engine.watch import tensors_in
+from onefold.layout.ledger import Ledger
+from onefold.layout.observer import Span, Stream, members_of
+from onefold.layout.row_split import RankTime
+from onefold.mixed.dealing import AffineFit, balance, even
+from onefold.recording.recorder import Recorder
+from onefold.recording.step_record import total_seconds
+from onefold.wire.collectives import Group
+from onefold.wire.ticket import Ticket
+
+SPEEDS = "_onefold_speeds"
+"""The attribute of a sharded root module that holds its `RowSpeeds`."""
+
+EVERY = 5
+"""Steps between two exchanges of speeds."""
+
+WARM_STEPS = 2
+"""Steps that are not measured: they allocate buffers and optimizer states."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of the wall's clock, and CPU seconds of this thread."""
+
+    wall: float
+    cpu: float
+
+    def __add__(self, other: Times) -> Times:
+        return Times(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __sub__(self, other: Times) -> Times:
+        return Times(self.wall - other.wall, self.cpu - other.cpu)
+
+
+_NO_TIME = Times(0.0, 0.0)
+
+
+def now() -> Times:
+    """Read both clocks."""
+    return Times(time.perf_counter(), time.thread_time())
+
+
+def measure(module: nn.Module) -> RowSpeeds:
+    """Begin to measure the speed of each rank, or go on; call it on every rank.
+
+    The rows of a step are those of the first tensor argument of its forwards that train.
+    """
+    engine = engine_of(module)
+    root = engine.module()
+    assert root is not None, "engine_of found it through the module"
+    found: RowSpeeds | None = root.__dict__.get(SPEEDS)
+    if found is None:
+        found = root.__dict__[SPEEDS] = RowSpeeds(engine)
+        found.count_rows(root)
+    found.watch(engine.ledger)
+    return found
+
+
+def row_shares(engine: Engine) -> tuple[float, ...]:
+    """Return the weights that `measure` has found so far; equal ones where nobody measures."""
+    root = engine.module()
+    found: RowSpeeds | None = None if root is None else root.__dict__.get(SPEEDS)
+    return even(engine.group.world_size) if found is None else found.shares
+
+
+class RowSpeeds:
+    """The speeds of all ranks of one sharded module; an observer of its steps."""
+
+    def __init__(self, engine: Engine, every: int = EVERY) -> None:
+        self.group: Group = engine.group
+        self.shares = even(self.group.world_size)
+        self._ledger = engine.ledger
+        self._device = engine.context.store.device
+        self._every = every
+        self._fit = AffineFit()
+        self._num_steps = 0
+        self._rows = self._last_rows = 0  # of this step, and of the one before
+        self._total = 0  # rows of all ranks at the last exchange
+        self._busy = _NO_TIME  # in the phases of this step, without waits
+        self._since: Times | None = None  # the running phase began
+        self._first: Times | None = None  # this step began to train
+        self._cpu = 0.0  # CPU seconds from there to the end of the optimizer's step
+        self._has_stepped = False
+        self._pending: tuple[Ticket, Tensor] | None = None
+        self._is_queued = self._device.type != "cpu"  # see [Note: devices]
+        self._recorder: Recorder | None = None
+
+    def watch(self, ledger: Ledger) -> None:
+        """Observe the module of a ledger from now on, beside who observes it already."""
+        if self not in members_of(ledger.observer):
+            self._ledger = ledger
+            ledger.watch(self)
+
+    def begin_at(self, shares: tuple[float, ...]) -> None:
+        """Suggest these shares until enough is measured."""
+        self.shares = shares
+
+    def count_rows(self, root: nn.Module) -> None:
+        """Count the rows of forwards that train."""
+
+        @torch._disable_dynamo  # see [Note: torch.compile] in engine/hooks.py
+        def count(_: nn.Module, args: object, kwargs: object) -> None:
+            if torch.is_grad_enabled():
+                first = next((t for t in tensors_in((args, kwargs)) if t.dim()), None)
+                self._rows += 0 if first is None else len(first)
+
+        root.register_forward_pre_hook(count, with_kwargs=True)
+
+    # the observer
+
+    def held(self, kind: str, tier: str, nbytes: int) -> None:
+        """See `Observer.held`."""
+        if self._recorder is not None:
+            self._recorder.held(kind, tier, nbytes)
+
+    def begin(self, stream: Stream, verb: str, unit: str) -> Span:
+        """See `Observer.begin`."""
+        if stream is Stream.PHASE:
+            if verb != "forward" or torch.is_grad_enabled():
+                self._begin(verb)
+                return _Phase(self)
+        elif self._recorder is not None:
+            return self._recorder.begin(stream, verb, unit)
+        elif stream is Stream.COMPUTE and verb == "wait" and self._since is not None:
+            return _Wait(self)
+        return _UNTIMED
+
+    def _begin(self, verb: str) -> None:
+        if verb == "step":
+            self._has_stepped = True
+        elif self._has_stepped:
+            self._end_step()
+        is_new = self._first is None
+        self._since = now()
+        self._first = self._first or self._since
+        is_due = not self._fit.is_ready or self._num_steps % self._every == 0
+        if is_new and self._is_queued and is_due:
+            self._recorder = Recorder(self._ledger, self._device)
+
+    def end_phase(self) -> None:
+        """The phase that began last is over."""
+        if self._since is not None and self._first is not None:
+            end = now()
+            self._busy += end - self._since
+            self._cpu = (end - self._first).cpu
+            self._since = None
+
+    def waited(self, time: Times) -> None:
+        """This rank has waited for others."""
+        self._busy -= time
+
+    # a step
+
+    def _end_step(self) -> None:
+        """The step before is complete: add it to the fit, and exchange speeds if that is due."""
+        self.read()
+        rows, seconds = self._rows, self._seconds()
+        self._rows, self._busy, self._first, self._has_stepped = 0, _NO_TIME, None, False
+        self._num_steps += 1
+        self._last_rows = rows
+        if self._num_steps > WARM_STEPS and seconds is not None:
+            self._fit.note(rows, max(seconds, 0.0))
+        if self._num_steps % self._every == 0 and self.group.world_size > 1:
+            self._exchange()
+
+    def _seconds(self) -> float | None:
+        """Return the compute time of the step; None if it was not recorded on the device."""
+        recorder, self._recorder = self._recorder, None
+        if self._is_queued:
+            if recorder is None:
+                return None
+            record = recorder.result(self.group.rank, self.group.world_size)
+            waits = [span for span in record.spans if span.verb == "wait"]
+            spans = [span for span in record.spans if span.unit and span.verb in _COMPUTES]
+            return total_seconds(spans + waits) - total_seconds(waits)
+        outside = self._cpu / self._busy.cpu if self._busy.cpu > 0 else 1.0
+        return self._busy.wall * max(1.0, outside)
+
+    def _exchange(self) -> None:
+        fixed, per_row = self._fit.fit()
+        mine = torch.tensor(
+            [fixed, per_row, self._last_rows, self._fit.is_ready],
+            dtype=torch.float64, device=self._device,
+        )  # fmt: skip
+        everyone = mine.new_empty(self.group.world_size * len(mine))
+        works = self.group.track([self.group.all_gather(everyone, mine)], _LABEL)
+        self._pending = Ticket(works, label=_LABEL), everyone
+
+    def read(self) -> None:
+        """Take in the speeds that the ranks have sent to one another."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        ticket, everyone = pending
+        ticket.wait()
+        found = everyone.view(self.group.world_size, -1).tolist()
+        times = [RankTime(fixed, per_row) for fixed, per_row, _, _ in found]
+        now = [int(rows) for _, _, rows, _ in found]
+        total = sum(now)
+        is_partial = total < self._total  # the last batch of an epoch: too few rows to divide well
+        self._total = total
+        if total and not is_partial and all(is_ready for *_, is_ready in found):
+            self.shares = tuple(rows / total for rows in balance(times, now))
+
+
+_COMPUTES = ("forward", "backward", "recompute")
+_LABEL = "an exchange of speeds"
+
+
+class _Untimed:
+    """Something that is not measured; see `onefold.layout.observer.Span`."""
+
+    def end(self, nbytes: int = 0) -> None:
+        """Nothing to note."""
+
+
+_UNTIMED = _Untimed()
+
+
+class _Phase:
+    """A forward, backward or step; see `onefold.layout.observer.Span`."""
+
+    __slots__ = ("_speeds",)
+
+    def __init__(self, speeds: RowSpeeds) -> None:
+        self._speeds = speeds
+
+    def end(self, nbytes: int = 0) -> None:
+        """It is over."""
+        self._speeds.end_phase()
+
+
+class _Wait:
+    """A wait for a message; see `onefold.layout.observer.Span`."""
+
+    __slots__ = ("_since", "_speeds")
+
+    def __init__(self, speeds: RowSpeeds) -> None:
+        self._speeds = speeds
+        self._since = now()
+
+    def end(self, nbytes: int = 0) -> None:
+        """The message is there."""
+        self._speeds.waited(now() - self._since)

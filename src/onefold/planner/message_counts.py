@@ -1,0 +1,259 @@
+"""Count one unit's bytes at rest under a recipe, and its messages to the byte.
+
+    one axis    gather                                    reduce; at stage 0 -> second_hop (means)
+    two hops    cross (between nodes) -> gather (inside)  reduce (inside) -> second_hop (between)
+    replicas    gather (inside)                           reduce (inside) -> second_hop -> share
+
+All numbers are those of one rank: of rank 0, whose pieces are the longest, unless another is
+asked for. Ranks of unequal shares talk on one axis. layout/messages.py plans the messages; here
+their bytes are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import compress
+from typing import NamedTuple
+
+from onefold.layout.cut import Shares
+from onefold.layout.flat import UnitBytes, unit_bytes
+from onefold.layout.messages import (
+    CodedMessages,
+    GatherPlan,
+    MessagePlan,
+    Parts,
+    Regions,
+    gather_inside,
+    gathered,
+    own_part_travels,
+    parts_between,
+    parts_inside,
+    parts_of_replicas,
+    reduce_message,
+    slabs_of,
+)
+from onefold.layout.rows import Layout
+from onefold.layout.two_axes import Axes, NodeLayout
+from onefold.planner.work import UnitWork
+from onefold.recipe import Member, Recipe
+from onefold.wire.codec import codec_of
+from onefold.wire_config import DIFFERENCE, EXACT, Wire
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMessage:
+    """One collective: the bytes that this rank sends, and its buffers until the message is read.
+
+    `buffers`: coded messages, messages that regions share, and buffers that a reduction receives
+    into. `owed`: elements that this rank sends coded.
+    """
+
+    sent: int = 0
+    buffers: tuple[int, ...] = ()
+    owed: int = 0
+
+
+NOTHING = PlannedMessage()
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMessages:
+    """The messages of one unit, see the module.
+
+    `second`, `sums`: elements that a rank keeps of its node's buffer, for weights (with a tag of
+    every node) and for gradients.
+    """
+
+    gather: PlannedMessage = NOTHING
+    cross: PlannedMessage = NOTHING
+    reduce: PlannedMessage = NOTHING
+    second_hop: PlannedMessage = NOTHING
+    share: PlannedMessage = NOTHING
+    second: int = 0
+    sums: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedUnit(UnitBytes):
+    """One unit on one rank: bytes at rest, and messages."""
+
+    name: str
+    second: int  # weights that rest for the node
+    sums: int  # gradients that are summed inside the node
+    feedback: int  # residuals of coded gradients
+    messages: UnitMessages
+    data_ranks: int = 0  # of a mesh of its own; 0: it travels among all ranks
+
+
+def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> PlannedUnit:
+    """Compute the bytes and messages of a unit; `rank` as in `unit_bytes`."""
+    recipe = recipe.on(unit.data_ranks)
+    at = None if unit.data_ranks else rank
+    first, found = unit.members[0], unit_bytes(unit.members, recipe, at)
+    members = tuple(replace(member, fqn="") for member in unit.members)
+    sent = _messages_of(members, _Ranks.of(recipe, at), recipe.wire)
+    owed = sent.reduce.owed + sent.second_hop.owed + sent.share.owed
+    is_trained = any(member.requires_grad for member in members)
+    return PlannedUnit(
+        **{each.name: getattr(found, each.name) for each in fields(found)},
+        name=unit.name,
+        second=sent.second * first.compute_itemsize if recipe.keeps_weights else 0,
+        sums=sent.sums * first.itemsize if is_trained else 0,
+        feedback=4 * owed if recipe.wire.feedback else 0,
+        messages=sent,
+        data_ranks=unit.data_ranks,
+    )
+
+
+class _Group(NamedTuple):
+    """The ranks of one message, and the rank that is asked for (`MessageRanks`)."""
+
+    world_size: int
+    rank: int
+    is_nccl: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """The ranks of a recipe, as far as messages depend on them."""
+
+    world_size: int
+    local_world_size: int  # of a node; 0: one axis
+    is_sharded: bool
+    is_nccl: bool
+    shares: Shares
+    rank: int  # the one that is asked for
+
+    @staticmethod
+    def of(recipe: Recipe, rank: int | None) -> _Ranks:
+        """`rank`: see `planned_unit`."""
+        shares, is_sharded = recipe.shares if recipe.is_sharded else None, recipe.is_sharded
+        if rank is None or not is_sharded:
+            rank = shares.index(max(shares)) if shares else 0
+        near = recipe.local_world_size if recipe.has_axes and is_sharded else 0
+        is_nccl = recipe.device_type != "cpu"
+        return _Ranks(recipe.world_size, near, is_sharded, is_nccl, shares, rank)
+
+    def group(self, world_size: int, rank: int = 0) -> _Group:
+        """The group of one hop."""
+        return _Group(world_size, rank, self.is_nccl)
+
+
+@lru_cache(maxsize=256)
+def _layout(
+    shapes: tuple[tuple[int, ...], ...], world_size: int, shares: Shares, *, by_rows: bool
+) -> Layout:
+    named = [(str(index), shape) for index, shape in enumerate(shapes)]
+    return Layout.build(named, world_size, shares, by_rows=by_rows)
+
+
+@lru_cache(maxsize=256)  # blocks are alike, and a plan tries many recipes
+def _messages_of(members: tuple[Member, ...], ranks: _Ranks, wire: Wire) -> UnitMessages:
+    near, shapes = ranks.local_world_size, tuple(member.shape for member in members)
+    are_replicas = near > 0 and wire.secondary == "optimizer"
+    world_size = near if are_replicas else ranks.world_size
+    layout = _layout(shapes, world_size, ranks.shares, by_rows=near > 0 and not are_replicas)
+    if are_replicas:
+        return _replicas(members, layout, ranks, wire)
+    if near and members[0].is_floating:
+        return _two_hops(members, layout, ranks, wire)
+    is_exact = near > 0 or not ranks.is_sharded
+    words = (EXACT, EXACT) if is_exact else (wire.weights_between, wire.gradients_between)
+    group = ranks.group(world_size, ranks.rank)
+    sent = _one_axis(members, layout, group, words)
+    if ranks.is_sharded:
+        return sent
+    slabs = (slab for slabs in _trained(members, slabs_of(layout)) for slab in slabs)
+    means = gathered((slab, slab.full_offset) for slab in slabs)
+    spread = _gather(means, group, EXACT, members[0].itemsize)
+    return UnitMessages(reduce=sent.reduce, second_hop=spread)
+
+
+def _trained(members: Sequence[Member], parts: Parts) -> Parts:
+    return list(compress(parts, (member.requires_grad for member in members)))
+
+
+def _one_axis(
+    members: tuple[Member, ...], layout: Layout, group: _Group, words: tuple[str, str]
+) -> UnitMessages:
+    """`words`: the codecs of weights and of gradients."""
+    first, (weights, gradients) = members[0], words
+    word, itemsize = weights if first.is_floating else EXACT, first.compute_itemsize
+    regions = GatherPlan.on_one_axis(layout, group.rank).regions
+    return UnitMessages(
+        gather=_gather(regions, group, word, itemsize),
+        reduce=_reduce(members, slabs_of(layout), group, gradients),
+    )
+
+
+def _replicas(
+    members: tuple[Member, ...], layout: Layout, ranks: _Ranks, wire: Wire
+) -> UnitMessages:
+    """Nodes are replicas: each averages a part of own rows of a node's mean, then all gather."""
+    near, word = ranks.local_world_size, wire.gradients_between
+    inside, between = ranks.group(near), ranks.group(ranks.world_size // near)
+    parts = parts_of_replicas(layout, inside.rank, between.world_size)
+    means = gathered((part, 0) for (part,) in _trained(members, parts))
+    first = members[0]  # means that are coded are rounded once
+    itemsize = first.compute_itemsize if word == EXACT else first.itemsize
+    return replace(
+        _one_axis(members, layout, inside, (wire.weights_inside, wire.gradients_inside)),
+        second_hop=_reduce(members, parts, between, word),
+        share=_gather(means, between, word, itemsize),
+    )
+
+
+def _two_hops(
+    members: tuple[Member, ...], layout: Layout, ranks: _Ranks, wire: Wire
+) -> UnitMessages:
+    """Weights cross between nodes and are gathered inside; gradients take the way back."""
+    near, itemsize = ranks.local_world_size, members[0].compute_itemsize
+    inside, between = ranks.group(near), ranks.group(ranks.world_size // near)
+    node = NodeLayout.build(layout.slots, Axes(between.world_size, near, inside.rank))
+    cross = GatherPlan.between(layout, node, keeps=False).regions
+    return UnitMessages(
+        gather=_gather(gather_inside(layout, node), inside, wire.weights_inside, itemsize),
+        cross=_gather(cross, between, wire.weights_between, itemsize),
+        reduce=_reduce(members, parts_inside(node), inside, wire.gradients_inside),
+        second_hop=_reduce(members, parts_between(node), between, wire.gradients_between),
+        second=node.numel + between.world_size,
+        sums=node.numel,
+    )
+
+
+def _gather(regions: Regions, group: _Group, word: str, itemsize: int) -> PlannedMessage:
+    """Send own rows to all others. A quantised message counts its tags, an exact one does not."""
+    if group.world_size == 1:
+        return NOTHING
+    plan = MessagePlan(*regions, group, itemsize)
+    shared = (plan.packed_numel * itemsize,) if plan.medium else ()
+    if word == EXACT:
+        return PlannedMessage(plan.gather_numel * itemsize, shared)
+    codec = codec_of(word.removesuffix(DIFFERENCE))
+    messages = CodedMessages(plan, plan.pieces, codec.nbytes, itemsize)
+    owed = sum(numels[plan.rank] for numels in compress(plan.numels, plan.is_matrix))
+    starts_exact = word.endswith(DIFFERENCE)  # the first message: differences refer to it
+    staged = max((messages.nbytes, *shared)) if starts_exact else messages.nbytes
+    return PlannedMessage(messages.own_nbytes * (group.world_size - 1), (staged,), owed)
+
+
+def _reduce(members: tuple[Member, ...], parts: Parts, group: _Group, word: str) -> PlannedMessage:
+    """Send each rank its rows of the gradients of all; every rank gets all flags."""
+    trained, itemsize, ranks = _trained(members, parts), members[0].compute_itemsize, group[0]
+    if not trained or ranks == 1:
+        return NOTHING
+    plan = MessagePlan(*reduce_message(trained, ranks), group, itemsize)
+    if word != EXACT:
+        nbytes_of = codec_of(word).nbytes
+        messages = CodedMessages(plan, plan.pieces, nbytes_of, itemsize, is_reduced=True)
+        matrices = compress(plan.numels, plan.is_matrix)
+        owed = sum(sum(numels) - numels[plan.rank] for numels in matrices)
+        received = (ranks - 1) * messages.own_nbytes
+        return PlannedMessage(messages.nbytes, (messages.nbytes, received), owed)
+    shared = (plan.packed_numel,) if plan.medium else ()
+    own = [*(plan.numels[index][plan.rank] for index in plan.large), plan.packed_numels[plan.rank]]
+    received = [numel * (ranks if own_part_travels(ranks) else 1) for numel in own]
+    buffers = tuple(numel * itemsize for numel in (*received, *shared))
+    return PlannedMessage(plan.reduce_numel * itemsize, buffers)

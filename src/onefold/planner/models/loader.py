@@ -1,0 +1,233 @@
+"""Build models by name: a preset, a Hugging Face config.json, or a function of the user's.
+
+`refuse` checks a name before any rank starts; `build_model` builds the module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onefold.errors import ConfigError, expected
+from onefold.layout.units import repeated_blocks
+from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
+from onefold.tier.collecting import no_garbage
+
+
+def refuse(model: str, seq: int) -> None:
+    """Raise `ConfigError` for a model that cannot be built, without building it."""
+    if model in PRESETS:
+        return
+    if _is_config(model):
+        _check_config(model, seq)
+    elif ":" in model:
+        load_function(model)
+    else:
+        known = f"a model that is {', '.join(PRESETS)}, a config.json or module:function"
+        close = get_close_matches(model, PRESETS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "a function has a colon: module:function"
+        raise _refusal(known, repr(model), hint=hint)
+
+
+def build_model(model: str, seq: int, *, is_cut: bool = False) -> nn.Module:
+    """Build the module that `model` names, for rows of up to `seq` tokens.
+
+    Presets are built on `meta` and filled by `onefold.shard`: no rank ever holds a whole one.
+    `is_cut`: model axes will cut it first, so it is built whole, with the same values.
+    """
+    if model in PRESETS:
+        with torch.device("cpu" if is_cut else "meta"):
+            return GPT(PRESETS[model], seq)
+    if _is_config(model):
+        return _from_config(model, seq)
+    return call_function(model, load_function(model), nn.Module)
+
+
+def recompute(model: nn.Module, name: str) -> None:
+    """Let the model keep only the inputs of its blocks, and run them again in backward."""
+    switch = getattr(model, "activation_checkpointing_enable", None)  # newer transformers
+    switch = switch or getattr(model, "gradient_checkpointing_enable", None)
+    if isinstance(model, GPT):
+        model.recomputes = True
+    elif callable(switch):
+        switch()
+    else:
+        raise _refusal(
+            "a preset or a Hugging Face model to recompute activations of",
+            repr(name),
+            hint="call torch.utils.checkpoint in the module's own forward",
+        )
+
+
+def check_compiler() -> None:
+    """Raise `ConfigError` where torch.compile has no C++ compiler to make CPU code with."""
+    compiler = os.environ.get("CXX", "g++")
+    if not torch.cuda.is_available() and shutil.which(compiler) is None:
+        raise _refusal(
+            "a C++ compiler for torch.compile",
+            f"no {compiler!r} on the PATH",
+            hint="install g++, name another compiler in CXX, or leave --compile out",
+        )
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Let torch.compile run the repeated blocks, of which equal ones share one graph."""
+    for block in repeated_blocks(model) or [model]:
+        block.compile()
+
+
+def default_lr(model: str) -> float:
+    """Return a peak learning rate that suits the preset; a careful one for other models."""
+    return PRESETS[model].lr if model in PRESETS else 3e-4
+
+
+def logits_of(module: nn.Module, tokens: Tensor) -> Tensor:
+    """Return logits [B, T, V] for tokens [B, T]: the module's output, or its `.logits`."""
+    output = module(tokens)
+    logits = getattr(output, "logits", output)
+    shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if not isinstance(shape, list) or shape[:-1] != list(tokens.shape) or shape[-1] < VOCAB:
+        raise _refusal(
+            f"the model to give logits {[*tokens.shape, VOCAB]} or wider for its tokens",
+            shape,
+            hint="return [batch, positions, vocabulary] logits, or an object with .logits; "
+            "tokens are bytes, so the vocabulary is at least 256",
+        )
+    return logits
+
+
+def load_function(name: str) -> Callable[[], Any]:
+    """Import `module:function`. The module may be in the working directory."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        hint = "it names a function that is called without arguments, as in package.models:build"
+        raise _refusal("module:function", repr(name), hint=hint)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = import_module(module_name)
+        for part in function_name.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:
+        raise _refusal(
+            f"{name!r} to import",
+            described(error),
+            hint="name an importable module and a function in it, as in package.models:build",
+        ) from error
+    if not callable(found):
+        raise _refusal(
+            f"{name!r} to be a function",
+            f"type {type(found).__name__}",
+            hint="it is called without arguments and returns a torch.nn.Module",
+        )
+    return found
+
+
+def call_function(name: str, function: Callable[[], Any], wanted: type | tuple[type, ...]) -> Any:
+    """Call the user's function, and check that it returns a `wanted`."""
+    kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+    meaning = f"{name}() to return a {' or '.join(kind.__name__ for kind in kinds)}"
+    try:
+        result = function()
+    except Exception as error:
+        hint = "it is called without arguments"
+        raise _refusal(meaning, described(error), hint=hint) from error
+    if not isinstance(result, kinds):
+        hint = "return the module itself"
+        raise _refusal(meaning, f"type {type(result).__name__}", hint=hint)
+    return result
+
+
+def _refusal(what: str, got: object, *, hint: str) -> ConfigError:
+    return ConfigError(expected(what, got, hint=hint))
+
+
+def described(error: BaseException) -> str:
+    """Describe an exception in one line, with the line of the user's file that led to it."""
+    text = str(error).strip().splitlines()
+    line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    not_theirs = (sysconfig.get_paths()["stdlib"], __file__, "<frozen")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(not_theirs):
+            return f"{line} ({Path(frame.filename).name}:{frame.lineno})"
+    return line
+
+
+# Hugging Face
+
+
+def _is_config(model: str) -> bool:
+    return model.endswith(".json") or Path(model).exists()
+
+
+def _config_path(model: str) -> Path:
+    path = Path(model)
+    return path / "config.json" if path.is_dir() else path
+
+
+def _check_config(model: str, seq: int) -> None:
+    path = _config_path(model)
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _refusal(
+            f"a readable Hugging Face config.json at {str(path)!r}",
+            described(error),
+            hint="pass the config.json itself, or the folder that holds it",
+        ) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise _refusal(
+            f"{str(path)!r} to have a model_type",
+            "a file without it",
+            hint="pass the config.json of a Hugging Face causal language model",
+        )
+    if find_spec("transformers") is None:
+        raise _refusal(
+            "the transformers package, to build a model from config.json",
+            "an environment without it",
+            hint='pip install "onefold[hf]"',
+        )
+    _check_numbers(path, config, seq)
+
+
+def _check_numbers(path: Path, config: dict[str, Any], seq: int) -> None:
+    """Check for 256 tokens, one of each byte, and for enough positions."""
+    vocab = config.get("vocab_size", VOCAB)
+    if isinstance(vocab, int) and vocab < VOCAB:
+        hint = "tokens are bytes: set vocab_size to 256 or more"
+        raise _refusal(f"{str(path)!r} to have {VOCAB} tokens", vocab, hint=hint)
+    limit = config.get("max_position_embeddings") or config.get("n_positions") or seq
+    if isinstance(limit, int) and limit < seq:
+        hint = f"pass --seq {limit} or less"
+        what = f"rows of at most {limit} tokens for {str(path)!r}"
+        raise _refusal(what, f"--seq {seq}", hint=hint)
+
+
+def _from_config(model: str, seq: int) -> nn.Module:
+    _check_config(model, seq)
+    try:
+        with no_garbage():  # collecting garbage is a quarter of transformers' import time
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            config = AutoConfig.from_pretrained(_config_path(model), local_files_only=True)
+            config.use_cache = False
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise _refusal(
+            f"{model!r} to describe a causal language model",
+            described(error),
+            hint="AutoModelForCausalLM.from_config must be able to build it",
+        ) from error

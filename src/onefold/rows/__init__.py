@@ -1,1 +1,0 @@
-"""Uneven rows: ranks of different speed take different numbers of rows of each global batch."""

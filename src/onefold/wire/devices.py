@@ -1,0 +1,141 @@
+"""Which device a rank computes on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from onefold.errors import ConfigError, expected
+from onefold.layout.units import Owned
+from onefold.wire import launcher
+from onefold.wire.collectives import Group
+from onefold.wire.interfaces import GLOO
+
+
+def device_of(
+    parameters: Sequence[Owned], group: Group, mesh: DeviceMesh | None = None
+) -> torch.device:
+    """The device that a module is sharded on.
+
+    A module on the CPU, or on `meta`, goes to this rank's accelerator, unless the mesh or the
+    process group is for CPUs. Raises `ConfigError` for parameters on several devices.
+    """
+    found: dict[torch.device, str] = {}
+    for owned in parameters:
+        if not owned.parameter.is_meta:
+            found.setdefault(owned.parameter.device, owned.fqn)
+    if len(found) > 1:
+        raise ConfigError(
+            expected(
+                "all parameters on one device",
+                ", ".join(f"{fqn!r} on {device}" for device, fqn in found.items()),
+                hint="move the module to one device before onefold.shard",
+            )
+        )
+    lies_on = next(iter(found), torch.device("cpu"))
+    return (_accelerator(group, mesh) or lies_on) if lies_on.type == "cpu" else lies_on
+
+
+def _accelerator(group: Group, mesh: DeviceMesh | None) -> torch.device | None:
+    """This rank's accelerator, where there is one that the ranks can send from."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or (mesh is not None and mesh.device_type == "cpu"):
+        return None
+    if group.handle is not None and f"{kind.type}:" not in _backends(group.handle):
+        return None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def _backends(handle: dist.ProcessGroup) -> str:
+    """The backend of each kind of device, as in "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend_config(handle))
+
+
+def take_own_device() -> torch.device:
+    """Make this rank's accelerator the current one, and return it; the CPU where there is none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return torch.device("cpu")
+    index = own_device_index()
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
+
+
+def backends_for(device: torch.device) -> str:
+    """The backends of a group that sends tensors of the device and of the CPU."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def variable_for(device: torch.device) -> str:
+    """Return the environment variable that names the interface for messages of a device."""
+    return "NCCL_SOCKET_IFNAME" if device.type == "cuda" else GLOO
+
+
+def own_device_index() -> int:
+    """The number of this rank's accelerator on its host: the launcher's number of this rank there.
+
+    A launcher that does not say is taken to number ranks host by host, one for each device.
+    `check_devices` refuses two ranks that took the same one.
+    """
+    count, index = torch.accelerator.device_count(), launcher.local_rank()
+    if index is None:
+        index = int(os.environ.get("RANK", "0")) % count
+    if index >= count:
+        raise ConfigError(
+            expected(
+                f"at most {count} ranks on this host, one for each device",
+                f"local rank {index} (LOCAL_RANK, or its like of MPI or SLURM)",
+                hint=f"start {count} ranks, or hide devices (CUDA_VISIBLE_DEVICES=) to use CPUs",
+            )
+        )
+    return index
+
+
+def check_devices(device: torch.device, group: Group) -> None:
+    """See that ranks do not share an accelerator, and that all compute on the same kind.
+
+    A collective. Raises `ConfigError` on every rank. Warns a lone rank that leaves devices idle.
+    """
+    if group.world_size == 1:
+        if device.type != "cpu" and not dist.is_torchelastic_launched():
+            _warn_of_idle(device)
+        return
+    mine = (socket.gethostname(), device.type, str(device))
+    everyone = group.gather(mine)
+    for rank, (host, kind, name) in enumerate(everyone):
+        if kind != everyone[0][1]:
+            raise ConfigError(
+                expected(
+                    "the same kind of device on every rank",
+                    f"{everyone[0][2]} on rank 0 and {name} on rank {rank}",
+                    hint="every rank moves its module to its own device, or leaves it on the CPU",
+                )
+            )
+        other = everyone.index((host, kind, name))
+        if kind != "cpu" and other != rank:
+            raise ConfigError(
+                expected(
+                    "each rank on a device of its own",
+                    f"{name} on ranks {other} and {rank}, both on host {host!r}",
+                    hint="use the device of LOCAL_RANK: "
+                    "torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))",
+                )
+            )
+
+
+def _warn_of_idle(device: torch.device) -> None:
+    count = torch.accelerator.device_count()
+    if count > 1:
+        warnings.warn(
+            f"1 of {count} {device.type} devices is used: start the script with "
+            f"torchrun --nproc-per-node {count}",
+            stacklevel=6,
+        )

@@ -1,0 +1,69 @@
+"""Find and load the library of the C kernels, where it was compiled, and list its kernels.
+
+Each kernel is there once for each instruction set. `onefold_<kernel>_name(index)` names those that
+this CPU runs, the fastest first, and NULL after the last; calls take the index.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from onefold.wire.kernels.compiling import library_path
+
+
+def opened(path: Path) -> ctypes.CDLL | None:
+    """A library, or None if there is none that can be loaded."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+def names(library: ctypes.CDLL, kernel: str) -> list[str]:
+    """Of the instruction sets of a kernel that this CPU runs, the fastest first."""
+    name = getattr(library, f"onefold_{kernel}_name", None)
+    if name is None:
+        return []
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
+    found: list[str] = []
+    while word := name(len(found)):
+        found.append(word.decode())
+    return found
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The one compiled from the sources that lie here, loaded at the first call."""
+    return opened(library_path())
+
+
+class Kernel:
+    """One kernel of the library, compiled for one instruction set."""
+
+    word: ClassVar[str]  # of its functions: onefold_<word>_name
+
+    def __init__(self, library: ctypes.CDLL, index: int, name: str) -> None:
+        self.name = name  # of the instruction set
+        self._library = library
+        self._index = index
+
+    def _function(self, name: str, *arguments: Any) -> Any:
+        """A function of the library, which takes the kernel's index and then `arguments`."""
+        call = getattr(self._library, name)
+        call.restype, call.argtypes = None, [ctypes.c_int, *arguments]
+        return call
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL | None) -> list[Self]:
+        """Those of a library that this CPU runs, the fastest first."""
+        if library is None:
+            return []
+        return [cls(library, index, name) for index, name in enumerate(names(library, cls.word))]
+
+    @classmethod
+    def fastest(cls) -> Self | None:
+        """The one to use, if there is one."""
+        return next(iter(cls.of(library())), None)

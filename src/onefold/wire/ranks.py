@@ -1,0 +1,243 @@
+"""Find the ranks to shard over and the device: from a mesh, a process group, or the launcher."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import time
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cache
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from onefold.errors import ConfigError, WireError, expected
+from onefold.layout.two_axes import Axes
+from onefold.wire import launcher
+from onefold.wire.collectives import Group
+from onefold.wire.devices import backends_for, take_own_device, variable_for
+from onefold.wire.interfaces import use_link_to_hosts
+from onefold.wire.lanes import PhaseNow
+
+TIMEOUT = timedelta(minutes=5)
+"""How long ranks wait for one another in a process group that Onefold starts."""
+
+MeshChoice = DeviceMesh | dist.ProcessGroup | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The groups that train together: all ranks, and on a mesh of two axes also two parts of it.
+
+    `inside` is this rank's node, `between` the ranks with its local rank on every node. `mesh` is
+    one axis of all ranks, if a mesh was given. `is_flat`: the given mesh had two axes, one of which
+    has length 1.
+    """
+
+    everyone: Group
+    mesh: DeviceMesh | None = None
+    inside: Group | None = None
+    between: Group | None = None
+    is_flat: bool = False
+    phase: PhaseNow = field(default_factory=PhaseNow)
+
+    @property
+    def axes(self) -> Axes | None:
+        """The two axes, or None on a mesh of one axis."""
+        if self.inside is None or self.between is None:
+            return None
+        return Axes(self.between.world_size, self.inside.world_size, self.everyone.rank)
+
+    def shards(self, *, are_replicas: bool) -> Group:
+        """Return the ranks that share the state: all, or one node if nodes are replicas."""
+        return self.inside if self.inside and are_replicas else self.everyone
+
+    def facts(self) -> list[str]:
+        """Describe the mesh; it must be the same on every rank."""
+        axes = self.axes
+        if axes is None:
+            return ["one axis"]
+        return [f"mesh of {axes.nodes} nodes x {axes.local_world_size} ranks"]
+
+
+def resolve(mesh: MeshChoice, timeout: timedelta = TIMEOUT) -> Ranks:
+    """Return the ranks to shard over; `timeout` is for a process group that has to be started."""
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        return _two_axes(mesh)
+    handle, device_mesh = _group_of(mesh, timeout)
+    return Ranks(Group.of(handle), device_mesh)
+
+
+def of_axis(mesh: object, about: str = "units={...: mesh}") -> Ranks:
+    """Return the ranks of one axis; `about` says what for, in errors."""
+    if not isinstance(mesh, DeviceMesh | dist.ProcessGroup):
+        wanted = f"a DeviceMesh of one axis, or a ProcessGroup, for {about}"
+        raise ConfigError(expected(wanted, f"a {type(mesh).__name__}", hint=_SLICE))
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        wanted, got = f"a mesh of one axis for {about}", f"one of {mesh.ndim}: {tuple(mesh.shape)}"
+        raise ConfigError(expected(wanted, got, hint=_SLICE))
+    handle, device_mesh = _group_of(mesh, TIMEOUT)
+    return Ranks(Group.of(handle), device_mesh)
+
+
+_SLICE = 'pass one axis of a mesh, such as mesh["replica"]'
+
+
+def of_tokens(mesh: MeshChoice) -> Group:
+    """Return the ranks of a mesh of one axis, or of the whole world, as `resolve` finds it."""
+    if mesh is not None:
+        return of_axis(mesh, "the ranks whose tokens count").everyone
+    return resolve(None).everyone
+
+
+def _two_axes(mesh: DeviceMesh) -> Ranks:
+    if mesh.get_coordinate() is None:
+        raise _not_in("mesh")
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        wanted = "a mesh whose ranks ascend along the nodes, as init_device_mesh makes it"
+        hint = "init_device_mesh(device, (nodes, ranks of a node))"
+        raise ConfigError(expected(wanted, mesh.mesh.tolist(), hint=hint))
+    if len(ranks) == dist.get_world_size():
+        found = Ranks(Group.of(dist.group.WORLD))
+    elif mesh.mesh_dim_names:
+        flat = mesh._flatten()
+        found = Ranks(Group.of(flat.get_group()), flat)
+    else:
+        wanted = "axes with names, of a mesh that is not the whole world"
+        hint = 'init_device_mesh(..., mesh_dim_names=("node", "rank"))'
+        raise ConfigError(expected(wanted, mesh, hint=hint))
+    if 1 in mesh.shape:  # one node, or one rank on each
+        return replace(found, is_flat=True)
+    inside, between = Group.of(mesh.get_group(1)), Group.of(mesh.get_group(0))
+    return replace(found, inside=inside, between=between)
+
+
+def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
+    """Return the axes of the world as it was launched: hosts, and the ranks of each. A collective.
+
+    Returns `ranks` if there is one host, or if the user passed a mesh or a group. Raises
+    `ConfigError` on every rank if hosts have different numbers of ranks, or take turns.
+    """
+    world_size = ranks.everyone.world_size
+    is_given = ranks.axes is not None or ranks.is_flat or ranks.mesh is not None
+    if world_size == 1 or is_given or not dist.is_initialized():
+        return ranks
+    if ranks.everyone.handle is not dist.group.WORLD:
+        return ranks
+    place = local_place(ranks.everyone)
+    places, local = ranks.everyone.gather(place), place[1]
+    if places != [(rank % local, local) for rank in range(world_size)] or world_size % local:
+        wanted = "as many ranks on every host, host after host, for a wire that knows hosts"
+        got = f"{places}, (local rank, ranks of its host) by rank"
+        hint = "start equal numbers with torchrun --nproc-per-node, or pass mesh="
+        raise ConfigError(expected(wanted, got, hint=hint))
+    if local == world_size:
+        return ranks
+    found = resolve(init_device_mesh(device.type, (world_size // local, local)))
+    return replace(found, everyone=ranks.everyone, phase=ranks.phase)
+
+
+def _group_of(
+    mesh: MeshChoice, timeout: timedelta
+) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            wanted = "a mesh of one axis, or of two: (nodes, ranks of a node)"
+            hint = "pass one or two axes of it, such as mesh['node', 'rank']"
+            raise ConfigError(
+                expected(wanted, f"one of {mesh.ndim}: {tuple(mesh.shape)}", hint=hint)
+            )
+        if mesh.get_coordinate() is None:
+            raise _not_in("mesh")
+        return mesh.get_group(), mesh
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise _not_in("process group")
+    if isinstance(mesh, dist.ProcessGroup):
+        if dist.get_rank(mesh) < 0:
+            raise _not_in("process group")
+        return mesh, None
+    if mesh is not None:
+        wanted = "mesh to be a DeviceMesh, a ProcessGroup or None"
+        hint = "mesh=None shards over the whole world"
+        raise ConfigError(expected(wanted, f"a {type(mesh).__name__}", hint=hint))
+    return (_whole_world(timeout) if dist.is_available() else None), None
+
+
+def _whole_world(timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return the default group; start it where a launcher asks for one."""
+    if not dist.is_initialized():
+        join_launcher(timeout)
+    elif dist.get_backend() == "gloo":  # Accelerate's, say, which leaves it to the exit
+        _leave_at_exit()
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _not_in(kind: str) -> ConfigError:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    hint = "only the ranks of the mesh call onefold.shard with it"
+    return ConfigError(
+        expected(f"a {kind} that contains this rank", f"one without rank {rank}", hint=hint)
+    )
+
+
+def join_launcher(timeout: timedelta = TIMEOUT) -> None:
+    """Initialise the default process group if a launcher started several processes.
+
+    A plain script under `torchrun`, or any launcher with torch's variables, then needs one line
+    only. Raises `ConfigError` for variables that are missing or malformed, and `WireError` if the
+    ranks do not find each other within `timeout`.
+    """
+    if launcher.world_size() == 1:
+        launcher.warn_of_others()
+        return
+    launcher.check()
+    device = take_own_device()
+    if device.type == "cpu":
+        use_link_to_hosts()
+    try:
+        dist.init_process_group(backends_for(device), timeout=timeout)
+    except RuntimeError as error:  # of the store, of gloo, of NCCL
+        reason = str(error).splitlines()[0]
+        raise WireError(launcher.not_met(reason, timeout, variable_for(device))) from error
+    _leave_at_exit()
+
+
+def with_hosts(group: Group) -> Group:
+    """Learn which ranks share a host: from the launcher, or else by the hosts' names. A collective.
+
+    One launcher that does not say is enough for names to count on every rank.
+    """
+    if group.world_size == 1:
+        return group
+    told, host = launcher.local_place(), socket.gethostname()
+    answers = cast("list[tuple[object, str]]", group.gather((told, host)))
+    hosts = [name for _, name in answers]
+    if any(place is None for place, _ in answers):
+        told = hosts[: group.rank].count(host), hosts.count(host)
+    return replace(group, local=told)
+
+
+def local_place(group: Group) -> tuple[int, int]:
+    """Return the local rank and the local world size: see `with_hosts`."""
+    if group.world_size == 1:
+        return 0, 1
+    # ranks that have not met are taken for ranks of one host
+    return group.local or launcher.local_place() or (group.rank, group.world_size)
+
+
+@cache
+def _leave_at_exit() -> None:
+    """Destroy the process group when the interpreter exits, if nobody has by then."""
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    # gloo's thread frees the last tensors a moment after their wait returned, and aborts if the
+    # interpreter is shutting down by then
+    time.sleep(0.05)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,101 @@
+"""Join the ranks that a launcher started, and leave them in every case."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from onefold.errors import WireError
+from onefold.wire import launcher
+from onefold.wire.collectives import Group
+from onefold.wire.devices import backends_for, take_own_device, variable_for
+from onefold.wire.interfaces import use_link_to_hosts
+from onefold.wire.ranks import with_hosts
+
+T = TypeVar("T")
+
+TIMEOUT_S = 120
+"""Seconds after which a rank without its peers gives up."""
+
+SPARE_S = 10
+"""Seconds beyond the timeout, in which the backend may raise its own error."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank among its peers."""
+
+    group: Group
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    def gather(self, value: T) -> list[T]:
+        """Return the small value of every rank, in rank order. A collective."""
+        return self.group.gather(value)
+
+    def mean(self, values: list[float]) -> list[float]:
+        """Return the mean over ranks of each number. A collective."""
+        columns = zip(*self.gather(values), strict=True)
+        return [sum(column) / self.world_size for column in columns]
+
+
+@contextmanager
+def joined(*, use_gpus: bool = True) -> Iterator[World]:
+    """Initialise the process group as the launcher describes it, for this rank's device.
+
+    Raises `ConfigError` without a launcher's environment, and `WireError` if the ranks do not find
+    each other.
+    """
+    launcher.check()
+    device = take_own_device() if use_gpus else torch.device("cpu")
+    if device.type == "cpu":
+        use_link_to_hosts()
+    timeout = timedelta(seconds=TIMEOUT_S)
+
+    def not_met(reason: str) -> str:
+        return launcher.not_met(reason, timeout, variable_for(device))
+
+    try:
+        with ending_process(TIMEOUT_S + SPARE_S, lambda: not_met("no answer")):
+            dist.init_process_group(backends_for(device), timeout=timeout)
+    except RuntimeError as error:  # of the store, of gloo, of NCCL
+        raise WireError(not_met(str(error).splitlines()[0])) from error
+    try:
+        yield World(with_hosts(Group.of(dist.group.WORLD)), device)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def ending_process(seconds: float, why: Callable[[], str]) -> Iterator[None]:
+    """End this process with a message and exit code 1 if the block takes longer.
+
+    gloo's listening side ignores its timeout: after 230 s it still waited for a peer.
+    """
+
+    def end() -> None:
+        os.write(2, f"onefold: {why()}\n".encode())
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

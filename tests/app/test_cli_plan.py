@@ -1,0 +1,81 @@
+"""`onefold plan` as a user types it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.commands import onefold
+
+GIVEN = ("--model", "tiny", "--seq", "64", "--gpus", "4")
+
+
+def test_a_plan_is_a_table_a_verdict_a_command_and_a_line():
+    done = onefold("plan", *GIVEN, "--mem", "2GiB", "--cluster", "h100-80")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "tiny: 862,464 parameters, 4 ranks, 1 row of 64 tokens a rank"
+    heads = lines[2].split()
+    assert heads == ["stage", "offload", "memory", "fits", "step", "why"]
+    assert [line.split()[:2] for line in lines[3:12]] == [
+        ["0", "none"], ["*1", "none"], ["2", "none"], ["3", "none"], ["1", "optimizer"],
+        ["2", "optimizer"], ["3", "optimizer"], ["3", "cpu"], ["3", "disk"],
+    ]  # fmt: skip
+    assert "stage 0 fits with" in done.stdout
+    assert "  onefold train --model tiny --stage 1 --batch 1 --seq 64 --ranks 4" in lines
+    assert "  onefold.shard(model, optimizer, stage=1)" in lines
+    assert "tokens/s per device" in done.stdout  # the scaling curve
+
+
+def test_in_json_it_is_one_object():
+    done = onefold("plan", *GIVEN, "--mem", "2GiB", "--batch", "auto", "--json")
+    told = json.loads(done.stdout)
+    assert told["fits"] is True
+    assert told["parameters"] == 862_464
+    assert told["best"]["rows"] > 1
+    assert told["scaling"] == []
+
+
+def test_where_nothing_fits_it_says_what_the_nearest_needs_and_ends_with_2():
+    done = onefold("plan", *GIVEN, "--mem", "1MiB")
+    assert done.returncode == 2
+    assert "nothing fits; the nearest:" in done.stdout
+    assert "it would need" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--mem", "80"), "--mem to be a number above 0 with a unit"),
+        (("--mem", "80XB"), "--mem to be a number above 0 with a unit"),
+        (("--host-mem", "-1GiB"), "--host-mem"),
+        (("--gpus", "0"), "--gpus"),
+        (("--gpus", "8"), "--mem beside --gpus"),
+        (("--gpus", "8", "--ranks", "2"), "--gpus or --ranks"),
+        (("--nodes", "-1"), "--nodes"),
+        (("--batch", "0"), "--batch"),
+        (("--cluster", "abacus"), "abacus"),
+        (("--wire", "int8"), "wire to be auto, exact, hybrid"),
+        (("--stage", "7"), "stage to be"),
+        (("--model", "nope"), "'nope'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(flags, said):
+    done = onefold("plan", *flags)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("onefold plan: expected")
+    assert said in line
+    assert "(hint: " in line
+
+
+def test_a_config_with_missing_fields_or_an_unknown_architecture_is_one_line(tmp_path):
+    for name, text in (("none", "{}"), ("odd", '{"model_type": "abacus"}'), ("cut", '{"model_')):
+        path = tmp_path / f"{name}.json"
+        path.write_text(text)
+        done = onefold("plan", "--model", str(path), "--ranks", "2")
+        assert done.returncode == 2, done.stdout
+        (line,) = done.stderr.strip().splitlines()
+        assert name in line

@@ -1,0 +1,102 @@
+"""Drivers hand a schedule one value at each boundary: a plan the same ones as the run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.axes.pipelines.driver import StageDriver
+from onefold.engine.actions import Action
+from onefold.engine.driving import Drive
+from onefold.engine.policy import Policy, UnitFacts
+from onefold.engine.registry import engine_of
+from onefold.engine.run_facts import RunFacts
+from onefold.engine.schedule import Schedule
+from onefold.planner.replay import Replay, plain_events
+from tests.support.ranks import run_ranks, seeded
+
+NUM_UNITS = 4
+
+
+class Recorded(Schedule):
+    """Notes the driver's choices under which backwards and reductions begin."""
+
+    def __init__(self, *, defers: bool) -> None:
+        policy = Policy(
+            frees_after_forward=not defers, frees_after_backward=not defers, keeps_bytes=defers,
+            defers_reduction=defers,
+        )  # fmt: skip
+        super().__init__(policy, [UnitFacts(1)] * NUM_UNITS)
+        self.seen: list[tuple[str, Drive]] = []
+
+    def begin_backward(self, trained: Any) -> None:
+        self.seen.append(("backward", self.driven))
+        super().begin_backward(trained)
+
+    def start(self, trained: Any) -> list[Action]:
+        self.seen.append(("start", self.driven))
+        return super().start(trained)
+
+    def finish(self) -> list[Action]:
+        self.seen.append(("finish", self.driven))
+        return super().finish()
+
+
+@pytest.mark.parametrize("window", [frozenset(), frozenset({0, 2}), frozenset(range(NUM_UNITS))])
+@pytest.mark.parametrize("defers", [True, False], ids=["stage 1", "stage 3"])
+def test_a_plan_drives_a_stage_by_the_values_of_the_pipelines_driver(window, defers):
+    trained = [1] * NUM_UNITS
+    planned, run = Recorded(defers=defers), Recorded(defers=defers)
+    replay = Replay(plain_events(trained, [[0]] * NUM_UNITS), planned, trained, window)
+    for micro in range(3):
+        replay.micro_batch(None, is_last=micro == 2)
+
+    engine: Any = SimpleNamespace(
+        units=trained, schedule=run, drive=run.drive, prepare=lambda: None,
+        hands=SimpleNamespace(do=lambda _: None), start_reductions=lambda: run.start(trained),
+    )  # fmt: skip
+    driver = StageDriver(engine, window, splits=False)
+    driver.begin(trains=True)
+    for _ in range(3):
+        with driver.backward():
+            run.begin_backward(trained)
+            run.end_backward()
+    driver.end(reduces=True)
+    driver.finish()
+    assert [event for event, _ in run.seen] == ["backward"] * 3 + ["start", "finish"]
+    assert planned.seen == run.seen
+
+
+def test_a_driver_that_ends_takes_back_its_own_choices_alone():
+    """Training ends `generating`; a block of `accumulate` around it does not bring that back."""
+
+    def body(rank: int) -> None:
+        module = onefold.shard(seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+        schedule = engine_of(module).schedule
+        with onefold.generating(module):
+            assert schedule.driven == Drive(keeps=frozenset(range(len(schedule.units))))
+            with onefold.accumulate(module):
+                assert schedule.driven.accumulates
+                assert schedule.driven.keeps
+                module(torch.ones(2, 4)).sum().backward()
+            assert schedule.driven == Drive()
+        with onefold.accumulate(module), onefold.unsharded(module):
+            assert schedule.driven == Drive(accumulates=True, is_suspended=True)
+        assert schedule.driven == Drive()
+
+    run_ranks(3, body)
+
+
+def test_a_run_under_several_shares_predicts_the_highest_peaks_of_all():
+    def peaks(**by_kind: int) -> Any:
+        return lambda *, accumulates: {k: n * (1 + accumulates) for k, n in by_kind.items()}
+
+    facts = RunFacts("", [peaks(weight=3, all=7), peaks(weight=5, grad=1, all=6)])
+    assert facts.predicted_peaks() == {"weight": 5, "grad": 1, "all": 7}
+    facts.end_backward(accumulates=True)
+    assert facts.predicted_peaks() == {"weight": 10, "grad": 2, "all": 14}

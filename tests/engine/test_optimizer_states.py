@@ -1,0 +1,174 @@
+"""`optimizer.state_dict()` of a sharded optimizer is one rank's part: right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import onefold
+from tests.support.ranks import run_processes, run_ranks, seeded
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+MUON = partial(torch.optim.Muon, lr=1e-2)
+REFUSED = r"expected the optimizer state that rank \d of \d keeps[^$]*hint: [^$]*onefold\.load"
+
+
+def build():
+    return nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)])
+
+
+def ready(make, stage, is_late=False):
+    module = seeded(build)
+    if is_late:
+        onefold.shard(module, stage=stage)
+        return module, make(module.parameters())
+    optimizer = make(module.parameters())
+    return onefold.shard(module, optimizer, stage=stage), optimizer
+
+
+def steps(module, optimizer, count=2, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        module(torch.randn(5, 6, generator=generator)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_of(module):
+    with onefold.unsharded(module):
+        return [p.detach().clone() for p in module.parameters()]
+
+
+def in_a_file(state_dict):
+    """The state dict after torch.save and torch.load with its default, weights_only=True."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+def saved(rank, make, stage):
+    """The weights, and this rank's optimizer state in a file."""
+    module, optimizer = ready(make, stage)
+    steps(module, optimizer)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    return weights_of(module), file.getvalue()
+
+
+def resumed(make, stage, weights, state_dict, is_late=False):
+    module, optimizer = ready(make, stage, is_late)
+    module.load_state_dict(
+        dict(zip((n for n, _ in module.named_parameters()), weights, strict=True))
+    )
+    optimizer.load_state_dict(state_dict)
+    steps(module, optimizer, seed=4)
+    return weights_of(module)
+
+
+def two_processes(rank, make, stage, is_late):
+    module, optimizer = ready(make, stage)
+    steps(module, optimizer)
+    files = [None] * dist.get_world_size()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    dist.all_gather_object(files, file.getvalue())
+    before = weights_of(module)
+    steps(module, optimizer, seed=4)
+    wanted = weights_of(module)
+    own = torch.load(io.BytesIO(files[rank]))
+    for ours, theirs in zip(resumed(make, stage, before, own, is_late), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    other, its_optimizer = ready(make, stage, is_late)
+    steps(other, its_optimizer, count=0 if is_late else 1)
+    theirs = torch.load(io.BytesIO(files[1 - rank]))
+    with pytest.raises(onefold.StateError, match=REFUSED):
+        its_optimizer.load_state_dict(theirs)
+        steps(other, its_optimizer)  # an optimizer built after shard is bound at its first step
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("make", [ADAMW, MUON], ids=["AdamW", "Muon"])
+def test_a_rank_loads_its_own_file_bitwise_and_refuses_that_of_another_rank(make, is_late):
+    run_processes(2, two_processes, make, 3, is_late)
+
+
+@pytest.mark.parametrize("make", [ADAMW, MUON], ids=["AdamW", "Muon"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_file_of_rank_0_is_refused_on_other_ranks_and_worlds(stage, make):
+    files = [run_ranks(size, saved, make, stage)[0][1] for size in (2, 3)]
+
+    def body(rank, file):
+        module, optimizer = ready(make, stage)
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(onefold.StateError, match=REFUSED):
+            optimizer.load_state_dict(torch.load(io.BytesIO(file)))
+        assert str(optimizer.state_dict()) == str(before)
+        steps(module, optimizer)
+
+    run_ranks(1, body, files[0])
+    run_ranks(3, body, files[0])
+    run_ranks(2, body, files[1])
+
+
+@pytest.mark.parametrize("make", [ADAMW, MUON], ids=["AdamW", "Muon"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_plain_state_dict_fits_on_every_rank(make, world_size):
+    plain = seeded(build)
+    optimizer = make(plain.parameters())
+    steps(plain, optimizer)
+    file, weights = (
+        in_a_file(optimizer.state_dict()),
+        [p.detach().clone() for p in plain.parameters()],
+    )
+    steps(plain, optimizer, seed=4)
+
+    def body(rank, stage):
+        return resumed(make, stage, weights, copy.deepcopy(file))
+
+    for stage in (0, 1, 3):
+        for ours, theirs in zip(
+            run_ranks(world_size, body, stage)[0], plain.parameters(), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_torchs_full_optimizer_state_goes_from_rank_0s_file_to_every_rank(stage, world_size):
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    spread = StateDictOptions(full_state_dict=True)
+
+    def save(rank):
+        module, optimizer = ready(ADAMW, stage)
+        steps(module, optimizer)
+        state = get_optimizer_state_dict(module, optimizer, options=options)
+        file, before = io.BytesIO(), weights_of(module)
+        torch.save(state, file)
+        steps(module, optimizer, seed=4)
+        return file.getvalue(), before, weights_of(module)
+
+    file, before, wanted = run_ranks(world_size, save)[0]
+
+    def load(rank):
+        module, optimizer = ready(ADAMW, stage)
+        names = (name for name, _ in module.named_parameters())
+        module.load_state_dict(dict(zip(names, before, strict=True)))
+        state = torch.load(io.BytesIO(file))
+        set_optimizer_state_dict(module, optimizer, state, options=spread)
+        steps(module, optimizer, seed=4)
+        return weights_of(module)
+
+    for weights in run_ranks(world_size, load):
+        assert all(map(torch.equal, weights, wanted))

@@ -1,0 +1,327 @@
+"""The pages are true: their programs run, their commands parse, their messages and links exist.
+
+A `python` block runs as it stands, in one process and on two ranks, after `import onefold, torch`.
+Comments above it say more:
+
+    <!-- given: model, optimizer -->   names that a test provides; the block starts a new program
+    <!-- ranks: 4 -->                  ranks on which the program runs
+    <!-- processes: 2 -->              ranks in processes of their own, as a launcher starts them
+    <!-- not run: REASON -->           a block that cannot run here
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import runpy
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import onefold
+from onefold.app.cli.main import _parser
+from tests.support.hf_ranks import run_forks
+from tests.support.ranks import run_ranks, seeded
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "docs" / "tools"
+RUN = [ROOT / "README.md", ROOT / "docs" / "index.md"]
+RUN += sorted(
+    path
+    for room in ("start", "guides", "coming-from")
+    for path in (ROOT / "docs" / room).glob("*.md")
+)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+BLOCK = re.compile(r"((?:^<!--[^\n]*-->\n)*)^( *)```(\w+)[^\n]*\n(.*?)^\2```", re.S | re.M)
+MARK = re.compile(r"<!-- (given|ranks|processes|not run): (.*?) -->")
+
+
+@dataclass
+class Program:
+    """Blocks of a page that follow one another, from the first on that names what is given."""
+
+    line: int
+    given: list[str] = field(default_factory=list)
+    ranks: tuple[int, ...] = (1, 2)
+    is_forked: bool = False
+    blocks: list[str] = field(default_factory=list)
+
+
+def blocks(path: Path, language: str) -> Iterator[tuple[int, dict[str, str], str]]:
+    """Line, marks and text of each block in a language."""
+    text = path.read_text(encoding="utf-8")
+    for found in BLOCK.finditer(text):
+        if found[3] == language:
+            line = text.count("\n", 0, found.start(4)) + 1
+            indent = re.compile(f"^{found[2]}", re.M)
+            yield line, dict(MARK.findall(found[1])), indent.sub("", found[4])
+
+
+def programs(path: Path) -> list[Program]:
+    """What runs of a page, in order."""
+    found: list[Program] = []
+    for line, marks, text in blocks(path, "python"):
+        if "not run" in marks:
+            assert len(marks["not run"].split()) >= 3, f"{path}:{line}: say why it cannot run"
+            continue
+        if "given" in marks or not found:
+            given = [name.strip() for name in marks.get("given", "").split(",") if name]
+            found.append(Program(line, given))
+        if "ranks" in marks:
+            found[-1].ranks = (int(marks["ranks"]),)
+        if "processes" in marks:
+            found[-1].ranks, found[-1].is_forked = (int(marks["processes"]),), True
+        found[-1].blocks.append("\n" * (line - 1) + text)  # tracebacks name the page's line
+    return found
+
+
+class Net(nn.Module):
+    """Tokens to logits: what the pages call GPT."""
+
+    def __init__(self, config: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(config))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return self.head(x)
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def provided() -> dict[str, Any]:
+    """What a page may take as given; every rank has its own."""
+    model = seeded(Net)
+    rows = torch.arange(32 * 9).reshape(32, 9) % 251
+    return {
+        "GPT": Net, "config": 2, "model": model, "loss_fn": loss_fn,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "dataset": [(row[:-1], row[1:]) for row in rows],
+        "tokens": rows[:4], "x": rows[:4, :-1], "y": rows[:4, 1:],
+        "loss_sum": lambda model, tokens: model(tokens).square().sum(),
+    }  # fmt: skip
+
+
+def run(rank: int, program: Program, path: Path) -> None:
+    known = provided()
+    names = {"__name__": "page", "onefold": onefold, "torch": torch} | {
+        name: known[name] for name in program.given
+    }
+    for text in program.blocks:
+        exec(compile(text, str(path), "exec"), names)
+
+
+def every_program() -> list[Any]:
+    found = []
+    for path in RUN:
+        for program in programs(path):
+            for ranks in program.ranks:
+                name = f"{path.relative_to(ROOT)}:{program.line}, ranks {ranks}"
+                found.append(pytest.param(path, program, ranks, id=name))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo
+@pytest.mark.parametrize(("path", "program", "ranks"), every_program())
+def test_the_programs_of_the_pages_run(path, program, ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if program.is_forked:
+        pytest.importorskip("accelerate")
+        run_forks(ranks, run, program, path)
+    elif ranks == 1:
+        run(0, program, path)
+    else:
+        run_ranks(ranks, run, program, path)
+
+
+def test_most_blocks_run():
+    marked = [marks for path in RUN for _, marks, _ in blocks(path, "python")]
+    assert sum("not run" in marks for marks in marked) <= len(marked) / 3
+    assert len(marked) > 20
+
+
+def commands() -> list[Any]:
+    found = []
+    for path in PAGES:
+        for line, _, text in blocks(path, "console"):
+            for typed in re.findall(r"^\$ (onefold .*)$", text.replace("\\\n", " "), re.M):
+                found.append(pytest.param(typed, id=f"{path.relative_to(ROOT)}:{line} {typed}"))
+    return found
+
+
+@pytest.mark.parametrize("typed", commands())
+def test_the_commands_of_the_pages_parse(typed):
+    try:
+        _parser().parse_args(shlex.split(typed, comments=True)[1:])
+    except SystemExit as ended:
+        assert ended.code == 0, "--help alone may end here"
+
+
+def test_the_readme_links_to_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    linked = re.findall(r"\]\(([^)#]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert len(linked) > 15
+    assert [link for link in linked if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("tool", ["memory_figure.py", "badges.py", "cli_page.py"])
+def test_generated_parts_are_what_their_scripts_write(tool, monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    assert runpy.run_path(str(TOOLS / tool))["main"](["--check"]) == 0
+
+
+# reading level
+
+READING = runpy.run_path(str(TOOLS / "reading_level.py"))
+WORDS = " ".join(["word"] * 31)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{WORDS}.",
+        f"Short. {WORDS}. Short.",
+        f"- {WORDS}",
+        f"| a | {WORDS} |",
+        f"# {WORDS}",
+        "word\n" * 31,
+        " ".join(["`a b c`"] * 31),
+        " ".join(["word"] * 16) + "; " + " ".join(["word"] * 16),
+        f"[{WORDS}](page.md)",
+    ],
+)
+def test_a_long_sentence_is_found(text):
+    ((number, _),) = READING["long_sentences"](text)
+    assert number >= 31
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " ".join(["word"] * 30) + ".",
+        "Ten words are in this one, which is not long. " * 9,
+        f"```text\n{WORDS}\n```",
+        f"<!-- {WORDS} -->",
+        "\n".join(["- an item of five words"] * 9),
+        "| " + " | ".join(["five words of a cell"] * 9) + " |",
+        "Take `" + WORDS + "` as one word.",
+        "A heading of four\n\n" + " ".join(["word"] * 28),
+        "These are the choices:\n\n- " + " ".join(["word"] * 28),
+    ],
+)
+def test_short_sentences_pass(text):
+    assert READING["long_sentences"](text) == []
+
+
+def test_pages_for_newcomers_have_no_long_sentence(capsys):
+    assert READING["main"]([]) == 0, capsys.readouterr().out
+
+
+# messages
+
+
+def template(node: ast.expr) -> str:
+    """The text of a message in the source, with … for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
+        )
+    if isinstance(node, ast.BinOp):
+        return template(node.left) + template(node.right)
+    return "…"
+
+
+def is_text(node: ast.expr) -> bool:
+    """True for a message or a part of one; a plain word is none."""
+    return isinstance(node, ast.JoinedStr | ast.BinOp) or (" " in str(getattr(node, "value", "")))
+
+
+@cache
+def messages_of_the_source() -> list[str]:
+    found = []
+    for path in (ROOT / "src" / "onefold").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant | ast.JoinedStr):
+                found.append(template(node))
+            elif isinstance(node, ast.Call) and node.args and is_text(node.args[0]):
+                # of `expected` and of functions that raise through it: what, then what came
+                told = [template(each) for each in node.args[:2]]
+                found.append("expected " + ", got ".join(told))
+    return found
+
+
+def messages_of_the_page() -> list[str]:
+    page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
+    tables = page.split("| message | meaning | what to do |")[1:]
+    rows = [line for table in tables for line in table.split("\n\n")[0].splitlines()[2:]]
+    return [re.match(r"\| `(.*?)` \|", row)[1] for row in rows]
+
+
+@pytest.mark.parametrize("message", messages_of_the_page())
+def test_the_messages_of_the_page_are_those_of_the_source(message):
+    """A failure shows the nearest message that the source has now: put that on the page."""
+    parts = [re.escape(part.strip()) for part in message.split("…") if part.strip()]
+    known = messages_of_the_source()
+    if not any(re.search(".*".join(parts), each, re.S) for each in known):
+        near = difflib.get_close_matches(message, known, n=2, cutoff=0.2)
+        pytest.fail(f"no message reads {message!r}; near are {near}")
+
+
+# the package and the site
+
+
+def test_pins_cover_the_tools_of_the_site():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().split()}
+    wanted = {re.match(r"[\w-]+", each)[0] for each in project["optional-dependencies"]["docs"]}
+    assert wanted <= pinned
+
+
+def test_the_tree_of_the_house_names_every_room():
+    tree = (ROOT / "docs" / "design.md").read_text().partition("```text\nsrc/onefold/")[2]
+    tree = tree.partition("```")[0]
+    rooms = {path.parent.name for path in (ROOT / "src" / "onefold").glob("*/__init__.py")}
+    named = set(re.findall(r"(\w+)/(?= |$)", tree, re.M))
+    assert rooms <= named, "rooms that the tree of docs/design.md does not have"
+    assert named <= rooms, "rooms of docs/design.md that are gone"
+
+
+def test_every_public_name_is_in_the_reference():
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    assert set(re.findall(r"^::: onefold\.(\w+)$", page, re.M)) == set(onefold.__all__)
+
+
+SITE = runpy.run_path(str(TOOLS / "check_site.py"))
+
+
+def test_a_site_without_faults_passes_and_each_fault_is_found(tmp_path):
+    (tmp_path / "a.html").write_text('<a href="b.html#there">b</a><h1 id="here"></h1>')
+    (tmp_path / "b.html").write_text('<a href="a.html">a</a><h1 id="there"></h1>')
+    assert SITE["problems"](tmp_path) == []
+    (tmp_path / "b.html").write_text(
+        '<a href="c.html">c</a><a href="a.html#gone">a</a><a href="https://example.com">e</a>'
+        '<script src="https://example.com/x.js"></script>'
+    )
+    found = SITE["problems"](tmp_path)
+    assert [line.partition(": ")[2].split()[:2] for line in found] == [
+        ["no", "anchor"], ["loads", "https://example.com/x.js"], ["no", "file"], ["no", "anchor"],
+    ]  # fmt: skip

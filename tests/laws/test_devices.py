@@ -1,0 +1,101 @@
+"""Which device a rank computes on, as decided beside an accelerator that these tests make up."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import onefold
+from onefold.layout.units import Owned
+from onefold.wire import devices
+from onefold.wire.collectives import Group
+from tests.support.ranks import run_ranks
+
+ALONE = Group(0, 1, None)
+
+
+@pytest.fixture
+def eight_devices(monkeypatch):
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    )
+    monkeypatch.setattr(devices, "_backends", lambda handle: "cpu:gloo")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+
+
+def owned(device):
+    module = nn.Linear(2, 2, device=device)
+    return [Owned(n, p, [(module, n)]) for n, p in module.named_parameters()]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_on_the_cpu_goes_to_the_accelerator_of_its_rank(device, eight_devices):
+    assert devices.device_of(owned(device), ALONE) == torch.device("cuda", 3)
+
+
+def test_without_an_accelerator_it_stays():
+    assert devices.device_of(owned("cpu"), ALONE) == torch.device("cpu")
+
+
+def test_a_group_or_a_mesh_for_cpus_keeps_it_there(eight_devices):
+    def body(rank):
+        group = Group.of(dist.group.WORLD)
+        assert devices.device_of(owned("cpu"), group) == torch.device("cpu")
+        mesh = init_device_mesh("cpu", (2,))
+        assert devices.device_of(owned("cpu"), ALONE, mesh) == torch.device("cpu")
+
+    run_ranks(2, body)
+
+
+def test_a_group_for_both_kinds_moves_it(eight_devices, monkeypatch):
+    monkeypatch.setattr(devices, "_backends", lambda handle: "cpu:gloo,cuda:nccl")
+
+    def body(rank):
+        group = Group.of(dist.group.WORLD)
+        assert devices.device_of(owned("cpu"), group) == torch.device("cuda", 3)
+
+    run_ranks(2, body)
+
+
+def test_more_ranks_than_devices_is_an_error_that_says_what_to_start(eight_devices, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    with pytest.raises(
+        onefold.ConfigError, match=r"at most 8 ranks.*local rank 8 \(LOCAL_RANK[\s\S]*hint"
+    ):
+        devices.own_device_index()
+
+
+def test_two_ranks_on_one_device_is_an_error_on_both_that_names_local_rank():
+    def body(rank):
+        with pytest.raises(onefold.ConfigError) as caught:
+            devices.check_devices(torch.device("cuda", 0), Group.of(dist.group.WORLD))
+        assert f"cuda:0 on ranks 0 and 1, both on host {socket.gethostname()!r}" in str(
+            caught.value
+        )
+        assert "LOCAL_RANK" in str(caught.value)
+
+    run_ranks(2, body)
+
+
+def test_a_rank_whose_module_stayed_on_the_cpu_is_named():
+    def body(rank):
+        device = torch.device("cuda", 0) if rank == 0 else torch.device("cpu")
+        with pytest.raises(onefold.ConfigError, match="cuda:0 on rank 0 and cpu on rank 1"):
+            devices.check_devices(device, Group.of(dist.group.WORLD))
+
+    run_ranks(2, body)
+
+
+def test_a_lone_rank_hears_once_of_the_devices_it_leaves_idle(eight_devices):
+    with pytest.warns(UserWarning, match="1 of 8 cuda devices is used.*--nproc-per-node 8"):
+        devices.check_devices(torch.device("cuda", 0), ALONE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        devices.check_devices(torch.device("cpu"), ALONE)

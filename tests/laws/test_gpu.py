@@ -1,0 +1,84 @@
+"""On a CUDA device: the same losses as on the CPU, and no memory left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import onefold
+from onefold.engine import blocks
+from onefold.engine.registry import engine_of
+from onefold.tier.step_device import DeviceStep
+from onefold.tier.store import GRAIN_NUMEL
+from onefold.wire.codec import codec_of
+from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.ranks import seeded
+
+pytestmark = pytest.mark.gpu
+
+
+def losses(stage: int | None, precision: str | None, offload: object = None) -> torch.Tensor:
+    """Of a module that `shard` moves to the device; stage None: of plain PyTorch on the CPU."""
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    if stage is not None:
+        onefold.shard(module, optimizer, stage=stage, precision=precision, offload=offload)
+        assert {p.device.type for p in module.parameters()} == {"cuda"} or offload is not None
+    found = []
+    for batch in token_batches():
+        loss = next_token_loss(module, batch if stage is None else batch.to("cuda"))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach().float().cpu())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("precision", "relative"), [(None, 1e-4), ("bf16", 2e-2)])
+def test_a_gpu_computes_the_losses_of_the_cpu(stage, precision, relative):
+    wanted = losses(None, None)
+    torch.testing.assert_close(losses(stage, precision), wanted, rtol=relative, atol=0)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_states_streamed_to_a_gpu_have_the_bits_of_states_that_rest_there(precision, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_NUMEL", GRAIN_NUMEL)  # several blocks for each unit
+    wanted = losses(2, precision)
+    streamed = onefold.Offload(optimizer="cpu", step="device")
+    assert torch.equal(losses(2, precision, streamed), wanted)
+
+
+def test_a_gpu_chooses_who_steps_states_in_cpu_memory_and_says_why():
+    module = seeded(Model).to("cuda")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, stage=2, offload="optimizer")
+    streams = isinstance(engine_of(module).context.tiers.step_device, DeviceStep)
+    told = "streamed to the device" if streams else "stepped by the CPU"
+    assert told in str(onefold.report(module))
+
+
+@pytest.mark.parametrize("word", ["int8", "int4", "int8+h", "int4+h"])
+def test_messages_of_a_gpu_have_the_bits_of_the_cpu(word):
+    codec, numel = codec_of(word), 100_003
+    values = torch.randn(numel) * 10.0 ** torch.randint(-30, 30, (numel,))
+    values[7::5001] = torch.tensor(float("inf"))
+    found = []
+    for device in ("cpu", "cuda"):
+        message = torch.empty(codec.nbytes(numel), dtype=torch.uint8, device=device)
+        out, total = torch.empty(numel, device=device), torch.ones(numel, device=device)
+        codec.encode(values.to(device), message)
+        codec.decode(message, out)
+        codec.add(message, total)
+        found.append((message.cpu(), out.cpu(), total.cpu()))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_deleted_model_leaves_no_memory_on_the_device():
+    losses(3, "bf16")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    losses(3, "bf16")
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,378 @@
+"""Compute dtypes, masters and the loss scale."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+import onefold
+from onefold.engine import blocked_adam as adam
+from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.ranks import run_ranks, seeded
+from tests.support.training import Job, assert_same_bits, cut, run_job, train_plain
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", onefold.Precision(compute=torch.bfloat16)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_stages_agree_bitwise_in_mixed_precision_and_follow_fp32(precision, world_size):
+    job = Job(Model, token_batches(), next_token_loss, options={"precision": precision})
+    runs = [run_job(job, world_size, stage) for stage in (0, 1, 2, 3)]
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
+    wanted = train_plain(job)
+    torch.testing.assert_close(runs[0].losses, wanted.losses, rtol=2e-2, atol=0)
+    assert all(weight.dtype == torch.float32 for weight in runs[0].weights.values())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_bf16_module_keeps_its_dtype_and_steps_an_fp32_master(stage):
+    """Steps far below bf16's resolution add up in the master; in bf16 alone they would vanish."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((64, 2), 256.0, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            return (self.weight * x).sum()
+
+    def train(rank):
+        module = Scale()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+        onefold.shard(module, optimizer, stage=stage)
+        for _ in range(8):
+            module(torch.ones((), dtype=torch.bfloat16)).backward()
+            assert module.weight.dtype == torch.bfloat16
+            assert module.weight.grad.dtype == torch.bfloat16
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+        with onefold.unsharded(module):
+            return module.weight.detach().clone()
+
+    for weight in run_ranks(2, train):
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, torch.full((64, 2), 254.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda p: p.data.mul_(0.5),
+        lambda p: p.data.copy_(p.detach() * 0.5),
+        lambda p: p.mul_(0.5),
+        lambda p: torch._foreach_mul_([p], 0.5),
+        lambda p: p.detach().mul_(0.5),
+    ],
+)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 3)])
+def test_masters_follow_edits_of_resting_weights(edit, world_size, stage):
+    """A master that did not would bring the old values back with the next step."""
+
+    def train(rank):
+        module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(64.0).view(8, 8))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+        onefold.shard(module, optimizer, stage=stage)
+        for wanted in (1.0, 0.5):
+            module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with onefold.unsharded(module):
+                weight = module.weight.detach().float().clone()
+            assert torch.equal(weight, wanted * torch.arange(64.0).view(8, 8))
+            with torch.no_grad():
+                edit(module.weight)
+
+    run_ranks(world_size, train)
+
+
+def test_a_copy_of_a_resting_weight_is_an_ordinary_parameter():
+    module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    onefold.shard(module, torch.optim.AdamW(module.parameters()))
+    copied = copy.deepcopy(module.weight)
+    assert type(copied) is nn.Parameter
+    assert copied.data_ptr() != module.weight.data_ptr()
+    assert torch.equal(copied, module.weight)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3)])
+@pytest.mark.parametrize("way", ["data", "no_grad"])
+def test_masters_follow_edits_made_inside_forward(world_size, stage, way):
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            if way == "data":
+                self.weight.data.clamp_(-0.5, 0.5)
+            else:
+                with torch.no_grad():
+                    self.weight.clamp_(-0.5, 0.5)
+            return super().forward(x)
+
+    def train(rank):
+        module = Clamped(8, 8, bias=False).to(torch.bfloat16)
+        nn.init.ones_(module.weight)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+        onefold.shard(module, optimizer, stage=stage)
+        for _ in range(2):
+            module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with onefold.unsharded(module):
+                assert torch.equal(module.weight, torch.full_like(module.weight, 0.5))
+
+    run_ranks(world_size, train)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3)])
+def test_looking_at_weights_in_lists_is_no_edit(world_size, stage):
+    def train(rank):
+        module = nn.Linear(8, 8)
+        onefold.shard(module, stage=stage, precision="bf16")
+        loss = module(torch.ones(2, 8)).sum()
+        with torch.no_grad():
+            torch._foreach_norm(list(module.parameters()))
+        loss.backward()
+
+    run_ranks(world_size, train)
+
+
+def test_one_group_may_hold_weights_with_masters_of_different_dtypes():
+    wide = onefold.Precision(master=torch.float64)
+    modules = [nn.Linear(16, 16).to(torch.bfloat16), nn.Linear(4, 4).to(torch.bfloat16)]
+    both = [p for module in modules for p in module.parameters()]
+    optimizer = torch.optim.AdamW(both, lr=0.1)
+    onefold.shard(modules[0], optimizer)
+    onefold.shard(modules[1], optimizer, precision=wide)
+    before = [parameter.detach().clone() for parameter in both]
+    for module in modules:
+        module(torch.ones(1, module.in_features, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    moved = [not torch.equal(b, p) for b, p in zip(before, both, strict=True)]
+    assert all(moved)
+
+
+def test_a_grad_scale_left_to_the_optimizer_is_used():
+    def stepped(scale):
+        torch.manual_seed(0)
+        module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.5, eps=1.0, fused=True)
+        onefold.shard(module, optimizer)
+        optimizer.grad_scale = scale
+        module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        return module.weight.detach()
+
+    assert not torch.equal(stepped(torch.tensor(4.0)), stepped(None))
+
+
+class Sum(nn.Module):
+    """The gradient of each element is its factor, whatever the weights are."""
+
+    def __init__(self, *numels):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(n).to(torch.bfloat16) for n in numels)
+
+    def forward(self, factors):
+        return sum((w * f).sum() for w, f in zip(self.weights, factors, strict=True))
+
+
+def factors_of(module, step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(w.shape, generator=generator).to(w.dtype) for w in module.weights]
+
+
+def two_groups(parameters, **options):
+    first, *others = parameters
+    return torch.optim.AdamW(
+        [{"params": [first]}, {"params": others, "lr": 3e-2, "betas": (0.8, 0.9)}], **options
+    )
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(torch.optim.AdamW, weight_decay=0.1),
+        partial(torch.optim.Adam, weight_decay=0.1, maximize=True),
+        partial(torch.optim.AdamW, lr=torch.tensor(1e-2)),
+        partial(torch.optim.AdamW, amsgrad=True),  # no blocks: the class's own step
+        two_groups,
+    ],
+)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (2, 0), (2, 2), (3, 3)])
+def test_narrow_weights_are_stepped_with_the_bits_of_torchs_fused_step_on_masters(
+    build, world_size, stage, monkeypatch
+):
+    monkeypatch.setattr(adam, "CPU_BLOCK_NUMEL", 64)
+    numels = (1000, 48, 7)
+
+    def train(rank):
+        module = seeded(Sum, *numels)
+        optimizer = build(module.parameters())
+        onefold.shard(module, optimizer, stage=stage)
+        for step in range(3):
+            with onefold.unsharded(module):
+                factors = factors_of(module, step)
+            module(factors).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with onefold.unsharded(module):
+            return [weight.detach().clone() for weight in module.weights]
+
+    plain = seeded(Sum, *numels)
+    masters = [weight.detach().float().requires_grad_() for weight in plain.weights]
+    optimizer = build(masters, fused=True)
+    for step in range(3):
+        for master, factor in zip(masters, factors_of(plain, step), strict=True):
+            master.grad = factor.float()
+        optimizer.step()
+    for weights in run_ranks(world_size, train):
+        for weight, master in zip(weights, masters, strict=True):
+            assert torch.equal(weight, master.detach().to(torch.bfloat16))
+
+
+def test_a_step_in_blocks_takes_one_block_of_memory_not_a_copy_of_the_gradients(monkeypatch):
+    monkeypatch.setattr(adam, "kernel", lambda: None)  # which takes none
+    numel = 8 * adam.CPU_BLOCK_NUMEL
+    master, weight = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    rule = adam.BlockedAdam.of(optimizer, optimizer.param_groups[0])
+    state = {}
+    rule.step(master, torch.ones_like(weight), weight, state)
+    grad = torch.ones_like(weight)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        rule.step(master, grad, weight, state)
+    taken = sum(max(0, event.self_cpu_memory_usage) for event in profiled.key_averages())
+    assert taken < 1.1 * 4 * adam.CPU_BLOCK_NUMEL
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_masters_follow_a_loaded_state_dict(stage):
+    def train(rank):
+        module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        onefold.shard(module, optimizer, stage=stage)
+        loaded = torch.arange(64.0).view(8, 8).to(torch.bfloat16)
+        module.load_state_dict({"weight": loaded})
+        module(torch.zeros(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        with onefold.unsharded(module):
+            assert torch.equal(module.weight, loaded)
+
+    run_ranks(2, train)
+
+
+@pytest.mark.parametrize("scaler_class", [onefold.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("overflowing_rank", [0, 2])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(scaler_class, stage, overflowing_rank):
+    def train(rank):
+        module = seeded(Model)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        onefold.shard(module, optimizer, stage=stage, precision="fp16")
+        scaler = scaler_class(device="cpu", init_scale=256.0)
+        scales, weights = [], []
+        for step, batch in enumerate(token_batches()):
+            loss = next_token_loss(module, cut(batch, 3)[rank])
+            if step == 1 and rank == overflowing_rank:
+                loss = loss * torch.tensor(float("inf"))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            with onefold.unsharded(module):
+                weights.append(module.head.weight.detach().clone())
+        assert scales == [256.0, 128.0, 128.0]
+        assert not torch.equal(weights[0], module_start)
+        assert torch.equal(weights[1], weights[0])
+        assert not torch.equal(weights[2], weights[1])
+        assert weights[2].isfinite().all()
+        return weights[2]
+
+    module_start = seeded(Model).head.weight.detach()
+    results = run_ranks(3, train)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_scale_reaches_ranks_that_hold_no_rows():
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.weight = nn.Parameter(torch.ones(1, 4))
+
+        def forward(self, x):
+            return (self.scale * self.weight * x).sum()
+
+    def train(rank):
+        module = One()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=3)
+        scaler = onefold.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(module(torch.tensor(float("inf") if rank == 1 else 1.0))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), module.weight.full_tensor()
+
+    for scale, weight in run_ranks(3, train):
+        assert scale == 2.0
+        assert torch.equal(weight, torch.ones(1, 4))
+
+
+def test_buffers_are_cast_only_when_asked():
+    class WithBuffer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.ones(4))
+
+        def forward(self, x):
+            return self.linear(x) + self.mean.to(x.dtype)
+
+    kept = onefold.shard(WithBuffer(), precision="bf16")
+    assert kept.mean.dtype == torch.float32
+    precision = onefold.Precision(compute=torch.bfloat16, buffers=torch.bfloat16)
+    cast = onefold.shard(WithBuffer(), precision=precision)
+    assert cast.mean.dtype == torch.bfloat16
+    assert cast(torch.ones(2, 4)).dtype == torch.bfloat16
+
+
+def test_faces_show_masters_and_compute_sees_the_compute_dtype():
+    def run(rank):
+        seen = {}
+        module = seeded(Model)
+        onefold.shard(module, stage=3, precision="bf16")
+        module.head.register_forward_pre_hook(
+            lambda m, args: seen.update(weight=m.weight.dtype, x=args[0].dtype)
+        )
+        next_token_loss(module, token_batches()[0]).backward()
+        assert seen == {"weight": torch.bfloat16, "x": torch.bfloat16}
+        assert isinstance(module.head.weight, DTensor)
+        assert module.head.weight.dtype == module.head.weight.grad.dtype == torch.float32
+
+    run_ranks(2, run)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("choice", "hint"), [("bf61", "did you mean 'bf16'"), (16, "None"), ("int8", "hint:")]
+)
+def test_an_unknown_precision_is_refused_with_the_nearest_name(choice, hint):
+    with pytest.raises(onefold.ConfigError, match=hint):
+        onefold.shard(nn.Linear(2, 2), precision=choice)
+
+
+def test_a_precision_of_integers_is_refused():
+    with pytest.raises(onefold.ConfigError, match=r"Precision\.compute"):
+        onefold.Precision(compute=torch.int8)

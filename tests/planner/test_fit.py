@@ -1,0 +1,155 @@
+"""One memory model: runs and plans choose alike, and no choice exceeds its room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from onefold.config import stage_of
+from onefold.fit.bounds import ACTIVATIONS_SHARE, Limit, RankMemory, Users, room_of
+from onefold.fit.choices import lowest_stage
+from onefold.fit.kept_units import most_nbytes, spread
+from onefold.fit.lines import Line, fill
+from onefold.fit.shares import Capacity, rooms_of
+from onefold.planner.conditions import Conditions
+from onefold.planner.estimate import bare
+from onefold.planner.expectation import needs_of
+from onefold.planner.mixed import DeviceKind, MixedJob
+from onefold.recipe import Member, Recipe, UnitRecipe
+from onefold.wire.collectives import Group
+from tests.support.free_memory import has_free
+
+STATE = 1 << 40
+rooms_of_ranks = st.lists(st.floats(0.0, 1.5), min_size=1, max_size=5)
+sizes_of_units = st.lists(st.integers(1, 100), min_size=1, max_size=12)
+
+
+def run_shares(rooms: list[float]) -> Any:
+    """The shares of a run whose ranks have room for these parts of the state."""
+    lines = [Line("cpu", round(room * STATE / (1 - ACTIVATIONS_SHARE)), 0, STATE) for room in rooms]
+    return Capacity(tuple((line,) for line in lines)).best
+
+
+def fractions(weights: tuple[int, ...] | None, count: int) -> list[float]:
+    whole = weights or (1,) * count
+    return [weight / sum(whole) for weight in whole]
+
+
+# shares
+
+
+def test_ranks_with_little_room_are_full_to_a_part_and_the_others_share_the_rest():
+    assert fill((0.5, 0.3, 0.3)) == run_shares([0.5, 0.3, 0.3]) == (10, 7, 7)
+    assert fill((1.0, 1.0, 0.1)) == (29, 29, 6), "equal ranks have equal shares"
+    assert fill((1.0, 1.0, 1.0)) is None
+
+
+@given(rooms_of_ranks)
+def test_fill_never_exceeds_a_limit(rooms):
+    if sum(min(1.0, room) for room in rooms) < 1 + 1e-6:
+        return
+    for share, room in zip(fractions(fill(rooms), len(rooms)), rooms, strict=True):
+        assert share <= room + 1e-12
+
+
+@given(rooms_of_ranks)
+def test_runs_fill_shares_by_the_same_function_as_plans(rooms):
+    bounded = [min(1.0, room) for room in rooms]
+    if sum(bounded) < 1 + 1e-6:
+        return
+    found = fractions(run_shares(rooms), len(rooms))
+    for share, planned in zip(found, fractions(fill(rooms), len(rooms)), strict=True):
+        assert share == pytest.approx(planned, abs=1 / 32), "a byte more or less is a part"
+
+
+MEMBER = Member("weight", (256, 256), torch.float32, torch.float32)
+UNITS = tuple(UnitRecipe(str(n), (MEMBER,)) for n in range(8))
+
+
+@settings(max_examples=25, deadline=None, phases=(Phase.generate,))
+@given(st.lists(st.integers(2_000_000, 14_000_000), min_size=2, max_size=5))
+def test_runs_and_plans_choose_the_same_shares_in_the_same_memories(memories):
+    """A plan without activations, in the part of memory that a run leaves for the rest."""
+    world = len(memories)
+    recipe = Recipe(world_size=world, local_world_size=world, units=UNITS)
+    memory = RankMemory(torch.device("cpu"), 1, Group.of(None))
+    line, _ = rooms_of(recipe, needs_of, memory, {})[0]
+    rooms = [[(line, (Limit("host", str(n), free),))] for n, free in enumerate(memories)]
+    capacity = Capacity.of(rooms, world)
+    if sum(capacity.most(ACTIVATIONS_SHARE)) < 1.01:
+        return
+    kinds = tuple(
+        DeviceKind(str(rank), rank, 1, 1, {"device": room_of(free)}, None)
+        for rank, free in enumerate(memories)
+    )
+    trace = bare(UNITS)
+    job = MixedJob(
+        kinds=kinds, recipe=recipe, rows=1, tokens=1, conditions=Conditions(),
+        near=lambda _: trace, exact=lambda _: trace,
+    )  # fmt: skip
+    if job.equal().fits:
+        assert job.best().weights is None
+    elif job._made((1,) * world, capacity.best).fits:  # else a plan refines them
+        assert job.best().weights == capacity.best
+
+
+# units
+
+
+@given(sizes_of_units, st.integers(0, 1500), st.integers(0, 4))
+def test_units_that_stay_and_the_moving_ones_never_exceed_the_room(sizes, room, moving):
+    stays = spread(sizes, room, moving)
+    assert not stays or most_nbytes(sizes, stays, moving) <= room
+    if sum(sizes) <= room:
+        assert len(stays) == len(sizes)
+
+
+@given(sizes_of_units, st.integers(0, 4))
+def test_more_room_never_keeps_fewer_bytes(sizes, moving):
+    kept = [sum(sizes[i] for i in spread(sizes, room, moving)) for room in range(0, 1300, 13)]
+    assert kept == sorted(kept)
+
+
+# bounds
+
+
+def limits(host: str, *names: str, free: int = 900, local: int = 3) -> tuple[Limit, ...]:
+    return tuple(Limit(host, name, free, local) for name in names)
+
+
+def test_a_limit_that_all_ranks_of_a_host_name_is_shared_with_those_that_did_not_meet():
+    met = [limits("a", "host"), limits("a", "host"), limits("b", "host", local=1)]
+    users = Users.of(met)
+    assert [users.part(each) for each in met] == [300, 300, 900]
+
+
+def test_ranks_in_containers_of_their_own_do_not_divide_them():
+    met = [(*limits("a", "host", free=9000), *limits("a", f"container {n}")) for n in range(3)]
+    users = Users.of(met)
+    assert [users.part(each) for each in met] == [900, 900, 900]
+
+
+def test_a_device_is_divided_only_by_the_ranks_that_name_it():
+    assert Users.of([limits("a", "cuda:0", local=1)]).part(limits("a", "cuda:0", local=1)) == 900
+
+
+# stages
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_run_takes_the_first_stage_that_a_plan_of_the_same_free_bytes_lets_fit(
+    world_size, monkeypatch
+):
+    recipes = [
+        Recipe(stage=stage_of(number), world_size=world_size, units=UNITS[:8])
+        for number in (0, 1, 3)
+    ]
+    memory = RankMemory(torch.device("cpu"), world_size, Group.of(None))
+    for free in range(1_000_000, 20_000_000, 1_000_000):
+        has_free(monkeypatch, free * world_size)
+        fits = [each for each in recipes if needs_of(each)["cpu"] <= room_of(free)]
+        assert lowest_stage(recipes, needs_of, memory)[0] == (fits[0] if fits else None)

@@ -1,0 +1,650 @@
+"""The page of a report: complete, self-contained, well-formed, right, and quiet in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import onefold
+from onefold.errors import ConfigError
+from onefold.recording.page import MAX_COLUMNS, MAX_POINTS, averaged, contents, page
+from onefold.recording.record_files import read, write
+from onefold.recording.run_report import PlanLines, RankLine, RunReport, Training
+from onefold.recording.step_record import TORCH, Change
+from onefold.recording.words import KINDS, VERBS
+from onefold.text import format_bytes, format_share
+from tests.support import made_up
+from tests.support.commands import onefold as command
+from tests.support.forking import HANG_S
+from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.ranks import run_ranks, seeded
+
+pytestmark = pytest.mark.timeout(120)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, found none on PATH")
+
+
+def recorded_step(rank):
+    """A module of two ranks, and the record of its one step."""
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters())
+    onefold.shard(module, optimizer, stage=3)
+    with onefold.record(module) as recording:
+        next_token_loss(module, token_batches(1)[0].chunk(2)[rank]).backward()
+        optimizer.step()
+    return module, recording
+
+
+def real_report() -> RunReport:
+    """A step of two ranks."""
+
+    def body(rank):
+        return recorded_step(rank)[1].step
+
+    return RunReport.of(run_ranks(2, body), about={"model": "blocks", "stage": 3})
+
+
+REPORTS = {
+    "made up": made_up.report,
+    "with a plan": lambda: made_up.report(plan=made_up.plan()),
+    "with no more than a step": lambda: RunReport.of([made_up.record()], about={}),
+    "real": real_report,
+}
+
+
+class Strict(HTMLParser):
+    """Builds a tree of elements; every element but a void one must be closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.builder = ElementTree.TreeBuilder()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        assert len(dict(attrs)) == len(attrs)
+        self.builder.start(tag, {name: value or "" for name, value in attrs})
+        if tag in ("meta", "link"):
+            self.builder.end(tag)
+        else:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        self.builder.end(tag)
+
+    def handle_data(self, data):
+        if self.open:
+            self.builder.data(data)
+
+
+def tree(text: str) -> ElementTree.Element:
+    assert text.startswith("<!DOCTYPE html>\n")
+    parser = Strict()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    return parser.builder.close()
+
+
+def parsed(report: RunReport) -> ElementTree.Element:
+    """The page as it lies in its file."""
+    return tree(page(report))
+
+
+def drawn(report: RunReport, folder: Path) -> ElementTree.Element:
+    """The page as a browser has drawn it, without a word on the console."""
+    write(folder, report, [report.step])
+    done = browse(folder, "--dump-dom")
+    assert "CONSOLE" not in done.stderr
+    return tree(done.stdout.replace("<!DOCTYPE html>", "<!DOCTYPE html>\n", 1).strip())
+
+
+def text_of(node: ElementTree.Element) -> str:
+    return "".join(node.itertext())
+
+
+def with_class(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    return [node for node in root.iter() if name in node.get("class", "").split()]
+
+
+def table_of(root: ElementTree.Element, section: str) -> dict[str, list[str]]:
+    """The cells of a section's rows, by the row's heading."""
+    (found,) = [node for node in root.iter("section") if node.get("id") == section]
+    rows = [["".join(cell.itertext()) for cell in row] for row in found.iter("tr")]
+    return {name: cells for name, *cells in rows}
+
+
+@pytest.mark.parametrize("build", REPORTS.values(), ids=REPORTS)
+def test_a_page_is_well_formed_and_refers_to_nothing_outside_itself(build):
+    text = page(build())
+    root = tree(text)
+    for node in root.iter():
+        assert "src" not in node.attrib
+        assert "style" not in node.attrib
+        for name in ("href", "data", "action", "poster"):
+            assert node.attrib.get(name, "#").startswith(("#", "data:"))
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", text)
+    assert not re.search(r"\{\{|\}\}", text.partition("<script")[0])
+
+
+@needs_chromium
+@pytest.mark.parametrize("build", REPORTS.values(), ids=REPORTS)
+def test_every_chart_has_a_title_a_description_a_legend_and_words_for_screen_readers(
+    tmp_path, build
+):
+    found = [node for node in drawn(build(), tmp_path).iter("figure")]
+    assert len(found) >= 3
+    for figure in found:
+        (chart,) = with_class(figure, "chart")
+        assert chart.get("role") == "img"
+        assert chart[0].tag == "title"
+        assert chart[0].text
+        assert chart[1].tag == "desc"
+        assert chart[1].text
+        assert chart.get("aria-label") == f"{chart[0].text}: {chart[1].text}"
+        assert text_of(with_class(figure, "legend")[0])
+
+
+@needs_chromium
+def test_names_are_text_whatever_they_are(tmp_path):
+    report = made_up.report(plan=made_up.plan())
+    root = drawn(report, tmp_path)
+    assert made_up.AWKWARD in text_of(with_class(root, "timeline")[0])
+    assert made_up.AWKWARD in table_of(root, "units")
+    assert made_up.AWKWARD in table_of(root, "sent")
+    scripts = [node for node in root.iter("script") if node.get("type") is None]
+    assert len(scripts) == 1
+    assert "alert" not in (scripts[0].text or "")
+
+
+NAMES = (
+    "</script>", "<!--", "<!--<script>", '"', "'", "&amp;", "{{data}}", "{{title}}", "\u2028", "\\",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_cannot_end_an_element_an_attribute_or_the_data(name):
+    record = made_up.record()
+    spans = tuple(replace(span, unit=name) for span in record.spans)
+    report = made_up.report(about={"model": name, name: name}, step=replace(record, spans=spans))
+    root = parsed(report)
+    assert root.findtext(".//h1") == f"{name}, 2 ranks"
+    (data,) = [node for node in root.iter("script") if node.get("id") == "data"]
+    assert json.loads(data.text or "") == json.loads(json.dumps(contents(report)))
+
+
+@needs_chromium
+def test_names_that_end_elements_are_drawn_as_they_are(tmp_path):
+    root = drawn(made_up.report(about=dict.fromkeys(NAMES, "x")), tmp_path)
+    facts = [text_of(node) for node in with_class(root, "facts")[0].iter("dt")]
+    assert facts[: len(NAMES)] == list(NAMES)
+
+
+def test_a_title_has_the_model_the_stage_and_the_ranks():
+    title = "blocks: stage 3 over 2 ranks"
+    report = made_up.report(about={"model": "blocks", "stage": 3})
+    assert report.title == title
+    assert parsed(report).findtext(".//h1") == title
+    assert (parsed(report).findtext(".//title") or "").startswith(title)
+    alone = replace(made_up.record(), world_size=1)
+    assert RunReport.of([alone], about={}).title == "one training step, 1 rank"
+
+
+def waiting(*shares: float) -> RunReport:
+    """Ranks that wait for these shares of a step of a second; no step runs in the background."""
+    lines = tuple(RankLine(n, 1.0, 1 - s, s, 0, {}, {}) for n, s in enumerate(shares))
+    return made_up.report(ranks=lines, step=replace(made_up.record(), spans=()))
+
+
+def test_a_sentence_says_how_long_the_step_waits_and_for_whom():
+    assert waiting(0.34, 0.01).diagnosis == "34 % of the step waits: rank 0 for rank 1."
+    assert waiting(0.1, 0.02, 0.5).diagnosis == "50 % of the step waits: rank 2 for rank 1."
+    assert waiting(0.3, 0.4).diagnosis == (
+        "40 % of the step waits: every rank for messages of the others."
+    )
+    assert waiting(0.3).diagnosis == ("30 % of the step waits: rank 0 for messages of the others.")
+    assert waiting(0.01, 0.02).diagnosis == "The step computes: only 2 % of it waits."
+    # made up: 4 ms of waits for collectives, 8 ms for steps in the background
+    assert (
+        made_up.report().diagnosis == "12 % of the step waits for optimizer steps on another tier."
+    )
+
+
+@needs_chromium
+def test_stage_0_is_drawn_beside_the_ranks(tmp_path):
+    mib = made_up.MIB
+    stage0 = {"weight": 40 * mib, "master": 0, "grad": 40 * mib, "optimizer": 80 * mib}
+    report = made_up.report(stage0=stage0, about={"model": "blocks", "stage": 3})
+    root = drawn(report, tmp_path)
+    (figure,) = with_class(root, "ranks")
+    peak = report.step.peaks["device"]
+    torch_nbytes = report.ranks[0].at_peak[TORCH]
+    whole = 160 * mib + torch_nbytes
+    texts = [text_of(node) for node in figure.iter("text")]
+    assert texts[0] == f"stage 0{format_bytes(whole)}, computed"
+    less = format_share(1 - peak / whole)
+    assert texts[1:3] == [
+        f"rank {rank}{format_bytes(peak)}, {less} less than stage 0" for rank in (0, 1)
+    ]
+    assert "instead of 160 MiB at stage 0" in text_of(figure)
+    widths = [float(node.get("width", "")[:-1]) for node in with_class(figure, "bar")]
+    assert widths[:3] == pytest.approx([100 * n * mib / whole for n in (40, 80, 40)], abs=0.01)
+    assert sum(widths[3:]) == pytest.approx(2 * 100 * peak / whole, abs=0.05)
+    (ghost,) = [node for node in with_class(figure, "ghost") if node.get("x")]
+    assert float(ghost.get("width", "")[:-1]) == pytest.approx(100 * torch_nbytes / whole, abs=0.01)
+
+
+@needs_chromium
+def test_stage_0_is_not_compared_with_itself(tmp_path):
+    report = made_up.report(stage0={"weight": made_up.MIB}, about={"model": "blocks", "stage": 0})
+    (figure,) = with_class(drawn(report, tmp_path), "ranks")
+    assert "stage 0" not in text_of(figure)
+
+
+def test_bytes_at_the_peak_of_a_rank_sum_to_the_peak():
+    for build in REPORTS.values():
+        for line in build().ranks:
+            assert sum(line.at_peak.values()) == line.peak_by_tier["device"]
+
+
+def test_a_saved_recording_has_the_bytes_of_stage_0(tmp_path):
+    def body(rank):
+        module, recording = recorded_step(rank)
+        recording.save(tmp_path / str(rank))
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    numel = run_ranks(2, body)[0]
+    stage0 = read(tmp_path / "1").stage0
+    assert stage0["weight"] == stage0["grad"] >= 4 * numel
+    assert stage0["optimizer"] == 2 * stage0["weight"]
+
+
+@needs_chromium
+def test_every_kind_and_verb_that_occurs_has_its_words_beside_its_colour(tmp_path):
+    report = made_up.report()
+    root = drawn(report, tmp_path)
+    rows = {text_of(row) for row in root.iter("th") if row.get("scope") == "row"}
+    for series in report.step.series:
+        where = {"device": "", "cpu": ", CPU memory", "disk": ", disk"}[series.tier]
+        assert KINDS[series.kind] + where in rows
+    for span in report.step.spans:
+        if span.stream != "phase":
+            assert VERBS.get(span.verb, span.verb) in rows
+    keys = [node[0].get("fill") for node in with_class(root, "key") if node[0].tag == "rect"]
+    assert len(keys) > 40
+    style = next(root.iter("style")).text or ""
+    for color in {*keys, *(f"var(--{word})" for word in (*KINDS, *VERBS))}:
+        assert color is not None
+        assert f"{color[4:-1]}:" in style
+    kinds = {KINDS[series.kind] for series in report.step.series if series.tier == "device"}
+    verbs = {VERBS.get(span.verb, span.verb) for span in report.step.spans}
+    for figure, expected in (("memory", kinds), ("timeline", verbs)):
+        (legend,) = with_class(with_class(root, figure)[0], "legend")
+        assert {text_of(entry) for entry in legend} == expected
+    lanes = [node.text for node in with_class(root, "lane")]
+    assert lanes[0] == "phase"
+    assert {"compute", "gather weights", "gather weights 2", "reduce gradients", "novel"} < {*lanes}
+
+
+@pytest.mark.parametrize("build", REPORTS.values(), ids=REPORTS)
+def test_stacked_layers_sum_to_what_is_held_at_every_moment(build):
+    report = build()
+    record = report.step
+    memory = record.memory
+    stacks = contents(report)["memory"]
+    tiers = {series.tier for series in record.series}
+    assert {stack["tier"] for stack in stacks} == tiers
+    for stack in stacks:
+        indices = [i for i, series in enumerate(record.series) if series.tier == stack["tier"]]
+        held = [sum(memory.nbytes[i][m] for i in indices) for m in range(len(memory.times))]
+        assert stack["times"] == pytest.approx(memory.times, abs=1e-7)
+        assert [sum(column) for column in zip(*stack["layers"], strict=True)] == held
+        assert stack["peaks"] == [max(layer) for layer in stack["layers"]]
+
+
+@needs_chromium
+def test_tables_have_the_numbers_of_the_report(tmp_path):
+    report = made_up.report(plan=made_up.plan())
+    root = drawn(report, tmp_path)
+    held = table_of(root, "memory")
+    assert held["all kinds, device memory"][0] == format_bytes(report.step.peaks["device"])
+    assert held["all kinds, disk"][0] == format_bytes(report.step.peaks["disk"])
+    weights = report.step.memory.nbytes[0]
+    assert held[KINDS["weight"]][::2] == [format_bytes(max(weights)), format_bytes(weights[-1])]
+    time = table_of(root, "timeline")
+    assert time["gather of weights"] == ["4", "34.0 ms", "34 %", "4.00 MiB"]
+    assert time["optimizer step, in the background"][:2] == ["4", "32.0 ms"]
+    assert time["optimizer step"][:2] == ["1", "8.00 ms"]
+    sent = table_of(root, "sent")
+    assert sent["weights (gather)"][:2] == ["8", "4.00 MiB"]
+    assert sent["all collectives"][:2] == ["13", "12.0 MiB"]
+    assert table_of(root, "ranks")["rank 1"][0] == "101 ms"
+    assert table_of(root, "ranks")["rank 1"][5] == "3.00 GiB"
+    plan = table_of(root, "plan")
+    assert plan["tomorrow"] == ["1 bytes", "0 bytes"]
+    assert plan["all kinds, at the peak"] == ["40.0 MiB", "56.0 MiB"]
+    assert table_of(root, "units")[made_up.AWKWARD][:3] == ["2", "786 k", "3.00 MiB"]
+    facts = {node.text for node in root.iter("dt")}
+    assert {"cores", "memory", "onefold", "stage"} <= facts
+    figures = dict(zip(*([node.text for node in with_class(root, "figures")[0].iter(tag)][::step]
+                         for tag, step in (("dt", 1), ("dd", 2))), strict=True))  # fmt: skip
+    assert figures["recorded step"] == "100 ms"
+    assert figures["speed"] == "10,240"
+    assert figures["last loss"] == "0.938"
+
+
+def test_times_of_the_step_are_summed_over_all_spans():
+    times = {tuple(each[:2]): each[2:] for each in contents(made_up.report())["times"]}
+    assert times["gather", "gather"] == pytest.approx((4, 0.034, 4 * made_up.MIB))
+    assert times["step", "background"] == pytest.approx((4, 0.032, 0))
+    assert times["step", "phase"] == pytest.approx((1, 0.008, 0))
+
+
+@needs_chromium
+def test_sections_without_content_are_left_out(tmp_path):
+    def ids(report, name):
+        return {node.get("id") for node in drawn(report, tmp_path / name).iter("section")}
+
+    bare = ids(REPORTS["with no more than a step"](), "bare")
+    whole = ids(made_up.report(plan=made_up.plan()), "whole")
+    assert whole == bare | {"training", "plan", "units", "facts"}
+
+
+def test_a_thousand_times_as_many_moments_draw_no_more_columns_and_keep_the_peak():
+    own = made_up.record()
+    many = [Change(own.seconds * n / 50_000, n % 3, (n * 7919) % 100_003) for n in range(50_000)]
+    record = replace(own, changes=tuple(many))
+    report = made_up.report(step=record)
+    (stack,) = contents(report)["memory"]
+    assert len(stack["times"]) <= MAX_COLUMNS + 1
+    assert max(map(sum, zip(*stack["layers"], strict=True))) == record.peaks["device"]
+    assert stack["peaks"] == [max(record.memory.nbytes[i]) for i in range(3)]
+    assert [layer[-1] for layer in stack["layers"]] == [n[-1] for n in record.memory.nbytes[:3]]
+    assert len(page(report)) < 600_000
+
+
+def test_a_curve_of_many_steps_is_averaged_and_leaves_out_what_is_not_finite():
+    assert averaged([3.0, None, float("nan"), 5.0]) == [(0, 3.0), (3, 5.0)]
+    assert averaged([]) == []
+    for steps in (MAX_POINTS, MAX_POINTS + 1, 10 * MAX_POINTS, 12_345):
+        points = averaged([float(step) for step in range(steps)])
+        assert len(points) <= MAX_POINTS
+        assert all(x == y for x, y in points)
+
+
+@needs_chromium
+def test_a_loss_is_smoothed_between_its_own_bounds(tmp_path):
+    losses = tuple(4 + (-1) ** step / 2 for step in range(96))
+    root = drawn(made_up.report(training=Training(0, losses, (0.1,) * 96, 1, 3.8)), tmp_path)
+    chart = with_class(with_class(root, "curve")[0], "chart")[0]
+
+    def heights(name):
+        (curve,) = with_class(chart, name)
+        return [float(y) for y in re.findall(r",([\d.]+)", curve.get("d", ""))]
+
+    own, smooth = heights("faint"), heights("line")
+    assert len(own) == len(smooth) == 96
+    assert max(own) - min(own) > 150  # of 200: no room is lost below the lowest loss
+    middle = smooth[10:-10]
+    assert max(middle) - min(middle) < 0.2 * (max(own) - min(own))
+    levels = [float(node.text or "") for node in with_class(chart, "axis")[:3]]
+    assert all(3.5 <= level <= 4.5 for level in levels)
+
+
+def test_the_predicted_line_stands_where_the_plans_units_were_computed():
+    report = made_up.report(plan=made_up.plan())
+    found = contents(report)["predicted"]
+    spans = {(s.start, s.stop): (s.verb, s.unit) for s in report.step.spans if s.verb != "wait"}
+    assert [spans[start, stop] for start, stop, _ in found] == [
+        *(("forward", unit) for unit in made_up.UNITS),
+        *(("backward", unit) for unit in made_up.UNITS[::-1]),
+        ("step", ""),
+    ]
+    assert found[1][2] == 21 * made_up.MIB
+    assert contents(made_up.report())["predicted"] == []
+
+
+@needs_chromium
+def test_a_plan_with_no_prediction_leaves_the_line_out(tmp_path):
+    report = made_up.report(plan=PlanLines(stage=2))
+    assert contents(report)["predicted"] == []
+    root = drawn(report, tmp_path)
+    assert "Chosen: stage 2." in text_of(root)
+    assert with_class(root, "predicted") == []
+
+
+# the command
+
+
+def test_report_draws_the_page_again_and_prints_a_summary(tmp_path):
+    write(tmp_path, made_up.report(plan=made_up.plan()), [made_up.record()])
+    drawn = (tmp_path / "index.html").read_text()
+    (tmp_path / "index.html").unlink()
+    done = command("report", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "index.html").read_text() == drawn
+    assert "rank 1" in done.stdout
+    assert "peak on disk" in done.stdout
+    told = json.loads(command("report", str(tmp_path), "--json").stdout)
+    assert told["page"] == str(tmp_path / "index.html")
+    assert told["sent"]["gather"] == {"calls": 8, "nbytes": 4 * made_up.MIB}
+    assert len(told["ranks"]) == 2
+
+
+def test_a_page_is_drawn_without_torch(tmp_path):
+    write(tmp_path, made_up.report(), [made_up.record()])
+    code = (
+        "import sys; from onefold.app.cli.main import main; "
+        f"main(['report', {str(tmp_path)!r}, '--json']); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+DAMAGES = {
+    "no file": (None, "report.json in"),
+    "no JSON": ("{", "an undamaged"),
+    "no object": ("[]", "an undamaged"),
+    "no step": ('{"format": 1, "about": {}}', "no 'step'"),
+    "another shape": ('{"format": 1, "about": [], "step": 3}', "an undamaged"),
+    "a newer format": ('{"format": 2}', "format 2"),
+    "a format that is none": ('{"format": "x"}', "an undamaged"),
+}
+
+
+@pytest.mark.parametrize(("text", "told"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_no_report_is_one_line_and_exit_code_2(tmp_path, text, told):
+    if text is not None:
+        (tmp_path / "report.json").write_text(text)
+    done = command("report", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("onefold report: expected ")
+    assert told in line
+    assert "(hint: " in line
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = command("train", "--steps", "1", "--report", str(tmp_path / "file"))
+    assert done.returncode == 2
+    assert "a directory to write a report to" in done.stderr
+
+
+DAMAGED_PLANS = {
+    "a timeline of numbers": {"predicted": {"timeline": [1, 2]}},
+    "no phase": {"predicted": {"timeline": [{"unit": "x", "nbytes_by_kind": {}}]}},
+    "bytes that are words": {"predicted": {"by_kind": {"weight": "many"}}},
+    "a list": [],
+}
+
+
+@pytest.mark.parametrize("plan", DAMAGED_PLANS.values(), ids=DAMAGED_PLANS)
+def test_a_plan_that_cannot_be_read_is_one_line_too(tmp_path, plan):
+    told = {**made_up.report().as_json(), "plan": plan}
+    (tmp_path / "report.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match="an undamaged"):
+        read(tmp_path)
+
+
+@needs_chromium
+def test_a_step_in_which_nothing_was_seen_has_a_page_too(tmp_path):
+    empty = replace(made_up.record(), spans=(), changes=(), sent={})
+    root = drawn(RunReport.of([empty], about={}), tmp_path)
+    assert "Nothing: a world of one" in text_of(root)
+
+
+def test_train_writes_the_three_files_of_its_two_ranks(tmp_path):
+    arguments = ["--steps", "4", "--batch", "4", "--seq", "16", "--sample", "0", "--json"]
+    done = command("train", *arguments, "--report", str(tmp_path / "new" / "report"))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    folder = Path(told["report"]).parent
+    assert sorted(p.name for p in folder.iterdir()) == ["index.html", "report.json", "trace.json"]
+    report = read(folder)
+    assert report.recorded == 3
+    assert [line.rank for line in report.ranks] == [0, 1]
+    assert report.training is not None
+    assert len(report.training.losses) == len(report.training.seconds) == 4
+    assert report.training.losses == pytest.approx(told["losses"], abs=1e-6)
+    trace = json.loads((folder / "trace.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
+    assert page(report) == (folder / "index.html").read_text()
+
+
+# in a browser
+
+
+def browse(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    assert CHROMIUM is not None
+    return subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", *flags,
+            (folder / "index.html").as_uri(),
+        ],
+        capture_output=True, text=True, timeout=HANG_S, check=True,
+    )  # fmt: skip
+
+
+def of_an_older_version() -> RunReport:
+    """A report whose JSON has no bytes at the peak of a rank."""
+    ranks = [replace(line, at_peak={}) for line in made_up.report().ranks]
+    return made_up.report(ranks=tuple(ranks))
+
+
+BROWSED = {
+    **REPORTS,
+    "of an older version": of_an_older_version,
+    "with nothing seen": lambda: RunReport.of(
+        [replace(made_up.record(), spans=(), changes=(), sent={})], about={}
+    ),
+    "with one bad loss": lambda: made_up.report(training=Training(0, (None,), (), 1)),
+}
+
+
+@needs_chromium
+@pytest.mark.parametrize("build", BROWSED.values(), ids=BROWSED)
+def test_a_browser_draws_every_chart_without_a_word_on_its_console(tmp_path, build):
+    report = build()
+    root = drawn(report, tmp_path)
+    found = with_class(root, "chart")
+    tiers = {series.tier for series in report.step.series} if report.step.changes else ()
+    expected = bool(report.ranks[0].at_peak) + len(tiers) + 1
+    if report.training:
+        expected += 1 + bool(report.training.seconds)
+    assert len(found) == expected
+    assert all(with_class(chart, "base") for chart in found)
+    predicted = bool(report.plan and report.plan.predicted.timeline)
+    assert bool(with_class(root, "predicted")) == predicted
+
+
+@needs_chromium
+def test_the_edge_of_the_stack_is_at_the_total(tmp_path):
+    report = made_up.report(plan=made_up.plan())
+    root = drawn(report, tmp_path)
+    figures = with_class(root, "memory")
+    assert len(figures) == 3
+    stack = contents(report)["memory"][0]
+    areas = [node.get("d", "") for node in with_class(figures[0], "area")]
+    assert len(areas) == len(stack["layers"])
+    height, headroom = 300, 36
+    assert max(float(y) for y in re.findall(r",([\d.]+)", areas[0])) == height
+    top = min(float(y) for y in re.findall(r",([\d.]+)", areas[-1]))
+    assert top == pytest.approx(height * (1 - 1 / (1 + headroom / height)), abs=0.1)
+    peak = max(map(sum, zip(*stack["layers"], strict=True)))
+    assert f"peak {format_bytes(peak)}" in [node.text for node in with_class(figures[0], "mark")]
+
+
+PROBE = """<!DOCTYPE html><html><body><iframe src="index.html" width="%d" height="900"></iframe>
+<pre></pre><script>
+function shown(within) {
+  return [...within.querySelectorAll('text')]
+    .filter(node => getComputedStyle(node).visibility === 'visible' &&
+      getComputedStyle(node).display !== 'none')
+    .map(node => ({text: node.textContent, box: node.getBoundingClientRect()}));
+}
+function overlaps(chart) {
+  const texts = shown(chart);
+  return texts.flatMap(({text, box: a}, i) => texts.slice(i + 1).filter(({box: b}) =>
+    Math.min(a.right, b.right) > Math.max(a.left, b.left) + 1 &&
+    Math.min(a.bottom, b.bottom) > Math.max(a.top, b.top) + 3)
+    .map(other => `${text} and ${other.text}`));
+}
+const cut = page => shown(page).filter(({box}) => box.left < -1 ||
+  box.right > page.documentElement.clientWidth + 1).map(({text}) => text);
+addEventListener('load', () => {
+  const inner = document.querySelector('iframe'), page = inner.contentDocument;
+  const root = page.documentElement, chart = page.querySelector('.memory .chart');
+  const box = chart.getBoundingClientRect(), line = page.querySelector('.readout');
+  const wide = [...page.querySelectorAll('main *')].filter(node =>
+    !node.closest('.wide') && !node.closest('svg') &&
+    node.getBoundingClientRect().right > root.clientWidth + 1);
+  chart.dispatchEvent(new inner.contentWindow.PointerEvent('pointermove',
+    {clientX: box.left + box.width / 2, clientY: box.top + 50}));
+  document.querySelector('pre').textContent = JSON.stringify({
+    page: root.scrollWidth, room: root.clientWidth, chart: box.width, readout: line.textContent,
+    wide: wide.map(node => node.outerHTML.slice(0, 90)),
+    letters: Math.min(...[...page.querySelectorAll('body *')].map(
+      node => parseFloat(getComputedStyle(node).fontSize))),
+    overlaps: [...page.querySelectorAll('.chart')].flatMap(overlaps), cut: cut(page)});
+});</script></body></html>"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [360, 1280])
+def test_nothing_is_cut_off_and_letters_stay_readable(tmp_path, width):
+    write(tmp_path, made_up.report(plan=made_up.plan()), [made_up.record()])
+    write(tmp_path / "inner", made_up.report(plan=made_up.plan()), [made_up.record()])
+    (tmp_path / "inner" / "index.html").rename(tmp_path / "page.html")
+    (tmp_path / "index.html").write_text((PROBE % width).replace("index.html", "page.html"))
+    done = browse(tmp_path, "--dump-dom", "--allow-file-access-from-files")
+    found = json.loads(re.findall(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)[0])
+    assert "CONSOLE" not in done.stderr
+    assert found["wide"] == []
+    assert found["page"] <= found["room"]
+    assert found["chart"] > 0.7 * found["room"]
+    assert found["letters"] >= 12
+    assert found["overlaps"] == []
+    assert found["cut"] == []
+    assert re.match(r"50\.\d ms: [\d.]+ MiB = ", found["readout"])
+
+
+@needs_chromium
+def test_it_prints_on_paper(tmp_path):
+    write(tmp_path, made_up.report(plan=made_up.plan()), [made_up.record()])
+    target = tmp_path / "page.pdf"
+    browse(tmp_path, f"--print-to-pdf={target}", "--no-pdf-header-footer")
+    pages = len(re.findall(rb"/Type\s*/Page\b", target.read_bytes()))
+    assert 2 <= pages <= 6

@@ -1,0 +1,225 @@
+"""Weights that are never whole: used in row blocks, with the names and results of others."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import onefold
+from onefold import ConfigError, Offload, StateError
+from onefold.engine.registry import engine_of
+from tests.support.ranks import run_ranks, seeded
+
+ROWS, WIDTH = 131, 48
+
+
+class Wide(nn.Module):
+    """A large embedding, a large head (tied or not), and small layers between."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, WIDTH, padding_idx=3)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, ROWS, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        return self.head(x)
+
+
+TILE = 16 * WIDTH * 4
+
+
+def run(
+    offload: Any, *, tied: bool = False, world_size: int = 1, clip: bool = True, **options: Any
+):
+    def body(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+        module = seeded(Wide, tied)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        if offload is not None:
+            onefold.shard(module, optimizer, offload=offload, **options)
+        losses = []
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            tokens = torch.randint(0, ROWS, (6, 5), generator=generator).chunk(world_size)[rank]
+            loss = F.cross_entropy(module(tokens).float().flatten(0, 1), tokens.flatten())
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if world_size > 1:
+                dist.all_reduce(loss.data)
+            losses.append(loss.item() / world_size)
+        return losses, {name: whole(p) for name, p in module.named_parameters()}
+
+    return body
+
+
+def whole(p: Any) -> Tensor:
+    return (p.full_tensor() if isinstance(p, dist.tensor.DTensor) else p).detach().clone()
+
+
+def close(wanted: Any, got: Any, tolerance: float = 1e-5) -> None:
+    assert wanted[0] == pytest.approx(got[0], rel=tolerance)
+    assert wanted[1].keys() == got[1].keys()
+    for name, tensor in wanted[1].items():
+        torch.testing.assert_close(tensor, got[1][name], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_tiled_weights_train_as_whole_ones_do(world_size, tied, tmp_path):
+    wanted = run(None, tied=tied)(0)
+    offloads = [Offload("disk", "disk", disk=tmp_path, tile=TILE)]
+    if world_size > 1:
+        offloads += [Offload(tile=TILE), Offload("cpu", tile=TILE)]
+    for offload in offloads:
+        for got in run_ranks(world_size, run(offload, tied=tied, world_size=world_size)):
+            close(wanted, got)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tiles_are_stepped_in_backward_once_their_last_use_is_over(world_size, tmp_path):
+    early = Offload("disk", "disk", disk=tmp_path, tile=TILE, step_in_backward=True)
+    for tied in (False, True):
+        wanted = run(None, tied=tied, clip=False)(0)
+        for got in run_ranks(world_size, run(early, tied=tied, clip=False, world_size=world_size)):
+            close(wanted, got)
+
+
+def test_tiles_compute_in_bf16(tmp_path):
+    offload = Offload("disk", "disk", disk=tmp_path, tile=TILE)
+    body = run(offload, world_size=2, precision="bf16")
+    losses = run_ranks(2, body)[0][0]
+    assert losses == pytest.approx(run(None)(0)[0], rel=3e-2)
+
+
+def test_a_tiled_weight_is_never_whole(tmp_path):
+    def body(rank: int) -> None:
+        module = seeded(lambda: nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 8)))
+        optimizer = torch.optim.AdamW(module.parameters())
+        tile = 64 * 1024
+        onefold.shard(module, optimizer, units=list(module), offload=Offload(tile=tile))
+        module(torch.ones(4, 64)).sum().backward()
+        peak = onefold.report(module).memory["unsharded"]["device"].peak
+        assert peak < 3 * tile + 2 * 4096 * 4  # two tiles, and the biases of both layers
+
+    run_ranks(2, body)
+
+
+def test_names_shapes_and_state_dicts_are_those_of_whole_weights():
+    def body(rank: int) -> None:
+        module = seeded(Wide)
+        names = [(name, p.shape) for name, p in module.named_parameters()]
+        wanted = {name: value.clone() for name, value in module.state_dict().items()}
+        onefold.shard(module, offload=Offload(tile=TILE))
+        assert [(name, p.shape) for name, p in module.named_parameters()] == names
+        for name, value in module.state_dict().items():
+            assert torch.equal(value.full_tensor(), wanted[name])
+
+    run_ranks(2, body)
+
+
+def test_evaluation_frozen_weights_and_accumulation_work():
+    def body(rank: int) -> None:
+        plain, module = seeded(Wide), seeded(Wide)
+        plain.head.weight.requires_grad_(False)
+        module.head.weight.requires_grad_(False)
+        onefold.shard(module, offload=Offload(tile=TILE))
+        tokens = torch.arange(10).view(2, 5) * 13
+        with torch.no_grad():
+            torch.testing.assert_close(module(tokens), plain(tokens))
+        for _ in range(2):
+            module(tokens).square().mean().backward()
+            plain(tokens).square().mean().backward()
+        assert module.head.weight.grad is None
+        got = module.embed.weight.grad.full_tensor()
+        torch.testing.assert_close(got, plain.embed.weight.grad, rtol=1e-4, atol=1e-7)
+        assert not got[3].any()
+
+    run_ranks(2, body)
+
+
+def test_a_use_that_needs_the_weight_whole_is_refused_by_name():
+    class Odd(Wide):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.embed(tokens) @ self.head.weight.t()
+
+    def body(rank: int) -> None:
+        module = seeded(Odd)
+        onefold.shard(module, offload=Offload(tile=TILE))
+        with pytest.raises(StateError, match=r"head\.weight.*Linear or Embedding"):
+            module(torch.zeros(1, 2, dtype=torch.long))
+
+    run_ranks(2, body)
+
+
+def test_a_token_out_of_range_is_an_index_error_as_ever():
+    def body(rank: int) -> None:
+        module = seeded(Wide)
+        onefold.shard(module, offload=Offload(tile=TILE))
+        with pytest.raises(IndexError):
+            module(torch.full((1, 2), ROWS))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("tile", [0, -1, 2.5, "64MB", True])
+def test_a_tile_that_is_no_number_of_bytes_is_refused(tile):
+    with pytest.raises(ConfigError, match=r"Offload\.tile"):
+        Offload(tile=tile)
+
+
+def test_tiles_want_stage_three():
+    with pytest.raises(ConfigError, match="stage=3"):
+        onefold.shard(Wide(), stage=2, offload=Offload(tile=TILE))
+
+
+def test_a_disk_that_fails_under_a_tile_is_an_error_in_a_world_of_one(tmp_path, monkeypatch):
+    module = seeded(Wide)
+    onefold.shard(module, offload=Offload("disk", "disk", disk=tmp_path, tile=TILE))
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    module(tokens)
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    for _ in range(2):
+        with pytest.raises(onefold.TierError, match="EIO"):
+            module(tokens)
+
+
+def test_a_disk_that_fails_under_a_tile_is_an_error_on_every_rank(tmp_path, monkeypatch):
+    def body(rank: int) -> str:
+        module = seeded(Wide)
+        optimizer = torch.optim.AdamW(module.parameters())
+        offload = Offload("disk", "disk", disk=tmp_path, tile=TILE)
+        onefold.shard(module, optimizer, offload=offload)
+        tokens = torch.zeros(1, 2, dtype=torch.long)
+        module(tokens)
+        dist.barrier()
+        if rank == 1:
+            file = engine_of(module).context.tiers.weight.files[0]
+            os.close(file.fd)
+            file.fd = os.open(os.devnull, os.O_RDONLY)
+        dist.barrier()
+        with pytest.raises(onefold.TierError) as caught:
+            module(tokens)
+        return str(caught.value)
+
+    told = run_ranks(2, body)
+    assert told[0] == told[1]
+    assert "rank 1" in told[0]

@@ -1,0 +1,279 @@
+"""Laws of units: empty shards reduce, writes stay, units never mix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import onefold
+from onefold.errors import StateError, WireError
+from onefold.layout.ledger import Kind
+from tests.support.ranks import run_ranks, seeded
+
+WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
+SHARDED = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+class Uneven(nn.Module):
+    """Parameters with fewer rows than ranks, as many, and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(1, 3))
+        self.few = nn.Parameter(torch.randn(2, 3))
+        self.many = nn.Parameter(torch.randn(9, 3))
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.one.t()).sum(1) + (x @ self.few.t()).sum(1) + (x @ self.many.t()).sum(1)
+        return y * self.gain
+
+
+def sharded(stage: int = 3) -> tuple[Uneven, torch.optim.Optimizer]:
+    module = seeded(Uneven)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    onefold.shard(module, optimizer, stage=stage)
+    return module, optimizer
+
+
+def number(value: Tensor) -> float:
+    value = value.detach()
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+@WORLDS
+@SHARDED
+@pytest.mark.parametrize("norm_type", [float("inf"), 2.0])
+def test_gradients_are_clipped_where_a_rank_has_no_rows(world_size, stage, norm_type):
+    plain = seeded(Uneven)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    plain(x).sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=norm_type)
+
+    def body(rank: int) -> None:
+        module, _ = sharded(stage)
+        for foreach in (None, False):
+            module.zero_grad()
+            module(x).sum().backward()
+            found = nn.utils.clip_grad_norm_(
+                module.parameters(), 0.5, norm_type=norm_type, foreach=foreach
+            )
+            torch.testing.assert_close(number(found), number(expected), rtol=1e-5, atol=0)
+            for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
+                assert p.grad is not None
+                whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                torch.testing.assert_close(whole, q.grad, msg=name)
+
+    run_ranks(world_size, body)
+
+
+BOUNDS: dict[str, Any] = {
+    "max": lambda t: t.max(),
+    "min": lambda t: t.min(),
+    "amax": lambda t: t.amax(),
+    "amin": lambda t: t.amin(),
+    "torch.max": torch.max,
+    "argmax": lambda t: t.argmax(),
+    "aminmax": lambda t: torch.aminmax(t).max,
+    "max of columns": lambda t: t.amax(0).sum(),
+    "inf norm": lambda t: torch.linalg.vector_norm(t, float("inf")),
+    "norm(inf)": lambda t: t.norm(float("inf")),
+    "abs().max()": lambda t: t.abs().max(),
+}
+
+
+@WORLDS
+@pytest.mark.parametrize("of", ["parameter", "data", "gradient", "in grad mode"])
+def test_bounds_of_tensors_are_right_where_a_rank_has_no_rows(world_size, of):
+    plain = seeded(Uneven)
+    x = torch.ones(2, 3)
+    plain(x).sum().backward()
+
+    def taken(module: nn.Module, bound: str) -> list[float]:
+        found: list[float] = []
+        for name, p in module.named_parameters():
+            if name == "gain" and bound == "max of columns":
+                continue
+            tensor = {"data": p.data, "gradient": p.grad}.get(of, p)
+            with torch.set_grad_enabled(of == "in grad mode"):
+                found.append(number(BOUNDS[bound](tensor)))
+        return found
+
+    def body(rank: int) -> None:
+        module, _ = sharded()
+        module(x).sum().backward()
+        for bound in BOUNDS:
+            torch.testing.assert_close(taken(module, bound), taken(plain, bound), msg=bound)
+
+    run_ranks(world_size, body)
+
+
+def rows_of(module: nn.Module) -> dict[str, Tensor]:
+    with onefold.unsharded(module):
+        return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+ASSIGNMENTS: dict[str, Any] = {
+    "a row": lambda p: p.__setitem__(0, 0.5),
+    "an element": lambda p: p.__setitem__((0, 1), 0.3),
+    "a column": lambda p: p.__setitem__((slice(None), 1), 0.3),
+    "a tensor": lambda p: p.__setitem__(0, torch.tensor([1.0, 2.0, 3.0])),
+    "rows by number": lambda p: p.__setitem__(torch.tensor([0, -1]), 2.0),
+    "a mask": lambda p: p.__setitem__(torch.ones(p.shape, dtype=torch.bool), 2.0),
+    "a computed row": lambda p: p.__setitem__(0, p[0] + 1),
+    "the column of a view": lambda p: p[:, 1].zero_(),
+    "data": lambda p: p.data.__setitem__(0, 0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "world_size", "stage"),
+    [(how, world_size, 1 + (index + world_size) % 3) for index, how in enumerate(ASSIGNMENTS)
+     for world_size in (2, 3, 4)],
+)  # fmt: skip
+def test_indexed_assignments_write_to_the_parameter(world_size, stage, how):
+    plain = seeded(Uneven)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            if name != "gain":
+                ASSIGNMENTS[how](p)
+
+    def body(rank: int) -> None:
+        module, _ = sharded(stage)
+        module(x)
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                if name != "gain":
+                    ASSIGNMENTS[how](p)
+        found = rows_of(module)
+        for name, p in plain.named_parameters():
+            assert torch.equal(found[name], p), name
+        torch.testing.assert_close(module(x), plain(x))
+
+    run_ranks(world_size, body)
+
+
+LOST: dict[str, Any] = {
+    "zero_": lambda p: p[0].zero_(),
+    "iadd": lambda p: p[0, 1].add_(1),
+    "of a row": lambda p: p[0].__setitem__(1, 5.0),
+    "by a tensor": lambda p: p[0].add_(torch.ones(3)),
+    "select": lambda p: torch.select(p, 0, 0).fill_(1),
+    "of data": lambda p: p.data[0].zero_(),
+    "of a gradient": lambda p: p.grad[0].zero_(),
+}
+
+
+@WORLDS
+@pytest.mark.parametrize("how", LOST)
+def test_writes_to_gathered_rows_are_errors_that_name_the_parameter(world_size, how):
+    def body(rank: int) -> None:
+        module, _ = sharded()
+        module(torch.ones(2, 3)).sum().backward()
+        before = rows_of(module)["many"]
+        with torch.no_grad(), pytest.raises(StateError) as error:
+            LOST[how](module.many)
+        assert f"'many' on rank {rank}" in str(error.value)
+        assert "hint:" in str(error.value)
+        assert torch.equal(rows_of(module)["many"], before)
+
+    run_ranks(world_size, body)
+
+
+def test_an_augmented_assignment_to_a_part_is_an_error_or_right():
+    def body(rank: int) -> None:
+        module, _ = sharded()
+        with torch.no_grad(), pytest.raises(StateError, match="'many' on rank"):
+            module.many[0, 1] += 1
+        copy = module.many[torch.tensor([0, 1])]  # no view: as in plain PyTorch
+        with torch.no_grad():
+            copy.detach().clone().zero_()
+
+    run_ranks(2, body)
+
+
+class Twins(nn.Module):
+    """Two units of equal sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("phase", ["gather", "reduce_scatter"])
+def test_units_that_mix_on_a_device_are_an_error_at_the_step(world_size, phase):
+    """A device's host does not read tags at once. The switch makes the CPU behave likewise."""
+
+    def body(rank: int) -> str:
+        module = seeded(Twins)
+        optimizer = torch.optim.AdamW(module.parameters())
+        onefold.shard(module, optimizer)
+        engine = module.__dict__["_onefold_engine"]
+        engine.context.tags.is_deferred = True
+        for _ in range(2):
+            module(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            with torch.inference_mode():
+                module(torch.ones(1, 4))
+        unit = engine.units[min(rank, 1)]  # ranks but the first use the second unit
+        if phase == "gather":
+            unit.unshard()
+        else:
+            gradient = unit.gradient
+            ones = [torch.ones(p.slot.numel) for p in unit.parameters]
+            mean = gradient.mean_rows(unit.parameters)
+            gradient.reduction.start((0, 1), ones, [True, True], mean).wait()
+            gradient.reduction.users([True, True])
+        with pytest.raises(WireError, match=f"{phase} of unit 'blocks.{min(rank, 1)}'") as error:
+            optimizer.step()
+        return str(error.value)
+
+    verb = "use" if phase == "gather" else "run backward through"
+    for rank, message in enumerate(run_ranks(world_size, body)):
+        assert f"rank {rank}" in message
+        assert f"hint: all ranks must {verb} units in the same order" in message
+
+
+KEPT: dict[str, Any] = {
+    "the gradient": lambda g: g,
+    "its shard": lambda g: g.to_local(),
+    "a view": lambda g: g.to_local().view(-1)[:1],
+    "a storage": lambda g: g.to_local().untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@SHARDED
+def test_a_gradient_that_a_user_keeps_is_not_overwritten(stage, kept):
+    """Its bytes would be those of the next backward. Otherwise they are used again, or freed."""
+
+    def body(rank: int) -> None:
+        module, _ = sharded(stage)
+        ledger = module.__dict__["_onefold_engine"].ledger
+        module(torch.ones(2, 3)).sum().backward()
+        assert module.many.grad is not None
+        mine = KEPT[kept](module.many.grad)
+        before = [list(mine)] if isinstance(mine, torch.UntypedStorage) else mine.clone()
+        module.zero_grad()
+        module(torch.full((2, 3), 5.0)).sum().backward()
+        if isinstance(mine, torch.UntypedStorage):
+            assert [list(mine)] == before
+        else:
+            local = [t.to_local() if isinstance(t, DTensor) else t for t in (mine, before)]
+            assert torch.equal(*local)
+        del mine
+        module.zero_grad()
+        module(torch.ones(2, 3))
+        held = sum(usage.now for (kind, _), usage in ledger.usage.items() if kind is Kind.GRAD)
+        assert (held == 0) == (stage == 3)
+
+    run_ranks(2, body)

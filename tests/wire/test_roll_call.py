@@ -1,0 +1,112 @@
+"""A roll call ends only ranks that nothing can help."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed import distributed_c10d
+
+import onefold
+from onefold.wire.roll_call import Answer, _Stacks, find_deadlock
+from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.ranks import run_processes, seeded
+
+ELSEWHERE = Answer("no collective")
+
+
+def waits(lane, number, **issued):
+    return Answer("", is_stuck=True, lane=lane, number=number, issued=issued)
+
+
+def test_ranks_that_wait_on_two_lanes_for_one_another_cannot_go_on():
+    assert find_deadlock(
+        [waits("call", 3, call=3, forward=8), waits("forward", 9, call=2, forward=9)]
+    )
+
+
+def test_a_rank_that_is_behind_in_a_message_all_have_begun_can_go_on():
+    ahead = waits("forward", 10, forward=10, backward=4)
+    behind = waits("backward", 4, forward=9, backward=4)  # on its way, over a slow link
+    assert not find_deadlock([ahead, behind])
+
+
+def test_ranks_in_the_same_message_wait_for_the_link_alone():
+    assert not find_deadlock([waits("forward", 9, forward=9), waits("forward", 9, forward=9)])
+
+
+@pytest.mark.parametrize("other", [None, ELSEWHERE])
+def test_a_rank_that_is_busy_or_silent_may_come(other):
+    assert not find_deadlock([waits("call", 3, call=3), other])
+
+
+def test_a_rank_inside_torch_cannot_come_where_another_waits_for_it():
+    reads = Answer("a collective of torch", is_stuck=True, issued={"forward": 8})
+    assert find_deadlock([reads, waits("forward", 9, forward=9)])
+    logs = Answer("a collective of torch", is_stuck=True, issued={"forward": 9})
+    assert not find_deadlock([logs, waits("forward", 9, forward=9)])
+    assert not find_deadlock([reads, reads]), "torch's own to say"
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
+@given(st.integers(2, 5), st.data())
+def test_ranks_that_run_one_program_are_never_taken_for_lost(world_size, data):
+    """Whatever the lead of some over others: the last one waits for what all have begun."""
+    program = data.draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
+    answers = []
+    for _ in range(world_size):
+        begun = data.draw(st.integers(1, len(program)))
+        awaited = data.draw(st.integers(1, begun))
+        lane, issued = program[awaited - 1], {x: program[:begun].count(x) for x in "abc"}
+        answers.append(waits(lane, program[:awaited].count(lane), **issued))
+    assert not find_deadlock(answers)
+
+
+def _come_late(rank, how):
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, stage=3, timeout=60)
+    for step, batch in enumerate(token_batches(3)):
+        if rank == 1 and step == 1:
+            if how == "sleeps":
+                time.sleep(6)
+            if how == "computes":
+                end = time.monotonic() + 6
+                while time.monotonic() < end:
+                    torch.ones(300, 300) @ torch.ones(300, 300)
+        next_token_loss(module, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["sleeps", "computes"])
+def test_a_slow_rank_is_waited_for(how):
+    run_processes(3, _come_late, how)
+
+
+def test_a_thread_is_seen_to_wait_in_torch_alone():
+    """Its stack is read without frame objects, of which CPython 3.11 may leave dangling ones."""
+    stacks, thread = _Stacks(), threading.main_thread().ident
+    assert thread is not None
+    assert stacks.may_wait(thread) == (sys.version_info >= (3, 12))
+    waits, seen = list[bool](), list[bool]()
+
+    def look() -> None:
+        while not waits:
+            time.sleep(0.001)
+        seen.append(stacks.may_wait(thread))
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    source = "waits += [True]\nwhile not seen: pass"  # as in the file in which torch waits
+    exec(compile(source, distributed_c10d.__file__, "exec"), {"waits": waits, "seen": seen})
+    looks.join()
+    assert seen == [True]
