@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.planner.work import ModelWork, UnitWork, Work
 
 
@@ -34,11 +34,9 @@ class TransformerShape:
     def __post_init__(self) -> None:
         if min(self.hidden, self.layers, self.heads, self.vocab) < 1:
             raise ConfigError(
-                expected(
-                    "hidden, layers, heads and vocab of at least 1",
-                    f"{self.hidden}, {self.layers}, {self.heads}, {self.vocab}",
-                    hint="TransformerShape(hidden=4096, layers=32, heads=32, vocab=50368)",
-                )
+                "hidden, layers, heads and vocab of at least 1",
+                f"{self.hidden}, {self.layers}, {self.heads}, {self.vocab}",
+                hint="TransformerShape(hidden=4096, layers=32, heads=32, vocab=50368)",
             )
 
     @property

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 
 class Placement(StrEnum):
@@ -58,12 +58,10 @@ def stage_of(number: object) -> Stage:
     if isinstance(number, int) and not isinstance(number, bool) and number in STAGES:
         return STAGES[number]
     raise ConfigError(
-        expected(
-            'stage to be 0, 1, 2, 3 or "auto"',
-            repr(number),
-            hint="0 replicates everything, 1 shards the optimizer, 2 also gradients, "
-            '3 also parameters; "auto" is the lowest that fits',
-        )
+        'stage to be 0, 1, 2, 3 or "auto"',
+        repr(number),
+        hint="0 replicates everything, 1 shards the optimizer, 2 also gradients, "
+        '3 also parameters; "auto" is the lowest that fits',
     )
 
 
@@ -89,12 +87,10 @@ class Precision:
     def __post_init__(self) -> None:
         if self.frozen not in (None, "int8", "int4"):
             raise ConfigError(
-                expected(
-                    'Precision.frozen to be None, "int8" or "int4"',
-                    repr(self.frozen),
-                    hint=nearest_word(self.frozen, ("int8", "int4"))
-                    or "NF4 is for weights that bitsandbytes has packed: load them so",
-                )
+                'Precision.frozen to be None, "int8" or "int4"',
+                repr(self.frozen),
+                hint=nearest_word(self.frozen, ("int8", "int4"))
+                or "NF4 is for weights that bitsandbytes has packed: load them so",
             )
         for name in ("compute", "master", "reduce", "buffers"):
             dtype = getattr(self, name)
@@ -103,11 +99,9 @@ class Precision:
                 continue
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ConfigError(
-                    expected(
-                        f"Precision.{name} to be a floating-point torch.dtype",
-                        repr(dtype),
-                        hint='for example Precision(compute=torch.bfloat16), or just "bf16"',
-                    )
+                    f"Precision.{name} to be a floating-point torch.dtype",
+                    repr(dtype),
+                    hint='for example Precision(compute=torch.bfloat16), or just "bf16"',
                 )
 
 
@@ -135,11 +129,9 @@ def precision_of(choice: object) -> Precision:
     if isinstance(choice, str) and choice in PRECISIONS:
         return PRECISIONS[choice]
     raise ConfigError(
-        expected(
-            f"precision to be None, {', '.join(map(repr, PRECISIONS))} or a Precision",
-            repr(choice),
-            hint=nearest_word(choice, PRECISIONS) or "None computes in the parameters' own dtype",
-        )
+        f"precision to be None, {', '.join(map(repr, PRECISIONS))} or a Precision",
+        repr(choice),
+        hint=nearest_word(choice, PRECISIONS) or "None computes in the parameters' own dtype",
     )
 
 
@@ -183,54 +175,42 @@ class Offload:
             tier = getattr(self, name)
             if tier not in TIERS:
                 raise ConfigError(
-                    expected(
-                        f"Offload.{name} to be one of {', '.join(map(repr, TIERS))}",
-                        repr(tier),
-                        hint=nearest_word(tier, TIERS) or "the folder for 'disk' is Offload.disk",
-                    )
+                    f"Offload.{name} to be one of {', '.join(map(repr, TIERS))}",
+                    repr(tier),
+                    hint=nearest_word(tier, TIERS) or "the folder for 'disk' is Offload.disk",
                 )
         share: object = self.fraction
         is_real = isinstance(share, int | float) and not isinstance(share, bool)
         if share != "auto" and not (is_real and 0 <= float(self.fraction) <= 1):
             raise ConfigError(
-                expected(
-                    "Offload.fraction to be between 0 and 1, or 'auto'",
-                    repr(share),
-                    hint="0.5 keeps half of the optimizer state on the device",
-                )
+                "Offload.fraction to be between 0 and 1, or 'auto'",
+                repr(share),
+                hint="0.5 keeps half of the optimizer state on the device",
             )
         if self.step not in STEPPERS:
             raise ConfigError(
-                expected(
-                    f"Offload.step to be one of {', '.join(map(repr, STEPPERS))}",
-                    repr(self.step),
-                    hint=nearest_word(self.step, STEPPERS) or '"auto" takes what is faster',
-                )
+                f"Offload.step to be one of {', '.join(map(repr, STEPPERS))}",
+                repr(self.step),
+                hint=nearest_word(self.step, STEPPERS) or '"auto" takes what is faster',
             )
         if self.step == "device" and not self.may_stream:
             raise ConfigError(
-                expected(
-                    'Offload(step="device") with states in CPU memory, and no parameters on disk',
-                    f"optimizer={self.optimizer!r}, parameters={self.parameters!r}",
-                    hint='optimizer="cpu", or step="cpu": what is in files the CPU steps',
-                )
+                'Offload(step="device") with states in CPU memory, and no parameters on disk',
+                f"optimizer={self.optimizer!r}, parameters={self.parameters!r}",
+                hint='optimizer="cpu", or step="cpu": what is in files the CPU steps',
             )
         if self.tile is not None and (type(self.tile) is not int or self.tile < 1):
             raise ConfigError(
-                expected(
-                    "Offload.tile to be a number of bytes, or None",
-                    repr(self.tile),
-                    hint="64 << 20 uses weights above 64 MiB in row blocks of that size",
-                )
+                "Offload.tile to be a number of bytes, or None",
+                repr(self.tile),
+                hint="64 << 20 uses weights above 64 MiB in row blocks of that size",
             )
         wants_disk = "disk" in (self.optimizer, self.parameters, self.activations)
         if wants_disk and not self.paths:
             raise ConfigError(
-                expected(
-                    "a folder for the disk tier",
-                    "none",
-                    hint='offload="disk:/path/on/a/fast/disk", or Offload(..., disk=...)',
-                )
+                "a folder for the disk tier",
+                "none",
+                hint='offload="disk:/path/on/a/fast/disk", or Offload(..., disk=...)',
             )
 
     @property
@@ -291,11 +271,9 @@ def offload_of(choice: object) -> Offload:
         return Offload(optimizer="disk", parameters="disk", disk=paths or None)
     words = ("optimizer", "cpu", "disk:PATH")
     raise ConfigError(
-        expected(
-            f"offload to be None, {', '.join(map(repr, words))} or an Offload",
-            repr(choice),
-            hint=nearest_word(choice, words) or "None keeps every state on the device",
-        )
+        f"offload to be None, {', '.join(map(repr, words))} or an Offload",
+        repr(choice),
+        hint=nearest_word(choice, words) or "None keeps every state on the device",
     )
 
 
@@ -304,35 +282,27 @@ def check_offload(offload: Offload, stage: Stage) -> None:
     leaves = offload.optimizer != "device"
     if offload.tile is not None and stage.parameter is not Placement.SHARD:
         raise ConfigError(
-            expected(
-                "stage=3 for weights that are used in tiles",
-                f"tile={offload.tile} at a stage that keeps them whole",
-                hint="stage=3, or no tile",
-            )
+            "stage=3 for weights that are used in tiles",
+            f"tile={offload.tile} at a stage that keeps them whole",
+            hint="stage=3, or no tile",
         )
     if offload.parameters != "device" and stage.parameter is not Placement.SHARD:
         raise ConfigError(
-            expected(
-                "stage=3 for parameters off the device",
-                f"parameters={offload.parameters!r} at a stage that keeps them whole",
-                hint=f"stage=3, or Offload(optimizer={offload.optimizer!r}), which every stage has",
-            )
+            "stage=3 for parameters off the device",
+            f"parameters={offload.parameters!r} at a stage that keeps them whole",
+            hint=f"stage=3, or Offload(optimizer={offload.optimizer!r}), which every stage has",
         )
     if leaves and stage.optimizer is not Placement.SHARD:
         raise ConfigError(
-            expected(
-                "stage 1, 2 or 3 for optimizer state off the device",
-                "stage 0, which keeps all of it on every rank",
-                hint="stage=1 shards it at no further cost",
-            )
+            "stage 1, 2 or 3 for optimizer state off the device",
+            "stage 0, which keeps all of it on every rank",
+            hint="stage=1 shards it at no further cost",
         )
     if offload.step_in_backward and not leaves:
         raise ConfigError(
-            expected(
-                "optimizer state off the device, to be stepped in backward",
-                "optimizer='device'",
-                hint="Offload(optimizer='cpu', step_in_backward=True)",
-            )
+            "optimizer state off the device, to be stepped in backward",
+            "optimizer='device'",
+            hint="Offload(optimizer='cpu', step_in_backward=True)",
         )
 
 

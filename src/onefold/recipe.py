@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from onefold.config import STAGES, Inference, Offload, Placement, Precision, Stage
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.wire_config import Wire
 
 ADAM_MOMENTS = 2
@@ -118,7 +118,7 @@ class Recipe:
         if min(self.world_size, self.local_world_size) < 1 or self.world_size % node:
             got = f"{self.world_size} ranks on nodes of {self.local_world_size}"
             hint = "world_size is the ranks of all nodes"
-            raise ConfigError(expected("nodes with the same number of ranks", got, hint=hint))
+            raise ConfigError("nodes with the same number of ranks", got, hint=hint)
         if self.offload.disk is not None and type(self.offload.disk) is not tuple:
             paths = tuple(map(str, self.offload.paths))
             object.__setattr__(self, "offload", replace(self.offload, disk=paths))

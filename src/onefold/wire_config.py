@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from onefold.config import Offload, Placement, Stage, nearest_word
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 EXACT: Final = "exact"
 Codec = Literal["exact", "int8", "int4", "int8+h", "int4+h"]
@@ -66,45 +66,35 @@ class Wire:
             words = given if isinstance(given, tuple) else (given,)
             if len(words) > 2 or not words:
                 raise ConfigError(
-                    expected(
-                        f"Wire.{name} to be one codec, or two: (inside the node, between nodes)",
-                        repr(given),
-                        hint=f'Wire({name}=("exact", "int8"))',
-                    )
+                    f"Wire.{name} to be one codec, or two: (inside the node, between nodes)",
+                    repr(given),
+                    hint=f'Wire({name}=("exact", "int8"))',
                 )
             for word in words:
                 if word not in known:
                     raise ConfigError(
-                        expected(
-                            f"Wire.{name} to be one of {', '.join(map(repr, known))}",
-                            repr(word),
-                            hint=nearest_word(word, known) or f'Wire({name}="int8")',
-                        )
+                        f"Wire.{name} to be one of {', '.join(map(repr, known))}",
+                        repr(word),
+                        hint=nearest_word(word, known) or f'Wire({name}="int8")',
                     )
         if self.weights_inside.endswith(DIFFERENCE):
             raise ConfigError(
-                expected(
-                    "differences of weights between nodes, where each step sends one",
-                    f"Wire.weights={self.weights!r}",
-                    hint='Wire(weights=("exact", "int4-diff"))',
-                )
+                "differences of weights between nodes, where each step sends one",
+                f"Wire.weights={self.weights!r}",
+                hint='Wire(weights=("exact", "int4-diff"))',
             )
         if self.feedback and not self.rounds_gradients:
             raise ConfigError(
-                expected(
-                    "coded gradients for Wire.feedback, which keeps what they round off",
-                    f"Wire.gradients={self.gradients!r}",
-                    hint='Wire(gradients="int8", feedback=True)',
-                )
+                "coded gradients for Wire.feedback, which keeps what they round off",
+                f"Wire.gradients={self.gradients!r}",
+                hint='Wire(gradients="int8", feedback=True)',
             )
         if self.secondary not in (None, False, True, *SECONDARY):
             raise ConfigError(
-                expected(
-                    f"Wire.secondary to be None, False, True or one of "
-                    f"{', '.join(map(repr, SECONDARY))}",
-                    repr(self.secondary),
-                    hint=nearest_word(self.secondary, SECONDARY) or "None: as the mesh suggests",
-                )
+                f"Wire.secondary to be None, False, True or one of "
+                f"{', '.join(map(repr, SECONDARY))}",
+                repr(self.secondary),
+                hint=nearest_word(self.secondary, SECONDARY) or "None: as the mesh suggests",
             )
 
     @property
@@ -174,11 +164,9 @@ def wire_of(choice: object) -> Wire:
     if isinstance(choice, str) and choice in PRESETS:
         return PRESETS[choice]
     raise ConfigError(
-        expected(
-            f"wire to be None, {', '.join(map(repr, PRESETS))} or a Wire",
-            repr(choice),
-            hint=nearest_word(choice, PRESETS) or 'wire="zero++", or Wire(gradients="int8")',
-        )
+        f"wire to be None, {', '.join(map(repr, PRESETS))} or a Wire",
+        repr(choice),
+        hint=nearest_word(choice, PRESETS) or 'wire="zero++", or Wire(gradients="int8")',
     )
 
 
@@ -214,28 +202,22 @@ def check_wire(wire: Wire, stage: Stage, offload: Offload, *, has_axes: bool) ->
     """Raise `ConfigError` for a wire that would mean nothing at this stage or on this mesh."""
     if wire.rounds_gradients and offload.step_in_backward:
         raise ConfigError(
-            expected(
-                "exact gradients where units step inside backward: a step by others may have to "
-                "be skipped, once all are known",
-                f"Wire.gradients={wire.gradients!r} with Offload.step_in_backward",
-                hint='gradients="exact", or step_in_backward=False',
-            )
+            "exact gradients where units step inside backward: a step by others may have to "
+            "be skipped, once all are known",
+            f"Wire.gradients={wire.gradients!r} with Offload.step_in_backward",
+            hint='gradients="exact", or step_in_backward=False',
         )
     if wire.secondary == "optimizer" and offload.tile is not None:
         raise ConfigError(
-            expected(
-                "no tiled weights where nodes are replicas",
-                f"Offload.tile={offload.tile} with secondary='optimizer'",
-                hint='secondary="gradients" has the same traffic between nodes',
-            )
+            "no tiled weights where nodes are replicas",
+            f"Offload.tile={offload.tile} with secondary='optimizer'",
+            hint='secondary="gradients" has the same traffic between nodes',
         )
     if stage.optimizer is not Placement.SHARD and not wire.is_plain:
         raise ConfigError(
-            expected(
-                "an exact wire at stage 0, which averages gradients whole on every rank",
-                f"{wire}",
-                hint="stage=1 sends no more bytes, and takes any wire",
-            )
+            "an exact wire at stage 0, which averages gradients whole on every rank",
+            f"{wire}",
+            hint="stage=1 sends no more bytes, and takes any wire",
         )
     is_whole = stage.parameter is not Placement.SHARD
     if has_axes:
@@ -247,20 +229,16 @@ def check_wire(wire: Wire, stage: Stage, offload: Offload, *, has_axes: bool) ->
 def _check_one_axis(wire: Wire, *, is_whole: bool) -> None:
     if wire.secondary:
         raise ConfigError(
-            expected(
-                "a mesh of two axes (nodes, ranks of a node) for Wire.secondary",
-                f"secondary={wire.secondary!r} on one axis",
-                hint="mesh=init_device_mesh(device, (nodes, ranks)), or start one process a "
-                "GPU by torchrun on several machines",
-            )
+            "a mesh of two axes (nodes, ranks of a node) for Wire.secondary",
+            f"secondary={wire.secondary!r} on one axis",
+            hint="mesh=init_device_mesh(device, (nodes, ranks)), or start one process a "
+            "GPU by torchrun on several machines",
         )
     if wire.weights_between.endswith(DIFFERENCE) and not is_whole:
         raise ConfigError(
-            expected(
-                "weights that some rank keeps, to send differences to",
-                f"Wire.weights={wire.weights_between!r} at stage 3 on one axis",
-                hint="stage=2, or a mesh of two axes, where each node keeps a second shard",
-            )
+            "weights that some rank keeps, to send differences to",
+            f"Wire.weights={wire.weights_between!r} at stage 3 on one axis",
+            hint="stage=2, or a mesh of two axes, where each node keeps a second shard",
         )
 
 
@@ -269,25 +247,19 @@ def _check_two_axes(wire: Wire, stage: Stage) -> None:
     are_partial = wire.secondary == "gradients" and stage.gradient is Placement.PARTIAL
     if are_partial or (is_whole and wire.secondary in (True, "weights")):
         raise ConfigError(
-            expected(
-                "stage 3 for a second shard of weights, stage 2 or 3 for one of gradients",
-                f"secondary={wire.secondary!r} at a stage that keeps them whole on every rank",
-                hint='secondary=None, or "optimizer" to keep all states inside the node',
-            )
+            "stage 3 for a second shard of weights, stage 2 or 3 for one of gradients",
+            f"secondary={wire.secondary!r} at a stage that keeps them whole on every rank",
+            hint='secondary=None, or "optimizer" to keep all states inside the node',
         )
     if wire.secondary is False and wire.weights_between.endswith(DIFFERENCE) and not is_whole:
         raise ConfigError(
-            expected(
-                "a second shard inside the node, to send differences to",
-                f"Wire.weights={wire.weights_between!r} with secondary=False",
-                hint='secondary="weights" or "gradients"',
-            )
+            "a second shard inside the node, to send differences to",
+            f"Wire.weights={wire.weights_between!r} with secondary=False",
+            hint='secondary="weights" or "gradients"',
         )
     if wire.secondary == "optimizer" and wire.weights_between != EXACT:
         raise ConfigError(
-            expected(
-                "exact weights where nodes are replicas: none travel between them",
-                f"Wire.weights={wire.weights!r} with secondary='optimizer'",
-                hint='Wire(weights=("int8", "exact"), secondary="optimizer") codes them inside',
-            )
+            "exact weights where nodes are replicas: none travel between them",
+            f"Wire.weights={wire.weights!r} with secondary='optimizer'",
+            hint='Wire(weights=("int8", "exact"), secondary="optimizer") codes them inside',
         )

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from onefold.engine.registry import owner_of
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 
 IS_COPY = "_onefold_is_copy"
@@ -58,7 +58,7 @@ def clip_grad_norm_(
     order = float(norm_type)
     if not order > 0:
         hint = "norm_type=2.0 is the usual norm, math.inf the largest absolute value"
-        raise ConfigError(expected("norm_type above 0", norm_type, hint=hint))
+        raise ConfigError("norm_type above 0", norm_type, hint=hint)
     given = [parameters] if isinstance(parameters, nn.Module | Tensor) else list(parameters)
     tensors = [
         tensor
@@ -71,7 +71,7 @@ def clip_grad_norm_(
     total = _together(norms, order, pipeline)
     if error_if_nonfinite and not bool(total.isfinite()):
         hint = "lower the learning rate or the loss scale, or look for NaN in the batch"
-        raise StateError(expected("gradients of a finite norm", total.item(), hint=hint))
+        raise StateError("gradients of a finite norm", total.item(), hint=hint)
     for each in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(each, max_norm, total)
     return total
@@ -82,11 +82,9 @@ def _pipeline_of(tensors: list[Tensor], *, has_modules: bool) -> Group | None:
     engines = {engine for tensor in tensors if (engine := owner_of(tensor)) is not None}
     if any(engine.pipeline is None and engine.is_undriven for engine in engines):
         raise StateError(
-            expected(
-                "the norm of all stages of a pipeline",
-                "a stage that a schedule runs without onefold.pipeline",
-                hint="call onefold.pipeline(schedule) before the first step",
-            )
+            "the norm of all stages of a pipeline",
+            "a stage that a schedule runs without onefold.pipeline",
+            hint="call onefold.pipeline(schedule) before the first step",
         )
     found = {engine.pipeline for engine in engines}
     pipeline = found.pop() if len(found) == 1 else None
@@ -94,7 +92,7 @@ def _pipeline_of(tensors: list[Tensor], *, has_modules: bool) -> Group | None:
         got = f"parts of {len(engines)} modules"
         wanted = "all stages of this rank, and no other module"
         hint = "onefold.clip_grad_norm_([first_stage, second_stage], 1.0)"
-        raise ConfigError(expected(wanted, got, hint=hint))
+        raise ConfigError(wanted, got, hint=hint)
     return pipeline.group if pipeline and pipeline.group.world_size > 1 else None
 
 

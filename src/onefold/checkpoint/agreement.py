@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from onefold.errors import CheckpointError, OnefoldError, expected, listed
+from onefold.errors import CheckpointError, OnefoldError, listed
 from onefold.wire import together as agreed
 from onefold.wire.collectives import Group
 from onefold.wire.together import Judge
@@ -22,12 +22,12 @@ class Damaged(CheckpointError):
 
 def refusal(what: str, got: object, *, hint: str) -> CheckpointError:
     """Return the error `expected WHAT, got GOT`."""
-    return CheckpointError(expected(what, got, hint=hint))
+    return CheckpointError(what, got, hint=hint)
 
 
 def damage(what: str, got: object, *, hint: str = LOAD_ANOTHER) -> Damaged:
     """Return the error of a file that differs from the file that was saved."""
-    return Damaged(expected(what, got, hint=hint))
+    return Damaged(what, got, hint=hint)
 
 
 def shape_mismatches(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from onefold.engine.registry import engine_of
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.layout.units import uncompiled
 from onefold.unit.decoded import DecodedWeight
 
@@ -44,12 +44,10 @@ def full_state_dict(
     engine = engine_of(module)
     if engine.is_unsharded:
         raise StateError(
-            expected(
-                "full_state_dict outside of onefold.unsharded",
-                "a call inside it",
-                where=f"rank {engine.group.rank}",
-                hint="inside, module.state_dict() has plain tensors already",
-            )
+            "full_state_dict outside of onefold.unsharded",
+            "a call inside it",
+            where=f"rank {engine.group.rank}",
+            hint="inside, module.state_dict() has plain tensors already",
         )
     shown = module.state_dict(keep_vars=True)  # without values that hooks would put in place
     everyone = engine.context.everyone

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from onefold.engine.joining import check_state
 from onefold.engine.registry import is_sharded
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout import packed
 from onefold.layout.cut import Shares
 from onefold.layout.model_axes import is_owned
@@ -37,11 +37,9 @@ def as_list(optimizer: object) -> list[Optimizer]:
     for each in given:
         if not isinstance(each, Optimizer):
             raise ConfigError(
-                expected(
-                    "optimizer to be a torch.optim.Optimizer",
-                    f"a {type(each).__name__}",
-                    hint="onefold.shard(module, optimizer, stage=3)",
-                )
+                "optimizer to be a torch.optim.Optimizer",
+                f"a {type(each).__name__}",
+                hint="onefold.shard(module, optimizer, stage=3)",
             )
         optimizers.append(each)
     return optimizers
@@ -51,30 +49,24 @@ def check_module(module: object) -> None:
     """Raise `ConfigError` unless this is a module that is not sharded yet."""
     if not isinstance(module, nn.Module):
         raise ConfigError(
-            expected(
-                "a torch.nn.Module to shard",
-                f"a {type(module).__name__}",
-                hint="onefold.shard(module, optimizer)",
-            )
+            "a torch.nn.Module to shard",
+            f"a {type(module).__name__}",
+            hint="onefold.shard(module, optimizer)",
         )
     for part in module.modules():
         wrappers = [kind.__name__ for kind in type(part).__mro__ if _is_wrapper(kind)]
         if wrappers:
             raise ConfigError(
-                expected(
-                    "a module that no other library makes data-parallel",
-                    f"one of {wrappers[0]}",
-                    hint="pass the plain module: onefold.shard averages gradients over the ranks",
-                )
+                "a module that no other library makes data-parallel",
+                f"one of {wrappers[0]}",
+                hint="pass the plain module: onefold.shard averages gradients over the ranks",
             )
     _check_one_device(module)
     if any(is_sharded(part) for part in module.modules()):
         raise ConfigError(
-            expected(
-                f"a {type(module).__name__} that is not sharded yet",
-                "one that onefold.shard has sharded already, whole or in part",
-                hint="call onefold.shard once, on the outermost module",
-            )
+            f"a {type(module).__name__} that is not sharded yet",
+            "one that onefold.shard has sharded already, whole or in part",
+            hint="call onefold.shard once, on the outermost module",
         )
 
 
@@ -85,12 +77,10 @@ def _check_one_device(module: nn.Module) -> None:
         found = set(map(str, devices.values())) if isinstance(devices, dict) else set[str]()
         if len(found) > 1 or "disk" in found:
             raise ConfigError(
-                expected(
-                    "a model on one device",
-                    f"one that from_pretrained dispatched to {', '.join(sorted(found))}",
-                    hint='load it without device_map="auto", or with device_map={"": device} of '
-                    "this rank; onefold.shard cuts it over the ranks",
-                )
+                "a model on one device",
+                f"one that from_pretrained dispatched to {', '.join(sorted(found))}",
+                hint='load it without device_map="auto", or with device_map={"": device} of '
+                "this rank; onefold.shard cuts it over the ranks",
             )
 
 
@@ -100,30 +90,24 @@ def check_parameters(parameters: Sequence[Owned]) -> None:
         kind = type(owned.parameter)
         if isinstance(owned.parameter, UninitializedParameter):
             raise ConfigError(
-                expected(
-                    f"parameter {owned.fqn!r} to have a shape",
-                    f"a {kind.__name__}",
-                    hint="run the module once before onefold.shard, so that lazy layers get shapes",
-                )
+                f"parameter {owned.fqn!r} to have a shape",
+                f"a {kind.__name__}",
+                hint="run the module once before onefold.shard, so that lazy layers get shapes",
             )
         if owned.is_packed and owned.table is None:
             _check_packed(owned)
         if is_owned(owned.parameter):
             raise ConfigError(
-                expected(
-                    f"parameter {owned.fqn!r} to belong to one sharded module",
-                    "a parameter that another sharded module holds",
-                    hint="shard a module that contains both, once",
-                )
+                f"parameter {owned.fqn!r} to belong to one sharded module",
+                "a parameter that another sharded module holds",
+                hint="shard a module that contains both, once",
             )
         if owned.parameter._backward_hooks:
             raise ConfigError(
-                expected(
-                    f"parameter {owned.fqn!r} without tensor hooks",
-                    "one with register_hook, which would not see the reduced gradient",
-                    hint="use register_post_accumulate_grad_hook after onefold.shard, or change "
-                    "gradients between backward and step",
-                )
+                f"parameter {owned.fqn!r} without tensor hooks",
+                "one with register_hook, which would not see the reduced gradient",
+                hint="use register_post_accumulate_grad_hook after onefold.shard, or change "
+                "gradients between backward and step",
             )
 
 
@@ -132,9 +116,7 @@ def _check_packed(owned: Owned) -> None:
     problem = packed.problem_of(owned.parameter, owned.owners)
     if problem is not None:
         got, hint = problem
-        raise ConfigError(
-            expected(f"parameter {owned.fqn!r} to be quantised for good", got, hint=hint)
-        )
+        raise ConfigError(f"parameter {owned.fqn!r} to be quantised for good", got, hint=hint)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned]) -> None:
@@ -144,12 +126,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         if not any(id(tensor) in known for tensor in held):
             raise ConfigError(
-                expected(
-                    f"{type(optimizer).__name__} to hold parameters of this module",
-                    "none of them",
-                    hint="build the optimizer on module.parameters() of the module to shard, "
-                    "after moving or casting it",
-                )
+                f"{type(optimizer).__name__} to hold parameters of this module",
+                "none of them",
+                hint="build the optimizer on module.parameters() of the module to shard, "
+                "after moving or casting it",
             )
         for owned in parameters:
             check_state(owned.fqn, owned.parameter, optimizer)
@@ -159,11 +139,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned
     }
     if optimizers and trained and not any(id(owned.parameter) in held_ids for owned in trained):
         raise ConfigError(
-            expected(
-                "an optimizer of parameters that train",
-                f"one of frozen parameters alone, without {trained[0].fqn!r}",
-                hint="build the optimizer after adapters were added",
-            )
+            "an optimizer of parameters that train",
+            f"one of frozen parameters alone, without {trained[0].fqn!r}",
+            hint="build the optimizer after adapters were added",
         )
 
 
@@ -174,10 +152,10 @@ def check_shares(shares: Shares, recipe: Recipe) -> None:
     ranks = recipe.shard_world
     if len(shares) != ranks:
         wanted, hint = f"`shares` with one weight for each of {ranks} ranks", "in rank order"
-        raise ConfigError(expected(wanted, f"{len(shares)}: {list(shares)}", hint=hint))
+        raise ConfigError(wanted, f"{len(shares)}: {list(shares)}", hint=hint)
     if not all(shares) and not recipe.is_sharded:
         wanted = "`shares` above 0 at stage 0, where every rank holds all state"
-        raise ConfigError(expected(wanted, str(list(shares)), hint="stage=1 or higher"))
+        raise ConfigError(wanted, str(list(shares)), hint="stage=1 or higher")
 
 
 def check_mixed_tiers(
@@ -195,4 +173,4 @@ def check_mixed_tiers(
 def mixed_tiers(wanted: str) -> ConfigError:
     """The error for tiers of ranks that do not go together."""
     hint = "pass the same offload= on every rank, or a stage as a number"
-    return ConfigError(expected(wanted, "ranks with different offload=", hint=hint))
+    return ConfigError(wanted, "ranks with different offload=", hint=hint)

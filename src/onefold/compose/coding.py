@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.engine.joining import replace_parameters
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.cut import Box
 from onefold.layout.packed import CodedWeight
 from onefold.layout.units import Owned, owned_parameters
@@ -73,7 +73,7 @@ def code_for_products(module: nn.Module, rest: str, device_type: str = "cpu") ->
     if word is None:
         hint = "rest=None keeps weights exact"
         got = f"{rest!r} on {device_type}"
-        raise ConfigError(expected("int8 or int4, on cpu or cuda", got, hint=hint))
+        raise ConfigError("int8 or int4, on cpu or cuda", got, hint=hint)
     promised: Values | None = module.__dict__.get(PROMISED)
     coding = None if promised is None else CodedValues(promised)
     kept: list[KeptExact] = []
@@ -162,9 +162,7 @@ def _replace(owned: Owned, coded: CodedWeight) -> CodedWeight:
 
 def _without_values(fqn: str, argument: str) -> ConfigError:
     return ConfigError(
-        expected(
-            f"weight {fqn!r} to have its values before it is coded",
-            "one on the meta device, or one that load_pretrained has promised",
-            hint=f"load the module on the CPU, or leave {argument} out",
-        )
+        f"weight {fqn!r} to have its values before it is coded",
+        "one on the meta device, or one that load_pretrained has promised",
+        hint=f"load the module on the CPU, or leave {argument} out",
     )

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
 from onefold.engine.rules import steps_elements, whole_matrices
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.model_axes import ModelCut
 from onefold.layout.units import Owned
 from onefold.wire.collectives import Group
@@ -59,22 +59,18 @@ def _check_placements(owned: Owned) -> None:
     for placement in owned.model.placements:
         if type(placement) not in (Shard, Replicate):
             raise ConfigError(
-                expected(
-                    f"parameter {owned.fqn!r} to be a DTensor of Shard and Replicate placements",
-                    str(owned.model),
-                    hint="plan it as colwise or rowwise; packed layouts are not supported",
-                )
+                f"parameter {owned.fqn!r} to be a DTensor of Shard and Replicate placements",
+                str(owned.model),
+                hint="plan it as colwise or rowwise; packed layouts are not supported",
             )
 
 
 def _left_plain(owned: Owned, cut: Owned) -> ConfigError:
     return ConfigError(
-        expected(
-            f"parameter {owned.fqn!r} to be a DTensor, as {cut.fqn!r} is: {cut.model}",
-            "a plain tensor, whose gradient may be a part of a sum on each rank",
-            hint="name its module in the plan of parallelize_module, such as SequenceParallel() "
-            "for a norm, or distribute it by torch.distributed.tensor.distribute_module",
-        )
+        f"parameter {owned.fqn!r} to be a DTensor, as {cut.fqn!r} is: {cut.model}",
+        "a plain tensor, whose gradient may be a part of a sum on each rank",
+        hint="name its module in the plan of parallelize_module, such as SequenceParallel() "
+        "for a norm, or distribute it by torch.distributed.tensor.distribute_module",
     )
 
 
@@ -86,11 +82,9 @@ def check_choices(
     for name, choice in others.items():
         if cuts and choice is not None:
             raise ConfigError(
-                expected(
-                    f"{name} with parameters that no model axis has cut",
-                    f"{cuts[0].fqn!r}: {cuts[0].model}",
-                    hint="use it without parallelize_module",
-                )
+                f"{name} with parameters that no model axis has cut",
+                f"{cuts[0].fqn!r}: {cuts[0].model}",
+                hint="use it without parallelize_module",
             )
     for optimizer in optimizers:
         held = {id(t) for group in optimizer.param_groups for t in group["params"]}
@@ -127,12 +121,10 @@ def join(
         everyone |= set(grid.flatten().tolist())
         if grid.numel() != len(set(grid.flatten().tolist())):
             raise ConfigError(
-                expected(
-                    f"a data axis whose ranks hold the same piece of parameter {first.fqn!r}, "
-                    f"{first.model}: ranks {mesh.mesh.tolist()}",
-                    f"ranks {data.global_ranks()}, of which some hold other pieces",
-                    hint='pass the axis of data alone: onefold.shard(..., mesh=mesh["dp"])',
-                )
+                f"a data axis whose ranks hold the same piece of parameter {first.fqn!r}, "
+                f"{first.model}: ranks {mesh.mesh.tolist()}",
+                f"ranks {data.global_ranks()}, of which some hold other pieces",
+                hint='pass the axis of data alone: onefold.shard(..., mesh=mesh["dp"])',
             )
         names = mesh.mesh_dim_names or tuple(f"model{axis}" for axis in range(mesh.ndim))
         if shards.handle is not None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import torch.distributed as dist
 from torch import nn
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.units import Owned, UnitPlan
 from onefold.recipe import Recipe
 from onefold.unit.context import OwnMesh
@@ -65,12 +65,10 @@ def members_of(plan: UnitPlan, own: Group, everyone: Group) -> tuple[int, ...]:
     outside = [rank for rank in found if rank not in known]
     if outside:
         raise ConfigError(
-            expected(
-                f"the mesh of unit {plan.name!r} to be a part of the ranks {known} of `mesh=`",
-                f"one with {outside}",
-                where=f"rank {everyone.rank}",
-                hint="pass the whole data axis as mesh=, and slices of it in units=",
-            )
+            f"the mesh of unit {plan.name!r} to be a part of the ranks {known} of `mesh=`",
+            f"one with {outside}",
+            where=f"rank {everyone.rank}",
+            hint="pass the whole data axis as mesh=, and slices of it in units=",
         )
     return tuple(known.index(rank) for rank in found)
 
@@ -113,13 +111,11 @@ def _check_cut(owned: Owned, plan: UnitPlan, everyone: Group) -> None:
             problem = str(cut)
     if problem:
         raise ConfigError(
-            expected(
-                f"parameter {owned.fqn!r} of unit {plan.name!r} to be a DTensor, cut over the axis "
-                "whose ranks hold other parts of it",
-                problem,
-                hint='onefold.experts.ExpertParallel(experts, mesh["expert"]), or '
-                'DTensor.from_local(rows, mesh["expert"], [Shard(0)])',
-            )
+            f"parameter {owned.fqn!r} of unit {plan.name!r} to be a DTensor, cut over the axis "
+            "whose ranks hold other parts of it",
+            problem,
+            hint='onefold.experts.ExpertParallel(experts, mesh["expert"]), or '
+            'DTensor.from_local(rows, mesh["expert"], [Shard(0)])',
         )
 
 
@@ -133,7 +129,7 @@ def clash_of(places: Sequence[Sequence[MeshPlace]]) -> ConfigError | None:
         if names != first:
             wanted, hint = "the same experts to be spread on every rank", "distribute them on all"
             got = f"units {first} on rank 0, but {names} on rank {rank}"
-            return ConfigError(expected(wanted, got, hint=hint))
+            return ConfigError(wanted, got, hint=hint)
         for index, place in enumerate(of_rank):
             for other in place.members:
                 found = _difference(place, places[other][index], rank, other)
@@ -161,7 +157,7 @@ def _difference(
         'units={experts: mesh["replica"]}, the axis of the ranks that hold the same weights; '
         "other experts are on the other axis"
     )
-    return ConfigError(expected(wanted, f"{got} on rank {other_rank}", hint=hint))
+    return ConfigError(wanted, f"{got} on rank {other_rank}", hint=hint)
 
 
 def meet_all(plans: Sequence[UnitPlan], ranks: Ranks) -> tuple[UnitRanks | None, ...]:
@@ -189,11 +185,9 @@ def check_adapters(members: Sequence[Owned], recipe: Recipe) -> None:
     for owned in members:
         if any(owned.fqn.startswith(f"{name}.") for name in own):
             raise ConfigError(
-                expected(
-                    f"parameter {owned.fqn!r} before onefold.shard",
-                    "one that joined a unit with a mesh of its own afterwards",
-                    hint="add adapters of experts first, then shard",
-                )
+                f"parameter {owned.fqn!r} before onefold.shard",
+                "one that joined a unit with a mesh of its own afterwards",
+                hint="add adapters of experts first, then shard",
             )
 
 

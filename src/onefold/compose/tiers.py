@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from onefold.config import Offload
 from onefold.engine.rules import moments_after_first_step, rule_of, steps_elements
-from onefold.errors import TierError, expected
+from onefold.errors import TierError
 from onefold.fit.bounds import RankMemory
 from onefold.layout.flat import stepped_itemsize, unit_bytes
 from onefold.layout.ledger import Ledger
@@ -104,31 +104,27 @@ def check_budget(budget: Budget, offload: Offload, memory: RankMemory) -> None:
     free = memory.free("cpu")
     if budget.cpu > free:
         raise TierError(
-            expected(
-                f"{budget.cpu:,} bytes of CPU memory for offloaded states",
-                f"{free:,} free for each of {ranks} ranks here",
-                where=where,
-                hint='offload="disk:PATH", a smaller fraction, or more ranks',
-            )
+            f"{budget.cpu:,} bytes of CPU memory for offloaded states",
+            f"{free:,} free for each of {ranks} ranks here",
+            where=where,
+            hint='offload="disk:PATH", a smaller fraction, or more ranks',
         )
     paths = offload.paths if budget.disk or offload.activations == "disk" else []
     for path in paths:
         if not path.is_dir():
             raise TierError(
-                expected(
-                    f"a folder at {path} for the disk tier",
-                    "a file" if path.exists() else "nothing there",
-                    where=where,
-                    hint="create it first, on every machine, on a fast local disk",
-                )
+                f"a folder at {path} for the disk tier",
+                "a file" if path.exists() else "nothing there",
+                where=where,
+                hint="create it first, on every machine, on a fast local disk",
             )
         if not os.access(path, os.W_OK | os.X_OK):
             raise TierError(
-                expected(
-                    f"a folder to write to at {path}", "one that is read-only", where=where,
-                    hint="name a folder that this user may write to",
-                )
-            )  # fmt: skip
+                f"a folder to write to at {path}",
+                "one that is read-only",
+                where=where,
+                hint="name a folder that this user may write to",
+            )
         if is_memory(path):
             warnings.warn(
                 f"the disk tier at {path} lies in memory (tmpfs): what is offloaded there stays in "
@@ -138,12 +134,10 @@ def check_budget(budget: Budget, offload: Offload, memory: RankMemory) -> None:
         each, free = budget.disk // len(paths), memory.free("disk", [path])
         if each > free:
             raise TierError(
-                expected(
-                    f"{each:,} bytes of disk at {path} for offloaded states",
-                    f"{free:,} free for each of {ranks} ranks here",
-                    where=where,
-                    hint="free space there, name another path as well, or offload less (fraction=)",
-                )
+                f"{each:,} bytes of disk at {path} for offloaded states",
+                f"{free:,} free for each of {ranks} ranks here",
+                where=where,
+                hint="free space there, name another path as well, or offload less (fraction=)",
             )
 
 

@@ -40,7 +40,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onefold.engine.watch import in_backward
-from onefold.errors import StateError, TierError, expected
+from onefold.errors import StateError, TierError
 from onefold.tier.area import Lease
 from onefold.tier.scratch import Scratch, Transfer
 from onefold.unit.context import Context
@@ -235,13 +235,11 @@ def _check_version(counter: Tensor, version: int, shape: torch.Size) -> None:
     """Raise where autograd would raise if no hook had packed the tensor."""
     if counter._version != version:
         raise StateError(
-            expected(
-                f"a tensor {list(shape)} that backward needs to be as forward saved it "
-                f"(version {version})",
-                f"one modified by an inplace operation since (version {counter._version})",
-                hint="clone it before changing it, or change it out of place; "
-                "torch.autograd.set_detect_anomaly(True) shows where it was computed",
-            )
+            f"a tensor {list(shape)} that backward needs to be as forward saved it "
+            f"(version {version})",
+            f"one modified by an inplace operation since (version {counter._version})",
+            hint="clone it before changing it, or change it out of place; "
+            "torch.autograd.set_detect_anomaly(True) shows where it was computed",
         )
 
 

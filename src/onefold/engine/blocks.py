@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from onefold.engine.rules import Rule
-from onefold.errors import TierError, expected
+from onefold.errors import TierError
 from onefold.layout.observer import Observer, Stream, watched
 from onefold.tier.slots import Room
 from onefold.tier.step_device import StepDevice
@@ -102,12 +102,10 @@ class UnitStep:
                 raise task.error
             if task.error is not None:
                 raise TierError(
-                    expected(
-                        f"the background step of unit {self._unit!r} to run to its end",
-                        f"{task.error!r}: some of its blocks are stepped, others are not",
-                        where=self._where,
-                        hint="load the last checkpoint with onefold.load",
-                    )
+                    f"the background step of unit {self._unit!r} to run to its end",
+                    f"{task.error!r}: some of its blocks are stepped, others are not",
+                    where=self._where,
+                    hint="load the last checkpoint with onefold.load",
                 ) from task.error
 
     def await_device(self) -> None:

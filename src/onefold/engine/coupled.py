@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from onefold.engine.rules import unhooked_step
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.recipe import Recipe
 
 SCALES = (1.0, 3.0, 0.5, 40.0, 2.0, 0.1)
@@ -42,12 +42,10 @@ def check_separable(optimizer: Optimizer, recipe: Recipe) -> None:
     else:
         return
     raise ConfigError(
-        expected(
-            "an optimizer that steps each parameter by itself, as ranks step different ones",
-            f"{type(optimizer).__name__}, {why}",
-            hint="use stage=0, where every rank steps all parameters, or another optimizer, "
-            "such as AdamW",
-        )
+        "an optimizer that steps each parameter by itself, as ranks step different ones",
+        f"{type(optimizer).__name__}, {why}",
+        hint="use stage=0, where every rank steps all parameters, or another optimizer, "
+        "such as AdamW",
     )
 
 

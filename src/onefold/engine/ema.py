@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.layout.ledger import Kind
 from onefold.unit.buffer import Buffer
 from onefold.unit.parameter import UnitParameter
@@ -51,9 +51,7 @@ def ema(module: nn.Module, decay: float = 0.999) -> MovingAverage:
         ...     model(x)
     """
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
-        raise ConfigError(
-            expected("decay to be between 0 and 1", repr(decay), hint="decay=0.999 is usual")
-        )
+        raise ConfigError("decay to be between 0 and 1", repr(decay), hint="decay=0.999 is usual")
     return MovingAverage(engine_of(module), float(decay))
 
 
@@ -189,7 +187,7 @@ class MovingAverage:
 
     def _error(self, what: str, got: str, hint: str) -> StateError:
         where = f"rank {self._engine.group.rank}"
-        return StateError(expected(what, got, where=where, hint=hint))
+        return StateError(what, got, where=where, hint=hint)
 
     def _forget(self) -> None:
         """Free memory in which tensors of a far tier were read."""

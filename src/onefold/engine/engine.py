@@ -243,12 +243,10 @@ class Engine:
         unit = self.units[call.unit]
         if call.edits != unit.edits_at_rest():
             raise StateError(
-                expected(
-                    f"the weights of unit {unit.name!r} to be the same in backward as in forward",
-                    "weights that changed in between",
-                    where=unit.context.where,
-                    hint="run backward before the optimizer steps or weights are loaded",
-                )
+                f"the weights of unit {unit.name!r} to be the same in backward as in forward",
+                "weights that changed in between",
+                where=unit.context.where,
+                hint="run backward before the optimizer steps or weights are loaded",
             )
         actions = self.schedule.enter_backward(call, builds_graph=torch.is_grad_enabled())
         for ended in self.schedule.ended:
@@ -395,12 +393,10 @@ class Engine:
                 if unit.failure is not None:
                     raise unit.failure
             raise StateError(
-                expected(
-                    "a backward that ran to its end, as it steps units on its way",
-                    "a backward that failed: some weights are stepped and others are not",
-                    where=f"rank {self.group.rank}",
-                    hint="load the last checkpoint with onefold.load",
-                )
+                "a backward that ran to its end, as it steps units on its way",
+                "a backward that failed: some weights are stepped and others are not",
+                where=f"rank {self.group.rank}",
+                hint="load the last checkpoint with onefold.load",
             )
 
     def mend(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from onefold.engine.blocked_adam import BlockedAdam
 from onefold.engine.blocks import Segment, UnitStep
 from onefold.engine.rules import Rule, is_moment, state_after_first_step
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
@@ -326,9 +326,7 @@ def _own_rows(parameter: UnitParameter, name: str, value: object) -> object:
 def cannot_cut(fqn: str, name: str, wanted: Sequence[int], got: Sequence[int]) -> ConfigError:
     """Return the error for optimizer state that is neither like its parameter nor a number."""
     return ConfigError(
-        expected(
-            f"optimizer state {name!r} of {fqn!r} to have shape {list(wanted)} or one element",
-            f"shape {list(got)}",
-            hint="shard before the first step, or clear optimizer.state",
-        )
+        f"optimizer state {name!r} of {fqn!r} to have shape {list(wanted)} or one element",
+        f"shape {list(got)}",
+        hint="shard before the first step, or clear optimizer.state",
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.engine.engine import NO_COPY, Engine
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.unit.parameter import UnitParameter
 
 GENERATES_TOGETHER = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}
@@ -71,11 +71,9 @@ def _must_run_together(part: nn.Module, engine: Engine) -> bool:
 
 def _refuse_resize(*_: object, **__: object) -> None:
     raise StateError(
-        expected(
-            "resize_token_embeddings before onefold.shard",
-            "a call after it",
-            hint="add tokens and resize before the model is sharded, or its Trainer is built",
-        )
+        "resize_token_embeddings before onefold.shard",
+        "a call after it",
+        hint="add tokens and resize before the model is sharded, or its Trainer is built",
     )
 
 
@@ -107,12 +105,10 @@ class _NoWrapper:
 
     def __iter__(self) -> Iterator[str]:
         raise StateError(
-            expected(
-                "a sharded module to be trained as it is",
-                "DistributedDataParallel around it",
-                hint="leave DistributedDataParallel out: onefold.shard averages gradients over "
-                "the ranks. Give a transformers.Trainer callbacks=[onefold.hf.Callback()]",
-            )
+            "a sharded module to be trained as it is",
+            "DistributedDataParallel around it",
+            hint="leave DistributedDataParallel out: onefold.shard averages gradients over "
+            "the ranks. Give a transformers.Trainer callbacks=[onefold.hf.Callback()]",
         )
 
 
@@ -121,12 +117,10 @@ class _NotAfterwards:
 
     def __bool__(self) -> bool:
         raise StateError(
-            expected(
-                "parallelize_module before onefold.shard",
-                "a call after it",
-                hint="parallelize_module(model, mesh['tp'], plan) first, then "
-                "onefold.shard(model, optimizer, mesh=mesh['dp'])",
-            )
+            "parallelize_module before onefold.shard",
+            "a call after it",
+            hint="parallelize_module(model, mesh['tp'], plan) first, then "
+            "onefold.shard(model, optimizer, mesh=mesh['dp'])",
         )
 
 
@@ -181,11 +175,9 @@ def _cut_entries(
             continue
         if metadata.get("assign_to_params_buffers"):  # a new adapter on meta may be assigned
             raise StateError(
-                expected(
-                    f"load_state_dict(..., assign=False) for {prefix + name!r}",
-                    "assign=True, which would replace shards by unsharded tensors",
-                    hint="leave assign out; values are copied into the shards",
-                )
+                f"load_state_dict(..., assign=False) for {prefix + name!r}",
+                "assign=True, which would replace shards by unsharded tensors",
+                hint="leave assign out; values are copied into the shards",
             )
         state[prefix + name] = _fitted(prefix + name, parameter, value)
 
@@ -203,11 +195,9 @@ def _load_state_dict(
         unexpected = [name for name in state_dict if name not in wanted]
         if missing or unexpected:
             raise StateError(
-                expected(
-                    "a state dict with the module's names",
-                    f"missing {missing[:5]}, unexpected {unexpected[:5]}",
-                    hint="load it with strict=False to take the entries that fit",
-                )
+                "a state dict with the module's names",
+                f"missing {missing[:5]}, unexpected {unexpected[:5]}",
+                hint="load it with strict=False to take the entries that fit",
             )
     return type(module).load_state_dict(module, state_dict, strict, assign)
 
@@ -215,11 +205,9 @@ def _load_state_dict(
 def _fitted(name: str, parameter: UnitParameter, value: Tensor) -> Tensor:
     if tuple(value.shape) != parameter.shape:
         raise StateError(
-            expected(
-                f"{name!r} of shape {list(parameter.shape)}",
-                f"shape {list(value.shape)}",
-                where=parameter.unit.context.where,
-                hint="the state dict is of another configuration of this module",
-            )
+            f"{name!r} of shape {list(parameter.shape)}",
+            f"shape {list(value.shape)}",
+            where=parameter.unit.context.where,
+            hint="the state dict is of another configuration of this module",
         )
     return parameter.shown_like_sharded(value)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from onefold.engine.engine import Engine
 from onefold.engine.hooks import ModuleHooks
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.unit.grad_hooks import without_backward
 
 
@@ -73,9 +73,7 @@ def _checked(output: Tensor) -> Tensor:
 
 def _no_backward() -> StateError:
     return StateError(
-        expected(
-            "a forward alone of a module that onefold.stream streams",
-            "a backward through it",
-            hint="onefold.shard trains a module: its weights rest in the same tiers",
-        )
+        "a forward alone of a module that onefold.stream streams",
+        "a backward through it",
+        hint="onefold.shard trains a module: its weights rest in the same tiers",
     )

@@ -16,7 +16,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import cannot_cut
 from onefold.engine.optimizer import OptimizerBinding
 from onefold.engine.rules import steps_elements
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 
 
 def binding_of(optimizer: Optimizer) -> OptimizerBinding | None:
@@ -66,12 +66,10 @@ class _Adoption:
         held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         if engine.is_inference and held & _ids_of(engine):
             raise StateError(
-                expected(
-                    "no optimizer on a module that onefold.stream streams",
-                    f"a step of {type(optimizer).__name__}",
-                    where=f"rank {engine.group.rank}",
-                    hint="onefold.shard trains a module: its weights rest in the same tiers",
-                )
+                "no optimizer on a module that onefold.stream streams",
+                f"a step of {type(optimizer).__name__}",
+                where=f"rank {engine.group.rank}",
+                hint="onefold.shard trains a module: its weights rest in the same tiers",
             )
         if any(each in engine.by_sharded for each in held):
             check_separable(optimizer, engine.recipe)

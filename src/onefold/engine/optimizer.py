@@ -39,7 +39,7 @@ from onefold.engine.rules import (
 )
 from onefold.engine.searching import share_losses
 from onefold.engine.waiting_state import common_state, stepped_state
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.layout.ledger import StateBytes
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -122,12 +122,10 @@ class OptimizerBinding:
     def _check_tiers(self, optimizer: Optimizer, engine: Engine) -> None:
         if not self.is_elementwise and any(unit.steps_in_blocks for unit in engine.units):
             raise ConfigError(
-                expected(
-                    "an elementwise optimizer of torch.optim for offloaded states, as they are "
-                    "stepped in blocks",
-                    f"{type(optimizer).__name__}",
-                    hint="offload=None, or AdamW, SGD, RMSprop and their like",
-                )
+                "an elementwise optimizer of torch.optim for offloaded states, as they are "
+                "stepped in blocks",
+                f"{type(optimizer).__name__}",
+                hint="offload=None, or AdamW, SGD, RMSprop and their like",
             )
 
         for group in [] if self.is_elementwise else optimizer.param_groups:
@@ -251,12 +249,10 @@ class OptimizerBinding:
             for parameter in engine.by_sharded.values():
                 if _grad(parameter) is not None and not any(s.holds(parameter) for s in steppers):
                     raise StateError(
-                        expected(
-                            f"{type(optimizer).__name__} to hold parameters that train",
-                            f"frozen ones alone; no optimizer holds {parameter.fqn!r}",
-                            where=f"rank {engine.group.rank}",
-                            hint="build the optimizer after adapters were added",
-                        )
+                        f"{type(optimizer).__name__} to hold parameters that train",
+                        f"frozen ones alone; no optimizer holds {parameter.fqn!r}",
+                        where=f"rank {engine.group.rank}",
+                        hint="build the optimizer after adapters were added",
                     )
 
     def _is_sound(self) -> bool:

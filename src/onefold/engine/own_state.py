@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.unit.parameter import UnitParameter
 
 KEPT_BY, OF_RANKS = "onefold_kept_by", "onefold_of_ranks"
@@ -88,14 +88,12 @@ class OwnStates:
 def _another_ranks(parameter: UnitParameter, got: str) -> StateError:
     context = parameter.unit.context
     return StateError(
-        expected(
-            f"the optimizer state that rank {context.rest_rank} of {context.rest_world} keeps of "
-            f"parameter {parameter.fqn!r}",
-            got,
-            where=context.where,
-            hint="optimizer.state_dict() is one rank's part. Save with onefold.save and load with "
-            "onefold.load; or, for optimizers such as AdamW, use get_optimizer_state_dict and "
-            "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict with "
-            "StateDictOptions(full_state_dict=True)",
-        )
+        f"the optimizer state that rank {context.rest_rank} of {context.rest_world} keeps of "
+        f"parameter {parameter.fqn!r}",
+        got,
+        where=context.where,
+        hint="optimizer.state_dict() is one rank's part. Save with onefold.save and load with "
+        "onefold.load; or, for optimizers such as AdamW, use get_optimizer_state_dict and "
+        "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict with "
+        "StateDictOptions(full_state_dict=True)",
     )

@@ -10,7 +10,7 @@ from onefold.engine import guards
 from onefold.engine.engine import Engine
 from onefold.engine.hooks import hook
 from onefold.engine.structure import rename
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.layout.units import uncompiled
 
 ENGINE = "_onefold_engine"
@@ -25,11 +25,9 @@ def engine_of(module: nn.Module) -> Engine:
     engine = find_engine(module)
     if engine is None:
         raise StateError(
-            expected(
-                "a module that onefold.shard has sharded",
-                f"a {type(module).__name__} that it has not sharded",
-                hint="pass the module that was given to onefold.shard, not a part of it",
-            )
+            "a module that onefold.shard has sharded",
+            f"a {type(module).__name__} that it has not sharded",
+            hint="pass the module that was given to onefold.shard, not a part of it",
         )
     return engine
 

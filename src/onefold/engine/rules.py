@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.engine.blocked_adam import MOMENTS, BlockedAdam, frozen
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 State = dict[str, Any]
 
@@ -36,11 +36,9 @@ def steps_elements(optimizer: Optimizer) -> bool:
 def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:
     """Return the error for an optimizer whose matrices are cut over model axes."""
     return ConfigError(
-        expected(
-            f"an elementwise optimizer, such as AdamW, for parameter {fqn!r}: {cut}",
-            f"{type(optimizer).__name__}, which steps whole matrices",
-            hint="a rank of tensor parallel holds a part of each matrix",
-        )
+        f"an elementwise optimizer, such as AdamW, for parameter {fqn!r}: {cut}",
+        f"{type(optimizer).__name__}, which steps whole matrices",
+        hint="a rank of tensor parallel holds a part of each matrix",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.layout.units import owned_parameters
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -116,22 +116,18 @@ def _compare(engine: Followed, mine: list[str]) -> None:
         if theirs != mine:
             differing = sorted(set(mine) ^ set(theirs)) or mine
             raise StateError(
-                expected(
-                    "the same new parameters on every rank",
-                    f"{differing[0]!r} on rank {group.rank} or rank {rank} alone",
-                    where=f"rank {group.rank}",
-                    hint="add the same adapters, in the same order, on every rank",
-                )
+                "the same new parameters on every rank",
+                f"{differing[0]!r} on rank {group.rank} or rank {rank} alone",
+                where=f"rank {group.rank}",
+                hint="add the same adapters, in the same order, on every rank",
             )
 
 
 def _changed(engine: Followed, fqn: str, got: str) -> StateError:
     return StateError(
-        expected(
-            f"parameter {fqn!r} to be as onefold.shard left it",
-            got,
-            where=f"rank {engine.group.rank}",
-            hint="add, replace and resize parameters and modules before onefold.shard; adapters "
-            "may come later where the other parameters are frozen",
-        )
+        f"parameter {fqn!r} to be as onefold.shard left it",
+        got,
+        where=f"rank {engine.group.rank}",
+        hint="add, replace and resize parameters and modules before onefold.shard; adapters "
+        "may come later where the other parameters are frozen",
     )

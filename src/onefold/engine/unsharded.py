@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onefold.engine.engine import Engine
 from onefold.engine.structure import is_frozen
 from onefold.engine.watch import in_backward
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.layout.ledger import Kind
 from onefold.unit.buffer import Buffer
 from onefold.unit.parameter import UnitParameter
@@ -27,12 +27,10 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     """
     if engine.schedule.forward_depth > 0 or in_backward():
         raise StateError(
-            expected(
-                "onefold.unsharded outside forward and backward",
-                "a call from within one",
-                where=f"rank {engine.group.rank}",
-                hint="modules that run already see unsharded parameters",
-            )
+            "onefold.unsharded outside forward and backward",
+            "a call from within one",
+            where=f"rank {engine.group.rank}",
+            hint="modules that run already see unsharded parameters",
         )
     if engine.is_unsharded:
         yield
@@ -94,12 +92,10 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
         own = parameter.rows_of(current)
         if own is None:
             raise StateError(
-                expected(
-                    f"parameter {parameter.fqn!r} to keep shape {list(parameter.shape)}",
-                    "none" if current is None else f"shape {list(current.shape)}",
-                    where=context.where,
-                    hint="resize or remove parameters before onefold.shard",
-                )
+                f"parameter {parameter.fqn!r} to keep shape {list(parameter.shape)}",
+                "none" if current is None else f"shape {list(current.shape)}",
+                where=context.where,
+                hint="resize or remove parameters before onefold.shard",
             )
         rows.append((parameter, own))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

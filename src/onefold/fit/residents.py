@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.fit.kept_units import spread
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.recipe import Recipe
@@ -100,9 +100,7 @@ def _too_small(
     if near:
         hint = 'offload="disk:PATH", where weights do not rest in this memory; or rest="int4"'
     return ConfigError(
-        expected(
-            f"a budget of at least {ring + near + tiles + stacks:,} bytes ({', '.join(parts)})",
-            f"{recipe.inference.budget:,} bytes",
-            hint=hint,
-        )
+        f"a budget of at least {ring + near + tiles + stacks:,} bytes ({', '.join(parts)})",
+        f"{recipe.inference.budget:,} bytes",
+        hint=hint,
     )

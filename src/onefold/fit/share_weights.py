@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.cut import Shares
 
 AUTO = "auto"
@@ -77,10 +77,8 @@ def _numbers(given: object) -> list[float] | None:
 
 def _refused(given: object) -> ConfigError:
     return ConfigError(
-        expected(
-            '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, not all '
-            "of them 0",
-            repr(given),
-            hint="shares=[3, 1] gives rank 0 three quarters of the state",
-        )
+        '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, not all '
+        "of them 0",
+        repr(given),
+        hint="shares=[3, 1] gives rank 0 three quarters of the state",
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from onefold.errors import TierError, expected
+from onefold.errors import TierError
 from onefold.fit.bounds import ACTIVATIONS_SHARE, Limits, RankMemory, Users
 from onefold.fit.choices import Needs
 from onefold.fit.lines import Line, fill, most_of
@@ -121,12 +121,10 @@ def choose(
     if is_auto or not capacity.fits(recipe.shares):
         fits = f"shares={in_words(best)} fit"
         raise TierError(
-            expected(
-                "room on every rank for its share of the state",
-                f"shares={in_words(recipe.shares)}: {capacity.describe(recipe.shares)}",
-                where=f"rank {memory.group.rank}",
-                hint=f"{best}: offload more, or take more ranks" if isinstance(best, str) else fits,
-            )
+            "room on every rank for its share of the state",
+            f"shares={in_words(recipe.shares)}: {capacity.describe(recipe.shares)}",
+            where=f"rank {memory.group.rank}",
+            hint=f"{best}: offload more, or take more ranks" if isinstance(best, str) else fits,
         )
     return recipe, ""
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from onefold.engine.engine import Engine
 from onefold.engine.watch import in_backward
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 
 
 @contextmanager
@@ -22,12 +22,10 @@ def keeping(engine: Engine, kept: frozenset[int], most_nbytes: int) -> Iterator[
     schedule = engine.schedule
     if schedule.forward_depth > 0 or in_backward():
         raise StateError(
-            expected(
-                "onefold.generating outside forward and backward",
-                "a call from within one",
-                where=f"rank {engine.group.rank}",
-                hint="enter it before the module is called",
-            )
+            "onefold.generating outside forward and backward",
+            "a call from within one",
+            where=f"rank {engine.group.rank}",
+            hint="enter it before the module is called",
         )
     if schedule.driven.keeps:
         yield

@@ -32,7 +32,7 @@ from transformers.cache_utils import (
 
 from onefold.compose.tiers import is_memory
 from onefold.config import Offload
-from onefold.errors import ConfigError, StateError, TierError, expected
+from onefold.errors import ConfigError, StateError, TierError
 from onefold.inference.kv_tiers import KVTiers
 from onefold.inference.token_store import LayerTokens, TokenShape
 from onefold.layout.ledger import Kind
@@ -100,7 +100,7 @@ class KVCache(DynamicCache):
         for name, value in (("budget", budget), ("cpu_budget", cpu_budget)):
             if type(value) is not int or value < 0:
                 hint = "2 << 30 is 2 GiB; 0 keeps full blocks on the disk alone"
-                raise ConfigError(expected(f"KVCache({name}=) in bytes", repr(value), hint=hint))
+                raise ConfigError(f"KVCache({name}=) in bytes", repr(value), hint=hint)
         types, arguments = _layer_types(config)
         rank, paths = dist.get_rank() if dist.is_initialized() else 0, Offload(disk=disk).paths
         self._tiers = KVTiers(budget, cpu_budget, paths, rank, types.count("full_attention"))
@@ -129,7 +129,7 @@ class KVCache(DynamicCache):
         """Add tokens [batch, heads, tokens, width] of a layer; return its keys and values."""
         if self.layer_class_to_replicate is None and layer_idx >= len(self.layers):
             wanted, hint = f"a model of {len(self.layers)} layers", "give config= of this model"
-            raise ConfigError(expected(wanted, f"its layer {layer_idx}", hint=hint))
+            raise ConfigError(wanted, f"its layer {layer_idx}", hint=hint)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reset(self) -> None:
@@ -155,7 +155,7 @@ class KVCache(DynamicCache):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         hint = "crop() the cache back to the prompt, or make another and prefill it"
-        raise StateError(expected("one owner of a KV cache's files", "a copy of it", hint=hint))
+        raise StateError("one owner of a KV cache's files", "a copy of it", hint=hint)
 
 
 class _Shared:
@@ -227,19 +227,17 @@ class KVLayer(CacheLayerMixin):
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         if torch.is_grad_enabled() and key_states.requires_grad:
             hint = "torch.no_grad() around the call, or use_cache=False in training"
-            raise StateError(expected("keys without gradients", "a graph", hint=hint))
+            raise StateError("keys without gradients", "a graph", hint=hint)
         if self.tokens is None:
             return
         known = self.tokens.shape, self.tokens.batch, self.device
         given = TokenShape.of(key_states, value_states), key_states.shape[0], key_states.device
         if known != given:
             raise ConfigError(
-                expected(
-                    "{}, {} sequences, on {}, as before".format(*known),
-                    "{}, {} sequences, on {}".format(*given),
-                    where=f"layer {self._index} of a KV cache",
-                    hint="a cache serves one model and one batch: reset() it before another",
-                )
+                "{}, {} sequences, on {}, as before".format(*known),
+                "{}, {} sequences, on {}".format(*given),
+                where=f"layer {self._index} of a KV cache",
+                hint="a cache serves one model and one batch: reset() it before another",
             )
 
     def _check_pass(self, length: int) -> None:
@@ -247,12 +245,11 @@ class KVLayer(CacheLayerMixin):
         assert first.tokens is not None
         if first is not self and first.tokens.length != length:
             raise StateError(
-                expected(
-                    f"{first.tokens.length:,} tokens in every layer after this pass",
-                    f"{length:,}", where=f"layer {self._index} of a KV cache",
-                    hint="two models share the cache, or a pass failed: reset() it",
-                )
-            )  # fmt: skip
+                f"{first.tokens.length:,} tokens in every layer after this pass",
+                f"{length:,}",
+                where=f"layer {self._index} of a KV cache",
+                hint="two models share the cache, or a pass failed: reset() it",
+            )
 
     def _assemble(self, tokens: LayerTokens, further: int) -> tuple[Tensor, Tensor]:
         """Fill new tensors, contiguous as `DynamicCache`'s, with room for further tokens."""
@@ -319,7 +316,7 @@ class KVLayer(CacheLayerMixin):
         """Remove the last tokens: a number of 0 or below, as in transformers 5."""
         if tokens_to_remove > 0:
             got, hint = repr(tokens_to_remove), f"crop({-tokens_to_remove}) removes so many tokens"
-            raise ConfigError(expected("a number of tokens to remove, negative", got, hint=hint))
+            raise ConfigError("a number of tokens to remove, negative", got, hint=hint)
         if self.tokens is None or tokens_to_remove == 0:
             return
         self._shared.whole = None
@@ -357,7 +354,7 @@ class _Healthy:
     def __enter__(self) -> None:
         if self._shared.has_failed:
             hint = "reset() the cache, and generate again"
-            raise StateError(expected("a KV cache that is whole", "one that failed", hint=hint))
+            raise StateError("a KV cache that is whole", "one that failed", hint=hint)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
@@ -376,5 +373,5 @@ def _layer_types(config: PreTrainedConfig | None) -> tuple[list[str], list[dict[
     if strange:
         hint = "DynamicCache(config=...) holds such layers in memory"
         wanted = "layers with keys and values of each token"
-        raise ConfigError(expected(wanted, ", ".join(strange), hint=hint))
+        raise ConfigError(wanted, ", ".join(strange), hint=hint)
     return types, arguments

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onefold.errors import StateError, TierError, expected
+from onefold.errors import StateError, TierError
 from onefold.layout.ledger import Kind, Ledger
 from onefold.tier.area import Lease
 from onefold.tier.disk import SwapFile
@@ -143,11 +143,10 @@ class KVTiers:
             return
         if self.device is not None:
             raise StateError(
-                expected(
-                    f"keys and values on {self.device}, as those before", f"some on {device}",
-                    hint="a cache serves one device; reset() it before another model uses it",
-                )
-            )  # fmt: skip
+                f"keys and values on {self.device}, as those before",
+                f"some on {device}",
+                hint="a cache serves one device; reset() it before another model uses it",
+            )
         self.device, ledger = device, self.ledger
         is_cpu = device.type == "cpu"
         on_host = SlotPool.on_host(ledger)
@@ -199,12 +198,11 @@ class KVTiers:
                 return BlockRun(tier, lease, scratch, batch, count)
         if self._disk is None:
             raise TierError(
-                expected(
-                    f"room for {block_nbytes:,} more bytes of keys and values",
-                    "budgets that are used up, and no disk tier", where=f"rank {self._rank}",
-                    hint="a larger budget=, or disk=PATH",
-                )
-            )  # fmt: skip
+                f"room for {block_nbytes:,} more bytes of keys and values",
+                "budgets that are used up, and no disk tier",
+                where=f"rank {self._rank}",
+                hint="a larger budget=, or disk=PATH",
+            )
         lease = self._disk.take(wanted * block_nbytes)
         return BlockRun("disk", lease, self._disk, batch, wanted)
 
@@ -215,7 +213,7 @@ class KVTiers:
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             wanted = f"{nbytes:,} bytes on {self.device} for keys and values"
             hint = "a smaller budget=, or a smaller batch"
-            raise TierError(expected(wanted, str(error).splitlines()[0], hint=hint)) from error
+            raise TierError(wanted, str(error).splitlines()[0], hint=hint) from error
         return Room(flat, self._budgets[0][0], self.ledger, kind)
 
     def read_ahead(self, layer: int, runs: Sequence[BlockRun]) -> None:

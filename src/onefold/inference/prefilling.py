@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from onefold.engine.engine import Engine
 from onefold.engine.forward_threads import current_forward, thread_of
 from onefold.engine.registry import find_engine
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 
 def prefill(
@@ -55,7 +55,7 @@ def prefill(
     if config.is_encoder_decoder or chunk < 1:
         got = "an encoder-decoder" if config.is_encoder_decoder else f"chunk={chunk}"
         hint = "generate() reads a short prompt, or an encoder's input, in one pass"
-        raise ConfigError(expected("a decoder, and chunks of one token or more", got, hint=hint))
+        raise ConfigError("a decoder, and chunks of one token or more", got, hint=hint)
     cache = DynamicCache(config=config)
     names = inspect.signature(model.forward).parameters
     parts = [part for part in input_ids[:, :-1].split(chunk, dim=1) if part.shape[1]]

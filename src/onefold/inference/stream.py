@@ -11,7 +11,7 @@ from onefold.compose import checks
 from onefold.compose.coding import KeptExact, code_for_products
 from onefold.compose.resolve import Asked, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.fit.bounds import RankMemory
 from onefold.fit.residents import with_residents
 from onefold.layout.units import UnitPlan, repeated_blocks, uncompiled
@@ -89,19 +89,15 @@ def _checked(module: nn.Module, budget: int | None, rest: str | None, offload: o
     checks.check_module(module)
     if budget is not None and (type(budget) is not int or budget < 1):
         raise ConfigError(
-            expected(
-                "budget to be a number of bytes, or None",
-                repr(budget),
-                hint="2 << 30 is 2 GiB; None takes what is free on the device",
-            )
+            "budget to be a number of bytes, or None",
+            repr(budget),
+            hint="2 << 30 is 2 GiB; None takes what is free on the device",
         )
     if rest not in (None, "int8", "int4"):
         raise ConfigError(
-            expected(
-                'rest to be None (exact), "int8" or "int4"',
-                repr(rest),
-                hint=nearest_word(rest, ("int8", "int4")) or "int8 loses least",
-            )
+            'rest to be None (exact), "int8" or "int4"',
+            repr(rest),
+            hint=nearest_word(rest, ("int8", "int4")) or "int8 loses least",
         )
     reads_files = offload == "disk"
     tiers = _files_of(module, rest) if reads_files else _tiers_of(offload)
@@ -116,12 +112,10 @@ def _files_of(module: nn.Module, rest: str | None) -> Offload:
     values: Values | None = uncompiled(module).__dict__.get(PROMISED)
     if values is None or rest is not None:
         raise ConfigError(
-            expected(
-                "a folder for the disk tier",
-                f"packed weights (rest={rest!r}), which no file has" if rest else "none",
-                hint='offload="disk:PATH"; "disk" alone reads exact weights from the files that '
-                "onefold.load_pretrained has promised to a module",
-            )
+            "a folder for the disk tier",
+            f"packed weights (rest={rest!r}), which no file has" if rest else "none",
+            hint='offload="disk:PATH"; "disk" alone reads exact weights from the files that '
+            "onefold.load_pretrained has promised to a module",
         )
     return Offload(parameters="disk", disk=str(values.directory))
 
@@ -134,11 +128,9 @@ def _tiers_of(offload: object) -> Offload:
         tiers = offload_of(offload)
         return Offload(parameters=tiers.parameters, disk=tiers.disk)
     raise ConfigError(
-        expected(
-            'offload to be None, "cpu", "disk:PATH" or an Offload',
-            repr(offload),
-            hint='"cpu" keeps weights in CPU memory, "disk:PATH" in a file in that folder',
-        )
+        'offload to be None, "cpu", "disk:PATH" or an Offload',
+        repr(offload),
+        hint='"cpu" keeps weights in CPU memory, "disk:PATH" in a file in that folder',
     )
 
 

@@ -15,7 +15,7 @@ from onefold.engine.first_batch import compare_now
 from onefold.engine.pipelined import calling_stage
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.layered.chain import NotAChain
 from onefold.layered.choice import Accumulation, Order
 from onefold.layered.orders import Forward, Layered, run_loop
@@ -137,25 +137,25 @@ def _check(engine: Engine, batches: Sequence[Any], order: str) -> None:
     where = f"rank {engine.group.rank}"
     if not batches:
         hint = "a rank without rows runs a micro-batch of zero weight: loss * 0"
-        raise ConfigError(expected("at least one micro-batch", "none", where=where, hint=hint))
+        raise ConfigError("at least one micro-batch", "none", where=where, hint=hint)
     if order not in ("auto", "layers", "keep", "plain"):
         names = '"auto", "layers", "keep" or "plain"'
         hint = '"layers" sends the least that one unit at a time allows'
-        raise ConfigError(expected(f"order to be {names}", repr(order), where=where, hint=hint))
+        raise ConfigError(f"order to be {names}", repr(order), where=where, hint=hint)
     if engine.pipeline is not None or calling_stage():
         hint = "schedule.step runs micro-batches; onefold.pipeline gathers each unit once a step"
         raise StateError(
-            expected("a module that no pipeline schedule runs", "a stage", where=where, hint=hint)
+            "a module that no pipeline schedule runs", "a stage", where=where, hint=hint
         )
     is_inside = engine.schedule.forward_depth > 0 or in_backward()
     if is_inside or not torch.is_grad_enabled() or engine.is_inference or engine.is_unsharded:
         got = "a call from within one" if is_inside else "a module that records no graph now"
         raise StateError(
-            expected(
-                "onefold.accumulate_layers outside forward and backward, with gradients", got,
-                where=where, hint="call it where the loop would call the module",
-            )
-        )  # fmt: skip
+            "onefold.accumulate_layers outside forward and backward, with gradients",
+            got,
+            where=where,
+            hint="call it where the loop would call the module",
+        )
 
 
 def _forward(module: nn.Module, batch: Any, loss: Loss | None, number: int) -> Tensor:
@@ -169,7 +169,7 @@ def _forward(module: nn.Module, batch: Any, loss: Loss | None, number: int) -> T
             graph = "with" if found.requires_grad else "without"
             got = f"a tensor {list(found.shape)} {graph} a graph"
         hint = "pass loss=, a function of the output and the micro-batch"
-        raise ConfigError(expected("a loss that is one number with a graph", got, hint=hint))
+        raise ConfigError("a loss that is one number with a graph", got, hint=hint)
     return found.reshape(()) / number
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from onefold.engine.noise import NoiseScale
 from onefold.engine.registry import engine_of
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 
 def measure_noise(module: nn.Module) -> NoiseScale:
@@ -47,9 +47,9 @@ def measure_noise(module: nn.Module) -> NoiseScale:
     if engine.is_inference:
         hint = "onefold.shard a module that trains"
         got = "one of onefold.stream"
-        raise ConfigError(expected("a module that trains", got, where=where, hint=hint))
+        raise ConfigError("a module that trains", got, where=where, hint=hint)
     if engine.group.world_size == 1 and engine.policy.defers_reduction:
         hint = "stage=2 shows each micro-batch alone, and more ranks show theirs"
         got = f"one rank at stage {engine.recipe.stage.number}"
-        raise ConfigError(expected("two gradients a step, to compare", got, where=where, hint=hint))
+        raise ConfigError("two gradients a step, to compare", got, where=where, hint=hint)
     return engine.hands.measure_noise(engine.group, engine.context.rest_world)

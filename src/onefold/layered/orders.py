@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from onefold.engine.driving import Drive
 from onefold.engine.engine import Engine
 from onefold.engine.forward_threads import ForwardThread, thread_of
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.layered.chain import Cuts, NotAChain, cutting
 from onefold.layered.random_streams import RandomStreams
 
@@ -160,12 +160,10 @@ class Layered:
         """Micro-batches go different ways through the module."""
         if self._engine.schedule.is_backward:
             raise StateError(
-                expected(
-                    "all micro-batches to call the same blocks",
-                    f"micro-batch 0 {first.at!r} and micro-batch {number} {mine.at!r}",
-                    where=f"rank {self._engine.group.rank}",
-                    hint='order="plain" runs them one after the other',
-                )
+                "all micro-batches to call the same blocks",
+                f"micro-batch 0 {first.at!r} and micro-batch {number} {mine.at!r}",
+                where=f"rank {self._engine.group.rank}",
+                hint='order="plain" runs them one after the other',
             )
         raise NotAChain(f"micro-batch 0 is {first.at} where micro-batch {number} is {mine.at}")
 

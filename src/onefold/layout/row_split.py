@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import inf, isfinite
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 _HALVINGS = 64
 """Of the range of T: more would not change a float."""
@@ -80,8 +80,8 @@ def _check(times: Sequence[RankTime], rows: int, most: Sequence[float]) -> None:
         if not is_known or time.fixed < 0 or time.per_row <= 0:
             hint = "measure the rank again: at least two steps of different rows"
             wanted = "finite seconds of a rank: fixed from 0 on, per row above 0"
-            raise ConfigError(expected(wanted, time, where=f"rank {rank}", hint=hint))
+            raise ConfigError(wanted, time, where=f"rank {rank}", hint=hint)
     if sum(most) < rows:
         got = f"{sum(most):,.0f} that fit, on {len(times)} ranks"
         hint = "take fewer rows a step, or more micro-batches"
-        raise ConfigError(expected(f"room for {rows:,d} rows", got, hint=hint))
+        raise ConfigError(f"room for {rows:,d} rows", got, hint=hint)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout import packed
 from onefold.layout.model_axes import ModelCut, local_of
 from onefold.layout.packed import Place
@@ -286,11 +286,9 @@ def _check_one_mesh(owned: Owned, mesh_of: Mapping[nn.Module, object]) -> None:
     """Raise `ConfigError` for a parameter that is used in units with different meshes."""
     if len({id(mesh_of.get(module)) for module, _ in owned.owners}) > 1:
         raise ConfigError(
-            expected(
-                f"parameter {owned.fqn!r} in one unit, as another one has a mesh of its own",
-                "one that modules of both use",
-                hint="give both modules to one unit, or untie them",
-            )
+            f"parameter {owned.fqn!r} in one unit, as another one has a mesh of its own",
+            "one that modules of both use",
+            hint="give both modules to one unit, or untie them",
         )
 
 
@@ -315,12 +313,10 @@ def _chosen_blocks(
 
 def _bad_units(got: str) -> ConfigError:
     return ConfigError(
-        expected(
-            "`units` to list submodules of the sharded module, to be a predicate over them, or to "
-            "map them to meshes",
-            got,
-            hint="pass modules taken from the module itself, such as list(model.layers)",
-        )
+        "`units` to list submodules of the sharded module, to be a predicate over them, or to "
+        "map them to meshes",
+        got,
+        hint="pass modules taken from the module itself, such as list(model.layers)",
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import inf, isfinite
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
 from onefold.layout.row_split import RankTime, rows_of
 
@@ -33,9 +33,9 @@ def check_shares(shares: Sequence[float], world_size: int) -> tuple[float, ...]:
     found = tuple(float(share) for share in shares)
     hint = f"pass {world_size} weights, such as {[3, *[1] * (world_size - 1)]}"
     if len(found) != world_size:
-        raise ConfigError(expected(f"{world_size} shares of rows, one a rank", found, hint=hint))
+        raise ConfigError(f"{world_size} shares of rows, one a rank", found, hint=hint)
     if any(not isfinite(share) or share < 0 for share in found) or sum(found) <= 0:
-        raise ConfigError(expected("finite shares of rows, none negative", found, hint=hint))
+        raise ConfigError("finite shares of rows, none negative", found, hint=hint)
     return tuple(share / sum(found) for share in found)
 
 

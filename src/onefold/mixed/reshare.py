@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.fit.bounds import RankMemory
 from onefold.fit.share_weights import AUTO, SharesChoice, is_auto, unless_even, weights_of
 from onefold.fit.shares import choose
@@ -83,7 +83,7 @@ def _checked(engine: Engine, shares: object) -> Shares | str:
     ranks = engine.recipe.shard_world
     if isinstance(asked, tuple) and len(asked) != ranks:
         wanted = f"`shares` with one weight for each of {ranks} ranks"
-        raise ConfigError(expected(wanted, repr(shares), hint="in rank order"))
+        raise ConfigError(wanted, repr(shares), hint="in rank order")
     return asked if isinstance(asked, str) else unless_even(asked)
 
 
@@ -108,7 +108,7 @@ def _check_state(engine: Engine) -> None:
     if got:
         where = f"rank {engine.group.rank}"
         hint = "between two steps, at stage 1 to 3; or load a checkpoint under other shares"
-        raise StateError(expected("a module whose rows may move", got, where=where, hint=hint))
+        raise StateError("a module whose rows may move", got, where=where, hint=hint)
 
 
 def _recipe(engine: Engine, asked: Shares | str) -> Recipe:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler, default_collate
 
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.mixed.dealing import check_shares, even, split_rows
 from onefold.mixed.speeds import RowSpeeds, measure
 from onefold.wire import ranks as meshes
@@ -66,7 +66,7 @@ class RowSampler(Sampler[list[int]]):
             wanted = "at least one global batch of at least one row"
             hint = "lower rows, or pass drop_last=False"
             got = f"{self._numel} rows in the dataset, rows={rows}"
-            raise ConfigError(expected(wanted, got, hint=hint))
+            raise ConfigError(wanted, got, hint=hint)
         self.shares = even(self._world_size)
         if shares is not None:
             self.set_shares(shares)
@@ -128,7 +128,7 @@ class RowSampler(Sampler[list[int]]):
             wanted = f"a module over the ranks of the sampler, rank {self._rank} of "
             wanted += f"{self._world_size}"
             hint = "pass the same mesh to onefold.shard and onefold.RowSampler"
-            raise ConfigError(expected(wanted, f"rank {ranks[0]} of {ranks[1]}", hint=hint))
+            raise ConfigError(wanted, f"rank {ranks[0]} of {ranks[1]}", hint=hint)
         speeds.begin_at(self.shares)
         self._speeds = speeds
 
@@ -169,7 +169,7 @@ class RowSampler(Sampler[list[int]]):
         if state["num_rows"] != self._numel:
             wanted = f"a position in a dataset of {self._numel} rows"
             hint = "resume with the dataset of the run that was saved"
-            raise StateError(expected(wanted, f"one of {state['num_rows']}", hint=hint))
+            raise StateError(wanted, f"one of {state['num_rows']}", hint=hint)
         self._seed, self._epoch = state["seed"], state["epoch"]
         self._start = self._next = state["next_row"]
         same = len(state["shares"]) == self._world_size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.layout.ledger import Kind, Ledger, StateBytes
 from onefold.outer.periods import EXP_AVG, EXP_AVG_SQ, WEIGHTS
 from onefold.outer.share import Share, ValuesOf
@@ -89,12 +89,11 @@ class Anchors:
         if not torch.isfinite(values).all():
             unit = self.shares[index].unit
             raise StateError(
-                expected(
-                    f"finite weights in unit {unit.name!r}", "NaN or Inf",
-                    where=unit.context.where,
-                    hint="the other islands go on without this one; resume from its checkpoint",
-                )
-            )  # fmt: skip
+                f"finite weights in unit {unit.name!r}",
+                "NaN or Inf",
+                where=unit.context.where,
+                hint="the other islands go on without this one; resume from its checkpoint",
+            )
         residual = self.residual(index)
         return values if residual is None else values.add_(residual)
 
@@ -185,13 +184,12 @@ class Anchors:
         shapes, wanted = [list(t.shape) for t in given], [list(t.shape) for t in own]
         if shapes != wanted:
             raise StateError(
-                expected(
-                    f"anchors of shapes {wanted}", f"shapes {shapes}",
-                    where=self.shares[0].unit.context.where,
-                    hint="resume with as many ranks, the same model and codec; or leave the state "
-                    "out: an island that joins takes over that of the others",
-                )
-            )  # fmt: skip
+                f"anchors of shapes {wanted}",
+                f"shapes {shapes}",
+                where=self.shares[0].unit.context.where,
+                hint="resume with as many ranks, the same model and codec; or leave the state "
+                "out: an island that joins takes over that of the others",
+            )
         for tensor, value in zip(own, given, strict=True):
             tensor.copy_(value)
         self.outer.load_state_dict(state["outer"])
@@ -209,11 +207,9 @@ def _outer_of(outer: OuterChoice, parameters: list[nn.Parameter]) -> Optimizer:
     held = {id(p) for g in made.param_groups for p in g["params"]} if _is_optimizer(made) else None
     if held != {id(parameter) for parameter in parameters}:
         raise ConfigError(
-            expected(
-                "outer to be a function that returns a torch.optim.Optimizer of its argument",
-                f"a {type(made).__name__}",
-                hint="outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9)",
-            )
+            "outer to be a function that returns a torch.optim.Optimizer of its argument",
+            f"a {type(made).__name__}",
+            hint="outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9)",
         )
     return made
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
-from onefold.errors import ConfigError, StateError, WireError, expected
+from onefold.errors import ConfigError, StateError, WireError
 from onefold.outer.anchors import Anchors, OuterChoice
 from onefold.outer.journal import Hello, JournalRecord
 from onefold.outer.meeting import Meeting, find_place
@@ -322,12 +322,10 @@ class Islands:
         engine = self._engine
         if engine.is_unsharded or engine.schedule.forward_depth > 0 or in_backward():
             raise StateError(
-                expected(
-                    "step() of the islands after optimizer.step()",
-                    "a call inside `onefold.unsharded`, forward or backward",
-                    where=f"rank {engine.group.rank}",
-                    hint="call it once a step, on every rank",
-                )
+                "step() of the islands after optimizer.step()",
+                "a call inside `onefold.unsharded`, forward or backward",
+                where=f"rank {engine.group.rank}",
+                hint="call it once a step, on every rank",
             )
 
     def _rest(self) -> None:
@@ -348,7 +346,7 @@ def _optimizers_of(optimizer: object) -> tuple[Optimizer, ...]:
         elif each is not None:
             got = f"a {type(each).__name__}"
             hint = "pass the optimizer that was given to onefold.shard"
-            raise ConfigError(expected("optimizer to be a torch.optim.Optimizer", got, hint=hint))
+            raise ConfigError("optimizer to be a torch.optim.Optimizer", got, hint=hint)
     return tuple(found)
 
 
@@ -357,24 +355,22 @@ def _shares_of(engine: Engine, periods: Periods, optimizers: tuple[Optimizer, ..
     if engine.context.routes.replicas is not None:
         hint = 'shard an island over one axis, or without Wire(secondary="optimizer")'
         raise ConfigError(
-            expected("an island that holds each state once", "nodes that are replicas", hint=hint)
+            "an island that holds each state once", "nodes that are replicas", hint=hint
         )
     shares = [share for share in map(Share, engine.units) if share.parameters]
     if len(shares) < periods.fragments:
         got = f"fragments={periods.fragments}, and {len(shares)} units that train"
-        raise ConfigError(expected("a unit for each fragment", got, hint="fragments are of units"))
+        raise ConfigError("a unit for each fragment", got, hint="fragments are of units")
     if not optimizers and (periods.exp_avg or periods.exp_avg_sq):
         hint = "onefold.islands(module, optimizer, ...)"
-        raise ConfigError(expected("the optimizer whose moments travel", "none", hint=hint))
+        raise ConfigError("the optimizer whose moments travel", "none", hint=hint)
     return shares
 
 
 def _check_timeout(timeout: object) -> None:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
         hint = f"timeout={TIMEOUT_S:g} is the default"
-        raise ConfigError(
-            expected("timeout to be a positive number of seconds", repr(timeout), hint=hint)
-        )
+        raise ConfigError("timeout to be a positive number of seconds", repr(timeout), hint=hint)
 
 
 def _described(outer: Optimizer) -> str:

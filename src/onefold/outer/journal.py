@@ -315,9 +315,7 @@ def raise_problem(record: JournalRecord) -> None:
     """Raise `StateError` for a record that says that islands do different things."""
     if record.problem:
         raise StateError(
-            expected(
-                "every island to exchange the same values at the same step",
-                record.problem,
-                hint="call step() of the handle once after each optimizer step, on every rank",
-            )
+            "every island to exchange the same values at the same step",
+            record.problem,
+            hint="call step() of the handle once after each optimizer step, on every rank",
         )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onefold.errors import ConfigError, WireError, expected
+from onefold.errors import ConfigError, WireError
 from onefold.outer.connections import Station
 from onefold.wire import together
 from onefold.wire.collectives import Group
@@ -53,13 +53,11 @@ class Meeting:
         host, _, port = str(self.address).rpartition(":")
         if not host or not port.isdecimal():
             hint = 'Meeting("10.0.0.1:29400", island=0, islands=2)'
-            raise ConfigError(expected('address as "HOST:PORT"', repr(self.address), hint=hint))
+            raise ConfigError('address as "HOST:PORT"', repr(self.address), hint=hint)
         if not (self.islands >= 2 and 0 <= self.island < self.islands):
             got = f"island={self.island} of islands={self.islands}"
             hint = "islands counts all of them, island numbers this one from 0"
-            raise ConfigError(
-                expected("island from 0 to islands - 1, of at least 2", got, hint=hint)
-            )
+            raise ConfigError("island from 0 to islands - 1, of at least 2", got, hint=hint)
 
     def connect(self, timeout: float) -> tuple[Store, str]:
         """Connect to the store; also return the address of this host on the way to it."""
@@ -71,7 +69,7 @@ class Meeting:
         except RuntimeError as error:
             hint = "start it with `python -m onefold.outer --port PORT`; all ranks must reach it"
             raise WireError(
-                expected(f"a store at {self.address}", str(error).splitlines()[0], hint=hint)
+                f"a store at {self.address}", str(error).splitlines()[0], hint=hint
             ) from error
         return PrefixStore(f"onefold/islands/{self.name}", store), own_address_towards(host) or ""
 
@@ -130,14 +128,12 @@ def find_place(
     """Find this island's place. A collective of the world where no `meeting` is given."""
     if mesh is not None and meeting is not None:
         hint = "mesh= for islands of one world, meeting= for islands that are separate jobs"
-        raise ConfigError(expected("mesh or meeting", "both", hint=hint))
+        raise ConfigError("mesh or meeting", "both", hint=hint)
     if meeting is not None:
         if not isinstance(meeting, Meeting):
             hint = 'onefold.Meeting("10.0.0.1:29400", island=0, islands=2)'
             raise ConfigError(
-                expected(
-                    "meeting to be an onefold.Meeting", f"a {type(meeting).__name__}", hint=hint
-                )
+                "meeting to be an onefold.Meeting", f"a {type(meeting).__name__}", hint=hint
             )
         store, address = together.together(group, lambda: meeting.connect(timeout))
         return IslandPlace(Station(store, group.rank, address), meeting.island, meeting.islands)
@@ -184,7 +180,7 @@ def _until(timeout: float, store: Store, wanted: int) -> Callable[[], None]:
         if time.monotonic() > deadline:
             got = f"{store.add('ranks', 0)} of {wanted} ranks in onefold.islands"
             hint = "every rank of the world, or of mesh=, calls onefold.islands"
-            raise WireError(expected(f"all ranks within {timeout:g} s", got, hint=hint))
+            raise WireError(f"all ranks within {timeout:g} s", got, hint=hint)
 
     return limit
 
@@ -199,28 +195,22 @@ def _ranks_of(mesh: DeviceMesh, own: list[int]) -> list[int]:
             'mesh = init_device_mesh(device, (2, 4), mesh_dim_names=("island", "rank")), then '
             'onefold.shard(module, optimizer, mesh=mesh["rank"])'
         )
-        raise ConfigError(
-            expected("a mesh of two axes whose rows are the islands' ranks", got, hint=hint)
-        )
+        raise ConfigError("a mesh of two axes whose rows are the islands' ranks", got, hint=hint)
     return sorted(mesh.mesh.flatten().tolist())
 
 
 def _one_island(num_ranks: int) -> ConfigError:
     return ConfigError(
-        expected(
-            "at least two islands",
-            f"one, of {num_ranks} ranks: all that there are",
-            hint='shard over the ranks of an island, onefold.shard(..., mesh=mesh["rank"]), or '
-            "pass meeting= for islands that are separate jobs",
-        )
+        "at least two islands",
+        f"one, of {num_ranks} ranks: all that there are",
+        hint='shard over the ranks of an island, onefold.shard(..., mesh=mesh["rank"]), or '
+        "pass meeting= for islands that are separate jobs",
     )
 
 
 def _store_is_gone(error: Exception) -> WireError:
     return WireError(
-        expected(
-            "the store where islands meet to answer",
-            str(error).splitlines()[0],
-            hint="run it on a host that outlives the islands, and restart from the last checkpoint",
-        )
+        "the store where islands meet to answer",
+        str(error).splitlines()[0],
+        hint="run it on a host that outlives the islands, and restart from the last checkpoint",
     )

@@ -142,7 +142,7 @@ class Membership:
             if time.monotonic() > deadline:
                 got = "no answer within the timeout"
                 hint = "the transfer is repeated"
-                raise WireError(expected("the state of a running island", got, hint=hint))
+                raise WireError("the state of a running island", got, hint=hint)
 
         key = f"meta/{self.record.index}"
         return wait_for(self.group, lambda: self._journal.look_for(key), limit)

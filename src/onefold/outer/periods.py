@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 WEIGHTS, EXP_AVG, EXP_AVG_SQ = "weights", "exp_avg", "exp_avg_sq"
 
@@ -53,19 +53,19 @@ class Periods:
             if period is not None and (not _is_count(period) or period % self.weights):
                 wanted = f"Periods.{name} to be None or a multiple of weights={self.weights}"
                 hint = f"{name}={3 * self.weights}: moments travel together with weights"
-                raise ConfigError(expected(wanted, repr(period), hint=hint))
+                raise ConfigError(wanted, repr(period), hint=hint)
         if self.fragments > self.weights:
             wanted = f"Periods.fragments to be at most weights={self.weights}"
             hint = "a fragment is exchanged in a step of its own"
-            raise ConfigError(expected(wanted, self.fragments, hint=hint))
+            raise ConfigError(wanted, self.fragments, hint=hint)
         if self.delay >= self.weights // self.fragments:
             wanted = f"Periods.delay below weights // fragments = {self.weights // self.fragments}"
             hint = "one exchange is under way at a time"
-            raise ConfigError(expected(wanted, self.delay, hint=hint))
+            raise ConfigError(wanted, self.delay, hint=hint)
         if isinstance(self.keep, bool) or not 0 <= self.keep < 1:
             hint = "keep=0 takes over averaged weights, keep=0.5 is the middle"
             raise ConfigError(
-                expected("Periods.keep to be at least 0 and below 1", repr(self.keep), hint=hint)
+                "Periods.keep to be at least 0 and below 1", repr(self.keep), hint=hint
             )
 
     @staticmethod
@@ -99,6 +99,4 @@ def _is_count(value: object, least: int = 1) -> bool:
 def _check_count(name: str, value: object, least: int) -> None:
     if not _is_count(value, least):
         hint = "every=30: islands exchange after every 30th step"
-        raise ConfigError(
-            expected(f"{name} to be a whole number from {least}", repr(value), hint=hint)
-        )
+        raise ConfigError(f"{name} to be a whole number from {least}", repr(value), hint=hint)

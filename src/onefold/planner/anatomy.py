@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,7 +89,7 @@ class Anatomy:
         )  # fmt: skip
         for holds, what, got, hint in (*blocks, *sizes, *(experts if axes.ep > 1 else ())):
             if not holds:
-                raise ConfigError(expected(what, got, hint=hint))
+                raise ConfigError(what, got, hint=hint)
 
     def estimates(self, axes: ModelAxes) -> tuple[str, ...]:
         """Say what a plan with these axes takes for granted."""

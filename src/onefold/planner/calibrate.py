@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onefold.config import Precision
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.planner.calibration import Calibration, Speeds, speeds_of
 from onefold.planner.models.loader import build_model, described, recompute, refuse
 from onefold.planner.search import DTYPES
@@ -101,11 +101,9 @@ def _look_at(sample: Sample, ranks: int) -> tuple[str, nn.Module]:
     name = sample.model if isinstance(sample.model, str) else type(module).__name__
     if (needed := HELD_NBYTES * weights * ranks) > (free := free_host_nbytes()):
         raise ConfigError(
-            expected(
-                f"{name} to fit into memory once for each of {ranks} ranks, with Adam's states",
-                f"{format_bytes(needed)} where {format_bytes(free)} are free",
-                hint="calibrate at a smaller model: rates carry over to other sizes",
-            )
+            f"{name} to fit into memory once for each of {ranks} ranks, with Adam's states",
+            f"{format_bytes(needed)} where {format_bytes(free)} are free",
+            hint="calibrate at a smaller model: rates carry over to other sizes",
         )
     return name, module
 
@@ -115,10 +113,8 @@ def _pickled(module: nn.Module, path: Path) -> str:
         torch.save(module, path)
     except Exception as error:
         raise ConfigError(
-            expected(
-                f"{type(module).__name__} to be pickled, so that other processes can run it",
-                described(error),
-                hint="name the model instead: module:function, a config.json or a preset",
-            )
+            f"{type(module).__name__} to be pickled, so that other processes can run it",
+            described(error),
+            hint="name the model instead: module:function, a config.json or a preset",
         ) from error
     return str(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from onefold.config import Offload
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.recipe import Recipe
 from onefold.wire_config import EXACT, PRESETS, Wire, resolve_wire, wire_of
 
@@ -72,7 +72,7 @@ def candidates(choice: object, *, nodes: int) -> tuple[Candidate, ...]:
     if isinstance(choice, str) and choice not in PRESETS:
         hint = "wire='auto' compares all presets"
         words = f"wire to be auto, {', '.join(PRESETS)} or a Wire"
-        raise ConfigError(expected(words, repr(choice), hint=hint))
+        raise ConfigError(words, repr(choice), hint=hint)
     wire = wire_of(choice)
     name = next((name for name, each in PRESETS.items() if each == wire), repr(wire))
     return (Candidate(name, wire, adapts=not isinstance(choice, Wire)),)

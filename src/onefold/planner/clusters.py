@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from onefold.config import Precision
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.planner.machines import Machine, machine_of
 from onefold.planner.mixed import DeviceKind
 from onefold.planner.planned_axes import ModelAxes
@@ -78,7 +78,7 @@ def clusters_of(choice: ClusterChoice, world_size: int) -> tuple[Cluster, ...]:
     kinds = parsed(choice) if isinstance(choice, str) else tuple(choice)
     if not kinds:
         hint = f"onefold.plan(model, cluster={EXAMPLE!r})"
-        raise ConfigError(expected("at least one kind of devices", "none", hint=hint))
+        raise ConfigError("at least one kind of devices", "none", hint=hint)
     return kinds
 
 
@@ -98,7 +98,7 @@ def parsed(text: str) -> tuple[Cluster, ...]:
         if match is None or int(match[1]) < 1:
             hint = f'for example --cluster "{EXAMPLE}"'
             wanted = "kinds of devices as COUNTxMACHINE, joined by +"
-            raise ConfigError(expected(wanted, repr(part.strip()), where=repr(text), hint=hint))
+            raise ConfigError(wanted, repr(part.strip()), where=repr(text), hint=hint)
         name = machine_of(match[2]).name
         found[name] = found.get(name, 0) + int(match[1])
     return tuple(_nodes_of(machine_of(name), count) for name, count in found.items())
@@ -109,7 +109,7 @@ def _nodes_of(machine: Machine, count: int) -> Cluster:
     if count % ranks:
         hint = "describe other nodes with onefold.Cluster(ranks=..., nodes=..., machine=...)"
         wanted = f"whole nodes of {ranks} {machine.name}, or a part of one"
-        raise ConfigError(expected(wanted, f"{count} of them", hint=hint))
+        raise ConfigError(wanted, f"{count} of them", hint=hint)
     return Cluster(
         ranks=ranks, nodes=count // ranks, memory=int(machine.memory_nbytes), machine=machine
     )
@@ -151,7 +151,7 @@ def check_mixed(
     if got:
         hint = "leave it out, or plan each kind of devices for itself"
         wanted = "a cluster of several kinds with the exact wire, and nothing else"
-        raise ConfigError(expected(wanted, f"it with {got[0]}", hint=hint))
+        raise ConfigError(wanted, f"it with {got[0]}", hint=hint)
 
 
 def device_kinds(kinds: Sequence[Cluster]) -> tuple[DeviceKind, ...]:

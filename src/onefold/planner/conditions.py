@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
@@ -49,7 +49,7 @@ class Conditions:
         for holds, what, got in checks:
             if not holds:
                 hint = "Conditions() is one micro-batch in bf16"
-                raise ConfigError(expected(what, repr(got), hint=hint))
+                raise ConfigError(what, repr(got), hint=hint)
 
     def waits_for_hops(self, recipe: Recipe) -> bool:
         """Return True where a second hop begins only once the host has seen the first one land.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, expm1, sqrt
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 HOUR = 3600.0
 LLAMA3_DEVICE_MTBF = 54 * 24 * HOUR * 16384 / 419
@@ -50,7 +50,7 @@ def goodput(
         wanted = "step_seconds, checkpoint_seconds, device_mtbf and world_size above 0"
         got = f"{step_seconds}, {checkpoint_seconds}, {device_mtbf}, {world_size}"
         hint = "a checkpoint's seconds are its bytes over the rate of its storage"
-        raise ConfigError(expected(wanted, got, hint=hint))
+        raise ConfigError(wanted, got, hint=hint)
     mtbf = device_mtbf / world_size
     if interval is None:
         interval = _best_interval(checkpoint_seconds, mtbf)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Machine:
         if dtype not in self.flops:
             known = f"a dtype that {self.name} has a peak for: {', '.join(self.flops)}"
             hint = "name the dtype of matrix products, as in Conditions(dtype='bf16')"
-            raise ConfigError(expected(known, repr(dtype), hint=hint))
+            raise ConfigError(known, repr(dtype), hint=hint)
         return self.flops[dtype]
 
 
@@ -139,5 +139,5 @@ def machine_of(name: str) -> Machine:
     known = _SHORT.get(known, known)
     if known not in MACHINES:
         hint = "describe any other machine with onefold.planner.machines.Machine(...)"
-        raise ConfigError(expected(f"one of {', '.join(MACHINES)}", repr(name), hint=hint))
+        raise ConfigError(f"one of {', '.join(MACHINES)}", repr(name), hint=hint)
     return MACHINES[known]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.planner.link_costs import Cost, LinkGroup, gather_cost, reduce_cost
 
 if TYPE_CHECKING:
@@ -64,23 +64,23 @@ class ModelAxes:
         for name, size in {**self.sizes, "virtual": self.virtual}.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 wanted = f"{name} to be a whole number of at least 1"
-                raise ConfigError(expected(wanted, repr(size), hint=f"{name}=1 is no such axis"))
+                raise ConfigError(wanted, repr(size), hint=f"{name}=1 is no such axis")
         model = self.tp * self.pp * self.cp
         if world_size % model:
             got = f"tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}"
             hint = "the ranks of dp are the rest: world = pp x dp x cp x tp"
             wanted = f"axes that divide the world of {world_size} ranks"
-            raise ConfigError(expected(wanted, got, hint=hint))
+            raise ConfigError(wanted, got, hint=hint)
         data = world_size // (self.tp * self.pp)
         if data % self.ep:
             hint = "experts are shared by ranks of dp x cp"
             raise ConfigError(
-                expected(f"ep to divide the {data} ranks of dp x cp", f"ep {self.ep}", hint=hint)
+                f"ep to divide the {data} ranks of dp x cp", f"ep {self.ep}", hint=hint
             )
         if self.virtual > 1 and self.pp == 1:
             hint = "leave virtual out, or pass pp"
             got = f"virtual {self.virtual} with pp 1"
-            raise ConfigError(expected("virtual stages of a pipeline", got, hint=hint))
+            raise ConfigError("virtual stages of a pipeline", got, hint=hint)
 
     # ranks
 

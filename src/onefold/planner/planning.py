@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.units import plan_units
 from onefold.planner.anatomy import Anatomy
 from onefold.planner.calibrate import Sample
@@ -220,7 +220,7 @@ def _wires(
     if not plain:
         got = f"wire {found[0].name} with cp {axes.cp} and ep {axes.ep}"
         hint = "leave the wire out, or cp and ep"
-        raise ConfigError(expected("the exact wire beside cp and ep", got, hint=hint))
+        raise ConfigError("the exact wire beside cp and ep", got, hint=hint)
     return plain
 
 
@@ -231,10 +231,10 @@ def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[t
     if word != "auto" and word not in OFFLOADS:
         hint = "offload='auto' tries all of them"
         words = f"offload to be auto, {', '.join(OFFLOADS)}"
-        raise ConfigError(expected(words, repr(offload), hint=hint))
+        raise ConfigError(words, repr(offload), hint=hint)
     if any(each not in (0, 1, 2, 3) for each in stages):
         hint = "stage='auto' tries all of them"
-        raise ConfigError(expected("stage to be auto, 0, 1, 2 or 3", repr(stage), hint=hint))
+        raise ConfigError("stage to be auto, 0, 1, 2 or 3", repr(stage), hint=hint)
     words = (word,)
     if word == "auto":  # where the CPU computes, its memory is no other tier
         words = ("none", "disk") if device_type == "cpu" else tuple(OFFLOADS)
@@ -242,7 +242,7 @@ def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[t
     if not found:
         hint = "optimizer needs stage 1 to 3, cpu and disk need stage 3"
         got = f"stage {stage}"
-        raise ConfigError(expected(f"offload={offload!r} at a stage that has it", got, hint=hint))
+        raise ConfigError(f"offload={offload!r} at a stage that has it", got, hint=hint)
     return found
 
 
@@ -252,7 +252,7 @@ def _check(where: Cluster, **counts: int | str) -> None:
             continue
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             wanted = f"{name} to be a whole number of at least 1"
-            raise ConfigError(expected(wanted, repr(count), hint=f"{name}=1 or more"))
+            raise ConfigError(wanted, repr(count), hint=f"{name}=1 or more")
 
 
 def _calibration(where: Cluster, sample: Sample) -> Calibration:
@@ -261,11 +261,11 @@ def _calibration(where: Cluster, sample: Sample) -> Calibration:
     if where.machine is not None:
         name = where.machine if isinstance(where.machine, str) else where.machine.name
         hint = "leave out calibrate or Cluster.machine"
-        raise ConfigError(expected(wanted, f"one beside machine {name!r}", hint=hint))
+        raise ConfigError(wanted, f"one beside machine {name!r}", hint=hint)
     if where.device_type != "cpu" or where.nodes > 1:
         got = f"{where.nodes} nodes" if where.nodes > 1 else "one for GPUs"
         hint = "step times of GPUs and of several nodes come from data sheets: --cluster h100-80"
-        raise ConfigError(expected(wanted, got, hint=hint))
+        raise ConfigError(wanted, got, hint=hint)
     return measured_here(sample, [min(where.ranks, max(2, usable_cores()))])
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from onefold.errors import ConfigError, OnefoldError, expected
+from onefold.errors import ConfigError, OnefoldError
 from onefold.recording.page import page
 from onefold.recording.perfetto import chrome_trace
 from onefold.recording.run_report import FORMAT, RunReport
@@ -27,7 +27,7 @@ def prepare(directory: str | os.PathLike[str]) -> Path:
     except OSError as error:
         got = f"{str(path)!r}: {error.strerror or error}"
         hint = "name a folder that exists or can be made"
-        raise ConfigError(expected("a directory to write a report to", got, hint=hint)) from error
+        raise ConfigError("a directory to write a report to", got, hint=hint) from error
     return path
 
 
@@ -64,7 +64,7 @@ def read(directory: str | os.PathLike[str]) -> RunReport:
         raise _refused(f"an undamaged {str(path)!r}", reason) from error
     wanted = f"a report of format {FORMAT} or older in {str(path)!r}"
     hint = "read it with the version of onefold that wrote it, or a newer one"
-    raise ConfigError(expected(wanted, f"format {number}", hint=hint))
+    raise ConfigError(wanted, f"format {number}", hint=hint)
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -72,9 +72,9 @@ def _write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         got, hint = str(error.strerror or error), "free space there, or name another directory"
-        raise OnefoldError(expected(f"to write {str(path)!r}", got, hint=hint)) from error
+        raise OnefoldError(f"to write {str(path)!r}", got, hint=hint) from error
 
 
 def _refused(wanted: str, got: str) -> ConfigError:
     hint = "`onefold train --report DIR` writes one"
-    return ConfigError(expected(wanted, got, hint=hint))
+    return ConfigError(wanted, got, hint=hint)

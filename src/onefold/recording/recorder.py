@@ -26,7 +26,7 @@ from torch import nn
 
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.layout.ledger import Ledger, Traffic
 from onefold.layout.observer import Stream, members_of
 from onefold.recording.closed_form import stage0_nbytes
@@ -59,7 +59,7 @@ class Recording:
             got = "a block that has not ended, or ended with an exception"
             hint = "read it after `with onefold.record(module) as recording:`"
             where = f"rank {self._engine.group.rank}"
-            raise StateError(expected("a recorded step", got, where=where, hint=hint))
+            raise StateError("a recorded step", got, where=where, hint=hint)
         return self._step
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -91,7 +91,7 @@ def record(module: nn.Module) -> Iterator[Recording]:
     if any(isinstance(each, Recorder) for each in members_of(ledger.observer)):
         wanted, got = "one recording of a module at a time", "a second one inside the first"
         where, hint = f"rank {engine.group.rank}", "end the block of one step before the next"
-        raise StateError(expected(wanted, got, where=where, hint=hint))
+        raise StateError(wanted, got, where=where, hint=hint)
     recording, recorder = Recording(engine), Recorder(ledger, engine.context.store.device)
     ledger.watch(recorder)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onefold.errors import TierError, expected
+from onefold.errors import TierError
 from onefold.tier.store import Allocation, whole_pages
 
 
@@ -66,7 +66,7 @@ def _map(nbytes: int) -> Tensor:
     except (OSError, ValueError) as error:
         wanted = f"{nbytes:,} bytes of CPU memory for offloaded states"
         hint = 'offload="disk:PATH", a smaller fraction, or more ranks'
-        raise TierError(expected(wanted, str(error), hint=hint)) from error
+        raise TierError(wanted, str(error), hint=hint) from error
     arena = torch.frombuffer(mapping, dtype=torch.uint8)
     code = mapping.register(arena)
     if code:

@@ -27,7 +27,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from onefold.errors import TierError, expected
+from onefold.errors import TierError
 from onefold.tier.store import PAGE_NBYTES, Allocation, whole_pages
 
 STRIPE_NBYTES = 4 << 20
@@ -265,7 +265,7 @@ class MappedFile:
             code = ctypes.get_errno()
             hint = "raise the limits of this process (vm.max_map_count, ulimit -v)"
             wanted = f"to map {nbytes:,} bytes of a file"
-            raise TierError(expected(wanted, os.strerror(code), hint=hint))
+            raise TierError(wanted, os.strerror(code), hint=hint)
         return found
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:

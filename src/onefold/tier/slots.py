@@ -16,7 +16,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from onefold.errors import TierError, expected
+from onefold.errors import TierError
 from onefold.layout.ledger import Kind, Ledger
 from onefold.layout.rows import round_up
 from onefold.tier.cpu import PageLocked
@@ -57,7 +57,7 @@ def host_room(nbytes: int, ledger: Ledger) -> Room:
     except (OSError, ValueError, MemoryError) as error:
         wanted = f"{full_nbytes:,} bytes of CPU memory for blocks that pass between tiers"
         hint = "smaller units, or fewer ranks on this host"
-        raise TierError(expected(wanted, str(error), hint=hint)) from error
+        raise TierError(wanted, str(error), hint=hint) from error
     with suppress(OSError, AttributeError):  # another system
         mapping.madvise(mmap.MADV_HUGEPAGE)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -74,7 +74,7 @@ def device_room(nbytes: int, device: torch.device, ledger: Ledger) -> Room:
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         wanted = f"{nbytes:,} bytes on {device} for blocks of states that it steps"
         hint = 'Offload(step="cpu"), or smaller micro-batches'
-        raise TierError(expected(wanted, str(error).splitlines()[0], hint=hint)) from error
+        raise TierError(wanted, str(error).splitlines()[0], hint=hint) from error
     return Room(flat, "device", ledger)
 
 

@@ -11,7 +11,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from onefold.errors import TierError, expected
+from onefold.errors import TierError
 from onefold.layout.ledger import Kind, Ledger
 from onefold.tier.store import Allocation, Far, Store
 
@@ -97,12 +97,10 @@ class Buffer:
             advise = self._ledger.advise
             advice = advise(self._nbytes) if advise else "more ranks, a higher stage, or offload"
             raise TierError(
-                expected(
-                    f"room for {self._nbytes:,} bytes of {self._kind} in {self.tier} memory, "
-                    f"beside what is held: {self._ledger.describe()} bytes",
-                    str(error).splitlines()[0],
-                    hint=advice,
-                )
+                f"room for {self._nbytes:,} bytes of {self._kind} in {self.tier} memory, "
+                f"beside what is held: {self._ledger.describe()} bytes",
+                str(error).splitlines()[0],
+                hint=advice,
             ) from error
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onefold.errors import WireError, expected
+from onefold.errors import WireError
 from onefold.layout.cut import Shares
 from onefold.layout.ledger import Ledger
 from onefold.layout.two_axes import Axes
@@ -283,11 +283,9 @@ class Context:
         """The error for ranks that run a collective of different units at the same time."""
         verb = "use" if collective == "gather" else "run backward through"
         return WireError(
-            expected(
-                f"{collective} of unit {unit!r} on every rank",
-                f"another unit on {source or 'at least one'}",
-                where=self.where,
-                hint=f"all ranks must {verb} units in the same order; a branch that only some "
-                "ranks take has to be inside one unit (`units=`)",
-            )
+            f"{collective} of unit {unit!r} on every rank",
+            f"another unit on {source or 'at least one'}",
+            where=self.where,
+            hint=f"all ranks must {verb} units in the same order; a branch that only some "
+            "ranks take has to be inside one unit (`units=`)",
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.cut import Box
 from onefold.layout.packed import CodedWeight
 from onefold.layout.units import Owned, UnitPlan
@@ -122,12 +122,10 @@ def initialise(module: nn.Module, device: torch.device, initialisers: Initialise
     by_model, reset = initialisers.get(id(module)), getattr(module, "reset_parameters", None)
     if by_model is None and not callable(reset):
         raise ConfigError(
-            expected(
-                f"{kind} to have reset_parameters(), since it is on the meta device",
-                "a module without it",
-                hint="add the method, build the module on a real device, or load its weights "
-                "with onefold.load_pretrained before onefold.shard",
-            )
+            f"{kind} to have reset_parameters(), since it is on the meta device",
+            "a module without it",
+            hint="add the method, build the module on a real device, or load its weights "
+            "with onefold.load_pretrained before onefold.shard",
         )
     with torch.no_grad():
         if by_model is not None:
@@ -136,12 +134,9 @@ def initialise(module: nn.Module, device: torch.device, initialisers: Initialise
             reset()
     for name in _unset(module):
         raise ConfigError(
-            expected(
-                f"{kind}.reset_parameters() to set {name!r}",
-                "a tensor that it left uninitialised",
-                hint=f"initialise {name!r} in reset_parameters, or build the module on a "
-                "real device",
-            )
+            f"{kind}.reset_parameters() to set {name!r}",
+            "a tensor that it left uninitialised",
+            hint=f"initialise {name!r} in reset_parameters, or build the module on a real device",
         )
 
 
@@ -180,22 +175,18 @@ def rows_in_files(parameter: UnitParameter, rows: FileRows, values: Values | Non
     local, hint = parameter.local, 'offload="disk:PATH", which keeps a copy in that folder'
     if str(local.dtype) != f"torch.{dtype}":
         raise ConfigError(
-            expected(
-                f"parameter {parameter.fqn!r} in the dtype of its file, {dtype}",
-                local.dtype,
-                hint=f"build the module in {dtype}, or {hint}",
-            )
+            f"parameter {parameter.fqn!r} in the dtype of its file, {dtype}",
+            local.dtype,
+            hint=f"build the module in {dtype}, or {hint}",
         )
     spans = [
         span for span in parameter.slot.spans(parameter.spec.context.rest_rank) if local.numel()
     ]
     if len(spans) > 1:
         raise ConfigError(
-            expected(
-                f"this rank's rows of parameter {parameter.fqn!r} side by side in {path.name}",
-                f"{len(spans)} parts of it",
-                hint=hint,
-            )
+            f"this rank's rows of parameter {parameter.fqn!r} side by side in {path.name}",
+            f"{len(spans)} parts of it",
+            hint=hint,
         )
     first, last = spans[0] if spans else (0, 0)
     start = offset + first * local.itemsize
@@ -217,12 +208,10 @@ def _refuse_cut(owned: Owned) -> None:
     """Raise `ConfigError` for a piece on meta: initialisers draw the values of whole tensors."""
     if owned.model is not None:
         raise ConfigError(
-            expected(
-                f"parameter {owned.fqn!r} to have values before model axes cut it",
-                f"one on the meta device: {owned.model}",
-                hint="call onefold.load_pretrained(module, directory) before onefold.shard, or "
-                "build the module on a real device before parallelize_module",
-            )
+            f"parameter {owned.fqn!r} to have values before model axes cut it",
+            f"one on the meta device: {owned.model}",
+            hint="call onefold.load_pretrained(module, directory) before onefold.shard, or "
+            "build the module on a real device before parallelize_module",
         )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.layout.ledger import Kind
 from onefold.layout.messages import tags_of
 from onefold.layout.observer import Stream, watched
@@ -106,12 +106,10 @@ class TiledWeight:
 
     def _refused(self, got: str) -> StateError:
         return StateError(
-            expected(
-                f"tiled weight {self._parameter.fqn!r} to be used by Linear or Embedding",
-                got,
-                where=self._context.where,
-                hint="with a larger Offload.tile this weight is gathered in one piece",
-            )
+            f"tiled weight {self._parameter.fqn!r} to be used by Linear or Embedding",
+            got,
+            where=self._context.where,
+            hint="with a larger Offload.tile this weight is gathered in one piece",
         )
 
     def _linear(self, x: Tensor, weight: object, bias: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.layout.cut import bounds_of
 from onefold.wire.collectives import Group
 
@@ -74,11 +74,9 @@ def replicated(shown: DTensor, placements: Any) -> DTensor:
         return shown
     if placements is None or tuple(placements) != (Replicate(),):
         raise StateError(
-            expected(
-                "a shard of unequal shares to be redistributed to [Replicate()]",
-                str(placements),
-                hint="call full_tensor() first, then distribute_tensor(full, mesh, placements)",
-            )
+            "a shard of unequal shares to be redistributed to [Replicate()]",
+            str(placements),
+            hint="call full_tensor() first, then distribute_tensor(full, mesh, placements)",
         )
     return DTensor.from_local(full_tensor(shown), shown.device_mesh, [Replicate()], run_check=False)
 
@@ -149,11 +147,9 @@ def _bounds(shown: DTensor) -> tuple[int, tuple[int, ...]]:
     own = bounds[rank + 1] - bounds[rank]
     if shown._local_tensor.shape[placement.dim] != own:
         raise StateError(
-            expected(
-                f"{own} indices of dimension {placement.dim} on rank {rank}",
-                f"a piece of shape {list(shown._local_tensor.shape)}",
-                hint="compute with unsharded tensors: full_tensor(), or `onefold.unsharded`",
-            )
+            f"{own} indices of dimension {placement.dim} on rank {rank}",
+            f"a piece of shape {list(shown._local_tensor.shape)}",
+            hint="compute with unsharded tensors: full_tensor(), or `onefold.unsharded`",
         )
     return placement.dim, bounds
 

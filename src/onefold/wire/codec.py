@@ -39,7 +39,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from onefold.errors import ConfigError, WireError, expected
+from onefold.errors import ConfigError, WireError
 from onefold.wire.kernels.compiling import (
     LARGEST_INT4,
     LARGEST_INT8,
@@ -81,7 +81,7 @@ class Codec:
         most = MAX_GROUPS[self.word]
         if not (WIDTH <= self.group <= most and self.group % WIDTH == 0):
             what = f"groups of a multiple of {WIDTH} elements up to {most} for {self.word}"
-            raise ConfigError(expected(what, self.group, hint=f"{GROUPS[self.word]} is the usual"))
+            raise ConfigError(what, self.group, hint=f"{GROUPS[self.word]} is the usual")
 
     @property
     def name(self) -> str:
@@ -157,7 +157,7 @@ class Codec:
     def _refuse(self, wanted: str, given: Tensor) -> None:
         got = f"{tuple(given.shape)} of {given.dtype} on {given.device}"
         hint = "Codec.nbytes(numel) is its length"
-        raise WireError(expected(wanted, got, where=f"codec {self.name}", hint=hint))
+        raise WireError(wanted, got, where=f"codec {self.name}", hint=hint)
 
 
 def codec_of(name: str, *, group: int | None = None) -> Codec:
@@ -174,7 +174,7 @@ def codec_of(name: str, *, group: int | None = None) -> Codec:
     if name not in known:
         close = get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "int8 loses least"
-        raise ConfigError(expected(f"one of {', '.join(known)}", repr(name), hint=hint))
+        raise ConfigError(f"one of {', '.join(known)}", repr(name), hint=hint)
     word, is_rotated = known[name]
     return Codec(word, group or GROUPS[word], is_rotated)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.units import Owned
 from onefold.wire import launcher
 from onefold.wire.collectives import Group
@@ -32,11 +32,9 @@ def device_of(
             found.setdefault(owned.parameter.device, owned.fqn)
     if len(found) > 1:
         raise ConfigError(
-            expected(
-                "all parameters on one device",
-                ", ".join(f"{fqn!r} on {device}" for device, fqn in found.items()),
-                hint="move the module to one device before onefold.shard",
-            )
+            "all parameters on one device",
+            ", ".join(f"{fqn!r} on {device}" for device, fqn in found.items()),
+            hint="move the module to one device before onefold.shard",
         )
     lies_on = next(iter(found), torch.device("cpu"))
     return (_accelerator(group, mesh) or lies_on) if lies_on.type == "cpu" else lies_on
@@ -90,11 +88,9 @@ def own_device_index() -> int:
         index = int(os.environ.get("RANK", "0")) % count
     if index >= count:
         raise ConfigError(
-            expected(
-                f"at most {count} ranks on this host, one for each device",
-                f"local rank {index} (LOCAL_RANK, or its like of MPI or SLURM)",
-                hint=f"start {count} ranks, or hide devices (CUDA_VISIBLE_DEVICES=) to use CPUs",
-            )
+            f"at most {count} ranks on this host, one for each device",
+            f"local rank {index} (LOCAL_RANK, or its like of MPI or SLURM)",
+            hint=f"start {count} ranks, or hide devices (CUDA_VISIBLE_DEVICES=) to use CPUs",
         )
     return index
 
@@ -113,21 +109,17 @@ def check_devices(device: torch.device, group: Group) -> None:
     for rank, (host, kind, name) in enumerate(everyone):
         if kind != everyone[0][1]:
             raise ConfigError(
-                expected(
-                    "the same kind of device on every rank",
-                    f"{everyone[0][2]} on rank 0 and {name} on rank {rank}",
-                    hint="every rank moves its module to its own device, or leaves it on the CPU",
-                )
+                "the same kind of device on every rank",
+                f"{everyone[0][2]} on rank 0 and {name} on rank {rank}",
+                hint="every rank moves its module to its own device, or leaves it on the CPU",
             )
         other = everyone.index((host, kind, name))
         if kind != "cpu" and other != rank:
             raise ConfigError(
-                expected(
-                    "each rank on a device of its own",
-                    f"{name} on ranks {other} and {rank}, both on host {host!r}",
-                    hint="use the device of LOCAL_RANK: "
-                    "torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))",
-                )
+                "each rank on a device of its own",
+                f"{name} on ranks {other} and {rank}, both on host {host!r}",
+                hint="use the device of LOCAL_RANK: "
+                "torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))",
             )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 GLOO = "GLOO_SOCKET_IFNAME"
 """Environment variable that names the interface on which gloo listens."""
@@ -73,11 +73,9 @@ def choose(own: str, by_address: Mapping[str, str], master: str = "") -> str | N
     found = ", ".join(others) or "with no address"
     hint = f"give torchrun the address itself as --master-addr, or set {GLOO} on this host"
     raise ConfigError(
-        expected(
-            "a master address by which other hosts reach this one",
-            f"{master!r}, which is {own} here, and interfaces {found}",
-            hint=hint,
-        )
+        "a master address by which other hosts reach this one",
+        f"{master!r}, which is {own} here, and interfaces {found}",
+        hint=hint,
     )
 
 

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import (
     Store,
 )
 
-from onefold.errors import WireError, expected
+from onefold.errors import WireError
 
 CALL = "call"
 """The phase outside of forward and backward: save, load, unsharded, an optimizer's step."""
@@ -88,12 +88,10 @@ class Lanes:
                 backend = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
             except RuntimeError as error:
                 raise WireError(
-                    expected(
-                        f"all {size} ranks in onefold.shard within {timeout.total_seconds():g} s",
-                        str(error).splitlines()[0],
-                        where=f"rank {rank}",
-                        hint="every rank calls onefold.shard, the same number of times",
-                    )
+                    f"all {size} ranks in onefold.shard within {timeout.total_seconds():g} s",
+                    str(error).splitlines()[0],
+                    where=f"rank {rank}",
+                    hint="every rank calls onefold.shard, the same number of times",
                 ) from error
             # a wait that ends first can say where every rank is (wire/peers.py)
             backend._set_default_timeout(timeout + _LATER)

@@ -33,7 +33,7 @@ def world_size() -> int:
     text = os.environ.get("WORLD_SIZE") or "1"
     if not (text.isdecimal() and int(text)):
         hint = f"the launcher sets it to the number of ranks; {ALONE}"
-        raise ConfigError(expected("WORLD_SIZE to be a positive number", repr(text), hint=hint))
+        raise ConfigError("WORLD_SIZE to be a positive number", repr(text), hint=hint)
     return int(text)
 
 
@@ -46,14 +46,14 @@ def check() -> None:
             f"{', '.join(missing)} in the launcher's script; {ALONE}"
         )
         wanted = f"{', '.join(NAMES)} in the environment of a rank"
-        raise ConfigError(expected(wanted, f"no {', '.join(missing)}", hint=hint))
+        raise ConfigError(wanted, f"no {', '.join(missing)}", hint=hint)
     limits = {"RANK": world_size(), "MASTER_PORT": 1 << 16}
     for name, limit in limits.items():
         text = os.environ[name]
         if not text.isdecimal() or int(text) >= limit:
             wanted = f"{name} to be a number from 0 to {limit - 1}"
             hint = f"WORLD_SIZE is {world_size()}: set {name} on each rank; {ALONE}"
-            raise ConfigError(expected(wanted, repr(text), hint=hint))
+            raise ConfigError(wanted, repr(text), hint=hint)
 
 
 def local_rank() -> int | None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.wire.collectives import Group
 from onefold.wire.lanes import Lanes, PhaseNow
 from onefold.wire.peers import Peers
@@ -81,10 +81,8 @@ def as_timeout(given: object) -> timedelta | None:
         given = timedelta(seconds=given)
     if not isinstance(given, timedelta) or given <= timedelta():
         raise ConfigError(
-            expected(
-                "timeout to be a positive number of seconds, a timedelta or None",
-                repr(given),
-                hint="onefold.shard(module, optimizer, timeout=600)",
-            )
+            "timeout to be a positive number of seconds, a timedelta or None",
+            repr(given),
+            hint="onefold.shard(module, optimizer, timeout=600)",
         )
     return given

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from onefold.errors import ConfigError, WireError, expected
+from onefold.errors import ConfigError, WireError
 from onefold.layout.two_axes import Axes
 from onefold.wire import launcher
 from onefold.wire.collectives import Group
@@ -75,10 +75,10 @@ def of_axis(mesh: object, about: str = "units={...: mesh}") -> Ranks:
     """Return the ranks of one axis; `about` says what for, in errors."""
     if not isinstance(mesh, DeviceMesh | dist.ProcessGroup):
         wanted = f"a DeviceMesh of one axis, or a ProcessGroup, for {about}"
-        raise ConfigError(expected(wanted, f"a {type(mesh).__name__}", hint=_SLICE))
+        raise ConfigError(wanted, f"a {type(mesh).__name__}", hint=_SLICE)
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
         wanted, got = f"a mesh of one axis for {about}", f"one of {mesh.ndim}: {tuple(mesh.shape)}"
-        raise ConfigError(expected(wanted, got, hint=_SLICE))
+        raise ConfigError(wanted, got, hint=_SLICE)
     handle, device_mesh = _group_of(mesh, TIMEOUT)
     return Ranks(Group.of(handle), device_mesh)
 
@@ -100,7 +100,7 @@ def _two_axes(mesh: DeviceMesh) -> Ranks:
     if ranks != sorted(ranks):
         wanted = "a mesh whose ranks ascend along the nodes, as init_device_mesh makes it"
         hint = "init_device_mesh(device, (nodes, ranks of a node))"
-        raise ConfigError(expected(wanted, mesh.mesh.tolist(), hint=hint))
+        raise ConfigError(wanted, mesh.mesh.tolist(), hint=hint)
     if len(ranks) == dist.get_world_size():
         found = Ranks(Group.of(dist.group.WORLD))
     elif mesh.mesh_dim_names:
@@ -109,7 +109,7 @@ def _two_axes(mesh: DeviceMesh) -> Ranks:
     else:
         wanted = "axes with names, of a mesh that is not the whole world"
         hint = 'init_device_mesh(..., mesh_dim_names=("node", "rank"))'
-        raise ConfigError(expected(wanted, mesh, hint=hint))
+        raise ConfigError(wanted, mesh, hint=hint)
     if 1 in mesh.shape:  # one node, or one rank on each
         return replace(found, is_flat=True)
     inside, between = Group.of(mesh.get_group(1)), Group.of(mesh.get_group(0))
@@ -134,7 +134,7 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
         wanted = "as many ranks on every host, host after host, for a wire that knows hosts"
         got = f"{places}, (local rank, ranks of its host) by rank"
         hint = "start equal numbers with torchrun --nproc-per-node, or pass mesh="
-        raise ConfigError(expected(wanted, got, hint=hint))
+        raise ConfigError(wanted, got, hint=hint)
     if local == world_size:
         return ranks
     found = resolve(init_device_mesh(device.type, (world_size // local, local)))
@@ -148,9 +148,7 @@ def _group_of(
         if mesh.ndim != 1:
             wanted = "a mesh of one axis, or of two: (nodes, ranks of a node)"
             hint = "pass one or two axes of it, such as mesh['node', 'rank']"
-            raise ConfigError(
-                expected(wanted, f"one of {mesh.ndim}: {tuple(mesh.shape)}", hint=hint)
-            )
+            raise ConfigError(wanted, f"one of {mesh.ndim}: {tuple(mesh.shape)}", hint=hint)
         if mesh.get_coordinate() is None:
             raise _not_in("mesh")
         return mesh.get_group(), mesh
@@ -163,7 +161,7 @@ def _group_of(
     if mesh is not None:
         wanted = "mesh to be a DeviceMesh, a ProcessGroup or None"
         hint = "mesh=None shards over the whole world"
-        raise ConfigError(expected(wanted, f"a {type(mesh).__name__}", hint=hint))
+        raise ConfigError(wanted, f"a {type(mesh).__name__}", hint=hint)
     return (_whole_world(timeout) if dist.is_available() else None), None
 
 
@@ -179,9 +177,7 @@ def _whole_world(timeout: timedelta) -> dist.ProcessGroup | None:
 def _not_in(kind: str) -> ConfigError:
     rank = dist.get_rank() if dist.is_initialized() else 0
     hint = "only the ranks of the mesh call onefold.shard with it"
-    return ConfigError(
-        expected(f"a {kind} that contains this rank", f"one without rank {rank}", hint=hint)
-    )
+    return ConfigError(f"a {kind} that contains this rank", f"one without rank {rank}", hint=hint)
 
 
 def join_launcher(timeout: timedelta = TIMEOUT) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from onefold.adapters.deepspeed.keys import KEYS, Fate
 from onefold.config import Offload, Precision, nearest_word
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.wire_config import Wire
 
 _ZERO = "zero_optimization"
@@ -130,7 +130,7 @@ def _read(config: object) -> dict[str, Any]:
         return dict(config)
     if not isinstance(config, str | os.PathLike):
         got = f"a {type(config).__name__}"
-        raise ConfigError(expected("a dict, a path or JSON text", got, hint="see the docstring"))
+        raise ConfigError("a dict, a path or JSON text", got, hint="see the docstring")
     text = os.fspath(config)
     where = "the JSON text"
     if not text.lstrip().startswith("{"):
@@ -139,18 +139,18 @@ def _read(config: object) -> dict[str, Any]:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                expected("a DeepSpeed configuration", f"{error.strerror}", where=where,
-                         hint="pass the path of ds_config.json, or a dict")
-            ) from error  # fmt: skip
+                "a DeepSpeed configuration",
+                f"{error.strerror}",
+                where=where,
+                hint="pass the path of ds_config.json, or a dict",
+            ) from error
     try:
         found = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            expected("JSON", str(error), where=where, hint="comments are not JSON")
-        ) from error
+        raise ConfigError("JSON", str(error), where=where, hint="comments are not JSON") from error
     if not isinstance(found, dict):
         raise ConfigError(
-            expected("a JSON object", f"a {type(found).__name__}", where=where, hint='{"...": ...}')
+            "a JSON object", f"a {type(found).__name__}", where=where, hint='{"...": ...}'
         )
     return found
 
@@ -176,9 +176,10 @@ def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             last = {known.removeprefix(prefix).split(".")[0] for known in KEYS
                     if known.startswith(prefix)}  # fmt: skip
             raise ConfigError(
-                expected("a key of DeepSpeed 0.19", repr(name),
-                         hint=nearest_word(key, last) or "see docs/coming-from/deepspeed.md")
-            )  # fmt: skip
+                "a key of DeepSpeed 0.19",
+                repr(name),
+                hint=nearest_word(key, last) or "see docs/coming-from/deepspeed.md",
+            )
         elif value is None or value == "auto":
             continue
         elif isinstance(value, Mapping):
@@ -189,12 +190,12 @@ def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _refuse_value(name: str, wanted: str, got: object) -> NoReturn:
     raise ConfigError(
-        expected(f"{name!r} to be {wanted}", repr(got), hint="as DeepSpeed's documentation has it")
+        f"{name!r} to be {wanted}", repr(got), hint="as DeepSpeed's documentation has it"
     )
 
 
 def _conflict(name: str, wanted: str, got: object, hint: str) -> NoReturn:
-    raise ConfigError(expected(f"{wanted} for {name!r}", got, hint=hint))
+    raise ConfigError(f"{wanted} for {name!r}", got, hint=hint)
 
 
 def _refuse(found: Settings) -> None:
@@ -204,7 +205,7 @@ def _refuse(found: Settings) -> None:
         if KEYS[name].fate is Fate.REFUSED and not (_is_off(value) or is_plain or is_alone):
             what = name.removesuffix(".*")
             raise ConfigError(
-                expected(f"a configuration without {what!r}", repr(value), hint=KEYS[name].here)
+                f"a configuration without {what!r}", repr(value), hint=KEYS[name].here
             )
 
 

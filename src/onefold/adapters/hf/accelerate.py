@@ -18,7 +18,7 @@ from onefold.api import shard
 from onefold.config import precision_of
 from onefold.engine.precision import GradScaler
 from onefold.engine.registry import engine_of
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -82,13 +82,11 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
 
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(
-            expected(
-                "an accelerate.Accelerator",
-                f"a {type(accelerator).__name__}",
-                hint="onefold.hf.adopt(accelerator, model, optimizer). A model that is not trained "
-                "needs no accelerator: onefold.hf.adopt_frozen(model). For a trainer of TRL: "
-                "onefold.hf.adopt_trainer(trainer)",
-            )
+            "an accelerate.Accelerator",
+            f"a {type(accelerator).__name__}",
+            hint="onefold.hf.adopt(accelerator, model, optimizer). A model that is not trained "
+            "needs no accelerator: onefold.hf.adopt_frozen(model). For a trainer of TRL: "
+            "onefold.hf.adopt_trainer(trainer)",
         )
     refuse_other_engines(accelerator)
     refuse_device_map(model)
@@ -96,21 +94,17 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
     is_late = isinstance(model, nn.Module) and is_prepared(model)
     if is_late or any(isinstance(o, AcceleratedOptimizer) for o in optimizers):
         raise ConfigError(
-            expected(
-                "a model and an optimizer that are not prepared yet",
-                f"a {type(model).__name__} or its optimizer after accelerator.prepare",
-                hint="call onefold.hf.adopt before accelerator.prepare",
-            )
+            "a model and an optimizer that are not prepared yet",
+            f"a {type(model).__name__} or its optimizer after accelerator.prepare",
+            hint="call onefold.hf.adopt before accelerator.prepare",
         )
     plugin = accelerator.state.dynamo_plugin
     backend = plugin.backend.value if plugin is not None else "NO"
     if backend != "NO":
         raise ConfigError(
-            expected(
-                "an Accelerator that leaves torch.compile out",
-                f"dynamo_backend={backend} ({_source('ACCELERATE_DYNAMO_BACKEND', backend)})",
-                hint="leave dynamo_backend out, and compile blocks yourself: block.compile()",
-            )
+            "an Accelerator that leaves torch.compile out",
+            f"dynamo_backend={backend} ({_source('ACCELERATE_DYNAMO_BACKEND', backend)})",
+            hint="leave dynamo_backend out, and compile blocks yourself: block.compile()",
         )
 
 
@@ -120,28 +114,22 @@ def _check_precision(accelerator: Any, precision: Any) -> None:
     source = _source("ACCELERATE_MIXED_PRECISION", mixed)
     if mixed not in COMPUTE:
         raise ConfigError(
-            expected(
-                "mixed_precision 'no', 'bf16' or 'fp16'",
-                f"{mixed!r} ({source})",
-                hint="use one of these; onefold.Wire has narrower messages",
-            )
+            "mixed_precision 'no', 'bf16' or 'fp16'",
+            f"{mixed!r} ({source})",
+            hint="use one of these; onefold.Wire has narrower messages",
         )
     if mixed == "fp16" and accelerator.device.type == "cpu":
         raise ConfigError(
-            expected(
-                "mixed_precision 'no' or 'bf16' on a CPU",
-                f"'fp16', which Accelerate ignores there ({source})",
-                hint="mixed_precision='bf16'; or 'no' with precision='fp16' and onefold.GradScaler",
-            )
+            "mixed_precision 'no' or 'bf16' on a CPU",
+            f"'fp16', which Accelerate ignores there ({source})",
+            hint="mixed_precision='bf16'; or 'no' with precision='fp16' and onefold.GradScaler",
         )
     wanted, given = COMPUTE[mixed], precision_of(precision).compute
     if wanted is not None and given not in (None, wanted):
         raise ConfigError(
-            expected(
-                f"precision to mean the same as mixed_precision={mixed!r} ({source})",
-                f"precision={precision!r}",
-                hint="leave one of the two out",
-            )
+            f"precision to mean the same as mixed_precision={mixed!r} ({source})",
+            f"precision={precision!r}",
+            hint="leave one of the two out",
         )
 
 
@@ -157,21 +145,17 @@ def _check_ranks(accelerator: Any, model: nn.Module) -> None:
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks != accelerator.num_processes:
         raise ConfigError(
-            expected(
-                f"an Accelerator with num_processes={num_ranks}, the number of ranks",
-                f"one with num_processes={accelerator.num_processes}, which would deal the same "
-                "rows to all of them",
-                hint="set LOCAL_RANK, and on CPUs write Accelerator(cpu=True)",
-            )
+            f"an Accelerator with num_processes={num_ranks}, the number of ranks",
+            f"one with num_processes={accelerator.num_processes}, which would deal the same "
+            "rows to all of them",
+            hint="set LOCAL_RANK, and on CPUs write Accelerator(cpu=True)",
         )
     device = engine_of(model).context.store.device
     if device.type != accelerator.device.type:
         raise ConfigError(
-            expected(
-                f"the model on {accelerator.device}, the accelerator's device",
-                f"one on {device}",
-                hint="move the model to accelerator.device before onefold.hf.adopt",
-            )
+            f"the model on {accelerator.device}, the accelerator's device",
+            f"one on {device}",
+            hint="move the model to accelerator.device before onefold.hf.adopt",
         )
 
 

@@ -36,7 +36,7 @@ from onefold.adapters.versions import warn_if_untested
 from onefold.api import shard
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice, offload_of, precision_of
 from onefold.engine.registry import engine_of, is_sharded
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.layout.units import UnitChoice
 from onefold.wire_config import WireChoice
 
@@ -70,12 +70,10 @@ class CallbackChoices:
             )
         if not is_same:
             raise ConfigError(
-                expected(
-                    f"the choices with which the model was sharded, {got}",
-                    str(self),
-                    hint="give onefold.hf.Callback the same choices, or a model that is not "
-                    "sharded yet",
-                )
+                f"the choices with which the model was sharded, {got}",
+                str(self),
+                hint="give onefold.hf.Callback the same choices, or a model that is not "
+                "sharded yet",
             )
 
 
@@ -302,10 +300,8 @@ def _refuse_unsharded(model: nn.Module) -> None:
     """Raise `StateError` for a model that the Trainer has built anew."""
     if not is_sharded(model):
         raise StateError(
-            expected(
-                "the model that onefold.hf.Callback has sharded",
-                f"another {type(model).__name__}, as Trainer(model_init=...) builds in train()",
-                hint="pass Trainer(model=...), or derive the trainer from onefold.hf.TrainerMixin, "
-                "which shards each model that model_init builds",
-            )
+            "the model that onefold.hf.Callback has sharded",
+            f"another {type(model).__name__}, as Trainer(model_init=...) builds in train()",
+            hint="pass Trainer(model=...), or derive the trainer from onefold.hf.TrainerMixin, "
+            "which shards each model that model_init builds",
         )

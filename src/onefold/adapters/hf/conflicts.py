@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 _SWITCHES = {
     "FSDP": "ACCELERATE_USE_FSDP",
@@ -45,12 +45,10 @@ def refuse_other_engines(accelerator: Any = None, arguments: Any = None) -> None
     state = getattr(accelerator, "state", accelerator)
     for engine, source in _found(state, arguments):
         raise ConfigError(
-            expected(
-                "onefold to be the only one to shard the model",
-                f"{engine} as well, from {source}",
-                hint=f"remove that setting. Run `accelerate launch` with a configuration whose "
-                f"distributed_type is MULTI_GPU or MULTI_CPU, or torchrun, without {engine}",
-            )
+            "onefold to be the only one to shard the model",
+            f"{engine} as well, from {source}",
+            hint=f"remove that setting. Run `accelerate launch` with a configuration whose "
+            f"distributed_type is MULTI_GPU or MULTI_CPU, or torchrun, without {engine}",
         )
 
 
@@ -67,12 +65,10 @@ def refuse_device_map(model: Any) -> None:
     devices = sorted({str(device) for device in places.values()})
     if len(devices) > 1 or devices in (["cpu"], ["disk"]):
         raise ConfigError(
-            expected(
-                "a model that lies on one device, or on `meta`",
-                f"a {type(model).__name__} that device_map spread over {', '.join(devices)}",
-                hint="call from_pretrained without device_map: onefold.shard places every "
-                "parameter, and keeps weights off the device with offload=",
-            )
+            "a model that lies on one device, or on `meta`",
+            f"a {type(model).__name__} that device_map spread over {', '.join(devices)}",
+            hint="call from_pretrained without device_map: onefold.shard places every "
+            "parameter, and keeps weights off the device with offload=",
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from onefold.engine.engine import Engine
-from onefold.errors import OnefoldError, StateError, WireError, expected
+from onefold.errors import OnefoldError, StateError, WireError
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate")
 
@@ -38,14 +38,12 @@ def meet(engine: Engine, place: str, value: Any = None) -> list[Any]:
     if any(other != place for other, _ in pairs):
         places = "; ".join(f"rank {rank} is at {other}" for rank, (other, _) in enumerate(pairs))
         raise StateError(
-            expected(
-                "every rank at the same place of the training",
-                places,
-                where=f"rank {engine.group.rank}",
-                hint="save on every rank, and not on rank 0 alone; set control flags "
-                "(should_training_stop ...) alike on every rank, or in a callback before "
-                "onefold.hf.Callback in the list; give every rank as many batches",
-            )
+            "every rank at the same place of the training",
+            places,
+            where=f"rank {engine.group.rank}",
+            hint="save on every rank, and not on rank 0 alone; set control flags "
+            "(should_training_stop ...) alike on every rank, or in a callback before "
+            "onefold.hf.Callback in the list; give every rank as many batches",
         )
     return [each for _, each in pairs]
 
@@ -82,11 +80,9 @@ def name_lost_ranks(engine: Engine) -> Iterator[None]:
         if isinstance(error, OnefoldError) or last.filename != distributed_c10d.__file__:
             raise
         raise WireError(
-            expected(
-                "every rank to stay in the training",
-                f"{str(error).splitlines()[0]}, in torch.distributed.{last.name}",
-                where=f"rank {engine.group.rank}",
-                hint="a rank has ended or left the training: look for the first error among the "
-                "other ranks",
-            )
+            "every rank to stay in the training",
+            f"{str(error).splitlines()[0]}, in torch.distributed.{last.name}",
+            where=f"rank {engine.group.rank}",
+            hint="a rank has ended or left the training: look for the first error among the "
+            "other ranks",
         ) from error

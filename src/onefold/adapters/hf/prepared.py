@@ -16,7 +16,7 @@ from torch import nn
 from onefold.adapters.hf.output_heads import show_heads
 from onefold.api import accumulate
 from onefold.engine.registry import engine_of
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 
 PREPARED = "_is_accelerate_prepared"
 """Read by `Accelerator.prepare_model`, which otherwise wraps a module."""
@@ -66,12 +66,10 @@ def is_prepared(module: nn.Module) -> bool:
 def _refuse_join(**_: object) -> None:
     """`join_hook` of the module: `torch.distributed.algorithms.Join` and Accelerate call it."""
     raise StateError(
-        expected(
-            "as many batches on every rank",
-            "join_uneven_inputs with a sharded module, whose ranks need each other's shards",
-            hint="leave join_uneven_inputs out. Accelerate makes batches even unless "
-            "even_batches=False; a DataLoader has drop_last=True",
-        )
+        "as many batches on every rank",
+        "join_uneven_inputs with a sharded module, whose ranks need each other's shards",
+        hint="leave join_uneven_inputs out. Accelerate makes batches even unless "
+        "even_batches=False; a DataLoader has drop_last=True",
     )
 
 
@@ -79,10 +77,8 @@ def _no_sync(alive: ReferenceType[nn.Module]) -> AbstractContextManager[None]:
     module = alive()
     if module is None:
         raise StateError(
-            expected(
-                "the sharded module to be alive in no_sync",
-                "a module that was deleted",
-                hint="keep the module as long as it is trained",
-            )
+            "the sharded module to be alive in no_sync",
+            "a module that was deleted",
+            hint="keep the module as long as it is trained",
         )
     return accumulate(module)

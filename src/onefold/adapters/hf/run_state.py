@@ -24,7 +24,7 @@ from onefold.checkpoint.agreement import first
 from onefold.checkpoint.load import load
 from onefold.checkpoint.save import save
 from onefold.engine.registry import engine_of
-from onefold.errors import CheckpointError, expected
+from onefold.errors import CheckpointError
 
 FOLDER = "onefold"
 _STAGED = ".onefold-state-"
@@ -132,13 +132,10 @@ class RunState:
                 load(folder, self._model, self._optimizer)
                 return
         raise CheckpointError(
-            expected(
-                f"the folder {FOLDER!r} of the checkpoint to resume from, saved in "
-                f"{mark['folder']!r}",
-                f"no such state in {', '.join(looked) or 'any folder'}",
-                hint="set TrainingArguments(resume_from_checkpoint=) to the path that train() "
-                "gets, or use onefold.hf.TrainerMixin, which knows it",
-            )
+            f"the folder {FOLDER!r} of the checkpoint to resume from, saved in {mark['folder']!r}",
+            f"no such state in {', '.join(looked) or 'any folder'}",
+            hint="set TrainingArguments(resume_from_checkpoint=) to the path that train() "
+            "gets, or use onefold.hf.TrainerMixin, which knows it",
         )
 
 

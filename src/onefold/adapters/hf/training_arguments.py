@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from onefold.adapters.hf.prepared import COMPUTE
 from onefold.config import precision_of
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.wire import launcher
 
 
@@ -22,9 +22,7 @@ def check_arguments(args: Any) -> None:
     """Raise `ConfigError` for a choice of `TrainingArguments` that sharding does not honour."""
     for is_set, argument, hint in _unsupported(args):
         if is_set:
-            raise ConfigError(
-                expected("arguments that a sharded Trainer honours", argument, hint=hint)
-            )
+            raise ConfigError("arguments that a sharded Trainer honours", argument, hint=hint)
 
 
 def _unsupported(args: Any) -> Iterator[tuple[bool, str, str]]:
@@ -83,13 +81,11 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer | None) -> None:
             else f"frozen ones such as {frozen[0]!r}, and not {missing[0]!r}"
         )
         raise ConfigError(
-            expected(
-                f"Trainer(optimizers=...) with a {type(optimizer).__name__} that holds the model's "
-                "parameters to train",
-                got,
-                hint="build the optimizer after the last change of the model (get_peft_model, "
-                "resize_token_embeddings, to), or leave it to the Trainer",
-            )
+            f"Trainer(optimizers=...) with a {type(optimizer).__name__} that holds the model's "
+            "parameters to train",
+            got,
+            hint="build the optimizer after the last change of the model (get_peft_model, "
+            "resize_token_embeddings, to), or leave it to the Trainer",
         )
 
 
@@ -103,21 +99,17 @@ def autocast_of(mixed_precision: str, precision: object) -> torch.dtype | None:
     wanted, compute = COMPUTE.get(mixed_precision), precision_of(precision).compute
     if compute not in (None, wanted):
         raise ConfigError(
-            expected(
-                "one mixed precision",
-                f"{mixed_precision}=True in TrainingArguments (or ACCELERATE_MIXED_PRECISION), and "
-                f"precision={precision!r} in onefold.hf.Callback",
-                hint="give the same one to both, or leave one out",
-            )
+            "one mixed precision",
+            f"{mixed_precision}=True in TrainingArguments (or ACCELERATE_MIXED_PRECISION), and "
+            f"precision={precision!r} in onefold.hf.Callback",
+            hint="give the same one to both, or leave one out",
         )
     if mixed_precision == "bf16":
         return wanted if compute is None else None
     raise ConfigError(
-        expected(
-            "mixed precision that all ranks can step in together",
-            f"{mixed_precision}=True in TrainingArguments: Accelerate's loss scaler decides on "
-            "each rank alone whether a step is skipped",
-            hint="bf16=True; or train in a loop of your own with precision='fp16' and "
-            "onefold.GradScaler",
-        )
+        "mixed precision that all ranks can step in together",
+        f"{mixed_precision}=True in TrainingArguments: Accelerate's loss scaler decides on "
+        "each rank alone whether a step is skipped",
+        hint="bf16=True; or train in a loop of your own with precision='fp16' and "
+        "onefold.GradScaler",
     )

@@ -14,7 +14,7 @@ from onefold.adapters.hf.frozen import adopt_frozen
 from onefold.adapters.versions import warn_if_untested
 from onefold.api import generating, unsharded
 from onefold.engine.registry import engine_of, is_sharded
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.unit.dtensors import ShardedParameter
 
 BACKEND = "_dist"
@@ -49,11 +49,9 @@ def adopt_trainer(trainer: Any, **shard_arguments: Any) -> Any:
     model = getattr(trainer, "model", None)
     if not is_sharded(model):
         raise StateError(
-            expected(
-                "a trainer whose model is sharded",
-                f"a {type(trainer).__name__} with a {type(model).__name__} that is not",
-                hint="build the trainer with callbacks=[onefold.hf.Callback(stage=3)]",
-            )
+            "a trainer whose model is sharded",
+            f"a {type(trainer).__name__} with a {type(model).__name__} that is not",
+            hint="build the trainer with callbacks=[onefold.hf.Callback(stage=3)]",
         )
     for name in _FROZEN:
         _freeze(getattr(trainer, name, None), shard_arguments)

@@ -27,7 +27,7 @@ from onefold.checkpoint.pretrained import write_pretrained
 from onefold.checkpoint.safetensors import MAX_SHARD_NBYTES
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
-from onefold.errors import StateError, WireError, expected
+from onefold.errors import StateError, WireError
 
 WHOLE = "_onefold_whole_weights"
 """The attribute of a module that holds its `WholeWeights`."""
@@ -192,12 +192,10 @@ def _save_pretrained(
         whole.take()  # from here on: every rank has called
     except WireError as error:
         raise StateError(
-            expected(
-                "every rank in save_pretrained, as rank 0 has no whole weights, or older ones",
-                "this rank alone",
-                where=f"rank {engine.group.rank}",
-                hint="call save_pretrained on every rank; for trainer.save_model() before or in "
-                "the middle of training derive the trainer from onefold.hf.TrainerMixin",
-            )
+            "every rank in save_pretrained, as rank 0 has no whole weights, or older ones",
+            "this rank alone",
+            where=f"rank {engine.group.rank}",
+            hint="call save_pretrained on every rank; for trainer.save_model() before or in "
+            "the middle of training derive the trainer from onefold.hf.TrainerMixin",
         ) from error
     return together(engine.group, lambda: save(*args, **kwargs) if engine.group.rank == 0 else None)

@@ -19,7 +19,7 @@ from onefold.adapters.lightning.sharding import Sharding, share_buffers
 from onefold.api import accumulate
 from onefold.checkpoint.agreement import refusal
 from onefold.engine.registry import is_sharded
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 
 
 class FabricStrategy(DDPStrategy):
@@ -124,11 +124,9 @@ def _parts(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer], dict[str,
     modules = [v for v in state.values() if isinstance(v, nn.Module) and is_sharded(v)]
     if len(modules) != 1:
         raise StateError(
-            expected(
-                "one module of fabric.setup in the state",
-                f"{len(modules)} in {list(state)}",
-                hint="save and load each module, and its optimizers, in a directory of its own",
-            )
+            "one module of fabric.setup in the state",
+            f"{len(modules)} in {list(state)}",
+            hint="save and load each module, and its optimizers, in a directory of its own",
         )
     optimizers = [v for v in state.values() if isinstance(v, Optimizer)]
     known = {id(modules[0]), *map(id, optimizers)}

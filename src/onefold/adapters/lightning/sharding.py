@@ -20,7 +20,7 @@ from onefold.api import shard
 from onefold.config import OffloadChoice, Precision, PrecisionChoice, StageChoice
 from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.units import UnitChoice
 from onefold.wire import launcher
 from onefold.wire.rank_meeting import as_timeout
@@ -58,11 +58,9 @@ class Sharding:
         as_timeout(self.timeout)
         if config.precision_of(self.precision).compute is torch.float16:
             raise ConfigError(
-                expected(
-                    "a precision that needs no loss scale, as Lightning's knows one rank alone",
-                    f"precision={self.precision!r}",
-                    hint='precision="bf16"',
-                )
+                "a precision that needs no loss scale, as Lightning's knows one rank alone",
+                f"precision={self.precision!r}",
+                hint='precision="bf16"',
             )
 
     @property
@@ -78,23 +76,19 @@ class Sharding:
         known = (type(plugin).__name__, str(plugin.precision))
         if known not in PRECISIONS:
             raise ConfigError(
-                expected(
-                    "Lightning's precision to be one of "
-                    + ", ".join(repr(word) for _, word in PRECISIONS),
-                    f"{known[0]} with precision={known[1]!r}",
-                    hint='Strategy(precision="bf16") computes in bf16 and keeps fp32 masters',
-                )
+                "Lightning's precision to be one of "
+                + ", ".join(repr(word) for _, word in PRECISIONS),
+                f"{known[0]} with precision={known[1]!r}",
+                hint='Strategy(precision="bf16") computes in bf16 and keeps fp32 masters',
             )
         if self.precision is None:
             return PRECISIONS[known]
         if known[1] != "32-true":
             raise ConfigError(
-                expected(
-                    "one choice of precision",
-                    f"precision={known[1]!r} of Lightning and precision={self.precision!r} of the "
-                    "strategy",
-                    hint="leave one of them out",
-                )
+                "one choice of precision",
+                f"precision={known[1]!r} of Lightning and precision={self.precision!r} of the "
+                "strategy",
+                hint="leave one of them out",
             )
         return self.precision
 
@@ -122,11 +116,9 @@ class Sharding:
         number = engine.recipe.stage.number
         if optimizers and self.stage not in ("auto", number):
             raise ConfigError(
-                expected(
-                    f"a module that is not sharded, or at stage {self.stage}",
-                    f"a {type(module).__name__} at stage {number}",
-                    hint="build the module anew and load its checkpoint, or keep the stage",
-                )
+                f"a module that is not sharded, or at stage {self.stage}",
+                f"a {type(module).__name__} at stage {number}",
+                hint="build the module anew and load its checkpoint, or keep the stage",
             )
         for optimizer in optimizers:
             bind(optimizer, engine)
@@ -137,12 +129,10 @@ def _check_ranks() -> None:
     ranks, launched = dist.get_world_size(), launcher.world_size()
     if "RANK" in os.environ and ranks < launched:  # Lightning's own launcher sets no RANK
         raise ConfigError(
-            expected(
-                f"Lightning to train on the {launched} ranks of WORLD_SIZE",
-                f"a process group of {ranks}",
-                hint="start it with torchrun, or give Trainer(plugins=) the environment of the "
-                "launcher, such as lightning.pytorch.plugins.environments.KubeflowEnvironment()",
-            )
+            f"Lightning to train on the {launched} ranks of WORLD_SIZE",
+            f"a process group of {ranks}",
+            hint="start it with torchrun, or give Trainer(plugins=) the environment of the "
+            "launcher, such as lightning.pytorch.plugins.environments.KubeflowEnvironment()",
         )
 
 

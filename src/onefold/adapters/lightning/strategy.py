@@ -14,7 +14,7 @@ from onefold.adapters.lightning.sharding import Sharding
 from onefold.adapters.lightning.trainer import TrainerStrategy
 from onefold.adapters.versions import warn_if_untested
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.units import UnitChoice
 from onefold.wire_config import WireChoice
 
@@ -76,10 +76,8 @@ class Strategy(TrainerStrategy, FabricStrategy):  # pyright: ignore
             return
         if type(self) is not Strategy:
             raise ConfigError(
-                expected(
-                    "onefold.lightning.Strategy itself for Fabric",
-                    f"its subclass {type(self).__name__}",
-                    hint="derive from onefold.adapters.lightning.fabric.FabricStrategy as well",
-                )
+                "onefold.lightning.Strategy itself for Fabric",
+                f"its subclass {type(self).__name__}",
+                hint="derive from onefold.adapters.lightning.fabric.FabricStrategy as well",
             )
         self.__class__ = FabricStrategy  # pyright: ignore

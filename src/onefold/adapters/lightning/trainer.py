@@ -24,7 +24,7 @@ from onefold.adapters.lightning import checkpoint_io as checkpoints
 from onefold.adapters.lightning.sharding import Sharding, share_buffers
 from onefold.api import accumulate
 from onefold.engine.registry import is_sharded
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 
 class TrainerStrategy(DDPStrategy):
@@ -134,11 +134,9 @@ class TrainerStrategy(DDPStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         raise ConfigError(
-            expected(
-                "no CheckpointIO plugin, as every rank writes its own part",
-                f"a {type(io).__name__}",
-                hint="leave the plugin out",
-            )
+            "no CheckpointIO plugin, as every rank writes its own part",
+            f"a {type(io).__name__}",
+            hint="leave the plugin out",
         )
 
     @property
@@ -165,7 +163,7 @@ class TrainerStrategy(DDPStrategy):
         """Save a directory that loads at any number of ranks and stage. A collective."""
         if storage_options is not None:
             raise ConfigError(
-                expected("no storage_options", storage_options, hint="save to a local directory")
+                "no storage_options", storage_options, hint="save to a local directory"
             )
         rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
@@ -216,10 +214,8 @@ def _refuse_copies(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ConfigError(
-                expected(
-                    "callbacks that keep no copy of the module",
-                    f"a {type(callback).__name__}",
-                    hint="onefold.ema(module, decay=...) averages sharded weights: see "
-                    "docs/guides/ema.md",
-                )
+                "callbacks that keep no copy of the module",
+                f"a {type(callback).__name__}",
+                hint="onefold.ema(module, decay=...) averages sharded weights: see "
+                "docs/guides/ema.md",
             )

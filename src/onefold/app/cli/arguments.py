@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from math import inf, isfinite
 from typing import Any, NoReturn
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 SubParsers = Any
 """The result of `add_subparsers`, whose class is private to argparse."""
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = "see the flags there"
-        raise ConfigError(expected(f"arguments as in `{self.prog} --help`", message, hint=hint))
+        raise ConfigError(f"arguments as in `{self.prog} --help`", message, hint=hint)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore
         """Refuse an unknown flag before argparse misses a value because of it."""
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
             if is_flag and name not in self._option_string_actions:
                 hint = _did_you_mean(name, self._option_string_actions)
                 hint = hint or f"`{self.prog} --help` lists the flags"
-                raise ConfigError(expected(f"a flag of `{self.prog}`", name, hint=hint))
+                raise ConfigError(f"a flag of `{self.prog}`", name, hint=hint)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         words = [str(choice) for choice in action.choices]
         what = "a command" if action.dest == "command" else action.metavar or action.dest
         hint = _did_you_mean(value, words) or f"`{self.prog} --help` describes them"
-        raise ConfigError(expected(f"{what}: {', '.join(words)}", repr(value), hint=hint))
+        raise ConfigError(f"{what}: {', '.join(words)}", repr(value), hint=hint)
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -133,4 +133,4 @@ def word_or_number(text: str) -> Any:
 
 
 def _refused(flag: str, meaning: str, text: str) -> ConfigError:
-    return ConfigError(expected(f"{flag} to be {meaning}", repr(text), hint=f"pass {flag} NUMBER"))
+    return ConfigError(f"{flag} to be {meaning}", repr(text), hint=f"pass {flag} NUMBER")

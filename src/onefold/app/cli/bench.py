@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from onefold.app.cli.arguments import RawHelpFormatter, SubParsers, add_json, real, whole
 from onefold.app.cli.failures import is_rank
 from onefold.app.cli.launch import measure_as_rank, measure_in_ranks
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.text import columns, format_bytes, format_share, show, three_digits, wrapped
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ def check_target(target: str, *, has_paths: bool) -> None:
     """Refuse flags and launchers that do not go with a target."""
     if has_paths and target != "disk":
         hint = "leave --path out, or measure a disk"
-        raise ConfigError(expected("--path only with disk", f"it with {target}", hint=hint))
+        raise ConfigError("--path only with disk", f"it with {target}", hint=hint)
     if is_rank() and target != "link":
         got, hint = "a rank of a launcher", "run it without torchrun"
-        raise ConfigError(expected(f"bench {target} in one process", got, hint=hint))
+        raise ConfigError(f"bench {target} in one process", got, hint=hint)
 
 
 def _measure_link(ask: Ask, argv: Sequence[str]) -> tuple[Measured | None, int]:

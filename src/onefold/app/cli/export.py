@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from onefold.app.cli.arguments import SubParsers, add_json
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.text import parse_nbytes
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     nbytes = parse_nbytes("--max-shard-size", arguments.max_shard_size)
     if arguments.dtype not in (None, *DTYPES):
         wanted, hint = f"--dtype {', '.join(DTYPES)}", "leave it out to keep the weights' own"
-        raise ConfigError(expected(wanted, repr(arguments.dtype), hint=hint))
+        raise ConfigError(wanted, repr(arguments.dtype), hint=hint)
     import torch
 
     from onefold.checkpoint.whole_files import export

@@ -17,7 +17,7 @@ from onefold.app.cli.arguments import SubParsers, add_json, real, whole
 from onefold.app.cli.failures import is_rank
 from onefold.app.cli.launch import end_with_launcher, launch, world_size_of
 from onefold.app.generate.request import GenerateJob
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.text import finite, parse_nbytes
 
 if TYPE_CHECKING:
@@ -105,14 +105,12 @@ def job_of(arguments: argparse.Namespace, prompt: str | None = None) -> Generate
     rest: str | None = given["rest"]
     if rest is not None and rest not in RESTS:
         hint = "int8 loses least; leave --rest out for exact weights"
-        raise ConfigError(expected(f"--rest to be {' or '.join(RESTS)}", repr(rest), hint=hint))
+        raise ConfigError(f"--rest to be {' or '.join(RESTS)}", repr(rest), hint=hint)
     offload: str = given["offload"]
     word, _, path = offload.partition(":")
     if word not in ("cpu", "disk", "none") or (path and word != "disk") or offload[-1:] == ":":
         hint = "--offload disk:/fast/disk"
-        raise ConfigError(
-            expected("--offload to be cpu, disk:PATH, disk or none", repr(offload), hint=hint)
-        )
+        raise ConfigError("--offload to be cpu, disk:PATH, disk or none", repr(offload), hint=hint)
     heat = given["temperature"]
     sizes = {name: _size(f"--{name.replace('_', '-')}", given[name])
              for name in ("budget", "kv_budget")}  # fmt: skip
@@ -163,7 +161,7 @@ def _run_rank(job: GenerateJob, ranks: int | None, *, is_json: bool) -> int:
     given = json.loads(Path(folder, "given.json").read_text()) if folder else {}
     if not given and job.prompt == "-":
         hint = "--prompt TEXT, or start the ranks with --ranks N"
-        raise ConfigError(expected("a prompt for every rank", "--prompt -", hint=hint))
+        raise ConfigError("a prompt for every rank", "--prompt -", hint=hint)
     job = replace(job, prompt=given.get("prompt", job.prompt))
     with joined() as world:
         return _generate(job, world, is_json=is_json, weights=given.get("weights"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onefold.app.cli.failures import LAUNCHER, leave_line, print_failure
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.wire import launcher
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def world_size_of(ranks: int | None) -> int:
     world_size = launcher.world_size()
     if ranks not in (None, world_size):
         wanted = f"--ranks to be {world_size}, as this process was launched"
-        raise ConfigError(expected(wanted, ranks, hint="leave --ranks out under torchrun"))
+        raise ConfigError(wanted, ranks, hint="leave --ranks out under torchrun")
     return world_size
 
 

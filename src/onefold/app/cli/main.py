@@ -97,7 +97,7 @@ def _prog(argv: list[str]) -> str:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    from onefold.errors import ConfigError, expected
+    from onefold.errors import ConfigError
 
     arguments, surplus = _parser().parse_known_args(argv)
     if surplus:
@@ -105,7 +105,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         hint = f"`{prog} --help` lists the arguments"
         if "model" in vars(arguments):
             hint = f"a model goes behind its flag: `{prog} --model {surplus[0]}`"
-        raise ConfigError(expected("flags with a value each", " ".join(surplus), hint=hint))
+        raise ConfigError("flags with a value each", " ".join(surplus), hint=hint)
     return arguments
 
 

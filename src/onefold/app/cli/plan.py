@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.app.cli.arguments import SubParsers, add_json, whole, word_or_number
 from onefold.app.cli.launch import default_ranks
 from onefold.app.cli.plan_inference import check_flags, run_inference
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.text import columns, format_seconds, format_share, parse_nbytes, show
 from onefold.tier.collecting import no_garbage
 
@@ -138,7 +138,7 @@ def _check_calibrate(arguments: argparse.Namespace) -> None:
     if given:
         wanted = "--calibrate for the CPU ranks of this machine"
         hint = "leave one of the two out; --ranks N sets the number of ranks"
-        raise ConfigError(expected(wanted, f"it beside {given[0]}", hint=hint))
+        raise ConfigError(wanted, f"it beside {given[0]}", hint=hint)
 
 
 def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
@@ -152,7 +152,7 @@ def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
     given = [flag for flag, value in others.items() if value is not None]
     if given:
         hint = f"leave {given[0]} out: nodes and memory are those of the machines"
-        raise ConfigError(expected("--cluster with counts alone", f"{given[0]} too", hint=hint))
+        raise ConfigError("--cluster with counts alone", f"{given[0]} too", hint=hint)
     kinds = parsed(arguments.cluster)
     return with_room(
         kinds, _size("--host-mem", arguments.host_mem), _size("--disk", arguments.disk)
@@ -171,7 +171,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     given = [(flag, text) for flag, text in counts.items() if text is not None]
     if len(given) > 1:
         hint = "--ranks plans for processes on the CPU"
-        raise ConfigError(expected("--gpus or --ranks", "both", hint=hint))
+        raise ConfigError("--gpus or --ranks", "both", hint=hint)
     machine = None if arguments.cluster is None else machine_of(arguments.cluster)
     has_gpus = torch.accelerator.is_available()
     has_machine = arguments.gpus is not None or machine is not None
@@ -191,7 +191,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         memory = torch.accelerator.get_memory_info()[1]
     elif memory is None:
         hint = "--mem 80GiB, or --cluster h100-80"
-        raise ConfigError(expected("--mem beside --gpus", "none", hint=hint))
+        raise ConfigError("--mem beside --gpus", "none", hint=hint)
     return Cluster(
         ranks=count,
         nodes=whole("--nodes", arguments.nodes, least=1),

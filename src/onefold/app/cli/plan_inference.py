@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onefold.app.cli.arguments import whole
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.text import (
     columns,
     counted,
@@ -52,7 +52,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
         if given[name] != default:
             wanted = f"--{name} {'without' if is_inference else 'beside'} --inference"
             got = "both" if is_inference else f"--{name} alone"
-            raise ConfigError(expected(wanted, got, hint=f"leave --{name} out"))
+            raise ConfigError(wanted, got, hint=f"leave --{name} out")
 
 
 def run_inference(arguments: argparse.Namespace, cluster: Cluster) -> int:
@@ -94,7 +94,7 @@ def _ways(arguments: argparse.Namespace, cluster: Cluster) -> list[InferenceAsk]
     rest: str | None = arguments.rest
     if rest is not None and rest not in RESTS:
         hint = "int8 loses least; leave --rest out for exact weights"
-        raise ConfigError(expected(f"--rest to be {' or '.join(RESTS)}", repr(rest), hint=hint))
+        raise ConfigError(f"--rest to be {' or '.join(RESTS)}", repr(rest), hint=hint)
     word, _, path = arguments.offload.partition(":")
     tiers: list[str | None] = [None, "cpu", "disk"]
     if word == "auto":
@@ -104,7 +104,7 @@ def _ways(arguments: argparse.Namespace, cluster: Cluster) -> list[InferenceAsk]
     else:
         hint = "auto takes the fastest that fits"
         got = repr(arguments.offload)
-        raise ConfigError(expected("--offload to be auto, none, cpu or disk", got, hint=hint))
+        raise ConfigError("--offload to be auto, none, cpu or disk", got, hint=hint)
     memory: Any = cluster.memory
     budget = None if arguments.budget is None else parse_nbytes("--budget", arguments.budget)
     batch = None
@@ -118,7 +118,7 @@ def _ways(arguments: argparse.Namespace, cluster: Cluster) -> list[InferenceAsk]
         if not all(Path(folder).is_dir() for folder in folders):
             got = repr(arguments.offload)
             hint = "create the folder first, or write --offload disk"
-            raise ConfigError(expected("--offload disk:PATH with a folder", got, hint=hint))
+            raise ConfigError("--offload disk:PATH with a folder", got, hint=hint)
         machine = this_machine(cluster.ranks, folders if "disk" in tiers else [])
     ask = InferenceAsk(
         budget=budget or int(BUDGET_SHARE * memory), rest=rest, offload=None, ranks=cluster.ranks,

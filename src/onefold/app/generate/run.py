@@ -19,7 +19,7 @@ from onefold.app.generate.tokens import Bytes, Streamer, Tokens, Words
 from onefold.app.train.memory_table import RankMemory, measure
 from onefold.app.train.sample import TEMPERATURE
 from onefold.engine.registry import engine_of
-from onefold.errors import ConfigError, expected, listed
+from onefold.errors import ConfigError, listed
 from onefold.planner.models.gpt import GPT, VOCAB
 from onefold.planner.models.loader import logits_of
 from onefold.planner.passes import Use, streamed_nbytes
@@ -94,22 +94,22 @@ def preflight(job: GenerateJob, source: Source) -> None:
     """Refuse a job that cannot work, before any rank starts."""
     if not job.prompt.strip():
         hint = "--prompt TEXT, or --prompt - and text on stdin"
-        raise ConfigError(expected("a prompt", "an empty one", hint=hint))
+        raise ConfigError("a prompt", "an empty one", hint=hint)
     if source.config is None:
         for flag, is_set in (("--lookup", job.lookup), ("--kv-budget", job.kv_budget)):
             if is_set:
                 hint = f"leave {flag} out: byte models have no KV cache"
                 wanted = f"a Hugging Face model for {flag}"
-                raise ConfigError(expected(wanted, f"{job.model!r}", hint=hint))
+                raise ConfigError(wanted, f"{job.model!r}", hint=hint)
     if job.offload == "disk" and (source.files is None or job.rest is not None):
         got = f"--rest {job.rest}" if job.rest else "random weights"
         hint = "--offload disk:PATH; disk alone reads the files of --model themselves"
         wanted = "exact weights in files for --offload disk"
-        raise ConfigError(expected(wanted, got, hint=hint))
+        raise ConfigError(wanted, got, hint=hint)
     if job.kv_budget is not None and not job.folders:
         hint = "--offload disk:PATH"
         wanted = "a folder for keys and values beyond --kv-budget"
-        raise ConfigError(expected(wanted, f"--offload {job.offload}", hint=hint))
+        raise ConfigError(wanted, f"--offload {job.offload}", hint=hint)
 
 
 def load(job: GenerateJob, source: Source, mesh: Any = None) -> Loaded:
@@ -133,7 +133,7 @@ def _check_length(module: nn.Module, length: int, job: GenerateJob) -> None:
     if isinstance(limit, int) and length + job.max_new_tokens > limit:
         got = f"{length:,} of the prompt and {job.max_new_tokens:,} new ones"
         hint = f"--max-new-tokens {limit - length}" if length < limit else "a shorter prompt"
-        raise ConfigError(expected(f"at most {limit:,} tokens for {job.model!r}", got, hint=hint))
+        raise ConfigError(f"at most {limit:,} tokens for {job.model!r}", got, hint=hint)
 
 
 def generate(
@@ -211,7 +211,7 @@ def kv_cache(job: GenerateJob, model: Any) -> Any:
     if model.config.is_encoder_decoder:
         hint = "in Python: EncoderDecoderCache of two onefold.hf.KVCache"
         wanted = "a decoder-only model for --kv-budget"
-        raise ConfigError(expected(wanted, type(model).__name__, hint=hint))
+        raise ConfigError(wanted, type(model).__name__, hint=hint)
     return KVCache(job.kv_budget or 0, disk=job.folders, config=model.config)
 
 

@@ -24,7 +24,7 @@ import onefold
 from onefold.checkpoint.directory import find
 from onefold.checkpoint.safetensors import PretrainedFiles
 from onefold.checkpoint.whole_files import export
-from onefold.errors import CheckpointError, ConfigError, expected
+from onefold.errors import CheckpointError, ConfigError
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
 from onefold.planner.models.loader import build_model, described, refuse
 from onefold.tier.collecting import no_garbage
@@ -65,9 +65,7 @@ def found(model: str) -> Iterator[Source]:
     if not is_checkpoint(path):
         got = f"a folder with a {CONFIG} alone" if (path / CONFIG).exists() else "neither there"
         hint = f"--model {model}/{CONFIG} takes random weights; `onefold inspect` lists checkpoints"
-        raise ConfigError(
-            expected(f"safetensors files or a checkpoint in --model {model!r}", got, hint=hint)
-        )
+        raise ConfigError(f"safetensors files or a checkpoint in --model {model!r}", got, hint=hint)
     with TemporaryDirectory(prefix="onefold_") as folder:
         target = Path(folder, "weights")
         export(path, target)
@@ -96,7 +94,7 @@ def _of_files(model: str) -> Source:
         known = f"a folder of weights, a {CONFIG}, {', '.join(PRESETS)} or module:function"
         got = f"{model!r}, which is a file" if path.exists() else f"{model!r}, which is not there"
         hint = "name the folder that holds the safetensors files"
-        raise ConfigError(expected(f"--model to be {known}", got, hint=hint))
+        raise ConfigError(f"--model to be {known}", got, hint=hint)
     refuse(model, LONGEST)
     return Source(model, None, None)
 
@@ -107,15 +105,15 @@ def _check_config(path: Path) -> None:
     except (OSError, ValueError) as error:
         hint = "pass the config.json itself, or the folder that holds it"
         wanted = f"a readable Hugging Face config.json at {str(path)!r}"
-        raise ConfigError(expected(wanted, described(error), hint=hint)) from error
+        raise ConfigError(wanted, described(error), hint=hint) from error
     if not isinstance(config, dict) or "model_type" not in config:
         hint = "pass the config.json of a Hugging Face language model"
         wanted = f"{str(path)!r} to have a model_type"
-        raise ConfigError(expected(wanted, "a file without it", hint=hint))
+        raise ConfigError(wanted, "a file without it", hint=hint)
     if find_spec("transformers") is None:
         wanted = "the transformers package, to build a model from config.json"
         hint = 'pip install "onefold[hf]"; byte models of `onefold train` need no package'
-        raise ConfigError(expected(wanted, "an environment without it", hint=hint))
+        raise ConfigError(wanted, "an environment without it", hint=hint)
 
 
 def build(source: Source, *, has_values: bool = False) -> nn.Module:
@@ -161,7 +159,7 @@ def _of_config(path: Path, *, has_values: bool) -> nn.Module:
     except Exception as error:
         wanted = f"{str(path)!r} to describe a language model that generates"
         hint = "AutoModelForCausalLM.from_config must be able to build it"
-        raise ConfigError(expected(wanted, described(error), hint=hint)) from error
+        raise ConfigError(wanted, described(error), hint=hint) from error
     return module
 
 
@@ -178,11 +176,9 @@ def _byte_gpt(folder: Path) -> nn.Module:
     config = next(sizes, None)
     if config is None:
         raise ConfigError(
-            expected(
-                f"a {CONFIG} beside the weights in {str(folder)!r}",
-                "none, and weights of another model than the byte GPT",
-                hint="save with onefold.save_pretrained, which writes it, or copy it there",
-            )
+            f"a {CONFIG} beside the weights in {str(folder)!r}",
+            "none, and weights of another model than the byte GPT",
+            hint="save with onefold.save_pretrained, which writes it, or copy it there",
         )
     is_tied = "head.weight" not in files.places
     with torch.device("meta"):
@@ -203,7 +199,7 @@ def tokenizer_of(source: Source) -> Any:
     except Exception as error:
         hint = "without tokenizer files, bytes are the tokens"
         wanted = f"a tokenizer that loads in {str(folder)!r}"
-        raise ConfigError(expected(wanted, described(error), hint=hint)) from error
+        raise ConfigError(wanted, described(error), hint=hint) from error
 
 
 def check_bytes(module: nn.Module, source: Source) -> None:
@@ -212,4 +208,4 @@ def check_bytes(module: nn.Module, source: Source) -> None:
     if isinstance(vocab, int) and vocab < VOCAB:
         wanted = f"a tokenizer beside {str(source.config)!r}, or {VOCAB} tokens, one for each byte"
         hint = "copy tokenizer.json there"
-        raise ConfigError(expected(wanted, f"no tokenizer, and {vocab} tokens", hint=hint))
+        raise ConfigError(wanted, f"no tokenizer, and {vocab} tokens", hint=hint)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 
 class Tokens(Protocol):
@@ -57,7 +57,7 @@ class Words:
         """See `Tokens`."""
         found: list[int] = self._tokenizer(text)["input_ids"]
         if not found:
-            raise ConfigError(expected("a prompt of one token", repr(text), hint="write a word"))
+            raise ConfigError("a prompt of one token", repr(text), hint="write a word")
         return found
 
     def text(self, tokens: Sequence[int], *, is_last: bool = False) -> str:

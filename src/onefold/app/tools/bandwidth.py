@@ -27,7 +27,7 @@ from onefold.compose.tiers import is_memory
 from onefold.config import Offload
 from onefold.engine.blocks import BLOCK_NUMEL
 from onefold.engine.registry import engine_of
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.ledger import Ledger
 from onefold.layout.rows import Layout
 from onefold.text import format_bytes
@@ -232,7 +232,7 @@ def check_memory(nbytes: int) -> None:
 
 def _require(is_met: bool, wanted: str, got: str, hint: str) -> None:
     if not is_met:
-        raise ConfigError(expected(wanted, got, hint=hint))
+        raise ConfigError(wanted, got, hint=hint)
 
 
 # disk

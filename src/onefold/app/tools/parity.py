@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 import onefold
 from onefold.app.train.corpus import own_rows
 from onefold.config import StageNumber
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
 from onefold.planner.models.loader import call_function, load_function, logits_of
 from onefold.wire.world import World
@@ -112,14 +112,14 @@ class _Case:
             wanted = f"{self.model}() to return a module, or (module, batch, loss_fn)"
             kinds = ", ".join(type(part).__name__ for part in made)
             hint = "loss_fn(module, batch) returns the loss, a mean over rows of the batch"
-            raise ConfigError(expected(wanted, f"({kinds})", hint=hint))
+            raise ConfigError(wanted, f"({kinds})", hint=hint)
         module, batch, loss_fn = made
 
         def to_device(tensor: Tensor) -> Tensor:
             if tensor.dim() and len(tensor) % world_size:
                 wanted = f"a batch whose rows divide by {world_size} ranks"
                 hint = "return a larger batch, or pass --ranks"
-                raise ConfigError(expected(wanted, f"{len(tensor)} rows", hint=hint))
+                raise ConfigError(wanted, f"{len(tensor)} rows", hint=hint)
             return tensor.to(device)
 
         return module.to(device), tree_map_only(Tensor, to_device, batch), loss_fn

@@ -204,7 +204,7 @@ class _Board:
         except RuntimeError as error:
             message = f"the store of the job: {str(error).splitlines()[0]}"
             hint = "its host has ended: read the output of the launcher there"
-            raise AbsentRanksError(expected("answers of all ranks", message, hint=hint)) from error
+            raise AbsentRanksError("answers of all ranks", message, hint=hint) from error
         raise AbsentRanksError(_no_answer(missing, self._timeout))
 
     def absent(self) -> list[int]:

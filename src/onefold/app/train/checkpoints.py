@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import onefold
 from onefold.app.train.job import Job
 from onefold.app.train.signals import StopRequests
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.wire.world import World
 
 
@@ -40,16 +40,16 @@ def preflight(job: Job) -> None:
         if job.every or job.resume:
             flag = "--every" if job.every else "--resume"
             hint = "pass --checkpoint DIR"
-            raise ConfigError(expected(f"--checkpoint beside {flag}", "none", hint=hint))
+            raise ConfigError(f"--checkpoint beside {flag}", "none", hint=hint)
         return
     path, flag = Path(job.checkpoint), f"--checkpoint {job.checkpoint!r}"
     if path.exists() and not path.is_dir():
         hint = "each save becomes a folder in it"
-        raise ConfigError(expected(f"{flag} to be a directory", "a file", hint=hint))
+        raise ConfigError(f"{flag} to be a directory", "a file", hint=hint)
     saved = sorted(child.name for child in path.glob("step-*"))
     if saved and not job.resume:
         hint = "go on from there with --resume, or save to another directory"
-        raise ConfigError(expected(f"{flag} to be empty", f"{saved[-1]} in it", hint=hint))
+        raise ConfigError(f"{flag} to be empty", f"{saved[-1]} in it", hint=hint)
 
 
 class Checkpoints:

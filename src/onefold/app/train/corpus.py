@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 HELD_OUT_SHARE = 0.05
 """Share of the files that are held out (of the bytes, if there is only one file)."""
@@ -90,14 +90,14 @@ def open_corpus(folder: str | None, seq: int) -> Corpus:
     if not spans:
         got = f"no text in {str(root)!r}" if root.is_dir() else f"no folder {str(root)!r}"
         hint = "pass a folder of text or source files with --data"
-        raise ConfigError(expected("a data folder with text files", got, hint=hint))
+        raise ConfigError("a data folder with text files", got, hint=hint)
     train, held_out = _split(root, spans)
     smallest = min(train.nbytes, held_out.nbytes)
     if smallest <= seq:
         wanted = f"more than {seq} bytes of text to train on and to hold out, for one row each"
         got = f"{train.nbytes} and {held_out.nbytes} bytes in {str(root)!r}"
         hint = "lower --seq, or pass a folder with more text"
-        raise ConfigError(expected(wanted, got, hint=hint))
+        raise ConfigError(wanted, got, hint=hint)
     prompt = b"def " if folder is None else held_out.read(0, min(smallest, 16))
     return Corpus(name, train, held_out, prompt)
 
@@ -195,5 +195,5 @@ def _read(span: CorpusSpan, offset: int, count: int) -> bytes:
     if len(got) != count:
         wanted = f"{str(span.path)!r} to keep its {span.stop} bytes while it is read"
         hint = "train on a folder that nobody writes to"
-        raise ConfigError(expected(wanted, "a shorter file", hint=hint))
+        raise ConfigError(wanted, "a shorter file", hint=hint)
     return got

@@ -8,7 +8,7 @@ from torch import nn
 
 from onefold.app.train.corpus import own_rows
 from onefold.app.train.job import Job
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.mixed.dealing import check_shares, even, split_rows
 from onefold.mixed.speeds import RowSpeeds, measure
 
@@ -22,7 +22,7 @@ def preflight(job: Job, world_size: int) -> None:
     if job.model_ranks > 1:
         hint = "leave --rows out: ranks that share a layer or a row have the same rows"
         wanted = "no --rows beside --tp, --pp and --cp"
-        raise ConfigError(expected(wanted, "both", hint=hint))
+        raise ConfigError(wanted, "both", hint=hint)
     if not isinstance(job.row_shares, str):
         check_shares(job.row_shares, world_size)
 

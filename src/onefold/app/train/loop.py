@@ -27,7 +27,7 @@ from onefold.app.train.trained_axes import RunAxes
 from onefold.app.train.trained_axes import preflight as preflight_axes
 from onefold.config import Offload, check_offload, offload_of, precision_of, stage_of
 from onefold.engine.registry import engine_of
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.fit.share_weights import AUTO, weights_of
 from onefold.planner.models.loader import (
     build_model,
@@ -67,7 +67,7 @@ def preflight(job: Job, world_size: int) -> Corpus:
         parts = f" times {job.accumulate} micro-batches" if job.accumulate > 1 else ""
         wanted = f"at least {smallest} rows in a step, one for each of {num_data} ranks{parts}"
         hint = "take more rows, fewer ranks or fewer micro-batches"
-        raise ConfigError(expected(wanted, job.rows, hint=hint))
+        raise ConfigError(wanted, job.rows, hint=hint)
     refuse(job.model, job.seq)
     if job.compile:
         check_compiler()
@@ -84,7 +84,7 @@ def _check_shares(job: Job, world_size: int) -> None:
     weights, ranks = weights_of(job.shares), world_size // (job.tp * job.pp)
     if len(weights) != ranks:
         wanted, got = f"--shares with one weight for each of {ranks} ranks", len(weights)
-        raise ConfigError(expected(wanted, got, hint=f"--ranks {got}, or {ranks} weights"))
+        raise ConfigError(wanted, got, hint=f"--ranks {got}, or {ranks} weights")
 
 
 def offload_for(job: Job) -> Offload:
@@ -96,7 +96,7 @@ def offload_for(job: Job) -> Offload:
     if job.fraction != 1:
         got = f"--fraction {job.fraction} alone"
         hint = "--offload optimizer --fraction 0.5 steps half of the state on the CPU"
-        raise ConfigError(expected("--offload beside --fraction", got, hint=hint))
+        raise ConfigError("--offload beside --fraction", got, hint=hint)
     return chosen
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold.app.train.job import Job
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.planner.models.gpt import GPT, PRESETS, GPTStage
 from onefold.planner.models.loader import logits_of
 from onefold.wire.world import World
@@ -36,21 +36,21 @@ def preflight(job: Job, world_size: int) -> None:
     axes = f"--tp {job.tp} --pp {job.pp} --cp {job.cp}"
     if world_size % job.model_ranks:
         hint = f"--ranks {job.model_ranks}, or a multiple of it"
-        raise ConfigError(expected(f"{axes} to divide the ranks", f"{world_size} ranks", hint=hint))
+        raise ConfigError(f"{axes} to divide the ranks", f"{world_size} ranks", hint=hint)
     sizes = PRESETS.get(job.model)
     if sizes is None:
         wanted = f"--model {', '.join(PRESETS)} beside --tp, --pp and --cp"
         hint = "examples/three_axes.py does the same in a script of yours"
-        raise ConfigError(expected(wanted, job.model, hint=hint))
+        raise ConfigError(wanted, job.model, hint=hint)
     if sizes.num_heads % job.tp:
         wanted = f"--tp to divide the {sizes.num_heads} heads of {job.model}"
-        raise ConfigError(expected(wanted, job.tp, hint="each rank has whole heads"))
+        raise ConfigError(wanted, job.tp, hint="each rank has whole heads")
     if job.pp > sizes.num_layers:
         wanted = f"--pp of at most {sizes.num_layers}, the blocks of {job.model}"
-        raise ConfigError(expected(wanted, job.pp, hint="each stage has a block at least"))
+        raise ConfigError(wanted, job.pp, hint="each stage has a block at least")
     if job.cp > job.seq:
         wanted = f"--cp of at most --seq {job.seq}"
-        raise ConfigError(expected(wanted, job.cp, hint="each rank has a position at least"))
+        raise ConfigError(wanted, job.cp, hint="each rank has a position at least")
     if job.pp > 1:
         _check_pipeline(job)
 
@@ -59,7 +59,7 @@ def _check_pipeline(job: Job) -> None:
     if job.accumulate < job.pp:
         wanted = f"--accumulate of at least --pp {job.pp}, the micro-batches of a pipeline"
         hint = f"--accumulate {4 * job.pp} leaves each stage idle for a fifth of the time"
-        raise ConfigError(expected(wanted, job.accumulate, hint=hint))
+        raise ConfigError(wanted, job.accumulate, hint=hint)
     others = {
         "--compile": job.compile,
         "--report": job.report is not None,
@@ -68,10 +68,10 @@ def _check_pipeline(job: Job) -> None:
     }
     for flag, is_given in others.items():
         if is_given:
-            raise ConfigError(expected(f"no {flag} beside --pp", "both", hint=f"leave {flag} out"))
+            raise ConfigError(f"no {flag} beside --pp", "both", hint=f"leave {flag} out")
     if job.cp > 1 and job.seq % job.cp:
         wanted = f"--cp to divide --seq {job.seq} beside --pp"
-        raise ConfigError(expected(wanted, job.cp, hint="stages pass on pieces of equal length"))
+        raise ConfigError(wanted, job.cp, hint="stages pass on pieces of equal length")
 
 
 class RunAxes:

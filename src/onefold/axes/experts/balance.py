@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.wire import ranks as meshes
 
 
@@ -49,11 +49,9 @@ def balance_loss(
     layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
     if not layers or not all(isinstance(each, Tensor) and each.dim() == 2 for each in layers):
         raise ConfigError(
-            expected(
-                "router_logits [tokens, experts] of one layer or several",
-                f"{[getattr(each, 'shape', type(each)) for each in layers]}",
-                hint="output_router_logits=True makes transformers return them",
-            )
+            "router_logits [tokens, experts] of one layer or several",
+            f"{[getattr(each, 'shape', type(each)) for each in layers]}",
+            hint="output_router_logits=True makes transformers return them",
         )
     group, num_experts = meshes.of_tokens(mesh), layers[0].shape[1]
     dtype = torch.promote_types(layers[0].dtype, torch.float32)

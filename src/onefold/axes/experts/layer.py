@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from onefold.axes.experts.routing import ExpertAxis, Routing
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
@@ -65,12 +65,10 @@ class ExpertParallel(nn.Module):
         bounds = bounds_of(self.num_experts, group.world_size)
         if bounds[-2] == self.num_experts:
             raise ConfigError(
-                expected(
-                    "an expert for each rank of the axis",
-                    f"{self.num_experts} experts, {bounds[1]} a rank, on {group.world_size} ranks",
-                    hint="take fewer ranks for experts; onefold.shard cuts an expert's weights "
-                    "over the ranks that hold it",
-                )
+                "an expert for each rank of the axis",
+                f"{self.num_experts} experts, {bounds[1]} a rank, on {group.world_size} ranks",
+                hint="take fewer ranks for experts; onefold.shard cuts an expert's weights "
+                "over the ranks that hold it",
             )
         self.axis = ExpertAxis(group, bounds)
         self.own_experts = self.axis.own
@@ -167,12 +165,10 @@ def distribute(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> list[E
         found.append(made)
     if not found:
         raise ConfigError(
-            expected(
-                "a model with stacked experts: modules with `num_experts`, called with hidden "
-                "states, indices and weights",
-                f"a {type(model).__name__} without any",
-                hint="wrap the experts of your own blocks in onefold.experts.ExpertParallel",
-            )
+            "a model with stacked experts: modules with `num_experts`, called with hidden "
+            "states, indices and weights",
+            f"a {type(model).__name__} without any",
+            hint="wrap the experts of your own blocks in onefold.experts.ExpertParallel",
         )
     return found
 
@@ -200,12 +196,10 @@ def _are_experts(module: nn.Module) -> bool:
 def _num_experts(experts: nn.Module) -> int:
     if not _are_experts(experts):
         raise ConfigError(
-            expected(
-                "experts with `num_experts` and a row for each expert in every parameter, or a "
-                "ModuleList of equal experts",
-                f"a {type(experts).__name__}",
-                hint="forward takes hidden states, the indices and the weights of chosen experts",
-            )
+            "experts with `num_experts` and a row for each expert in every parameter, or a "
+            "ModuleList of equal experts",
+            f"a {type(experts).__name__}",
+            hint="forward takes hidden states, the indices and the weights of chosen experts",
         )
     return experts.num_experts  # type: ignore[return-value]
 
@@ -232,11 +226,9 @@ def _stacked(experts: nn.ModuleList, own: slice, axis: DeviceMesh) -> nn.Module:
         shapes = {name: p.shape for name, p in expert.named_parameters()}
         if shapes != {name: p.shape for name, p in first.items()} or any(expert.buffers()):
             raise ConfigError(
-                expected(
-                    "experts with equal parameters and no buffers",
-                    f"a {type(expert).__name__} that differs",
-                    hint="give each kind of expert a list of its own",
-                )
+                "experts with equal parameters and no buffers",
+                f"a {type(expert).__name__} that differs",
+                hint="give each kind of expert a list of its own",
             )
     tree = _without_values(experts[0])
     for name, parameter in first.items():

@@ -24,7 +24,7 @@ from onefold.axes.pipelines.window import Window, check_window, windows_of
 from onefold.engine.engine import Engine
 from onefold.engine.pipelined import Pipeline
 from onefold.engine.registry import find_engine
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.wire.collectives import Group
 from onefold.wire.together import same
 
@@ -148,11 +148,9 @@ def _stages_of(schedule: object) -> list[Any]:
     if isinstance(schedule, PipelineScheduleMulti):
         return list(schedule._stages)
     raise ConfigError(
-        expected(
-            "a schedule of torch.distributed.pipelining",
-            f"a {type(schedule).__name__}",
-            hint="onefold.pipeline(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss))",
-        )
+        "a schedule of torch.distributed.pipelining",
+        f"a {type(schedule).__name__}",
+        hint="onefold.pipeline(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss))",
     )
 
 

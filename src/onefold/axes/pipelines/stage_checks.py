@@ -15,7 +15,7 @@ import torch.distributed as dist
 from onefold.axes.pipelines.stage import is_driven
 from onefold.engine.engine import Engine
 from onefold.engine.registry import find_engine
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.wire.collectives import Group
 
 
@@ -29,26 +29,22 @@ def engines_of(stages: Sequence[Any], *, splits: bool) -> dict[int, Engine]:
             got = f"a {type(stage.submod).__name__} that it has not sharded"
             hint = 'onefold.shard(stage_module, optimizer, mesh=mesh["dp"]), then onefold.pipeline'
             raise ConfigError(
-                expected(
-                    "a stage module that onefold.shard has sharded", got, where=where, hint=hint
-                )
+                "a stage module that onefold.shard has sharded", got, where=where, hint=hint
             )
         if is_driven(stage):
             hint = "call onefold.pipeline once for each schedule; build a new stage for another one"
             raise ConfigError(
-                expected(
-                    "a stage that no schedule drives yet", "one in use", where=where, hint=hint
-                )
+                "a stage that no schedule drives yet", "one in use", where=where, hint=hint
             )
         tiled = [unit.name for unit in engine.units if unit.is_tiled]
         if splits and tiled:
             hint = "take a schedule with whole backwards, or leave Offload(tile=) out"
             raise ConfigError(
-                expected(
-                    "whole weights, for a schedule that runs backwards of weights apart",
-                    f"unit {tiled[0]!r}, which is gathered in row blocks", where=where, hint=hint,
-                )
-            )  # fmt: skip
+                "whole weights, for a schedule that runs backwards of weights apart",
+                f"unit {tiled[0]!r}, which is gathered in row blocks",
+                where=where,
+                hint=hint,
+            )
         _check_axes(stage, engine, where)
         found[stage.stage_index] = engine
     _check_shared(found)
@@ -68,14 +64,12 @@ def _check_axes(stage: Any, engine: Engine, where: str) -> None:
     )
     if common != [dist.get_rank()]:
         got = f"ranks {common} in both: pipeline {rows}, data {columns}"
-        raise ConfigError(expected("axes that share this rank alone", got, where=where, hint=hint))
+        raise ConfigError("axes that share this rank alone", got, where=where, hint=hint)
     if dist.get_world_size() % (len(rows) * len(columns)):
         got = (
             f"a pipeline of {len(rows)} times {len(columns)} data ranks of {dist.get_world_size()}"
         )
-        raise ConfigError(
-            expected("axes whose lengths multiply to the world", got, where=where, hint=hint)
-        )
+        raise ConfigError("axes whose lengths multiply to the world", got, where=where, hint=hint)
 
 
 def _check_shared(engines: Mapping[int, Engine]) -> None:
@@ -91,12 +85,10 @@ def _check_shared(engines: Mapping[int, Engine]) -> None:
 def shared(fqn: str, first: int, second: int) -> ConfigError:
     """The error for a parameter that two stages share without saying so."""
     return ConfigError(
-        expected(
-            f"parameter {fqn!r} on one stage alone",
-            f"a copy on stage {first} and one on stage {second}, whose gradients nobody adds",
-            hint=f"onefold.pipeline(schedule, tied=[{fqn!r}]) adds them; tied=[] if they are "
-            "different parameters",
-        )
+        f"parameter {fqn!r} on one stage alone",
+        f"a copy on stage {first} and one on stage {second}, whose gradients nobody adds",
+        hint=f"onefold.pipeline(schedule, tied=[{fqn!r}]) adds them; tied=[] if they are "
+        "different parameters",
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from onefold.axes.clipping import IS_COPY
 from onefold.checkpoint.contents import TIE, TiedCopy
 from onefold.engine.engine import Engine
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.unit.parameter import UnitParameter
 from onefold.wire.collectives import Group
 
@@ -133,10 +133,10 @@ def _check(names: Sequence[str], facts: dict[int, str]) -> None:
     hint = 'tied=[("embed.weight", "head.weight")]: the names that the stage modules give it'
     if len(facts) < 2:
         got = f"it on stage {min(facts)} alone" if facts else "no stage that has it"
-        raise ConfigError(expected(f"{wanted} on two stages or more", got, hint=hint))
+        raise ConfigError(f"{wanted} on two stages or more", got, hint=hint)
     first = min(facts)
     for stage, each in facts.items():
         if each != facts[first]:
             got = f"{each} on stage {stage}, but {facts[first]} on stage {first}"
             hint = "shard all stages with the same stage, precision and number of data ranks"
-            raise ConfigError(expected(f"{wanted} to be alike on all stages", got, hint=hint))
+            raise ConfigError(f"{wanted} to be alike on all stages", got, hint=hint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onefold.engine.engine import Engine
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.fit.engines import memory_of, trained_units
 from onefold.fit.kept_units import choose_windows
 from onefold.text import parse_nbytes
@@ -42,9 +42,7 @@ def check_window(window: object) -> None:
         parse_nbytes("window", window)
     elif not (window is None or is_number):
         raise ConfigError(
-            expected(
-                "window to be a number of units from 0 on, bytes as text, or None",
-                repr(window),
-                hint='onefold.pipeline(schedule, window="8GiB"), or no window: what fits',
-            )
+            "window to be a number of units from 0 on, bytes as text, or None",
+            repr(window),
+            hint='onefold.pipeline(schedule, window="8GiB"), or no window: what fits',
         )

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from onefold.axes.sequence.head_exchange import Gather, HeadExchange, ToHeads, ToSequence
 from onefold.axes.sequence.heads import HeadCut
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 
 
@@ -76,11 +76,9 @@ class AttentionMode(TorchFunctionMode):
             return self.attention(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             raise ConfigError(
-                expected(
-                    "attention by F.scaled_dot_product_attention in a split sequence",
-                    "torch.nn.MultiheadAttention, which hides it",
-                    hint="call F.scaled_dot_product_attention in a module of your own",
-                )
+                "attention by F.scaled_dot_product_attention in a split sequence",
+                "torch.nn.MultiheadAttention, which hides it",
+                hint="call F.scaled_dot_product_attention in a module of your own",
             )
         return func(*args, **(kwargs or {}))
 
@@ -120,20 +118,16 @@ class _Call:
         if not alike or self.query[3] != self.key[3]:
             wanted = "queries, keys and values of the same rows, keys and values of one length"
             hint = "expand them before attention"
-            raise ConfigError(
-                expected(wanted, f"{self.query}, {self.key}, {self.value}", hint=hint)
-            )
+            raise ConfigError(wanted, f"{self.query}, {self.key}, {self.value}", hint=hint)
         if mask is not None and is_causal:
             wanted = "attn_mask or is_causal=True"
-            raise ConfigError(expected(wanted, "both", hint="put the causal part into the mask"))
+            raise ConfigError(wanted, "both", hint="put the causal part into the mask")
         if mask is None and not is_causal and padding:
             raise StateError(
-                expected(
-                    "a mask, is_causal=True, or a length that the ranks divide",
-                    f"attention over all positions, {padding} of which are padding",
-                    where=f"rank {self.group.rank}",
-                    hint="pad the rows yourself and mask the padding, or choose another length",
-                )
+                "a mask, is_causal=True, or a length that the ranks divide",
+                f"attention over all positions, {padding} of which are padding",
+                where=f"rank {self.group.rank}",
+                hint="pad the rows yourself and mask the padding, or choose another length",
             )
 
     def grouped(self, key: Tensor, value: Tensor, is_masked: bool) -> tuple[Tensor, Tensor, bool]:
@@ -171,13 +165,11 @@ class _Call:
                 mask = _padded(mask, 2, all_q, True)
         if mask.ndim != 4 or mask.shape[2] not in (1, all_q) or mask.shape[3] not in (1, all_k):
             raise ConfigError(
-                expected(
-                    f"a mask of {all_q} x {all_k} positions, of {local_q} x {all_k} for this "
-                    f"rank's queries, or of 1 x {local_k} for its keys",
-                    f"shape {list(given.shape)}",
-                    where=f"rank {group.rank}, attention of a split sequence",
-                    hint="build masks from the whole sequence, or use is_causal=True",
-                )
+                f"a mask of {all_q} x {all_k} positions, of {local_q} x {all_k} for this "
+                f"rank's queries, or of 1 x {local_k} for its keys",
+                f"shape {list(given.shape)}",
+                where=f"rank {group.rank}, attention of a split sequence",
+                hint="build masks from the whole sequence, or use is_causal=True",
             )
         own = self.heads.queries(group.rank)
         return mask if mask.shape[1] == 1 else mask[:, own.start : own.stop]
@@ -205,10 +197,10 @@ def _four_axes(tensor: Tensor) -> Tensor:
     wanted = "plain queries, keys and values of shape [rows, heads, positions, width]"
     if isinstance(tensor, DTensor):
         hint = "let tensor parallel layers return local tensors (use_local_output=True)"
-        raise ConfigError(expected(wanted, "a DTensor", hint=hint))
+        raise ConfigError(wanted, "a DTensor", hint=hint)
     if tensor.ndim not in (3, 4):
         hint = "reshape them before attention"
-        raise ConfigError(expected(wanted, f"{list(tensor.shape)}", hint=hint))
+        raise ConfigError(wanted, f"{list(tensor.shape)}", hint=hint)
     return tensor if tensor.ndim == 4 else tensor[None]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onefold.axes.sequence.pieces import SequencePieces
 from onefold.engine.watch import tensors_in
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 Arguments = dict[str, Any]
 """Arguments by name; positional ones of an unknown name are called "0", "1", ..."""
@@ -44,13 +44,11 @@ class PlainCalls:
         if positions is not None and not takes(module, positions):
             wanted = f"a forward that takes the positions of its tokens as {positions!r}"
             raise ConfigError(
-                expected(
-                    wanted,
-                    f"{type(module).__name__}.forward{inspect.signature(module.forward)}",
-                    hint="positions that the module counts itself would begin at 0 on each rank: "
-                    "add the argument, name another by positions=, or pass positions=None if no "
-                    "part of the module needs them",
-                )
+                wanted,
+                f"{type(module).__name__}.forward{inspect.signature(module.forward)}",
+                hint="positions that the module counts itself would begin at 0 on each rank: "
+                "add the argument, name another by positions=, or pass positions=None if no "
+                "part of the module needs them",
             )
         self._positions = positions
 
@@ -82,7 +80,7 @@ def main_tensor(whole: Mapping[str, Any]) -> Tensor:
         wanted = "tokens [rows, positions], or vectors for each, as first argument of a forward"
         got = "none" if found is None else f"shape {list(found.shape)}"
         hint = "call the module that onefold.split_sequence was given with whole rows"
-        raise ConfigError(expected(wanted, got, hint=hint))
+        raise ConfigError(wanted, got, hint=hint)
     return found
 
 

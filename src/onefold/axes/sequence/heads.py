@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,11 @@ class HeadCut:
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             wanted = "query heads that are a multiple of the heads of keys and values"
             raise ConfigError(
-                expected(
-                    wanted,
-                    f"{num_heads} and {num_kv_heads}",
-                    where="attention of a split sequence",
-                    hint="each head of keys and values is copied to the ranks whose query heads "
-                    "read it, so the query heads must form equal groups",
-                )
+                wanted,
+                f"{num_heads} and {num_kv_heads}",
+                where="attention of a split sequence",
+                hint="each head of keys and values is copied to the ranks whose query heads "
+                "read it, so the query heads must form equal groups",
             )
         return cls(num_heads, num_kv_heads, parts)
 

@@ -22,7 +22,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.first_batch import digest_of
 from onefold.engine.forward_threads import ThreadStack
 from onefold.engine.registry import ENGINE, find_engine
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 
 MARK = "_onefold_sequence"
@@ -64,7 +64,7 @@ class SequenceSplit:
             hint = (
                 "pad the rows, with -100 for labels, and mask the padding where attention sees it"
             )
-            raise ConfigError(expected(wanted, pieces.length, hint=hint))
+            raise ConfigError(wanted, pieces.length, hint=hint)
         return pieces.cut(tensor, dim, pad)
 
     def labels(self, labels: Tensor, *, shift: bool = True) -> Tensor:
@@ -149,11 +149,9 @@ class SequenceSplit:
             return None
         if self.parts > 1 and self._attention.num_calls == before:
             raise StateError(
-                expected(
-                    "a forward of a split sequence to call F.scaled_dot_product_attention",
-                    f"no call in {type(module).__name__}",
-                    hint="attention by other functions sees this rank's positions alone",
-                )
+                "a forward of a split sequence to call F.scaled_dot_product_attention",
+                f"no call in {type(module).__name__}",
+                hint="attention by other functions sees this rank's positions alone",
             )
         return self._calls.outputs(outputs)
 
@@ -161,7 +159,7 @@ class SequenceSplit:
         if length < self.parts:
             wanted = f"a sequence of at least {self.parts} positions, one for each rank"
             hint = "use a smaller axis for the sequence, or pad the rows"
-            raise ConfigError(expected(wanted, length, hint=hint))
+            raise ConfigError(wanted, length, hint=hint)
         return SequencePieces(length, self.parts, self.rank)
 
     def _check_ranks(self, module: nn.Module) -> None:
@@ -174,12 +172,10 @@ class SequenceSplit:
         mine, others = _ranks_of(self._group), _ranks_of(engine.group)
         if not mine <= others:
             raise ConfigError(
-                expected(
-                    "mesh= of onefold.shard to contain the ranks that share a sequence",
-                    f"ranks {sorted(others)} without {sorted(mine - others)}",
-                    hint="shard over the axes of data and sequence together, such as "
-                    'mesh=mesh["dp", "cp"]._flatten("data"): gradients are averaged over both',
-                )
+                "mesh= of onefold.shard to contain the ranks that share a sequence",
+                f"ranks {sorted(others)} without {sorted(mine - others)}",
+                hint="shard over the axes of data and sequence together, such as "
+                'mesh=mesh["dp", "cp"]._flatten("data"): gradients are averaged over both',
             )
         self._checked = ref(engine)
 
@@ -192,11 +188,9 @@ class SequenceSplit:
         if any(each != everyone[0] for each in everyone):
             shapes = [shape for _, shape in everyone]
             raise ConfigError(
-                expected(
-                    "the same whole rows on all ranks that share a sequence",
-                    f"others, of shapes {shapes}",
-                    hint="pick rows by the rank in the data axis, not by the global rank",
-                )
+                "the same whole rows on all ranks that share a sequence",
+                f"others, of shapes {shapes}",
+                hint="pick rows by the rank in the data axis, not by the global rank",
             )
         self._has_compared = True
 

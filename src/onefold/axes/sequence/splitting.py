@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from onefold.axes.sequence.attention_calls import Calls, PlainCalls
 from onefold.axes.sequence.split import MARK, SequenceSplit
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.units import uncompiled
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
@@ -75,7 +75,7 @@ def split_sequence(
 def _group_of(mesh: meshes.MeshChoice) -> Group:
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
         wanted = "the axis of the sequence, a mesh of one axis"
-        raise ConfigError(expected(wanted, f"shape {tuple(mesh.shape)}", hint='mesh["cp"]'))
+        raise ConfigError(wanted, f"shape {tuple(mesh.shape)}", hint='mesh["cp"]')
     return meshes.resolve(mesh).everyone
 
 
@@ -97,16 +97,14 @@ def _check(module: nn.Module, group: Group) -> None:
         )
         if group.world_size > 1 and mixes:
             raise ConfigError(
-                expected(
-                    "positions to be mixed by F.scaled_dot_product_attention alone",
-                    f"torch.nn.{type(part).__name__} at {name!r}",
-                    hint="it would see this rank's positions alone",
-                )
+                "positions to be mixed by F.scaled_dot_product_attention alone",
+                f"torch.nn.{type(part).__name__} at {name!r}",
+                hint="it would see this rank's positions alone",
             )
         if MARK in part.__dict__:
             wanted = "a module that is not split yet"
             hint = "keep the handle of the first call; sequence.remove() undoes it"
-            raise ConfigError(expected(wanted, f"one split at {name!r}", hint=hint))
+            raise ConfigError(wanted, f"one split at {name!r}", hint=hint)
     if group.handle is None:
         return
     mine, rank = dist.get_process_group_ranks(group.handle), dist.get_rank()
@@ -115,9 +113,7 @@ def _check(module: nn.Module, group: Group) -> None:
             shared = set(parameter.device_mesh.mesh.flatten().tolist()) & set(mine) - {rank}
             if shared:
                 raise ConfigError(
-                    expected(
-                        "axes of sequence and tensors that share no other rank",
-                        f"ranks {sorted(shared)} in both, at parameter {name!r}",
-                        hint="make a mesh with one axis for each",
-                    )
+                    "axes of sequence and tensors that share no other rank",
+                    f"ranks {sorted(shared)} in both, at parameter {name!r}",
+                    hint="make a mesh with one axis for each",
                 )

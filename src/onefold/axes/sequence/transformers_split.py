@@ -30,7 +30,7 @@ from transformers.masking_utils import (
 from onefold.axes.sequence.attention_calls import Arguments, cut_tensors, main_tensor, takes
 from onefold.axes.sequence.pieces import IGNORED, SequencePieces
 from onefold.engine.registry import find_engine
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError
 from onefold.mixed.weighing import mean_count
 from onefold.wire.collectives import Group
 from onefold.wire.ranks import of_tokens
@@ -70,7 +70,7 @@ def attention(  # noqa: PLR0913 - the interface of transformers
     if refused:
         hint = "choose a model whose attention F.scaled_dot_product_attention can compute"
         wanted = "plain attention in a split sequence"
-        raise ConfigError(expected(wanted, ", ".join(refused), hint=hint))
+        raise ConfigError(wanted, ", ".join(refused), hint=hint)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     is_token = query.shape[2] == 1 < key.shape[2]  # with a cache, while the model is not split
@@ -95,7 +95,7 @@ def mask(
     if kwargs.get("use_vmap"):
         wanted = "masks of positions, windows and padding in a split sequence"
         hint = "pass a whole mask [rows, 1, positions, positions] as attention_mask"
-        raise ConfigError(expected(wanted, "a mask function of the model's own", hint=hint))
+        raise ConfigError(wanted, "a mask function of the model's own", hint=hint)
     if "allow_is_bidirectional_skip" in kwargs:
         padding = whole.mask if whole.mask is not None else whole.padding
     else:
@@ -122,11 +122,11 @@ def calls_of(module: nn.Module, group: Group, inputs: bool) -> TransformersCalls
         wanted = "a model of transformers, or a wrapper whose forward takes the same arguments"
         got = "inputs=False" if not inputs else f"a {type(module).__name__} around one"
         hint = "split the model of transformers itself, with its inputs"
-        raise ConfigError(expected(wanted, got, hint=hint))
+        raise ConfigError(wanted, got, hint=hint)
     if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
         wanted = "adapters that leave rows as long as they are"
         hint = "use LoRA: each rank would put learned prompts before its piece"
-        raise ConfigError(expected(wanted, "learned prompts of PEFT", hint=hint))
+        raise ConfigError(wanted, "learned prompts of PEFT", hint=hint)
     return TransformersCalls(module, model, group)
 
 
@@ -148,7 +148,7 @@ class TransformersCalls:
         if model.config._attn_implementation != NAME:
             wanted = "a model whose attention transformers can switch"
             hint = "its class must call ALL_ATTENTION_FUNCTIONS.get_interface"
-            raise ConfigError(expected(wanted, type(model).__name__, hint=hint))
+            raise ConfigError(wanted, type(model).__name__, hint=hint)
 
     def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:
         model, main = self._alive(), main_tensor(whole)
@@ -233,7 +233,7 @@ def _check_model(model: PreTrainedModel) -> None:
     if reason:
         wanted = "one encoder or decoder whose attention is full or windowed"
         hint = "split the encoder or decoder inside, and compute the rest from sequence.gather"
-        raise ConfigError(expected(wanted, f"{name}, {reason}", hint=hint))
+        raise ConfigError(wanted, f"{name}, {reason}", hint=hint)
 
 
 def _check_call(model: PreTrainedModel, given: Arguments) -> None:
@@ -242,22 +242,22 @@ def _check_call(model: PreTrainedModel, given: Arguments) -> None:
         if given.get(name) is not None and not _is_off(given[name]):
             wanted = "a forward over whole rows, without a cache or another sequence"
             hint = "call remove() of the split's handle before generate"
-            raise StateError(expected(wanted, f"{name}=", hint=hint))
+            raise StateError(wanted, f"{name}=", hint=hint)
     if given.get("output_router_logits", getattr(model.config, "output_router_logits", False)):
         wanted = "losses that are sums over tokens"
         hint = "pass output_router_logits=False: each rank would balance its own tokens"
-        raise ConfigError(expected(wanted, "the auxiliary loss of a router", hint=hint))
+        raise ConfigError(wanted, "the auxiliary loss of a router", hint=hint)
     counts = any(
         callable(getattr(p, "create_position_ids_from_input_ids", None)) for p in model.modules()
     )
     if counts and given.get("position_ids") is None:
         wanted = f"position_ids, which {type(model).__name__} counts without padding"
         hint = "pass them for whole rows"
-        raise ConfigError(expected(wanted, "none", hint=hint))
+        raise ConfigError(wanted, "none", hint=hint)
     if given.get("labels") is not None and not _sums_tokens(model):
         wanted = "no labels for a model whose loss is a mean over this rank's tokens"
         hint = "call it without labels; compute the loss from sequence.labels(labels, shift=False)"
-        raise ConfigError(expected(wanted, f"labels for {type(model).__name__}", hint=hint))
+        raise ConfigError(wanted, f"labels for {type(model).__name__}", hint=hint)
 
 
 def _is_off(value: object) -> bool:

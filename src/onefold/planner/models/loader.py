@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.errors import ConfigError, expected
+from onefold.errors import ConfigError
 from onefold.layout.units import repeated_blocks
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
 from onefold.tier.collecting import no_garbage
@@ -152,7 +152,7 @@ def call_function(name: str, function: Callable[[], Any], wanted: type | tuple[t
 
 
 def _refusal(what: str, got: object, *, hint: str) -> ConfigError:
-    return ConfigError(expected(what, got, hint=hint))
+    return ConfigError(what, got, hint=hint)
 
 
 def described(error: BaseException) -> str:
