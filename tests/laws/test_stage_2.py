@@ -179,7 +179,7 @@ def test_gradients_between_micro_batches_are_whole_or_shards(stage, is_whole, wo
             assert onefold.report(module).nbytes("partial_grad") == 0
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        report, peaks = onefold.report(module), engine_of(module).expected_peaks(accumulates=True)
+        report, peaks = onefold.report(module), engine_of(module).facts.predicted_peaks()
         peak = report.memory["partial_grad"]["device"].peak
         assert peak <= report.predicted["partial_grad"] == peaks["partial_grad"]
         assert (peak == whole) == (peaks["partial_grad"] == whole) == is_whole
