@@ -57,8 +57,8 @@ def test_a_plan_drives_a_stage_by_the_values_of_the_pipelines_driver(window, def
         replay.micro_batch(None, is_last=micro == 2)
 
     engine: Any = SimpleNamespace(
-        units=trained, schedule=run, recipe=SimpleNamespace(keeps_gathered=defers, sums_rest=defers),
-        drive=run.drive, prepare=lambda: None,
+        recipe=SimpleNamespace(keeps_gathered=defers, sums_rest=defers), units=trained,
+        schedule=run, drive=run.drive, prepare=lambda: None,
         hands=SimpleNamespace(do=lambda _: None), start_reductions=lambda: run.start(trained),
     )  # fmt: skip
     driver = StageDriver(engine, window, splits=False)

@@ -30,7 +30,7 @@ bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from tests import trainers  # noqa: E402
+from tests.support import trainers  # noqa: E402
 
 WIDTH, HIDDEN = 64, 128
 

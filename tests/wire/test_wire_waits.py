@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 import onefold
 from onefold.layout.ledger import Ledger
+from onefold.layout.messages import SHARE_NBYTES
 from onefold.layout.rows import Layout
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
 from onefold.wire.lanes import Lane, Lanes, PhaseNow
-from onefold.wire.message_cut import SHARE_NBYTES, MessageLayout
+from onefold.wire.message_cut import MessageLayout
 from onefold.wire.peers import Peers
 from onefold.wire.roll_call import PATIENCE_S
 from onefold.wire.ticket import Ticket
