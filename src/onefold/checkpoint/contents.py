@@ -6,7 +6,9 @@
     optim.param_groups.I.KEY    hyper-parameters; `params` are names
     grad.FQN                    the mean of the gradients since the last step, between micro-batches
     partial.R.FQN               gradients of rank R that no reduction has averaged yet
-    rank.R                      the state of rank R alone: random generators, `extra`, its buffers
+    companion.WORD.I.FQN        averages of `onefold.ema`
+    rank.R                      the state of rank R alone: random generators, `extra`, its buffers,
+                                the optimizers' state of no parameter, islands, counts of averages
 
 The names of `model` and `optim` are those of `torch.distributed.checkpoint.state_dict`.
 """
@@ -34,10 +36,11 @@ from onefold.checkpoint.quantised import notes_of
 from onefold.checkpoint.storage import bytes_of, read_object
 from onefold.engine.engine import Engine
 from onefold.engine.structure import rename
+from onefold.engine.waiting_state import common_state
 from onefold.unit.parameter import UnitParameter
 
 MODEL, MASTER, OPTIM, RANK = "model", "master", "optim", "rank"
-GRAD, PARTIAL = "grad", "partial"
+GRAD, PARTIAL, COMPANION = "grad", "partial", "companion"
 _EXTRA = "_extra_state"
 
 TIE = "_onefold_tie"
@@ -182,6 +185,20 @@ class ShardedModel:
             if type(part).get_extra_state is not nn.Module.get_extra_state
         }
 
+    def companion_rows(self) -> dict[str, list[tuple[UnitParameter, Tensor]]]:
+        """Return own rows of averages, by the name of the average."""
+        known = set(self.parameters())
+        rows = {key: c.saved_rows() for key, c in self.engine.companions.alive().items()}
+        return {k: [pair for pair in of if pair[0] in known] for k, of in rows.items() if of}
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the state of this rank alone: that of no parameter, and that of companions."""
+        companions = self.engine.companions.alive().items()
+        return {
+            "common": [plain(common_state(optimizer.state)) for optimizer in self.optimizers],
+            "companions": {key: plain(companion.rank_state()) for key, companion in companions},
+        }
+
     def wait_steps(self) -> None:
         """Wait for background steps, free unsharded weights, let masters follow edited weights."""
         engine = self.engine
@@ -256,6 +273,8 @@ def collect(model: ShardedModel) -> dict[str, Any]:
         for parameter, grad in partial.items():
             own = found.setdefault(PARTIAL, {}).setdefault(str(model.rank), {})
             own[parameter.fqn] = grad
+    for key, rows in model.companion_rows().items():
+        found.setdefault(COMPANION, {})[key] = {p.fqn: p.wrap(own) for p, own in rows}
     return found
 
 

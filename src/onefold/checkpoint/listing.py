@@ -12,7 +12,16 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from onefold.checkpoint.checked_files import BlockReader
-from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK, path_of
+from onefold.checkpoint.contents import (
+    COMPANION,
+    GRAD,
+    MASTER,
+    MODEL,
+    OPTIM,
+    PARTIAL,
+    RANK,
+    path_of,
+)
 from onefold.checkpoint.directory import METADATA, Found, find
 from onefold.checkpoint.storage import read_metadata, read_object
 
@@ -93,6 +102,8 @@ def _parameter_and_kind(name: str, note: Sequence[Any]) -> tuple[str, str]:
     keys = path_of(name, note)
     if keys[:2] == (OPTIM, "state"):
         return str(keys[2]), ".".join(map(str, keys[3:]))
+    if keys[0] == COMPANION:
+        return str(keys[2]), str(keys[1])
     kinds = {MODEL: "weight", MASTER: "master", GRAD: GRAD, PARTIAL: PARTIAL, OPTIM: OPTIM}
     kind, dot, rest = name.partition(".")
     return (rest, kinds[kind]) if dot and kind in kinds else (name, "weight")

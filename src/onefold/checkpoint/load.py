@@ -120,24 +120,37 @@ def _load(stages: Stages, models: list[ShardedModel], found: Found) -> Any:
     targets = together(group, aim)
     reader = Reader(found, targets[0].metadata)
     objects = _read(group, reader, _union(each.objects() for each in targets))
-    together(group, lambda: [each.compare(objects) for each in targets])
+    (of_rank,) = objects.get(f"{RANK}.{targets[0].own_rank}") or ({},)
+    states = of_rank.get("modules") or [{}]
+    states += states[-1:] * len(targets)  # a rank may have more stages than the one that saved
+    pairs = list(zip(targets, states, strict=False))
+    is_same_world = targets[0].saved_ranks == group.world_size
+
+    def compare() -> None:
+        for target, state in pairs:
+            target.compare(objects)
+            target.compare_companions(state, is_same_world=is_same_world)
+
+    together(group, compare)
     own_tensors = together(group, lambda: [each.tensors() for each in targets])
     tensors = _read_parts(group, reader, own_tensors)
     together(
         group,
         lambda: [each.finish(objects, own) for each, own in zip(targets, tensors, strict=True)],
     )
-    own = objects.get(f"{RANK}.{targets[0].own_rank}")
-    if own is None:  # saved by another library
-        return None
-    (of_rank,) = own
-    if targets[0].own_rank == group.rank:
-        restore_random_states(models[0].engine, of_rank["random"])
-        for model in models:
-            for name, buffer in model.buffers().items():
-                if name in of_rank["buffers"]:
-                    buffer.copy_(of_rank["buffers"][name])
-    return of_rank["extra"]
+    for target, state in pairs:
+        target.resume(state, is_same_world=is_same_world)
+    if of_rank and targets[0].own_rank == group.rank:
+        _restore_random_and_buffers(models, of_rank)
+    return of_rank.get("extra")  # None of another library
+
+
+def _restore_random_and_buffers(models: list[ShardedModel], of_rank: dict[str, Any]) -> None:
+    restore_random_states(models[0].engine, of_rank["random"])
+    for model in models:
+        for name, buffer in model.buffers().items():
+            if name in of_rank["buffers"]:
+                buffer.copy_(of_rank["buffers"][name])
 
 
 def _names_of_stages(stages: Stages, models: list[ShardedModel]) -> set[str]:

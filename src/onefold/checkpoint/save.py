@@ -66,7 +66,8 @@ def save(
     Every rank writes its own pieces to a file system that all ranks see. Nothing is gathered, and
     tensors are copied only on their way to the disk, a few MB at a time. Saved are weights,
     masters, moments, step counts, hyper-parameters, gradients between micro-batches, buffers, the
-    random states of every rank, and `extra`. The checkpoint loads at any world size, stage and
+    random states of every rank, averages of `onefold.ema`, the state of `onefold.islands`, and
+    `extra`. The checkpoint loads at any world size, stage and
     precision, and with `torch.distributed.checkpoint` alone.
 
     Args:
@@ -115,8 +116,9 @@ def save(
         state = merged(states) if stages.is_pipeline else states[0]
         contents.check_readable(state)
         own = contents.plain(extra)
-        contents.check_readable((own,), "extra")  # a tuple is checked as one object
         own = {"extra": own, "random": contents.random_states(engine), "buffers": {}}
+        own["modules"] = [model.rank_state() for model in models]
+        contents.check_readable((own,), "extra")  # a tuple is checked as one object
         state[RANK] = {str(first.rank): (own,)}  # and torch's planner takes it as one
         manifest = Manifest(
             save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.recipe.stage.number,

@@ -16,7 +16,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.checkpoint.agreement import refusal, together
-from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, ShardedModel
+from onefold.checkpoint.contents import (
+    COMPANION,
+    GRAD,
+    MASTER,
+    MODEL,
+    OPTIM,
+    PARTIAL,
+    ShardedModel,
+)
 from onefold.engine.registry import engine_of
 from onefold.layout.units import uncompiled
 from onefold.wire.collectives import Group
@@ -119,6 +127,8 @@ def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 hint = "give each stage the names of the whole model, such as blocks.7.weight"
                 raise refusal("names that differ", f"{min(twice)!r} in two stages", hint=hint)
             own.update(new)
+        for key, rows in state.get(COMPANION, {}).items():
+            found.setdefault(COMPANION, {}).setdefault(key, {}).update(rows)
         if OPTIM in state:
             optim = found.setdefault(OPTIM, {"state": {}, "param_groups": []})
             optim["state"] |= state[OPTIM]["state"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from types import MappingProxyType
@@ -14,10 +15,20 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from onefold.checkpoint import contents
 from onefold.checkpoint.agreement import refuse_mismatches, shape_mismatches
-from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK, ShardedModel
+from onefold.checkpoint.contents import (
+    COMPANION,
+    GRAD,
+    MASTER,
+    MODEL,
+    OPTIM,
+    PARTIAL,
+    RANK,
+    ShardedModel,
+)
 from onefold.checkpoint.directory import Found
 from onefold.engine.joining import bind
 from onefold.engine.optimizer import OptimizerBinding
+from onefold.errors import CheckpointError
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
@@ -100,16 +111,7 @@ class Targets:
         }
         known = wanted.keys() | self.model.aliases().keys() | self.model.notes().keys()
         known |= self._elsewhere
-        ours = tuple(
-            f"{kind}."
-            for kind in (
-                MASTER,
-                OPTIM,
-                GRAD,
-                PARTIAL,
-                RANK,
-            )
-        )
+        ours = tuple(f"{kind}." for kind in (MASTER, OPTIM, GRAD, PARTIAL, COMPANION, RANK))
         return shape_mismatches(wanted, saved, "checkpoint") + [
             f"{name.removeprefix(self._prefix)}: in the checkpoint, not in the module"
             for name in self._names
@@ -148,6 +150,17 @@ class Targets:
             ]
         self._refuse(mismatches)
 
+    def compare_companions(self, state: dict[str, Any], *, is_same_world: bool) -> None:
+        """Raise `CheckpointError` for islands that another number of ranks has saved."""
+        alive = self.model.engine.companions.alive()
+        for key in [] if is_same_world else state.get("companions", {}):
+            if key in alive and not alive[key].reshards:
+                raise CheckpointError(
+                    f"{key!r} saved by as many ranks as load it", f"{self.saved_ranks} ranks",
+                    where=f"rank {self.model.rank}",
+                    hint="load before onefold.islands: then islands start from the weights",
+                )  # fmt: skip
+
     def _saved_groups(self, objects: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the saved param groups: hyper-parameters, and the names of parameters."""
         unnumbered = [name for name, path in self._groups.items() if not isinstance(path[2], int)]
@@ -177,6 +190,9 @@ class Targets:
             wanted[name] = parameter.wrap(torch.empty_like(parameter.stepped))
         for name, buffer in self.model.buffers().items():
             wanted[self._prefix + name] = buffer
+        for key, rows in self.model.companion_rows().items():
+            named = {f"{COMPANION}.{key}.{p.fqn}": p.wrap(own) for p, own in rows}
+            wanted |= {name: own for name, own in named.items() if name in self._names}
         by_fqn: defaultdict[str, list[str]] = defaultdict(list)
         for name, (fqn, *_) in self._states.items():
             by_fqn[fqn].append(name)
@@ -281,6 +297,31 @@ class Targets:
             self._restore_gradients(unit, tensors)
         if self.model.optimizers:
             self._restore_optimizers(objects, tensors)
+
+    def resume(self, state: dict[str, Any], *, is_same_world: bool) -> None:
+        """Hand on the state of this rank alone, see `ShardedModel.rank_state`.
+
+        A collective where islands resume.
+        """
+        for optimizer, common in zip(self.model.optimizers, state.get("common", ()), strict=False):
+            for key, value in common.items():
+                optimizer.state[key] = value
+        companions = self.model.engine.companions
+        alive = companions.alive()
+        for key, saved in state.get("companions", {}).items():
+            if key in alive:
+                alive[key].resume(saved)
+            elif is_same_world and not self._has_rows(key):
+                companions.wait_for(key, saved)
+            elif self.model.rank == 0:
+                warnings.warn(
+                    f"{key!r} of the checkpoint is not loaded. hint: call onefold.ema before "
+                    "onefold.load; islands resume at the number of ranks that saved them",
+                    stacklevel=6,
+                )
+
+    def _has_rows(self, key: str) -> bool:
+        return any(name.startswith(f"{COMPANION}.{key}.") for name in self._names)
 
     def _restore_optimizers(self, objects: dict[str, Any], tensors: dict[str, Any]) -> None:
         for group, saved in zip(self.model.groups(), self._saved_groups(objects), strict=True):

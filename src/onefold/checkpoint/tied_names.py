@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from onefold.checkpoint.contents import MASTER, MODEL, OPTIM, TiedCopy, path_of
+from onefold.checkpoint.contents import COMPANION, MASTER, MODEL, OPTIM, TiedCopy, path_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def spread_ties(metadata: Metadata) -> dict[str, str]:
     belonging = defaultdict[str, list[tuple[str, tuple[object, ...]]]](list)
     for name in metadata.state_dict_metadata:
         path = path_of(name, notes.get(name, ()))
-        if path[:2] == (OPTIM, "state"):
+        if path[:2] == (OPTIM, "state") or path[0] == COMPANION:
             belonging[path[2]].append((name, path))
     pieces = defaultdict[str, list[MetadataIndex]](list)
     for index in metadata.storage_data:

@@ -40,7 +40,7 @@ class Meeting:
         name: of the run, where several use one store.
 
     Example:
-        >>> meeting = onefold.Meeting("10.0.0.1:29400", island=0, islands=2)
+        >>> meeting = onefold.islands.Meeting("10.0.0.1:29400", island=0, islands=2)
         >>> handle = onefold.islands(model, optimizer, every=30, meeting=meeting)
     """
 
@@ -131,9 +131,9 @@ def find_place(
         raise ConfigError("mesh or meeting", "both", hint=hint)
     if meeting is not None:
         if not isinstance(meeting, Meeting):
-            hint = 'onefold.Meeting("10.0.0.1:29400", island=0, islands=2)'
+            hint = 'onefold.islands.Meeting("10.0.0.1:29400", island=0, islands=2)'
             raise ConfigError(
-                "meeting to be an onefold.Meeting", f"a {type(meeting).__name__}", hint=hint
+                "meeting to be an onefold.islands.Meeting", f"a {type(meeting).__name__}", hint=hint
             )
         store, address = together.together(group, lambda: meeting.connect(timeout))
         return IslandPlace(Station(store, group.rank, address), meeting.island, meeting.islands)
