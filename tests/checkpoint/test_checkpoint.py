@@ -678,10 +678,10 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
 
 
 def test_a_newer_format_is_refused(saved, monkeypatch):
-    from onefold.checkpoint import manifest
+    from onefold.checkpoint.directory import FORMAT, read_manifest
 
-    found = manifest.read(saved)
-    object.__setattr__(found, "format", manifest.FORMAT + 1)
+    found = read_manifest(saved)
+    object.__setattr__(found, "format", FORMAT + 1)
     (saved / "manifest.json").write_bytes(found.encode())
     refused(saved, "format 2")
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold.outer.message import ParcelMessage
+from onefold.outer.parcels import ParcelMessage
 from onefold.wire.codec import codec_of
 from tests.support.island_runs import (
     IslandRank,

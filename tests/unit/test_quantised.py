@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 import onefold.hf
-from onefold.checkpoint.whole_files import export
+from onefold.checkpoint.offline import export
 from onefold.errors import CheckpointError, ConfigError
 from onefold.recording.report import Report
 from onefold.wire.codec import codec_of

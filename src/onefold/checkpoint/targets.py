@@ -23,9 +23,9 @@ from onefold.checkpoint.contents import (
     OPTIM,
     PARTIAL,
     RANK,
-    ShardedModel,
 )
 from onefold.checkpoint.directory import Found
+from onefold.checkpoint.stages import ShardedModel
 from onefold.engine.joining import bind
 from onefold.engine.optimizer import OptimizerBinding
 from onefold.errors import CheckpointError
@@ -43,7 +43,7 @@ class Targets:
     """
 
     def __init__(
-        self, model: ShardedModel, found: Found, metadata: Metadata,
+        self, model: ShardedModel, checkpoint: Found, metadata: Metadata,
         elsewhere: Set[str] = frozenset(), others: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """`elsewhere`: names of all stages of a pipeline, of which this module is one.
@@ -53,9 +53,9 @@ class Targets:
         self.model = model
         self._elsewhere = elsewhere
         self._others = others
-        self.manifest = found.manifest
+        self.manifest = checkpoint.manifest
         self.metadata = metadata
-        self._path = found.path
+        self._path = checkpoint.path
         self._names = metadata.state_dict_metadata
         notes = metadata.planner_data or {}
         self._paths = {name: contents.path_of(name, notes.get(name, ())) for name in self._names}
@@ -85,11 +85,11 @@ class Targets:
         """Return, for each name of a module's extra state, the state's name and keys inside it."""
         known = self.model.extra_states()
         skipped = 1 if self._prefix else 0
-        found = {
+        paths = {
             name: path[skipped:] or (name.removeprefix(self._prefix),)
             for name, path in self._paths.items()
         }
-        return {name: path for name, path in found.items() if path[0] in known}
+        return {name: path for name, path in paths.items() if path[0] in known}
 
     # mismatches
 

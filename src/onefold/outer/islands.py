@@ -16,13 +16,11 @@ from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, WireError
-from onefold.outer.anchors import Anchors, OuterChoice
+from onefold.outer.anchors import Anchors, OuterChoice, Share
 from onefold.outer.journal import Hello, JournalRecord
-from onefold.outer.meeting import Meeting, find_place
-from onefold.outer.membership import Membership, layout_of, model_of
+from onefold.outer.membership import Meeting, Membership, find_place, layout_of, model_of
 from onefold.outer.periods import Periods
 from onefold.outer.rounds import OuterRound
-from onefold.outer.share import Share
 from onefold.unit.parameter import UnitParameter
 from onefold.wire.codec import codec_of
 from onefold.wire.together import together
@@ -286,7 +284,7 @@ class islands:
             members.note(json.dumps({**anchors.describe_state(), "num_steps": self.num_steps}))
         described = json.loads(members.read_note(deadline))
         members.connect()
-        source, found = record.members.index(record.source), list[list[Tensor]]()
+        source, received = record.members.index(record.source), list[list[Tensor]]()
         is_source = members.island == record.source
         for index, names in enumerate(described["rows"]):
             rows = anchors.state_rows(index, names)
@@ -301,8 +299,8 @@ class islands:
                         nbytes = members.links.sent_nbytes(packed)
                         self._engine.ledger.sent("islands join", nbytes)
                 rows[at] = into
-            found.append(rows if members.island in record.adopters else [])
-        return described, found
+            received.append(rows if members.island in record.adopters else [])
+        return described, received
 
     # guards
 
@@ -326,16 +324,16 @@ class islands:
 
 
 def _optimizers_of(optimizer: object) -> tuple[Optimizer, ...]:
-    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    found: list[Optimizer] = []
-    for each in given:
-        if isinstance(each, Optimizer):
-            found.append(each)
-        elif each is not None:
-            got = f"a {type(each).__name__}"
+    chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers: list[Optimizer] = []
+    for choice in chosen:
+        if isinstance(choice, Optimizer):
+            optimizers.append(choice)
+        elif choice is not None:
+            got = f"a {type(choice).__name__}"
             hint = "pass the optimizer that was given to onefold.shard"
             raise ConfigError("optimizer to be a torch.optim.Optimizer", got, hint=hint)
-    return tuple(found)
+    return tuple(optimizers)
 
 
 def _shares_of(engine: Engine, periods: Periods, optimizers: tuple[Optimizer, ...]) -> list[Share]:
