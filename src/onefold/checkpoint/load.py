@@ -31,11 +31,7 @@ from onefold.wire.collectives import Group
 from onefold.wire.together import announcing, difference
 
 
-def load(
-    directory: str | os.PathLike[str],
-    module: Modules,
-    optimizer: Optimizers = None,
-) -> Any:
+def load(directory: str | os.PathLike[str], module: Modules, optimizer: Optimizers = None) -> Any:
     """Load a checkpoint into a sharded module, and its optimizer, in place. A collective.
 
     World size, stage, precision and units may differ from those of the save: every rank reads its

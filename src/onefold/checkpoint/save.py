@@ -21,13 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from onefold.checkpoint import contents
-from onefold.checkpoint.agreement import (
-    as_checkpoint_error,
-    collect,
-    describe,
-    first,
-    together,
-)
+from onefold.checkpoint.agreement import as_checkpoint_error, collect, describe, first, together
 from onefold.checkpoint.background import BackgroundThread, Notes, poll
 from onefold.checkpoint.checked_files import FileRecord
 from onefold.checkpoint.contents import MODEL, OPTIM, RANK, RankNames, join_names

@@ -357,10 +357,7 @@ def collect_state(model: ShardedModel) -> dict[str, Any]:
             if parameter.fqn not in model.left_out
             if (entry := optimizer.state.get(parameter.sharded))
         }
-        saved[OPTIM] = {
-            "state": state,
-            "param_groups": [_named(g, model) for g in model.groups()],
-        }
+        saved[OPTIM] = {"state": state, "param_groups": [_named(g, model) for g in model.groups()]}
     for gradient in model.engine.gradients.values():
         means, partial = gradient.accumulated()
         for parameter, mean in means.items():

@@ -15,15 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from onefold.checkpoint import contents
 from onefold.checkpoint.agreement import refuse_mismatches, shape_mismatches
-from onefold.checkpoint.contents import (
-    COMPANION,
-    GRAD,
-    MASTER,
-    MODEL,
-    OPTIM,
-    PARTIAL,
-    RANK,
-)
+from onefold.checkpoint.contents import COMPANION, GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK
 from onefold.checkpoint.directory import Found
 from onefold.checkpoint.stages import ShardedModel
 from onefold.engine.joining import bind
@@ -307,12 +299,13 @@ class Targets:
             for key, value in common.items():
                 optimizer.state[key] = value
         companions = self.model.engine.companions
-        alive = companions.alive()
+        alive, waiting = companions.alive(), dict[str, dict[str, Any]]()
+        companions.leave(waiting)
         for key, saved in state.get("companions", {}).items():
             if key in alive:
                 alive[key].resume(saved)
             elif is_same_world and not self._has_rows(key):
-                companions.wait_for(key, saved)
+                waiting[key] = saved
             elif self.model.rank == 0:
                 warnings.warn(
                     f"{key!r} of the checkpoint is not loaded. hint: call onefold.ema before "

@@ -55,6 +55,6 @@ class Companions:
         self._joined.append(ref(companion))
         return self._waiting.pop(next(reversed(self.alive())), None)
 
-    def wait_for(self, key: str, state: dict[str, Any]) -> None:
-        """Keep the state of a companion that a checkpoint has and the module has not yet."""
-        self._waiting[key] = state
+    def leave(self, states: dict[str, dict[str, Any]]) -> None:
+        """Keep the states that a checkpoint has of companions that the module has not yet."""
+        self._waiting = states

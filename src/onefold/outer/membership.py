@@ -280,9 +280,9 @@ def _look(look: Callable[[], T | None], limit: Callable[[], None]) -> T | None:
     until, pauses = time.monotonic() + _TURN_S, iter(_PAUSES)
     pause = 0.0
     while True:
-        found = look()
-        if found is not None:
-            return found
+        answer = look()
+        if answer is not None:
+            return answer
         limit()
         if time.monotonic() > until:
             return None
