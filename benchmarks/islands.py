@@ -66,7 +66,7 @@ SCHEMES: dict[str, Options] = {
     "islands, exact": {"every": EVERY, "outer": averaging},
     "islands, int4 with feedback": {"every": EVERY, "outer": averaging, "codec": "int4"},
     f"islands, {FRAGMENTS} fragments, {DELAY} steps later": {
-        "every": onefold.Periods(EVERY, fragments=FRAGMENTS, delay=DELAY, keep=0.5),
+        "every": onefold.islands.Periods(EVERY, fragments=FRAGMENTS, delay=DELAY, keep=0.5),
         "outer": averaging,
     },
 }
@@ -196,7 +196,7 @@ def live(job: Options, arguments: argparse.Namespace) -> None:
     trainer = Trainer(arguments.model, arguments.seed)
     module, optimizer = trainer.build()
     onefold.shard(module, optimizer)
-    meeting = onefold.Meeting(job["address"], island=job["island"], islands=ISLANDS)
+    meeting = onefold.islands.Meeting(job["address"], island=job["island"], islands=ISLANDS)
     options: Options = {"every": EVERY, "outer": averaging, "codec": "int4"}
     islands = onefold.islands(module, optimizer, meeting=meeting, timeout=job["timeout"], **options)
     is_second, was_away = job["life"] > 1, False

@@ -11,145 +11,83 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from onefold.adapters.deepspeed.convert import from_deepspeed
-    from onefold.api import accumulate, generating, report, shard, stream, unsharded
-    from onefold.axes.clipping import clip_grad_norm_
-    from onefold.axes.pipelines.drive import pipeline
-    from onefold.axes.sequence.splitting import split_sequence
-    from onefold.checkpoint.full import full_state_dict
-    from onefold.checkpoint.load import load
-    from onefold.checkpoint.pretrained import load_pretrained, save_pretrained
-    from onefold.checkpoint.save import save
-    from onefold.config import Offload, Precision
-    from onefold.engine.ema import MovingAverage, ema
-    from onefold.engine.precision import GradScaler
-    from onefold.errors import (
-        CheckpointError,
-        ConfigError,
-        OnefoldError,
-        StateError,
-        TierError,
-        WireError,
-    )
-    from onefold.layered.accumulate import accumulate_layers
-    from onefold.layered.noise_report import measure_noise
-    from onefold.mixed.reshare import reshare
-    from onefold.mixed.sampler import RowSampler
-    from onefold.mixed.weighing import weigh
-    from onefold.outer.islands import Islands, islands
-    from onefold.outer.meeting import Meeting
-    from onefold.outer.periods import Periods
-    from onefold.planner.planned_axes import ModelAxes
-    from onefold.planner.planning import Cluster, plan
-    from onefold.planner.result import Plan
-    from onefold.recording.recorder import record
-    from onefold.recording.report import Report
-    from onefold.wire_config import Wire
+if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
+    from onefold.adapters.deepspeed.convert import from_deepspeed as from_deepspeed
+    from onefold.api import accumulate as accumulate
+    from onefold.api import generating as generating
+    from onefold.api import report as report
+    from onefold.api import shard as shard
+    from onefold.api import stream as stream
+    from onefold.api import unsharded as unsharded
+    from onefold.axes.clipping import clip_grad_norm_ as clip_grad_norm_
+    from onefold.axes.pipelines.drive import pipeline as pipeline
+    from onefold.axes.sequence.splitting import split_sequence as split_sequence
+    from onefold.checkpoint.load import load as load
+    from onefold.checkpoint.pretrained import full_state_dict as full_state_dict
+    from onefold.checkpoint.pretrained import load_pretrained as load_pretrained
+    from onefold.checkpoint.pretrained import save_pretrained as save_pretrained
+    from onefold.checkpoint.save import save as save
+    from onefold.config import Offload as Offload
+    from onefold.config import Precision as Precision
+    from onefold.engine.ema import ema as ema
+    from onefold.engine.precision import GradScaler as GradScaler
+    from onefold.errors import CheckpointError as CheckpointError
+    from onefold.errors import ConfigError as ConfigError
+    from onefold.errors import OnefoldError as OnefoldError
+    from onefold.errors import StateError as StateError
+    from onefold.errors import TierError as TierError
+    from onefold.errors import WireError as WireError
+    from onefold.layered.accumulate import accumulate_layers as accumulate_layers
+    from onefold.layered.noise_report import measure_noise as measure_noise
+    from onefold.mixed.reshare import reshare as reshare
+    from onefold.mixed.sampler import RowSampler as RowSampler
+    from onefold.mixed.weighing import weigh as weigh
+    from onefold.outer.islands import islands as islands
+    from onefold.planner.planning import plan as plan
+    from onefold.recording.recorder import record as record
+    from onefold.wire_config import Wire as Wire
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "accumulate": "onefold.api",
-    "generating": "onefold.api",
-    "report": "onefold.api",
-    "shard": "onefold.api",
-    "stream": "onefold.api",
-    "unsharded": "onefold.api",
-    "full_state_dict": "onefold.checkpoint.full",
-    "load": "onefold.checkpoint.load",
-    "load_pretrained": "onefold.checkpoint.pretrained",
-    "save_pretrained": "onefold.checkpoint.pretrained",
-    "save": "onefold.checkpoint.save",
-    "clip_grad_norm_": "onefold.axes.clipping",
-    "Offload": "onefold.config",
-    "Precision": "onefold.config",
-    "from_deepspeed": "onefold.adapters.deepspeed.convert",
-    "MovingAverage": "onefold.engine.ema",
-    "ema": "onefold.engine.ema",
-    "CheckpointError": "onefold.errors",
-    "ConfigError": "onefold.errors",
-    "OnefoldError": "onefold.errors",
-    "StateError": "onefold.errors",
-    "TierError": "onefold.errors",
-    "WireError": "onefold.errors",
-    "Islands": "onefold.outer.islands",
-    "islands": "onefold.outer.islands",
-    "Meeting": "onefold.outer.meeting",
-    "Periods": "onefold.outer.periods",
-    "record": "onefold.recording.recorder",
-    "Report": "onefold.recording.report",
-    "RowSampler": "onefold.mixed.sampler",
-    "GradScaler": "onefold.engine.precision",
-    "pipeline": "onefold.axes.pipelines.drive",
-    "accumulate_layers": "onefold.layered.accumulate",
-    "measure_noise": "onefold.layered.noise_report",
-    "Cluster": "onefold.planner.planning",
-    "ModelAxes": "onefold.planner.planned_axes",
-    "Plan": "onefold.planner.result",
-    "plan": "onefold.planner.planning",
-    "reshare": "onefold.mixed.reshare",
-    "split_sequence": "onefold.axes.sequence.splitting",
-    "weigh": "onefold.mixed.weighing",
-    "Wire": "onefold.wire_config",
+    "onefold.adapters.deepspeed.convert": "from_deepspeed",
+    "onefold.api": "accumulate generating report shard stream unsharded",
+    "onefold.axes.clipping": "clip_grad_norm_",
+    "onefold.axes.pipelines.drive": "pipeline",
+    "onefold.axes.sequence.splitting": "split_sequence",
+    "onefold.checkpoint.load": "load",
+    "onefold.checkpoint.pretrained": "full_state_dict load_pretrained save_pretrained",
+    "onefold.checkpoint.save": "save",
+    "onefold.config": "Offload Precision",
+    "onefold.engine.ema": "ema",
+    "onefold.engine.precision": "GradScaler",
+    "onefold.errors": "CheckpointError ConfigError OnefoldError StateError TierError WireError",
+    "onefold.layered.accumulate": "accumulate_layers",
+    "onefold.layered.noise_report": "measure_noise",
+    "onefold.mixed.reshare": "reshare",
+    "onefold.mixed.sampler": "RowSampler",
+    "onefold.mixed.weighing": "weigh",
+    "onefold.outer.islands": "islands",
+    "onefold.planner.planning": "plan",
+    "onefold.recording.recorder": "record",
+    "onefold.wire_config": "Wire",
 }
+"""The public names of each module."""
 
-__all__ = [
-    "CheckpointError",
-    "Cluster",
-    "ConfigError",
-    "GradScaler",
-    "Islands",
-    "Meeting",
-    "ModelAxes",
-    "MovingAverage",
-    "Offload",
-    "OnefoldError",
-    "Periods",
-    "Plan",
-    "Precision",
-    "Report",
-    "RowSampler",
-    "StateError",
-    "TierError",
-    "Wire",
-    "WireError",
-    "accumulate",
-    "accumulate_layers",
-    "clip_grad_norm_",
-    "ema",
-    "from_deepspeed",
-    "full_state_dict",
-    "generating",
-    "islands",
-    "load",
-    "load_pretrained",
-    "measure_noise",
-    "pipeline",
-    "plan",
-    "record",
-    "report",
-    "reshare",
-    "save",
-    "save_pretrained",
-    "shard",
-    "split_sequence",
-    "stream",
-    "unsharded",
-    "weigh",
-]
-
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 _ROOMS = {"experts": "onefold.axes.experts", "hf": "onefold.hf", "lightning": "onefold.lightning"}
 """Imported on first use: `onefold.hf.Callback` after `import onefold`."""
+
+__all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(_ROOMS[name])
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'onefold' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

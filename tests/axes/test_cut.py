@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import onefold
 from onefold import ConfigError, api
 from onefold.app.train.memory_table import measure
-from onefold.checkpoint.whole_files import export
+from onefold.checkpoint.offline import export
 from onefold.compose.resolve import Choices
 from onefold.engine.registry import engine_of
 from onefold.layout.cut import cut_of

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
 import onefold
 from onefold.config import Offload
+from onefold.recording.report import Report
 from tests.support import experts
 from tests.support.experts import Axis
 from tests.support.ranks import run_ranks
@@ -119,7 +120,7 @@ def test_a_model_on_meta_is_read_by_the_ranks_that_hold_its_experts(tmp_path):
 
 
 def test_the_plan_knows_the_bytes_of_units_with_their_own_mesh():
-    def body(rank: int) -> onefold.Report:
+    def body(rank: int) -> Report:
         axis = Axis(2, 2, dtype=torch.float32)
         model, optimizer = experts.sharded(axis)
         for step in range(1, 3):

@@ -7,7 +7,9 @@ import os
 import random
 import resource
 import subprocess
+import tarfile
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -676,10 +678,10 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
 
 
 def test_a_newer_format_is_refused(saved, monkeypatch):
-    from onefold.checkpoint import manifest
+    from onefold.checkpoint.directory import FORMAT, read_manifest
 
-    found = manifest.read(saved)
-    object.__setattr__(found, "format", manifest.FORMAT + 1)
+    found = read_manifest(saved)
+    object.__setattr__(found, "format", FORMAT + 1)
     (saved / "manifest.json").write_bytes(found.encode())
     refused(saved, "format 2")
 
@@ -1172,3 +1174,73 @@ def test_tied_weights_lie_once_and_go_by_all_their_names(tmp_path):
     assert torch.equal(
         state["model"]["head.weight"], seeded(lambda: Model(2, tied=True)).embed.weight
     )
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count that belongs to no parameter, as MADGRAD does."""
+
+    def step(self, closure=None):
+        count = self.state.get("k", torch.zeros(1, dtype=torch.long))
+        self.state["k"] = count + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_state_of_an_optimizer_that_belongs_to_no_parameter_is_kept(world_size, tmp_path):
+    def started():
+        module = seeded(Model)
+        optimizer = Counting(module.parameters(), lr=0.1, momentum=0.9)
+        onefold.shard(module, optimizer, stage=0)
+        return module, optimizer
+
+    def save(rank):
+        module, optimizer = started()
+        for batch in token_batches(2):
+            next_token_loss(module, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        onefold.save(tmp_path / "run", module, optimizer)
+
+    def load(rank):
+        module, optimizer = started()
+        onefold.load(tmp_path / "run", module, optimizer)
+        assert optimizer.state["k"].tolist() == [2]
+        next_token_loss(module, token_batches(1)[0]).backward()
+        optimizer.step()
+        assert optimizer.state["k"].tolist() == [3]
+
+    run_ranks(2, save)
+    run_ranks(world_size, load)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_checkpoint_of_an_earlier_version_loads(world_size, tmp_path):
+    """Two ranks saved it at stage 3 after two steps, before companions were saved."""
+    with tarfile.open(Path(__file__).parent / "data" / "saved_by_two_ranks.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+
+    def body(rank):
+        layers = {"a": nn.Linear(3, 4, bias=False), "b": nn.Linear(4, 2, bias=False)}
+        module = nn.Sequential(OrderedDict(layers))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        onefold.shard(module, optimizer, stage=3)
+        extra = onefold.load(tmp_path / "ck1", module, optimizer)
+        assert extra == {"step": 2, "rank": rank % 2}
+        assert onefold.report(module).steps == 2
+        state = optimizer.state[module.a.weight]
+        assert state["step"] == 2
+        assert state["exp_avg"].full_tensor().abs().sum() > 0
+        return onefold.full_state_dict(module, rank0_only=False)
+
+    plain = nn.Sequential(OrderedDict(a=nn.Linear(3, 4, bias=False), b=nn.Linear(4, 2, bias=False)))
+    with torch.no_grad():
+        for index, weight in enumerate(plain.parameters()):
+            weight.copy_(torch.arange(weight.numel()).view_as(weight) / 8 - index)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for _ in range(2):
+        (sum(plain(torch.full((2, 3), 0.5 * rank)).sum() for rank in (1, 2)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for values in run_ranks(world_size, body):
+        for name, weight in plain.named_parameters():
+            torch.testing.assert_close(values[name], weight.detach(), rtol=1e-6, atol=1e-6)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold import CheckpointError
-from onefold.checkpoint.whole_files import export
+from onefold.checkpoint.offline import export
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
 

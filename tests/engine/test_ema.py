@@ -212,34 +212,36 @@ def test_dcp_resumes_it_at_another_number_of_ranks(saving, loading, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_extra_resumes_it_at_the_same_number_of_ranks(stage, tmp_path):
+def test_save_and_load_keep_it_at_any_number_of_ranks_and_stage(stage, tmp_path):
     def save(rank):
         module, optimizer = ready({"stage": stage})
         average = onefold.ema(module, decay=DECAY)
         for batch in token_batches(3):
             step(module, optimizer, batch)
             average.update()
-        onefold.save(tmp_path / "run", module, optimizer, extra={"ema": average})
+        onefold.save(tmp_path / "run", module, optimizer)
         return averages(average)
 
     def load(rank):
-        module, optimizer = ready({"stage": stage}, seed=7)
+        module, optimizer = ready({"stage": 3 - stage}, seed=7)
         average = onefold.ema(module, decay=DECAY)
-        extra = onefold.load(tmp_path / "run", module, optimizer)
-        if stage and torch.distributed.get_world_size() != 2:
-            before = averages(average)
-            with pytest.raises(onefold.StateError, match=r"torch\.distributed\.checkpoint"):
-                average.load_state_dict(extra["ema"])
-            after = averages(average)
-            assert all(torch.equal(after[name], before[name]) for name in before)
-            return None
-        average.load_state_dict(extra["ema"])
+        onefold.load(tmp_path / "run", module, optimizer)
         assert average.num_updates == 3
         return averages(average)
 
-    wanted, found = run_ranks(2, save)[0], run_ranks(2, load)[0]
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    run_ranks(3, load)
+    wanted = run_ranks(2, save)[0]
+    for world_size in (1, 2, 3):
+        found = run_ranks(world_size, load)[0]
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_load_warns_of_an_average_that_no_ema_of_the_module_takes(tmp_path):
+    module, average = averaged()
+    onefold.save(tmp_path / "run", module)
+    other, _ = ready({"stage": 3}, seed=7)
+    with pytest.warns(UserWarning, match=r"'average\.0' of the checkpoint is not loaded"):
+        onefold.load(tmp_path / "run", other)
+    assert average.num_updates == 3
 
 
 def test_the_average_alone_is_saved_in_the_block_and_a_new_one_begins_with_it(tmp_path):

@@ -82,6 +82,13 @@ def test_the_public_names_exist_and_are_all_there_is():
         onefold.shrad  # noqa: B018
 
 
+def test_type_checkers_and_users_find_the_same_public_names():
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    typed = {n.asname: node.module for node in imports for n in node.names if n.asname}
+    assert typed == onefold._MODULES
+
+
 def test_importing_onefold_imports_nothing_heavy():
     """`import onefold` starts nothing and loads not even torch; the names do, when used."""
     code = "import sys, onefold; print('torch' in sys.modules, 'rich' in sys.modules)"

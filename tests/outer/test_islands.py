@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold.outer.message import ParcelMessage
+from onefold.outer.parcels import ParcelMessage
 from onefold.wire.codec import codec_of
 from tests.support.island_runs import (
     IslandRank,
@@ -84,10 +84,10 @@ def test_the_law_sees_a_wrong_divisor(monkeypatch):
 
 
 METHODS = {
-    "diloco": onefold.Periods(4),
-    "streaming": onefold.Periods(6, fragments=3, delay=1, keep=0.5),
-    "des-loc": onefold.Periods(2, exp_avg=4, exp_avg_sq=6),
-    "all": onefold.Periods(4, exp_avg=4, exp_avg_sq=8, fragments=2, delay=1, keep=0.25),
+    "diloco": onefold.islands.Periods(4),
+    "streaming": onefold.islands.Periods(6, fragments=3, delay=1, keep=0.5),
+    "des-loc": onefold.islands.Periods(2, exp_avg=4, exp_avg_sq=6),
+    "all": onefold.islands.Periods(4, exp_avg=4, exp_avg_sq=8, fragments=2, delay=1, keep=0.25),
 }
 
 
@@ -140,7 +140,7 @@ def test_first_moments_alone_do_not_move_weights_far(optimizer):
     for x, _ in data:
         x[: len(x) // 2, 0] = 0
     run = IslandRun(
-        (1, 1), onefold.Periods(2, exp_avg=4), steps=8, batches=data,
+        (1, 1), onefold.islands.Periods(2, exp_avg=4), steps=8, batches=data,
         optimizer=lambda p: optimizer(p, lr=1e-2),
     )  # fmt: skip
     start = dict(seeded(build).named_parameters())
@@ -254,14 +254,14 @@ def test_states_lie_in_the_host_tier_and_are_counted():
 
 
 CHECKPOINTED = {
-    "mid-period": (onefold.Periods(4), None, 6),
-    "under way": (onefold.Periods(4, delay=2, keep=0.5), "int8", 5),
-    "fragments": (onefold.Periods(4, exp_avg=4, fragments=2, delay=1), "int4", 7),
+    "mid-period": (onefold.islands.Periods(4), None, 6),
+    "under way": (onefold.islands.Periods(4, delay=2, keep=0.5), "int8", 5),
+    "fragments": (onefold.islands.Periods(4, exp_avg=4, fragments=2, delay=1), "int4", 7),
 }
 
 
 @pytest.mark.parametrize("case", CHECKPOINTED)
-@pytest.mark.parametrize("order", ["state=", "load_state_dict"])
+@pytest.mark.parametrize("order", ["load first", "islands first"])
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(case, order, tmp_path):
     every, codec, at = CHECKPOINTED[case]
     run = IslandRun(
@@ -273,8 +273,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(case, order, tmp_path):
         found = IslandRank.start(rank, run)
         found.train(run.data[:at])
         folder = tmp_path / f"island-{found.handle.island}"
-        extra = {"islands": found.handle}
-        onefold.save(folder, found.module, found.optimizer, extra=extra)
+        onefold.save(folder, found.module, found.optimizer)
         found.train(run.data[at:])
         return found.weights()
 
@@ -285,13 +284,12 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(case, order, tmp_path):
         optimizer = run.optimizer(module.parameters())
         onefold.shard(module, optimizer, mesh=groups[rank == 2])
         options = {"every": every, "codec": codec, "outer": nesterov}
-        if order == "state=":
-            extra = onefold.load(folder, module, optimizer)
-            handle = onefold.islands(module, optimizer, state=extra["islands"], **options)
+        if order == "load first":
+            onefold.load(folder, module, optimizer)
+            handle = onefold.islands(module, optimizer, **options)
         else:
             handle = onefold.islands(module, optimizer, **options)
-            extra = onefold.load(folder, module, optimizer)
-            handle.load_state_dict(extra["islands"])
+            onefold.load(folder, module, optimizer)
         assert handle.num_steps == at
         found = IslandRank(run, rank, module, optimizer, handle)
         found.train(run.data[at:])
@@ -301,6 +299,26 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(case, order, tmp_path):
     for rank in range(3):
         for name, weight in wanted[rank].items():
             assert torch.equal(got[rank][name], weight), (rank, name)
+
+
+def test_islands_refuse_a_checkpoint_of_another_number_of_ranks_and_change_nothing(tmp_path):
+    run = IslandRun((2, 1), 2, steps=3, outer=nesterov)
+
+    def save(rank):
+        trained = IslandRank.start(rank, run)
+        trained.train(run.data)
+        onefold.save(tmp_path / f"{trained.handle.island}", trained.module, trained.optimizer)
+
+    def load(rank):
+        other = IslandRank.start(rank, IslandRun((1, 2), 2, steps=3, outer=nesterov))
+        before = other.weights()
+        with pytest.raises(onefold.CheckpointError, match=r"'islands\.0' .*\n?hint: load before"):
+            onefold.load(tmp_path / f"{other.handle.island}", other.module, other.optimizer)
+        after = other.weights()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+    run_ranks(3, save)
+    run_ranks(3, load)
 
 
 def test_a_mesh_names_the_islands():

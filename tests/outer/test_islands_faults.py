@@ -113,10 +113,10 @@ def test_a_round_that_keeps_failing_is_dropped_on_all_alike(monkeypatch, codec):
         found.train(run.data[:1])
         if rank == 2:
             attempts.append("begin")
-        before = [t.clone() for t in flat(found.handle.state_dict())]
+        before = [t.clone() for t in flat(found.handle.rank_state())]
         found.train(run.data[1:2])
         local = found.weights()
-        after = flat(found.handle.state_dict())
+        after = flat(found.handle.rank_state())
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert found.handle.num_rounds == 0
         found.train(run.data[2:])
@@ -166,7 +166,7 @@ def other_model():
 DIFFERENT = {
     "stage": {"stage": 2},
     "codec": {"codec": "int4"},
-    "every": {"every": onefold.Periods(2, delay=1)},
+    "every": {"every": onefold.islands.Periods(2, delay=1)},
     "outer": {"outer": averaging},
     "model": {"build": other_model},
 }
@@ -186,7 +186,7 @@ def test_islands_that_differ_are_named(fact):
 
 def test_islands_that_step_differently_are_named():
     def body(rank):
-        found = IslandRank.start(rank, IslandRun((1, 1), onefold.Periods(4, fragments=2)))
+        found = IslandRank.start(rank, IslandRun((1, 1), onefold.islands.Periods(4, fragments=2)))
         if rank == 1:
             found.handle.num_steps += 2
         with pytest.raises(onefold.StateError, match="fragment 0 at step 4 on island 1"):
@@ -216,7 +216,7 @@ BAD = {
     "outer": ({"outer": lambda p: torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)}, "outer"),
     "no outer": ({"outer": lambda p: None}, "outer to be a function"),
     "timeout": ({"timeout": -1}, "timeout"),
-    "fragments": ({"every": onefold.Periods(90, fragments=80)}, "a unit for each fragment"),
+    "fragments": ({"every": onefold.islands.Periods(90, fragments=80)}, "a unit for each fragment"),
 }
 
 
@@ -259,11 +259,11 @@ def test_an_error_on_one_rank_of_an_island_is_raised_on_all_of_them():
 )
 def test_periods_that_cannot_work_are_named(fields, name):
     with pytest.raises(onefold.ConfigError, match=name):
-        onefold.Periods(30, **fields)
+        onefold.islands.Periods(30, **fields)
 
 
 def test_fragments_are_spread_over_the_period():
-    periods = onefold.Periods(6, exp_avg=12, fragments=3)
+    periods = onefold.islands.Periods(6, exp_avg=12, fragments=3)
     due = [(step, periods.due(step)) for step in range(1, 13)]
     fragments = {step: found[0] for step, found in due if found}
     assert fragments == {2: 2, 4: 1, 6: 0, 8: 2, 10: 1, 12: 0}
@@ -338,15 +338,15 @@ def test_weights_that_are_not_finite_do_not_reach_other_islands():
 )
 def test_a_meeting_that_cannot_be_is_named(meeting, message):
     with pytest.raises(onefold.ConfigError, match=message):
-        onefold.Meeting(**meeting)
+        onefold.islands.Meeting(**meeting)
 
 
 def test_a_state_of_another_size_is_refused():
     def body(rank):
         found = IslandRank.start(rank, IslandRun((2, 1)))
-        state = found.handle.state_dict()
+        state = found.handle.rank_state()
         state["anchors"] = [torch.zeros(3)]
         with pytest.raises(onefold.StateError, match="anchors of shapes"):
-            found.handle.load_state_dict(state)
+            found.handle.resume(state)
 
     run_ranks(3, body)

@@ -34,7 +34,7 @@ def island(rank, number, port, folder, *, is_second_life):
     module = build()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     onefold.shard(module, optimizer, stage=3)
-    meeting = onefold.Meeting(f"127.0.0.1:{port}", island=number, islands=2)
+    meeting = onefold.islands.Meeting(f"127.0.0.1:{port}", island=number, islands=2)
     handle = onefold.islands(module, optimizer, every=EVERY, meeting=meeting)
     first = handle.num_steps
     left_out = []
@@ -121,7 +121,7 @@ def test_an_island_that_is_killed_joins_again(port, tmp_path):
 def test_a_store_that_is_not_there_is_named():
     module = build()
     onefold.shard(module)
-    meeting = onefold.Meeting("127.0.0.1:9", island=0, islands=2)
+    meeting = onefold.islands.Meeting("127.0.0.1:9", island=0, islands=2)
     with pytest.raises(onefold.WireError, match=r"a store at 127\.0\.0\.1:9"):
         onefold.islands(module, every=2, meeting=meeting, timeout=1)
 

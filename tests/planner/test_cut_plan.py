@@ -17,6 +17,7 @@ from onefold.layout.cut import cut_of
 from onefold.planner.memory import forecast
 from onefold.planner.trace import trace
 from onefold.recipe import Recipe
+from onefold.recording.report import Report
 from onefold.wire_config import Wire, resolve_wire, wire_of
 from tests.support.ranks import run_ranks, seeded
 
@@ -40,7 +41,7 @@ def loss_of(outputs: Any) -> Tensor:
     return outputs.float().square().mean()
 
 
-def run(rank: int, size: tuple[int, int], stage: int, wire: Any, shape: Any) -> onefold.Report:
+def run(rank: int, size: tuple[int, int], stage: int, wire: Any, shape: Any) -> Report:
     module = seeded(Experts, *size)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     mesh = init_device_mesh("cpu", shape) if shape else None

@@ -34,6 +34,7 @@ from onefold.planner.search import Search, nearest
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.trace import Trace, default_loss, tokens_of, trace, without_values
 from onefold.recipe import Recipe
+from onefold.recording.report import Report
 from onefold.text import format_bytes, parse_nbytes
 from tests.support.free_memory import has_free
 from tests.support.models import Model
@@ -80,7 +81,7 @@ def loss_of(outputs: Any) -> Tensor:
     return default_loss(outputs)
 
 
-def run(name: str, recipe: Recipe, accumulate: int = 1, steps: int = 2) -> onefold.Report:
+def run(name: str, recipe: Recipe, accumulate: int = 1, steps: int = 2) -> Report:
     """What an engine holds after real steps."""
     module = seeded(BUILDS[name])
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
@@ -180,7 +181,7 @@ def test_messages_that_regions_share_are_held_as_the_plan_says(world, stage):
 def test_a_reduction_is_over_once_a_unit_has_been_recomputed(recomputes):
     """Ranks that are threads have links without delay: what is held is the least there can be."""
 
-    def body(rank: int) -> onefold.Report:
+    def body(rank: int) -> Report:
         module = seeded(narrow_gpt)
         module.recomputes = recomputes
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)

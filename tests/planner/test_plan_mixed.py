@@ -26,6 +26,7 @@ from onefold.planner.planning import Cluster, plan
 from onefold.planner.result import Plan
 from onefold.planner.trace import default_loss, tokens_of, trace
 from onefold.recipe import Recipe
+from onefold.recording.report import Report
 from tests.support.commands import onefold as command
 from tests.support.ranks import run_ranks, seeded
 
@@ -159,7 +160,7 @@ def test_shares_are_even_where_even_ones_fit_and_as_even_as_memory_allows_elsewh
 def test_states_and_messages_of_each_rank_are_those_of_a_run_with_its_share(stage, accumulate):
     shares, rows = (5, 0, 2), (3, 1, 2)
 
-    def body(rank: int) -> onefold.Report:
+    def body(rank: int) -> Report:
         module = seeded(gpt_on_cpu)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
         api._shard(module, optimizer, None, Choices(stage=stage, shares=shares))

@@ -31,6 +31,7 @@ from onefold.planner.search import Search
 from onefold.planner.show import wire_lines
 from onefold.planner.trace import Trace, trace, without_values
 from onefold.recipe import Recipe
+from onefold.recording.report import Report
 from onefold.text import format_bytes
 from onefold.wire_config import PRESETS, resolve_wire
 from tests.support.free_memory import has_free
@@ -96,7 +97,7 @@ def recipe_of(shape: tuple[int, int], stage: int, name: str, **others: Any) -> R
 
 def run(
     rank: int, shape: tuple[int, int], recipe: Recipe, name: str, accumulate: int = 1
-) -> onefold.Report:
+) -> Report:
     """What rank 0 holds and sends in its second step."""
     module = seeded(Net)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
@@ -116,7 +117,7 @@ def run(
     return onefold.report(module)
 
 
-def held(report: onefold.Report, kind: str) -> int:
+def held(report: Report, kind: str) -> int:
     return sum(usage.peak for usage in report.memory.get(kind, {}).values())
 
 

@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 import onefold.hf
-from onefold.checkpoint.whole_files import export
+from onefold.checkpoint.offline import export
 from onefold.errors import CheckpointError, ConfigError
+from onefold.recording.report import Report
 from onefold.wire.codec import codec_of
 from tests.support.ranks import run_ranks, seeded
 
@@ -142,7 +143,7 @@ def run_plain(kind: str, **options: Any) -> tuple[list[float], list[Tensor]]:
 
 def run_sharded(
     rank: int, kind: str, *, recompute: bool = False, choices: Any = None, **options: Any
-) -> tuple[list[float], list[Tensor], onefold.Report]:
+) -> tuple[list[float], list[Tensor], Report]:
     module = quantised(kind, recompute)
     optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
     onefold.shard(module, optimizer, **(choices or {}))

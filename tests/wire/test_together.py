@@ -157,7 +157,7 @@ class Torn:
 
 
 STRETCHES = {
-    "save: collect": (contents, "collect", MemoryError),
+    "save: collect": (save, "collect_state", MemoryError),
     "save: facts": (contents, "own_nbytes", ValueError),
     "save: planner": (WritePlanner, "create_local_plan", OSError),
     "save: files": (save.RankFiles, "finish", KeyboardInterrupt),

@@ -20,11 +20,6 @@ class Damaged(CheckpointError):
     """A file differs from the file that was saved. An earlier checkpoint may still load."""
 
 
-def refusal(what: str, got: object, *, hint: str) -> CheckpointError:
-    """Return the error `expected WHAT, got GOT`."""
-    return CheckpointError(what, got, hint=hint)
-
-
 def damage(what: str, got: object, *, hint: str = LOAD_ANOTHER) -> Damaged:
     """Return the error of a file that differs from the file that was saved."""
     return Damaged(what, got, hint=hint)
@@ -45,7 +40,7 @@ def shape_mismatches(
 def refuse_mismatches(what: str, mismatches: list[str], *, hint: str) -> None:
     """Raise one `CheckpointError` with all mismatches, if there are any."""
     if mismatches:
-        raise refusal(what, "\n  " + "\n  ".join(listed(mismatches)), hint=hint)
+        raise CheckpointError(what, "\n  " + "\n  ".join(listed(mismatches)), hint=hint)
 
 
 def together(group: Group, act: Callable[[], T]) -> T:
@@ -83,7 +78,7 @@ def as_checkpoint_error(error: Raised) -> Raised | CheckpointError:
     if not isinstance(error, OSError) or isinstance(error, OnefoldError):
         return error
     path = f" ({str(error.filename)!r})" if error.filename else ""
-    wrapped = refusal(
+    wrapped = CheckpointError(
         "the disk to work",
         f"{type(error).__name__}: {error.strerror or error}{path}",
         hint="free space, check the disk and the rights of this user, and save again; "

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.agreement import refusal
+from onefold.errors import CheckpointError
 
 NOTES_TIMEOUT_S = 600.0
 ENDING_TIMEOUT_S = 30.0
@@ -78,13 +78,13 @@ def poll(find: Callable[[], dict[str, Any] | None], what: str) -> dict[str, Any]
     """Call `find` ever more slowly until it returns a note. Raises `CheckpointError` in the end."""
     start, pause, waited = time.monotonic(), 0.001, 0.0
     while waited < (NOTES_TIMEOUT_S if _script_runs() else ENDING_TIMEOUT_S):
-        found = find()
-        if found is not None:
-            return found
+        note = find()
+        if note is not None:
+            return note
         waited = time.monotonic() - start
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
-    raise refusal(
+    raise CheckpointError(
         f"{what} within {waited:.0f} s",
         "nothing",
         hint="a rank died or its disk hangs; look for the first error among the other ranks",

@@ -207,11 +207,11 @@ class BlockReader:
 
 def _chunks_of(ranges: Iterable[tuple[int, int]]) -> list[int]:
     """Return the numbers of the chunks that cover ranges [start, stop), each once, ascending."""
-    found: list[int] = []
+    chunks: list[int] = []
     for start, stop in sorted(ranges):
-        first = max(start // READ_CHUNK_NBYTES, found[-1] + 1 if found else 0)
-        found += range(first, -(-stop // READ_CHUNK_NBYTES))
-    return found
+        first = max(start // READ_CHUNK_NBYTES, chunks[-1] + 1 if chunks else 0)
+        chunks += range(first, -(-stop // READ_CHUNK_NBYTES))
+    return chunks
 
 
 def check_size(path: Path, record: FileRecord) -> None:

@@ -3,20 +3,26 @@
 runs/step-00000010            complete: a checkpoint gets its name last
 runs/.step-00000020.writing   a save in progress, or one that was killed; never loaded
 runs/.step-00000005.deleting  an old checkpoint that is being deleted
+
+Names, shapes and pieces are in `.metadata`, which `torch.distributed.checkpoint` reads. The
+`manifest.json` adds sizes and checksums, the step, the world size and the optimizers' classes.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
-from dataclasses import dataclass, field
+import time
+import zlib
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from onefold.checkpoint import manifest as manifests
-from onefold.checkpoint.agreement import refusal
-from onefold.checkpoint.checked_files import check_size
-from onefold.checkpoint.manifest import Manifest
+from onefold.checkpoint.agreement import LOAD_ANOTHER
+from onefold.checkpoint.checked_files import FileRecord, check_size
 from onefold.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -41,7 +47,7 @@ class Draft:
     def check(self) -> None:
         """Raise `CheckpointError` if the target exists."""
         if os.path.lexists(self.target):
-            raise refusal(
+            raise CheckpointError(
                 f"{str(self.target)!r} not to exist yet",
                 "a file or folder of that name",
                 hint="a checkpoint is never overwritten: save under a new name, or delete it",
@@ -56,7 +62,7 @@ class Draft:
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             if self.folder.exists() and not _remove_unlocked(self.folder):
-                raise refusal(
+                raise CheckpointError(
                     f"nobody to be writing {str(self.target)!r}",
                     "a save of that name that goes on",
                     hint="wait for its ticket, or save under another name",
@@ -64,7 +70,7 @@ class Draft:
             room = os.statvfs(self.target.parent)
             free = room.f_bavail * room.f_frsize
             if free < nbytes:
-                raise refusal(
+                raise CheckpointError(
                     f"{nbytes:,} free bytes for checkpoint {str(self.target)!r}",
                     f"{free:,}",
                     hint="delete something, save with keep=, or save to another disk; "
@@ -74,7 +80,7 @@ class Draft:
             self._lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise refusal(
+            raise CheckpointError(
                 f"to write checkpoints in {str(self.target.parent)!r}",
                 f"{type(error).__name__}: {error.strerror}",
                 hint="save to a directory that this user may write, on a disk with room",
@@ -84,7 +90,7 @@ class Draft:
         """Write the manifest and publish: all or nothing, also if the machine stops here."""
         for name, record in manifest.files.items():  # does this rank see the others' files?
             check_size(self.folder / name, record)
-        (self.folder / manifests.NAME).write_bytes(manifest.encode())
+        (self.folder / MANIFEST).write_bytes(manifest.encode())
         self.publish()
 
     def publish(self) -> None:
@@ -124,7 +130,7 @@ def find(directory: Path) -> list[Found]:
     """
     if not directory.is_dir():
         raise _none(directory, "a file" if directory.exists() else "nothing there")
-    if any((directory / name).exists() for name in (manifests.NAME, METADATA)):
+    if any((directory / name).exists() for name in (MANIFEST, METADATA)):
         return [Found(directory, _complete(directory))]
     complete, broken = _checkpoints_in(directory)
     if not complete:
@@ -145,12 +151,12 @@ def _checkpoints_in(directory: Path) -> tuple[list[Found], list[str]]:
             broken.append(f"{path.name}: {str(error).splitlines()[0]}")
         else:
             if manifest is None:
-                broken.append(f"{path.name}: no {manifests.NAME}, so it cannot be verified")
+                broken.append(f"{path.name}: no {MANIFEST}, so it cannot be verified")
             else:
-                found = Found(path, manifest, broken)
-                complete.append((manifest.step, manifest.saved_at, found))
-    complete.sort(key=lambda each: each[:2], reverse=True)
-    return [found for _, _, found in complete], broken
+                checkpoint = Found(path, manifest, broken)
+                complete.append((manifest.step, manifest.saved_at, checkpoint))
+    complete.sort(key=lambda entry: entry[:2], reverse=True)
+    return [checkpoint for _, _, checkpoint in complete], broken
 
 
 def _complete(folder: Path) -> Manifest | None:
@@ -158,12 +164,12 @@ def _complete(folder: Path) -> Manifest | None:
 
     Raises `CheckpointError` if a file is missing or short. Contents are verified when read.
     """
-    if not (folder / manifests.NAME).exists():
+    if not (folder / MANIFEST).exists():
         if (folder / METADATA).exists():
             return None
         if not any(folder.glob("*.distcp")):
             raise _none(folder, "no checkpoint in it")
-    manifest = manifests.read(folder)
+    manifest = read_manifest(folder)
     for name, record in manifest.files.items():
         check_size(folder / name, record)
     return manifest
@@ -179,7 +185,8 @@ def prune(newest: Path, keep: int) -> None:
         if path.name.startswith(".") and path.suffix in (".writing", ".deleting"):
             _remove_unlocked(path)
     complete, _ = _checkpoints_in(newest.parent)
-    others = [each.path for each in complete if each.path != newest and not each.path.is_symlink()]
+    paths = [checkpoint.path for checkpoint in complete]
+    others = [path for path in paths if path != newest and not path.is_symlink()]
     for path in reversed(others[keep - 1 :]):  # the oldest first
         leaving = path.parent / f".{path.name}.deleting"
         path.rename(leaving)
@@ -212,8 +219,93 @@ def _sync(path: Path) -> None:
 
 
 def _none(directory: Path, got: str) -> CheckpointError:
-    return refusal(
+    return CheckpointError(
         f"a checkpoint, or a directory of checkpoints, at {str(directory)!r}",
         got,
         hint="pass the directory that onefold.save was given, or the one above it",
     )
+
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRecord:
+    """One optimizer: its class, and its number of param groups."""
+
+    kind: str  # module and name of the class
+    num_groups: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.num_groups} param group{'s' * (self.num_groups != 1)}"
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in ("onefold", "torch"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:  # a source tree that was not installed
+            versions[package] = "unknown"
+    return versions
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The facts about a checkpoint besides its tensors."""
+
+    save_id: str
+    step: int  # optimizer steps done
+    stage: int
+    world_size: int
+    optimizers: list[OptimizerRecord]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    saved_at: str = field(default_factory=_now)  # UTC
+    versions: dict[str, str] = field(default_factory=_versions)
+    config: dict[str, Any] | None = None  # of a Hugging Face model
+    frozen: bool = True  # False: without parameters that did not require gradients
+    format: int = FORMAT
+
+    def encode(self) -> bytes:
+        """Return JSON on two lines: the checksum, and the text that it covers."""
+        body = json.dumps(asdict(self), separators=(",", ":"))
+        return f"{_head(body)}\n{body}}}\n".encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a checkpoint's manifest. Raises `CheckpointError`: missing, damaged or newer."""
+    path = folder / MANIFEST
+    what = f"file {MANIFEST!r} of checkpoint {str(folder)!r} as it was saved"
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"file {MANIFEST!r} in checkpoint {str(folder)!r}",
+            "no such file: its save did not finish, or the file was deleted",
+            hint="load an earlier checkpoint",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(what, error, hint=LOAD_ANOTHER) from error
+    head, _, rest = text.partition("\n")
+    body = rest.removesuffix("}\n")
+    if body == rest or head != _head(body):
+        raise CheckpointError(what, "other bytes", hint=LOAD_ANOTHER)
+    fields = json.loads(body)
+    if fields["format"] > FORMAT:
+        raise CheckpointError(
+            f"a checkpoint of format {FORMAT} or older",
+            f"format {fields['format']}, saved by {fields['versions']}",
+            hint="install that version of onefold",
+        )
+    fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
+    fields["optimizers"] = [OptimizerRecord(**record) for record in fields["optimizers"]]
+    return Manifest(**fields)
+
+
+def _head(body: str) -> str:
+    return f'{{"crc32":"{zlib.crc32(body.encode()):08x}","manifest":'

@@ -19,24 +19,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from onefold.checkpoint.agreement import Damaged, collect, together
-from onefold.checkpoint.contents import RANK, ShardedModel, restore_random_states
+from onefold.checkpoint.contents import RANK, restore_random_states, spread_ties
 from onefold.checkpoint.directory import Found, find
-from onefold.checkpoint.save import finish_pending, first_failure, planning
-from onefold.checkpoint.stages import Modules, Optimizers, Stages
-from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
+from onefold.checkpoint.save import finish_pending
+from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
+from onefold.checkpoint.storage import Reader, ReadPlanner, first_failure, planning, read_metadata
 from onefold.checkpoint.targets import Targets
-from onefold.checkpoint.tied_names import spread_ties
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, Failure, is_agreed
 from onefold.wire.collectives import Group
 from onefold.wire.together import announcing, difference
 
 
-def load(
-    directory: str | os.PathLike[str],
-    module: Modules,
-    optimizer: Optimizers = None,
-) -> Any:
+def load(directory: str | os.PathLike[str], module: Modules, optimizer: Optimizers = None) -> Any:
     """Load a checkpoint into a sharded module, and its optimizer, in place. A collective.
 
     World size, stage, precision and units may differ from those of the save: every rank reads its
@@ -82,20 +77,20 @@ def _load_newest(directory: str | os.PathLike[str], stages: Stages, optimizer: O
     )
     candidates = everyone[0][1]
     passed_over = list(candidates[0].passed_over)
-    for found in candidates:
+    for checkpoint in candidates:
         try:
-            extra = _load(stages, models, found)
+            extra = _load(stages, models, checkpoint)
         except BaseException as error:
-            if found is candidates[-1] or not is_agreed(error):
+            if checkpoint is candidates[-1] or not is_agreed(error):
                 raise
             # ranks may have failed in several ways: all try the next one, or none
             if not any(group.gather(isinstance(error, Damaged))):
                 raise
-            passed_over.append(f"{found.path.name}: {str(error).splitlines()[0]}")
+            passed_over.append(f"{checkpoint.path.name}: {str(error).splitlines()[0]}")
             continue
         if passed_over and is_first:
             others = "; ".join(passed_over)
-            warnings.warn(f"loaded {found.path.name}, passed over {others}", stacklevel=3)
+            warnings.warn(f"loaded {checkpoint.path.name}, passed over {others}", stacklevel=3)
         return extra
     raise AssertionError("there is at least one candidate, and the last returns or raises")
 
@@ -105,39 +100,52 @@ def _differing_directory(group: Group, said: Sequence[tuple[str, list[Found]]]) 
     return difference(group, paths, "directory", hint, CheckpointError)
 
 
-def _load(stages: Stages, models: list[ShardedModel], found: Found) -> Any:
+def _load(stages: Stages, models: list[ShardedModel], checkpoint: Found) -> Any:
     """Load one checkpoint, and return this rank's `extra`."""
     group = stages.group
-    if found.manifest is not None and not found.manifest.frozen:
+    if checkpoint.manifest is not None and not checkpoint.manifest.frozen:
         models = [model.trainable() for model in models]
     elsewhere = _names_of_stages(stages, models)
 
     def aim() -> list[Targets]:
-        metadata = read_metadata(found)
+        metadata = read_metadata(checkpoint)
         others = spread_ties(metadata)
-        return [Targets(model, found, metadata, elsewhere, others) for model in models]
+        return [Targets(model, checkpoint, metadata, elsewhere, others) for model in models]
 
     targets = together(group, aim)
-    reader = Reader(found, targets[0].metadata)
-    objects = _read(group, reader, _union(each.objects() for each in targets))
-    together(group, lambda: [each.compare(objects) for each in targets])
-    own_tensors = together(group, lambda: [each.tensors() for each in targets])
+    reader = Reader(checkpoint, targets[0].metadata)
+    objects = _read(group, reader, _union(target.objects() for target in targets))
+    (of_rank,) = objects.get(f"{RANK}.{targets[0].own_rank}") or ({},)
+    states = of_rank.get("modules") or [{}]
+    states += states[-1:] * len(targets)  # a rank may have more stages than the one that saved
+    pairs = list(zip(targets, states, strict=False))
+    is_same_world = targets[0].saved_ranks == group.world_size
+
+    def compare() -> None:
+        for target, state in pairs:
+            target.compare(objects)
+            target.compare_companions(state, is_same_world=is_same_world)
+
+    together(group, compare)
+    own_tensors = together(group, lambda: [target.tensors() for target in targets])
     tensors = _read_parts(group, reader, own_tensors)
     together(
         group,
-        lambda: [each.finish(objects, own) for each, own in zip(targets, tensors, strict=True)],
+        lambda: [target.finish(objects, own) for target, own in zip(targets, tensors, strict=True)],
     )
-    own = objects.get(f"{RANK}.{targets[0].own_rank}")
-    if own is None:  # saved by another library
-        return None
-    (of_rank,) = own
-    if targets[0].own_rank == group.rank:
-        restore_random_states(models[0].engine, of_rank["random"])
-        for model in models:
-            for name, buffer in model.buffers().items():
-                if name in of_rank["buffers"]:
-                    buffer.copy_(of_rank["buffers"][name])
-    return of_rank["extra"]
+    for target, state in pairs:
+        target.resume(state, is_same_world=is_same_world)
+    if of_rank and targets[0].own_rank == group.rank:
+        _restore_random_and_buffers(models, of_rank)
+    return of_rank.get("extra")  # None of another library
+
+
+def _restore_random_and_buffers(models: list[ShardedModel], of_rank: dict[str, Any]) -> None:
+    restore_random_states(models[0].engine, of_rank["random"])
+    for model in models:
+        for name, buffer in model.buffers().items():
+            if name in of_rank["buffers"]:
+                buffer.copy_(of_rank["buffers"][name])
 
 
 def _names_of_stages(stages: Stages, models: list[ShardedModel]) -> set[str]:
@@ -154,13 +162,13 @@ def _union(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def _read_parts(group: Group, reader: Reader, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Read by name for each module of a rank. Stages may call a weight that they share the same."""
-    found = _read(group, reader, _union(parts))
+    values = _read(group, reader, _union(parts))
     for part in parts:
         for name, own in part.items():
             if not isinstance(own, Tensor):
-                part[name] = found[name]
-            elif own is not found[name]:
-                own.copy_(found[name])
+                part[name] = values[name]
+            elif own is not values[name]:
+                own.copy_(values[name])
     return parts
 
 

@@ -16,25 +16,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from onefold.checkpoint import safetensors
 from onefold.checkpoint.agreement import (
     first,
-    refusal,
     refuse_mismatches,
     same_directory,
     shape_mismatches,
     together,
 )
-from onefold.checkpoint.contents import ShardedModel, config_of, persistent_buffers
+from onefold.checkpoint.contents import config_of, is_note, is_offset, offset_in, offset_of
 from onefold.checkpoint.directory import Draft
-from onefold.checkpoint.quantised import is_note, is_offset, offset_in, offset_of
+from onefold.checkpoint.stages import ShardedModel, persistent_buffers
 from onefold.checkpoint.storage import bytes_of
 from onefold.engine.registry import engine_of, find_engine
-from onefold.errors import listed
+from onefold.errors import CheckpointError, StateError, listed
 from onefold.layout import packed
 from onefold.layout.cut import Box, spans_of
 from onefold.layout.units import uncompiled
+from onefold.unit.decoded import DecodedWeight
 from onefold.unit.init import PROMISED
 
 
@@ -111,13 +112,13 @@ def write_small_files(
 def _entries(model: ShardedModel) -> list[safetensors.TensorEntry]:
     """Return every tensor once, in the module's order."""
     by_name = {p.fqn: p for p in model.parameters()}
-    found = [
+    entries = [
         safetensors.TensorEntry(name, by_name[name].shape, by_name[name].unit.dtype)
         for name in _names_of(model)
         if name in by_name
     ]
     buffers = {} if model.names is not None else model.buffers() | model.notes()
-    return found + [
+    return entries + [
         safetensors.TensorEntry(name, tuple(b.shape), b.dtype) for name, b in buffers.items()
     ]
 
@@ -186,7 +187,7 @@ def _refuse_coded(model: ShardedModel) -> None:
     for parameter in model.parameters():
         if parameter.decoded is not None:
             argument = "rest=" if parameter.decoded.is_multiplied else "Precision(frozen=)"
-            raise refusal(
+            raise CheckpointError(
                 f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
                 f"one that {argument} has coded",
                 hint="save the module inside `with onefold.unsharded(module):`, which decodes it",
@@ -197,7 +198,7 @@ def _refuse_packed(module: nn.Module) -> None:
     """Raise `CheckpointError` for a quantised module that is not sharded yet."""
     for name, parameter in module.named_parameters():
         if packed.is_packed(parameter):
-            raise refusal(
+            raise CheckpointError(
                 f"parameter {name!r} to be a plain tensor, or sharded",
                 f"a {type(parameter).__name__}",
                 hint="quantised weights have their values when from_pretrained returns; to load "
@@ -233,10 +234,10 @@ class Pretrained:
         groups = [([p.fqn], p.slot.shape) for p in tables if not is_offset(p.fqn)]
         for names, shape in [*_groups_of_names(module), *groups]:
             wanted[names[0]] = shape
-            found = next((name for name in names if name in self._files.places), None)
-            if found is not None:
-                saved[names[0]] = self._files.shape(found)
-                self._names |= dict.fromkeys(names, found)
+            saved_name = next((name for name in names if name in self._files.places), None)
+            if saved_name is not None:
+                saved[names[0]] = self._files.shape(saved_name)
+                self._names |= dict.fromkeys(names, saved_name)
         notes = model.notes() if model else {}
         missing = [n for n in notes if is_note(n) and n not in self._files.places]
         refuse_mismatches(
@@ -266,9 +267,9 @@ class Pretrained:
             length = self._files.shape(note)
             out.fill_(offset_in(self._files.box(note, ((0,), length))))
             return
-        found = self._names[name]
+        saved_name = self._names[name]
         if out.numel():
-            out.copy_(self._files.box(found, box or ((0,) * out.dim(), tuple(out.shape))))
+            out.copy_(self._files.box(saved_name, box or ((0,) * out.dim(), tuple(out.shape))))
 
 
 def _groups_of_names(module: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
@@ -278,3 +279,73 @@ def _groups_of_names(module: nn.Module) -> list[tuple[list[str], tuple[int, ...]
     for name, tensor in chain(named, persistent_buffers(module, all_names=True)):
         by_id.setdefault(id(tensor), ([], tuple(tensor.shape)))[0].append(name)
     return list(by_id.values())
+
+
+def full_state_dict(
+    module: nn.Module, *, rank0_only: bool = True, cpu: bool = True
+) -> dict[str, Any]:
+    """Gather the state dict of a sharded module as plain tensors.
+
+    A collective: every rank calls it, at every stage. Parameters are gathered one at a time, so a
+    rank that gets nothing never holds more than one of them.
+
+    Args:
+        module: one that `shard` has sharded.
+        rank0_only: give the values to rank 0 alone; the other ranks get {}.
+        cpu: put the tensors into CPU memory.
+
+    Returns:
+        By the names of `module.state_dict()`: tensors of the unsharded shapes, in the dtype of the
+        parameters, that share no memory with the module. Tied parameters share one tensor.
+
+    Raises:
+        StateError: the module is not sharded, or modules show unsharded parameters now.
+        WireError: another rank makes another call.
+
+    Example:
+        >>> values = onefold.full_state_dict(model)
+        >>> if rank == 0:
+        ...     torch.save(values, "model.pt")
+    """
+    module = uncompiled(module)
+    engine = engine_of(module)
+    if engine.is_unsharded:
+        raise StateError(
+            "full_state_dict outside of onefold.unsharded",
+            "a call inside it",
+            where=f"rank {engine.group.rank}",
+            hint="inside, module.state_dict() has plain tensors already",
+        )
+    shown = module.state_dict(keep_vars=True)  # without values that hooks would put in place
+    everyone = engine.context.everyone
+    everyone.gather(len(shown))  # a rank that is elsewhere is named here, not inside torch
+    is_wanted = everyone.rank == 0 or not rank0_only
+    owners = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    packed = {
+        key: parameter.decoded
+        for key, parameter in engine.by_sharded.items()
+        if parameter.decoded is not None and parameter.decoded.is_multiplied
+    }
+    state: dict[str, Any] = {}
+    gathered: dict[int, Any] = {}
+    for name, value in shown.items():
+        owner = owners.get(name, id(value))
+        if owner not in gathered:
+            gathered[owner] = _plain(value, packed.get(owner), is_wanted=is_wanted, cpu=cpu)
+        if is_wanted:
+            state[name] = gathered[owner]
+    return state
+
+
+def _plain(value: Any, decoded: DecodedWeight | None, *, is_wanted: bool, cpu: bool) -> Any:
+    """An entry of a state dict on its own; None where nobody wants it."""
+    if not isinstance(value, torch.Tensor):  # of get_extra_state()
+        return value
+    value = value.detach()
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if not is_wanted:
+        return None
+    if decoded is not None:
+        return decoded.plain(full).to("cpu" if cpu else full.device)
+    # a gathered tensor is nobody else's, but for a world of one
+    return full.to("cpu" if cpu else full.device, copy=True)

@@ -19,7 +19,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from onefold.checkpoint.agreement import refusal
 from onefold.errors import CheckpointError
 from onefold.layout.cut import Box
 
@@ -66,7 +65,7 @@ class Output:
             if entry.dtype not in CODES:
                 what = f"{entry.name!r} to have a dtype that safetensors has"
                 hint = "cast it, or register it as a buffer that is not persistent"
-                raise refusal(what, entry.dtype, hint=hint)
+                raise CheckpointError(what, entry.dtype, hint=hint)
             starts[entry.name] = end
             listed[entry.name] = {
                 "dtype": CODES[entry.dtype],
@@ -157,12 +156,12 @@ class PretrainedFiles:
 
     def box(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor, or all of a 0-dim one."""
-        found = self._slice(name)
-        if not found.get_shape():
+        values = self._slice(name)
+        if not values.get_shape():
             return self._file(name).get_tensor(name)
         offsets, sizes = box
         index = tuple(slice(first, first + n) for first, n in zip(offsets, sizes, strict=True))
-        return found[index]
+        return values[index]
 
     def where(self, name: str) -> tuple[Path, int, str]:
         """Return the file of a tensor, the offset of its first byte there, and its dtype's name."""
@@ -194,13 +193,13 @@ def _places(directory: Path) -> Iterator[tuple[str, str]]:
     index = directory / INDEX
     if index.exists():
         try:
-            found = json.loads(index.read_text())["weight_map"]
+            places = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError) as error:
             raise _not_pretrained(directory, f"an {INDEX} that cannot be read: {error}") from error
-        for file in set(found.values()):
+        for file in set(places.values()):
             if not (directory / file).exists():
                 raise _not_pretrained(directory, f"no {file}, which {INDEX} names")
-        yield from found.items()
+        yield from places.items()
         return
     files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
     if not files:
@@ -214,7 +213,7 @@ def _opened(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except Exception as error:  # the class of safetensors' own error cannot be imported
-        raise refusal(
+        raise CheckpointError(
             f"file {path.name!r} of {str(path.parent)!r} to be in the safetensors format",
             error,
             hint="download or save it again",
@@ -223,4 +222,4 @@ def _opened(path: Path) -> safe_open:
 
 def _not_pretrained(directory: Path, got: str) -> CheckpointError:
     hint = "pass a folder that onefold.save_pretrained or transformers has saved"
-    return refusal(f"safetensors files in {str(directory)!r}", got, hint=hint)
+    return CheckpointError(f"safetensors files in {str(directory)!r}", got, hint=hint)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,27 +21,24 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from onefold.checkpoint import contents
-from onefold.checkpoint import manifest as manifests
-from onefold.checkpoint.agreement import (
-    as_checkpoint_error,
-    collect,
-    describe,
-    first,
-    refusal,
-    together,
-)
+from onefold.checkpoint.agreement import as_checkpoint_error, collect, describe, first, together
 from onefold.checkpoint.background import BackgroundThread, Notes, poll
 from onefold.checkpoint.checked_files import FileRecord
-from onefold.checkpoint.contents import MODEL, OPTIM, RANK, ShardedModel
-from onefold.checkpoint.directory import Draft, prune
-from onefold.checkpoint.manifest import Manifest
-from onefold.checkpoint.stages import Modules, Optimizers, Stages, merge_groups, merged
-from onefold.checkpoint.storage import RankFiles, WritePlanner, Writer
-from onefold.checkpoint.tied_names import RankNames, join_names
+from onefold.checkpoint.contents import MODEL, OPTIM, RANK, RankNames, join_names
+from onefold.checkpoint.directory import MANIFEST, Draft, Manifest, prune
+from onefold.checkpoint.stages import (
+    Modules,
+    Optimizers,
+    ShardedModel,
+    Stages,
+    collect_state,
+    merge_groups,
+    merged,
+)
+from onefold.checkpoint.storage import RankFiles, WritePlanner, Writer, first_failure, planning
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
-from onefold.errors import CheckpointError, Failure, as_agreed
-from onefold.tier.collecting import no_garbage
+from onefold.errors import CheckpointError, Failure
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import DONE, Ticket
 from onefold.wire.together import announcing, difference
@@ -66,7 +62,8 @@ def save(
     Every rank writes its own pieces to a file system that all ranks see. Nothing is gathered, and
     tensors are copied only on their way to the disk, a few MB at a time. Saved are weights,
     masters, moments, step counts, hyper-parameters, gradients between micro-batches, buffers, the
-    random states of every rank, and `extra`. The checkpoint loads at any world size, stage and
+    random states of every rank, averages of `onefold.ema`, the state of `onefold.islands`, and
+    `extra`. The checkpoint loads at any world size, stage and
     precision, and with `torch.distributed.checkpoint` alone.
 
     Args:
@@ -96,27 +93,28 @@ def save(
     def prepare() -> tuple[_Save, list[ShardedModel], dict[str, Any]]:
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             hint = "keep=2 leaves this checkpoint and the one before it"
-            raise refusal("keep to be None or at least 1", repr(keep), hint=hint)
+            raise CheckpointError("keep to be None or at least 1", repr(keep), hint=hint)
         draft = Draft(Path(os.path.abspath(directory)))
-        models = [each if frozen else each.trainable() for each in stages.models(optimizer)]
-        for each in models:
-            _refuse_multiplied(each)
-            each.wait_steps()
+        models = [model if frozen else model.trainable() for model in stages.models(optimizer)]
+        for model in models:
+            _refuse_multiplied(model)
+            model.wait_steps()
         names = RankNames(
-            {alias: name for each in models for alias, name in each.aliases().items()},
-            {name: tie for each in models for name, tie in each.ties().items()},
+            {alias: name for model in models for alias, name in model.aliases().items()},
+            {name: tie for model in models for name, tie in model.ties().items()},
         )
         if stages.is_pipeline:
-            models = [each.without_copies() for each in models]
+            models = [model.without_copies() for model in models]
         first, engine = models[0], models[0].engine
         if first.rank == 0:
             draft.check()
-        states = [contents.collect(each) for each in models]
+        states = [collect_state(model) for model in models]
         state = merged(states) if stages.is_pipeline else states[0]
         contents.check_readable(state)
         own = contents.plain(extra)
-        contents.check_readable((own,), "extra")  # a tuple is checked as one object
         own = {"extra": own, "random": contents.random_states(engine), "buffers": {}}
+        own["modules"] = [model.rank_state() for model in models]
+        contents.check_readable((own,), "extra")  # a tuple is checked as one object
         state[RANK] = {str(first.rank): (own,)}  # and torch's planner takes it as one
         manifest = Manifest(
             save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.recipe.stage.number,
@@ -144,7 +142,7 @@ def _refuse_multiplied(model: ShardedModel) -> None:
     """Raise `CheckpointError` for bytes that the kernels of another processor would not read."""
     for parameter in model.parameters():
         if parameter.decoded is not None and parameter.decoded.is_multiplied:
-            raise refusal(
+            raise CheckpointError(
                 f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
                 "one that rest= has packed for this processor",
                 hint="keep the files that it was read from, or save "
@@ -193,7 +191,7 @@ class _Save:
         Adds to `state` the buffers of this rank if ranks have different ones, and the parameters of
         other stages to the param groups.
         """
-        buffers = {name: each for model in models for name, each in model.buffers().items()}
+        buffers = {name: b for model in models for name, b in model.buffers().items()}
         ((own,),) = state[RANK].values()
         groups = state[OPTIM]["param_groups"] if self.stages.is_pipeline and OPTIM in state else []
 
@@ -209,15 +207,15 @@ class _Save:
             return difference(group, choices, "directory, wait and keep", hint, CheckpointError)
 
         everyone = collect(self.group, summary, judge)
-        needed = sum(each.nbytes for each in everyone) // _copies(models[0].engine)
+        needed = sum(rank.nbytes for rank in everyone) // _copies(models[0].engine)
         first(self.group, lambda: self.draft.begin(needed))
         self.manifest = replace(self.manifest, save_id=everyone[0].save_id)
         for name, buffer in buffers.items():
-            if len({each.buffers[name] for each in everyone if name in each.buffers}) > 1:
+            if len({rank.buffers[name] for rank in everyone if name in rank.buffers}) > 1:
                 own["buffers"][name] = buffer
-        self.aliases = join_names(each.names for each in everyone)
+        self.aliases = join_names(rank.names for rank in everyone)
         if groups:
-            state[OPTIM]["param_groups"] = merge_groups([each.groups for each in everyone])
+            state[OPTIM]["param_groups"] = merge_groups([rank.groups for rank in everyone])
 
     def write(self, state: dict[str, Any]) -> None:
         """Plan together and write this rank's pieces, to the disk or to the page cache."""
@@ -273,7 +271,7 @@ class _Save:
                 (folder / writer.name).unlink(missing_ok=True)
             notes.write(f"note-{rank}", {"error": describe(error)})
         if rank > 0:
-            done = self.draft.target / manifests.NAME
+            done = self.draft.target / MANIFEST
             verdict = poll(
                 lambda: {} if done.exists() else notes.read("failed"),
                 "rank 0 to complete the checkpoint",
@@ -292,43 +290,20 @@ class _Save:
     def _records_of_all(self, notes: Notes) -> list[dict[str, FileRecord]]:
         """On rank 0: wait for the notes of all ranks, and raise the first error."""
         names = [f"note-{rank}" for rank in range(self.group.world_size)]
-        found = [
+        said = [
             poll(lambda name=name: notes.read(name), f"rank {rank} to finish its files")
             for rank, name in enumerate(names)
         ]
-        for rank, note in enumerate(found):
+        for rank, note in enumerate(said):
             if "error" in note:
                 raise CheckpointError(f"rank {rank}: {note['error']}")
         for name in names:
             notes.path(name).unlink()
         return [
-            {name: FileRecord(**record) for name, record in note["files"].items()} for note in found
+            {name: FileRecord(**record) for name, record in note["files"].items()} for note in said
         ]
 
 
 def _copies(engine: Engine) -> int:
     """Return how many ranks hold, and count, the same bytes."""
     return engine.group.world_size // engine.context.rest_world
-
-
-@contextmanager
-def planning() -> Iterator[None]:
-    """Suspend the garbage collector, and torch's warning about a missing process group.
-
-    torch's planner makes thousands of small objects and no cycles. They start collections over
-    everything the process holds (0.25 of 0.6 s for 300 parameters).
-    """
-    with no_garbage(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-        yield
-
-
-def first_failure(error: CheckpointException, group: Group) -> BaseException:
-    """Return this rank's own error, or that of the first rank that failed as the others raise it.
-
-    torch has every rank of a plan fail together.
-    """
-    rank, (cause, _) = min(error.failures.items())
-    if group.rank in error.failures:
-        return as_agreed(as_checkpoint_error(error.failures[group.rank][0]))
-    return Failure.of(as_checkpoint_error(cause), rank, CheckpointError).error()

@@ -1,28 +1,213 @@
-"""Stages of a pipeline that are saved and loaded together, as the one model that they are.
+"""The sharded module, or the stages of a pipeline, that a checkpoint is of.
 
-Each rank has one stage module, or several. Names are those of the whole model, so a checkpoint
+Stages are saved and loaded together, as the one model that they are, under its names: a checkpoint
 loads at any other split of the axes, and in one process. Optimizers of stages are parts of one:
 group I of the checkpoint holds the parameters of group I of every stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onefold.checkpoint.agreement import refusal, together
-from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, ShardedModel
+from onefold.checkpoint.agreement import together
+from onefold.checkpoint.contents import (
+    COMPANION,
+    EXTRA_STATE,
+    GRAD,
+    MASTER,
+    MODEL,
+    OPTIM,
+    PARTIAL,
+    TIE,
+    TiedCopy,
+    notes_of,
+    plain,
+)
+from onefold.checkpoint.directory import OptimizerRecord
+from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
+from onefold.engine.structure import rename
+from onefold.engine.waiting_state import common_state
+from onefold.errors import CheckpointError
 from onefold.layout.units import uncompiled
+from onefold.unit.parameter import UnitParameter
 from onefold.wire.collectives import Group
 
 Modules = nn.Module | Sequence[nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
+    """A sharded module and optimizers of its parameters, to save or to load into.
+
+    `names`: fqns of the parameters that are meant; None: all of them. `number`: that of this rank
+    among all ranks that save together, those of other stages of a pipeline included; None: its
+    number among the ranks of this module. `left_out`: fqns of weights that another stage saves.
+    """
+
+    engine: Engine
+    module: nn.Module
+    optimizers: tuple[Optimizer, ...] = ()
+    names: frozenset[str] | None = None
+    number: int | None = None
+    left_out: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Take names from `module`, maybe a wrapper. A collective where adapters came."""
+        self.engine.note_structure()
+        rename(self.engine, self.module)
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in self.engine.by_sharded:
+                raise CheckpointError(
+                    "a module whose parameters are sharded",
+                    f"a wrapper with {name!r}, which is not",
+                    hint="pass the module that was given to onefold.shard, or shard the wrapper",
+                )
+
+    @staticmethod
+    def of(engine: Engine, module: nn.Module, optimizer: object) -> ShardedModel:
+        """Check that `optimizer` is None, or one or several optimizers of this module."""
+        chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        optimizers: list[Optimizer] = []
+        for choice in chosen:
+            if choice is None:
+                continue
+            if not isinstance(choice, Optimizer):
+                raise CheckpointError(
+                    "optimizer to be a torch.optim.Optimizer, or several",
+                    f"a {type(choice).__name__}",
+                    hint="pass schedulers, scalers and the like as extra={'scheduler': ...}",
+                )
+            for tensor in (tensor for group in choice.param_groups for tensor in group["params"]):
+                if id(tensor) not in engine.by_sharded:
+                    raise CheckpointError(
+                        f"{type(choice).__name__} to hold this module's parameters alone",
+                        f"a tensor {list(tensor.shape)} that is not among them",
+                        hint="save modules that share an optimizer as parts of one module",
+                    )
+            optimizers.append(choice)
+        return ShardedModel(engine, module, tuple(optimizers))
+
+    @property
+    def rank(self) -> int:
+        """This rank among all that save together."""
+        return self.engine.context.everyone.rank if self.number is None else self.number
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes the state that all ranks of this module hold."""
+        return self.engine.context.everyone.rank == 0
+
+    def all_names(self) -> set[str]:
+        """Return the names of its weights and buffers, others of tied weights included."""
+        own = {parameter.fqn for parameter in self.parameters()}
+        return own | self.buffers().keys() | self.aliases().keys() | self.notes().keys()
+
+    def parameters(self) -> list[UnitParameter]:
+        parameters = [p for unit in self.engine.units for p in unit.parameters if p.places]
+        parameters = [p for p in parameters if p.fqn not in self.left_out]
+        return [p for p in parameters if self.names is None or p.fqn in self.names]
+
+    def ties(self) -> dict[str, TiedCopy]:
+        """Return the weights that other stages of a pipeline hold, too, by name."""
+        ties = ((p.fqn, getattr(p.sharded, TIE, None)) for p in self.parameters())
+        return {fqn: tie for fqn, tie in ties if tie is not None}
+
+    def without_copies(self) -> ShardedModel:
+        """This model without the copies of weights that another stage of the pipeline saves."""
+        copies = frozenset(fqn for fqn, tie in self.ties().items() if tie.is_copy)
+        return replace(self, left_out=copies)
+
+    def trainable(self) -> ShardedModel:
+        """This model without its frozen parameters, such as the base of adapters."""
+        names = frozenset(p.fqn for p in self.parameters() if p.sharded.requires_grad)
+        return replace(self, names=names)
+
+    def parameter(self, tensor: Tensor) -> UnitParameter:
+        """Return the parameter of a sharded tensor."""
+        return self.engine.by_sharded[id(tensor)]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the param groups of all optimizers, one after the other."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def records(self) -> list[OptimizerRecord]:
+        """Return the class and the number of param groups of each optimizer."""
+        return [
+            OptimizerRecord(f"{type(o).__module__}.{type(o).__qualname__}", len(o.param_groups))
+            for o in self.optimizers
+        ]
+
+    def stepped_by(self, optimizer: Optimizer) -> list[UnitParameter]:
+        """Return the parameters that an optimizer holds."""
+        groups = optimizer.param_groups
+        return [self.parameter(tensor) for group in groups for tensor in group["params"]]
+
+    def aliases(self) -> dict[str, str]:
+        """Return the other names of tied weights, each with the name under which it is saved."""
+        known = {p.fqn for p in self.parameters()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        fqns = ((name, self.parameter(sharded).fqn) for name, sharded in named)
+        return {name: fqn for name, fqn in fqns if name != fqn and fqn in known}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the persistent buffers by name."""
+        return dict(persistent_buffers(self.module))
+
+    def notes(self) -> dict[str, Tensor]:
+        """Return the small tensors that say how packed weights are packed, by name."""
+        return notes_of(self.parameters())
+
+    def extra_states(self) -> dict[str, nn.Module]:
+        """Return modules with a `get_extra_state` of their own, by the name of that state."""
+        return {
+            f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: part
+            for prefix, part in self.module.named_modules()
+            if type(part).get_extra_state is not nn.Module.get_extra_state
+        }
+
+    def companion_rows(self) -> dict[str, list[tuple[UnitParameter, Tensor]]]:
+        """Return own rows of averages, by the name of the average."""
+        known = set(self.parameters())
+        rows = {key: c.saved_rows() for key, c in self.engine.companions.alive().items()}
+        return {k: [pair for pair in of if pair[0] in known] for k, of in rows.items() if of}
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the state of this rank alone: that of no parameter, and that of companions."""
+        companions = self.engine.companions.alive().items()
+        return {
+            "common": [plain(common_state(optimizer.state)) for optimizer in self.optimizers],
+            "companions": {key: plain(companion.rank_state()) for key, companion in companions},
+        }
+
+    def wait_steps(self) -> None:
+        """Wait for background steps, free unsharded weights, let masters follow edited weights."""
+        engine = self.engine
+        engine.rest()
+        waits = any(unit.gradient.reduction.waits for unit in engine.units)
+        if waits or engine.context.everyone is not engine.group:
+            engine.complete()  # sums of a node, or of a piece, are no mean that others could load
+        for unit in engine.units:
+            unit.wait_step()
+            unit.check_untouched()
+            unit.refresh_master()
+
+
+def persistent_buffers(
+    module: nn.Module, *, all_names: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a state dict; with `all_names`, a shared module's by each name."""
+    for prefix, part in module.named_modules(remove_duplicate=not all_names):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +225,29 @@ class Stages:
         Raises `CheckpointError` for several modules without a pipeline; on every rank, for other
         modules than all stages of a rank, and for axes that do not multiply to the world.
         """
-        given = [modules] if isinstance(modules, nn.Module) else list(modules)
-        found = tuple(uncompiled(module) for module in given)
-        engines = [engine_of(module) for module in found]
+        wrapped = [modules] if isinstance(modules, nn.Module) else modules
+        own = tuple(map(uncompiled, wrapped))
+        engines = list(map(engine_of, own))
         pipeline, everyone = engines[0].pipeline, engines[0].context.everyone
-        if pipeline is None and (engines[0].is_undriven or len(found) > 1):
-            got = "a stage that no schedule drives" if engines[0].is_undriven else f"{len(found)}"
+        if pipeline is None and (engines[0].is_undriven or len(own) > 1):
+            got = "a stage that no schedule drives" if engines[0].is_undriven else f"{len(own)}"
             hint = "onefold.pipeline(schedule) joins the stages of a pipeline; else one by one"
-            raise refusal("one module, without a pipeline", got, hint=hint)
+            raise CheckpointError("one module, without a pipeline", got, hint=hint)
         if pipeline is None or not pipeline.has_parts:
-            return Stages(found, everyone, is_pipeline=False)
+            return Stages(own, everyone, is_pipeline=False)
         world = Group.of(dist.group.WORLD if dist.is_initialized() else None)
 
         def check() -> None:
             if {engine.pipeline for engine in engines} != {pipeline} or (
                 len(set(engines)) != pipeline.num_stages
             ):
-                raise refusal(
-                    f"all {pipeline.num_stages} stages of this rank", f"{len(found)} modules",
+                raise CheckpointError(
+                    f"all {pipeline.num_stages} stages of this rank", f"{len(own)} modules",
                     hint="onefold.save(directory, [first_stage, second_stage], optimizers)",
                 )  # fmt: skip
             ranks = pipeline.group.world_size
             if ranks * everyone.world_size != world.world_size:
-                raise refusal(
+                raise CheckpointError(
                     f"a pipeline axis and the ranks of a stage that multiply to {world.world_size}",
                     f"{ranks} and {everyone.world_size}",
                     hint='mesh=mesh["dp"] for onefold.shard, group=mesh["pp"].get_group() for '
@@ -70,18 +255,18 @@ class Stages:
                 )
 
         together(world, check)
-        return Stages(found, world, is_pipeline=True)
+        return Stages(own, world, is_pipeline=True)
 
     def models(self, optimizers: Optimizers) -> list[ShardedModel]:
         """Return the modules with their optimizers, which must hold parameters of one module."""
-        given = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+        chosen = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
         number = self.group.rank if self.is_pipeline else None
         return [
             replace(
-                ShardedModel.of(engine, module, given if self._is_one else _own(given, engine)),
+                ShardedModel.of(engine, module, chosen if self._is_one else _own(chosen, engine)),
                 number=number,
             )
-            for module, engine in ((each, engine_of(each)) for each in self.modules)
+            for module, engine in zip(self.modules, map(engine_of, self.modules), strict=True)
         ]
 
     @property
@@ -92,10 +277,12 @@ class Stages:
 def _own(optimizers: Iterable[Any], engine: Any) -> list[Any]:
     """The optimizers that hold a parameter of this module; all that are none."""
     return [
-        each
-        for each in optimizers
-        if not isinstance(each, Optimizer)
-        or any(id(t) in engine.by_sharded for group in each.param_groups for t in group["params"])
+        optimizer
+        for optimizer in optimizers
+        if not isinstance(optimizer, Optimizer)
+        or any(
+            id(t) in engine.by_sharded for group in optimizer.param_groups for t in group["params"]
+        )
     ]
 
 
@@ -104,36 +291,87 @@ def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Raises `CheckpointError` for a name in two modules, and for gradients between micro-batches.
     """
-    found: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
     for state in states:
         if GRAD in state or PARTIAL in state:
-            raise refusal(
+            raise CheckpointError(
                 "a pipeline that is saved between steps",
                 "gradients that no optimizer has stepped",
                 hint="call optimizer.step() and zero_grad() first",
             )
         for kind in (MODEL, MASTER):
-            own, new = found.setdefault(kind, {}), state.get(kind, {})
+            own, new = whole.setdefault(kind, {}), state.get(kind, {})
             twice = own.keys() & new.keys()
             if twice:
                 hint = "give each stage the names of the whole model, such as blocks.7.weight"
-                raise refusal("names that differ", f"{min(twice)!r} in two stages", hint=hint)
+                raise CheckpointError(
+                    "names that differ", f"{min(twice)!r} in two stages", hint=hint
+                )
             own.update(new)
+        for key, rows in state.get(COMPANION, {}).items():
+            whole.setdefault(COMPANION, {}).setdefault(key, {}).update(rows)
         if OPTIM in state:
-            optim = found.setdefault(OPTIM, {"state": {}, "param_groups": []})
+            optim = whole.setdefault(OPTIM, {"state": {}, "param_groups": []})
             optim["state"] |= state[OPTIM]["state"]
             groups = [optim["param_groups"], state[OPTIM]["param_groups"]]
             optim["param_groups"] = merge_groups(groups)
-    return {kind: each for kind, each in found.items() if each}
+    return {kind: entries for kind, entries in whole.items() if entries}
 
 
 def merge_groups(of_stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return param groups by number, each with the parameters of all stages."""
-    found: list[dict[str, Any]] = []
+    joined: list[dict[str, Any]] = []
     for groups in of_stages:
         for index, group in enumerate(groups):
-            if index == len(found):
-                found.append({**group, "params": []})
-            own = cast("list[str]", found[index]["params"])
+            if index == len(joined):
+                joined.append({**group, "params": []})
+            own = cast("list[str]", joined[index]["params"])
             own += [name for name in group["params"] if name not in own]
-    return found
+    return joined
+
+
+def collect_state(model: ShardedModel) -> dict[str, Any]:
+    """Return this rank's part of the shared state, as views, nested as torch's state dicts are.
+
+    Every rank returns tensors that all ranks hold (stage 0, scalars); torch's planner lets one rank
+    write each.
+    """
+    weights: dict[str, Any] = {}
+    master: dict[str, Any] = {}
+    for parameter in model.parameters():
+        weights[parameter.fqn] = parameter.wrap(parameter.local.detach())
+        if parameter.unit.master is not None:
+            master[parameter.fqn] = parameter.wrap(parameter.stepped)
+    notes = model.notes()
+    if model.is_first:
+        weights |= model.buffers() | notes
+        weights |= {name: part.get_extra_state() for name, part in model.extra_states().items()}
+    saved: dict[str, Any] = {MODEL: weights}
+    if master:
+        saved[MASTER] = master
+    if model.optimizers:
+        state = {
+            parameter.fqn: {key: plain(v) for key, v in entry.items() if v is not None}
+            for optimizer in model.optimizers
+            for parameter in model.stepped_by(optimizer)
+            if parameter.fqn not in model.left_out
+            if (entry := optimizer.state.get(parameter.sharded))
+        }
+        saved[OPTIM] = {"state": state, "param_groups": [_named(g, model) for g in model.groups()]}
+    for gradient in model.engine.gradients.values():
+        means, partial = gradient.accumulated()
+        for parameter, mean in means.items():
+            saved.setdefault(GRAD, {})[parameter.fqn] = parameter.wrap(mean)
+        for parameter, grad in partial.items():
+            own = saved.setdefault(PARTIAL, {}).setdefault(str(model.rank), {})
+            own[parameter.fqn] = grad
+    for key, rows in model.companion_rows().items():
+        saved.setdefault(COMPANION, {})[key] = {p.fqn: p.wrap(own) for p, own in rows}
+    return saved
+
+
+def _named(group: dict[str, Any], model: ShardedModel) -> dict[str, Any]:
+    """Return a param group with names in place of parameters."""
+    names = [model.parameter(tensor).fqn for tensor in group["params"]]
+    names = [name for name in names if name not in model.left_out]
+    return {**{key: plain(v) for key, v in group.items() if key != "params"}, "params": names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from types import MappingProxyType
@@ -14,10 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from onefold.checkpoint import contents
 from onefold.checkpoint.agreement import refuse_mismatches, shape_mismatches
-from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK, ShardedModel
+from onefold.checkpoint.contents import COMPANION, GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK
 from onefold.checkpoint.directory import Found
+from onefold.checkpoint.stages import ShardedModel
 from onefold.engine.joining import bind
 from onefold.engine.optimizer import OptimizerBinding
+from onefold.errors import CheckpointError
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
@@ -32,7 +35,7 @@ class Targets:
     """
 
     def __init__(
-        self, model: ShardedModel, found: Found, metadata: Metadata,
+        self, model: ShardedModel, checkpoint: Found, metadata: Metadata,
         elsewhere: Set[str] = frozenset(), others: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """`elsewhere`: names of all stages of a pipeline, of which this module is one.
@@ -42,9 +45,9 @@ class Targets:
         self.model = model
         self._elsewhere = elsewhere
         self._others = others
-        self.manifest = found.manifest
+        self.manifest = checkpoint.manifest
         self.metadata = metadata
-        self._path = found.path
+        self._path = checkpoint.path
         self._names = metadata.state_dict_metadata
         notes = metadata.planner_data or {}
         self._paths = {name: contents.path_of(name, notes.get(name, ())) for name in self._names}
@@ -74,11 +77,11 @@ class Targets:
         """Return, for each name of a module's extra state, the state's name and keys inside it."""
         known = self.model.extra_states()
         skipped = 1 if self._prefix else 0
-        found = {
+        paths = {
             name: path[skipped:] or (name.removeprefix(self._prefix),)
             for name, path in self._paths.items()
         }
-        return {name: path for name, path in found.items() if path[0] in known}
+        return {name: path for name, path in paths.items() if path[0] in known}
 
     # mismatches
 
@@ -100,16 +103,7 @@ class Targets:
         }
         known = wanted.keys() | self.model.aliases().keys() | self.model.notes().keys()
         known |= self._elsewhere
-        ours = tuple(
-            f"{kind}."
-            for kind in (
-                MASTER,
-                OPTIM,
-                GRAD,
-                PARTIAL,
-                RANK,
-            )
-        )
+        ours = tuple(f"{kind}." for kind in (MASTER, OPTIM, GRAD, PARTIAL, COMPANION, RANK))
         return shape_mismatches(wanted, saved, "checkpoint") + [
             f"{name.removeprefix(self._prefix)}: in the checkpoint, not in the module"
             for name in self._names
@@ -148,6 +142,17 @@ class Targets:
             ]
         self._refuse(mismatches)
 
+    def compare_companions(self, state: dict[str, Any], *, is_same_world: bool) -> None:
+        """Raise `CheckpointError` for islands that another number of ranks has saved."""
+        alive = self.model.engine.companions.alive()
+        for key in [] if is_same_world else state.get("companions", {}):
+            if key in alive and not alive[key].reshards:
+                raise CheckpointError(
+                    f"{key!r} saved by as many ranks as load it", f"{self.saved_ranks} ranks",
+                    where=f"rank {self.model.rank}",
+                    hint="load before onefold.islands: then islands start from the weights",
+                )  # fmt: skip
+
     def _saved_groups(self, objects: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the saved param groups: hyper-parameters, and the names of parameters."""
         unnumbered = [name for name, path in self._groups.items() if not isinstance(path[2], int)]
@@ -177,6 +182,9 @@ class Targets:
             wanted[name] = parameter.wrap(torch.empty_like(parameter.stepped))
         for name, buffer in self.model.buffers().items():
             wanted[self._prefix + name] = buffer
+        for key, rows in self.model.companion_rows().items():
+            named = {f"{COMPANION}.{key}.{p.fqn}": p.wrap(own) for p, own in rows}
+            wanted |= {name: own for name, own in named.items() if name in self._names}
         by_fqn: defaultdict[str, list[str]] = defaultdict(list)
         for name, (fqn, *_) in self._states.items():
             by_fqn[fqn].append(name)
@@ -281,6 +289,32 @@ class Targets:
             self._restore_gradients(unit, tensors)
         if self.model.optimizers:
             self._restore_optimizers(objects, tensors)
+
+    def resume(self, state: dict[str, Any], *, is_same_world: bool) -> None:
+        """Hand on the state of this rank alone, see `ShardedModel.rank_state`.
+
+        A collective where islands resume.
+        """
+        for optimizer, common in zip(self.model.optimizers, state.get("common", ()), strict=False):
+            for key, value in common.items():
+                optimizer.state[key] = value
+        companions = self.model.engine.companions
+        alive, waiting = companions.alive(), dict[str, dict[str, Any]]()
+        companions.leave(waiting)
+        for key, saved in state.get("companions", {}).items():
+            if key in alive:
+                alive[key].resume(saved)
+            elif is_same_world and not self._has_rows(key):
+                waiting[key] = saved
+            elif self.model.rank == 0:
+                warnings.warn(
+                    f"{key!r} of the checkpoint is not loaded. hint: call onefold.ema before "
+                    "onefold.load; islands resume at the number of ranks that saved them",
+                    stacklevel=6,
+                )
+
+    def _has_rows(self, key: str) -> bool:
+        return any(name.startswith(f"{COMPANION}.{key}.") for name in self._names)
 
     def _restore_optimizers(self, objects: dict[str, Any], tensors: dict[str, Any]) -> None:
         for group, saved in zip(self.model.groups(), self._saved_groups(objects), strict=True):

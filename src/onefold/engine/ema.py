@@ -56,12 +56,14 @@ def ema(module: nn.Module, decay: float = 0.999) -> MovingAverage:
 
 
 class MovingAverage:
-    """The moving average that `onefold.ema` makes.
+    """The moving average that `onefold.ema` returns. Checkpoints of the module hold it.
 
     Attributes:
         decay: share of the old average that the next update keeps. It may be changed.
         num_updates: updates so far.
     """
+
+    word, reshards = "average", True
 
     def __init__(self, engine: Engine, decay: float) -> None:
         self.decay = decay
@@ -69,6 +71,7 @@ class MovingAverage:
         self._engine = engine
         self._is_applied = False
         self._buffers = {unit: _buffer_of(unit) for unit in engine.units}
+        engine.companions.join(self)
         with torch.no_grad():
             for unit, average in self._ready("onefold.ema"):
                 average.copy_(unit.stepped)
@@ -124,7 +127,7 @@ class MovingAverage:
         """Return the average by parameter name, as shards (`DTensor`), and the number of updates.
 
         The values share memory with the average. `torch.distributed.checkpoint` saves them, and
-        loads them at any number of ranks. In `onefold.save(extra=)` they load at the same number.
+        loads them at any number of ranks. `onefold.save` needs no call of it.
         """
         averages = {p.fqn: p.wrap(own) for p, own in self._rows()}
         return {"averages": averages, "num_updates": self.num_updates}
@@ -157,7 +160,21 @@ class MovingAverage:
                 )
         for parameter, own in rows:
             own.copy_(parameter.unwrap(averages[parameter.fqn]))
-        self.num_updates = int(state_dict["num_updates"])
+        self.resume(state_dict)
+
+    # checkpoints (`Companion`)
+
+    def saved_rows(self) -> list[tuple[UnitParameter, Tensor]]:
+        """Return this rank's rows of the average; none while the weights show it."""
+        return [] if self._is_applied else self._rows()
+
+    def rank_state(self) -> dict[str, Any]:
+        """The number of updates."""
+        return {"num_updates": self.num_updates}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on after the rows of a checkpoint were read."""
+        self.num_updates = int(state["num_updates"])
         self._forget()
 
     def _rows(self) -> list[tuple[UnitParameter, Tensor]]:

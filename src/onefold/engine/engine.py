@@ -22,6 +22,7 @@ from torch import nn
 
 from onefold.engine.activations import saved_activations_of
 from onefold.engine.calls import Call
+from onefold.engine.companions import Companions
 from onefold.engine.driving import Drive
 from onefold.engine.hands import Hands, facts_of
 from onefold.engine.marks import Marks
@@ -69,8 +70,8 @@ class Engine:
         self.hands = Hands(self.schedule, units, context.routes.rest)
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
-        self._is_torn = False  # a backward failed after it had stepped units
-        self._is_checked = False
+        self.companions = Companions()  # averages and islands
+        self._is_torn = self._is_checked = False  # torn: a backward failed after it stepped units
 
     # drivers
 
@@ -96,8 +97,7 @@ class Engine:
 
     def unshard_for_use(self, unit: Unit) -> None:
         """An operation outside the unit's modules needs unsharded parameters now."""
-        is_recorded = torch.is_grad_enabled()
-        self.hands.do(self.schedule.show(self._index[unit], is_recorded=is_recorded))
+        self.hands.do(self.schedule.show(self._index[unit], is_recorded=torch.is_grad_enabled()))
 
     def on_use(self, unit: Unit, outputs: object) -> None:
         """Note that such an operation is over: backward must find the unit unsharded, too."""

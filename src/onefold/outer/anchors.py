@@ -14,12 +14,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.errors import ConfigError, StateError
+from onefold.layout.cut import Cut
 from onefold.layout.ledger import Kind, Ledger, StateBytes
+from onefold.layout.rows import PIECE_NUMEL, round_up
+from onefold.outer.parcels import ShareRows
 from onefold.outer.periods import EXP_AVG, EXP_AVG_SQ, WEIGHTS
-from onefold.outer.share import Share, ValuesOf
 from onefold.tier.device import DeviceStore
 from onefold.unit.buffer import Buffer
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.unit import Unit
+from onefold.wire.ticket import Ticket
 
 OuterChoice = Callable[[list[nn.Parameter]], Optimizer] | None
 
@@ -41,9 +45,9 @@ class Anchors:
 
     def _buffer(self, share: Share, kind: Kind) -> Buffer:
         store = DeviceStore(torch.device("cpu"), "cpu")
-        made = Buffer(share.numel, share.dtype, kind, store, self._ledger)
-        made.tensor.zero_()
-        return made
+        buffer = Buffer(share.numel, share.dtype, kind, store, self._ledger)
+        buffer.tensor.zero_()
+        return buffer
 
     def follow_weights(self) -> None:
         """Start from the weights as they are."""
@@ -137,7 +141,7 @@ class Anchors:
             is_rows = {
                 k: isinstance(v, Tensor) and v.shape == anchor.shape for k, v in state.items()
             }
-            rows.append(sorted(name for name, found in is_rows.items() if found))
+            rows.append(sorted(name for name, is_like in is_rows.items() if is_like))
             numbers.append(
                 {k: float(v) for k, v in state.items() if not is_rows[k] and v is not None}
             )
@@ -153,16 +157,16 @@ class Anchors:
     @torch.no_grad()
     def adopt(self, described: dict[str, Any], rows: list[list[Tensor]]) -> None:
         """Take over another island's anchor and outer state, and its anchor as weights."""
-        for group, given in zip(self.outer.param_groups, described["groups"], strict=True):
-            group.update(given)
+        for group, numbers in zip(self.outer.param_groups, described["groups"], strict=True):
+            group.update(numbers)
         self.outer.state.clear()
         for index, (anchor, *states) in enumerate(rows):
             parameter = self.parameters[index]
             parameter.copy_(anchor)
-            found = dict(zip(described["rows"][index], states, strict=True))
-            found |= {k: torch.tensor(v) for k, v in described["numbers"][index].items()}
-            if found:
-                self.outer.state[parameter] = found
+            state = dict(zip(described["rows"][index], states, strict=True))
+            state |= {k: torch.tensor(v) for k, v in described["numbers"][index].items()}
+            if state:
+                self.outer.state[parameter] = state
             residual = self.residual(index)
             if residual is not None:
                 residual.zero_()
@@ -180,8 +184,8 @@ class Anchors:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a `state_dict()` of the same rank. Nothing changes if it does not fit."""
         own = [*self.parameters, *(buffer.tensor for buffer in self._residuals)]
-        given = [*state["anchors"], *state["residuals"]]
-        shapes, wanted = [list(t.shape) for t in given], [list(t.shape) for t in own]
+        saved = [*state["anchors"], *state["residuals"]]
+        shapes, wanted = [list(t.shape) for t in saved], [list(t.shape) for t in own]
         if shapes != wanted:
             raise StateError(
                 f"anchors of shapes {wanted}",
@@ -190,7 +194,7 @@ class Anchors:
                 hint="resume with as many ranks, the same model and codec; or leave the state "
                 "out: an island that joins takes over that of the others",
             )
-        for tensor, value in zip(own, given, strict=True):
+        for tensor, value in zip(own, saved, strict=True):
             tensor.copy_(value)
         self.outer.load_state_dict(state["outer"])
 
@@ -203,16 +207,95 @@ def weight_of(parameter: UnitParameter) -> Tensor:
 def _outer_of(outer: OuterChoice, parameters: list[nn.Parameter]) -> Optimizer:
     if outer is None:
         return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-    made = outer(parameters) if callable(outer) else outer
-    held = {id(p) for g in made.param_groups for p in g["params"]} if _is_optimizer(made) else None
-    if held != {id(parameter) for parameter in parameters}:
+    optimizer = outer(parameters) if callable(outer) else outer
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    if {id(p) for group in groups for p in group["params"]} != set(map(id, parameters)):
         raise ConfigError(
             "outer to be a function that returns a torch.optim.Optimizer of its argument",
-            f"a {type(made).__name__}",
+            f"a {type(optimizer).__name__}",
             hint="outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9)",
         )
-    return made
+    return optimizer
 
 
-def _is_optimizer(value: object) -> bool:
-    return isinstance(value, Optimizer)
+ValuesOf = Callable[[UnitParameter], Tensor | None]
+"""A parameter's values as this rank holds them: own rows, or all rows at stage 0."""
+
+
+class Share:
+    """This rank's rows of one unit's trainable parameters, as one flat tensor on the CPU."""
+
+    def __init__(self, unit: Unit) -> None:
+        context = unit.context
+        self.unit, self._rank, self._world_size = unit, context.rank, context.world_size
+        self.parameters = [p for p in unit.parameters if _is_exchanged(p)]
+        self.dtype = torch.promote_types(unit.stepped.dtype, torch.float32)
+        self._is_gathered = not context.is_sharded and context.world_size > 1
+        self.rows, self._numels = list[ShareRows](), [0] * context.world_size
+        for parameter in self.parameters:
+            cut = self._cut(parameter)
+            self.rows.append(ShareRows(cut, self._numels[context.rank]))
+            for rank in range(context.world_size):
+                self._numels[rank] += round_up(cut.piece_numel(rank), PIECE_NUMEL)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor, gaps included."""
+        return self._numels[self._rank]
+
+    def _cut(self, parameter: UnitParameter) -> Cut:
+        cut = self.unit.spec.wire.slots[parameter.index].cut
+        assert cut is not None, "a parameter has a shape"
+        return cut
+
+    def collect(self, values_of: ValuesOf) -> Tensor:
+        """Copy this rank's rows of each parameter: [numel] of `dtype`, zeros where it has none."""
+        flat = torch.zeros(self.numel, dtype=self.dtype)
+        for parameter, rows in zip(self.parameters, self.rows, strict=True):
+            values = values_of(parameter)
+            if values is not None:
+                own = rows.cut.own_view(values, self._rank) if self._is_gathered else values
+                flat[rows.offset : rows.offset + own.numel()].copy_(own.reshape(-1))
+        return flat
+
+    def spread(self, flat: Tensor, values_of: ValuesOf, keep: float = 0.0) -> None:
+        """Write rows back to each parameter, at stage 0 on all ranks of the island (a collective).
+
+        `keep` is the share of the old values that stays.
+        """
+        flats = self._gathered(flat) if self._is_gathered else {self._rank: flat}
+        for rank, of_rank in flats.items():
+            at = 0
+            for parameter, rows in zip(self.parameters, self.rows, strict=True):
+                start, numel = at, rows.cut.piece_numel(rank)
+                at += round_up(numel, PIECE_NUMEL)
+                values = values_of(parameter)
+                if values is None:
+                    continue
+                place = rows.cut.own_view(values, rank) if self._is_gathered else values
+                new = of_rank[start : start + numel].to(place.device).view(place.shape)
+                if keep:
+                    new = place.to(new).mul_(keep).add_(new, alpha=1 - keep)
+                place.copy_(new)
+
+    def _gathered(self, flat: Tensor) -> dict[int, Tensor]:
+        """The rows of all ranks of the island."""
+        group, device = self.unit.context.transport.group, self.unit.stepped.device
+        flats = {
+            rank: flat.to(device) if rank == self._rank else flat.new_empty(numel, device=device)
+            for rank, numel in enumerate(self._numels)
+            if numel
+        }
+        works = [group.broadcast(rows, rank) for rank, rows in flats.items()]
+        nbytes = (self._world_size - 1) * flat.nbytes
+        self.unit.context.ledger.sent("islands inside", nbytes)
+        Ticket(works, label=f"gather of averaged rows of {self.unit.name!r}").wait()
+        return flats
+
+
+def _is_exchanged(parameter: UnitParameter) -> bool:
+    dtype = parameter.home.stepped.dtype
+    is_number = dtype.is_floating_point or dtype.is_complex
+    with torch._C.DisableTorchFunctionSubclass():
+        is_trained = parameter.sharded.requires_grad
+    return bool(parameter.places) and is_trained and is_number and not parameter.spec.is_packed

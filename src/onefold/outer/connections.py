@@ -97,7 +97,7 @@ class IslandLinks:
 
     def forget(self) -> None:
         """Free the buffers of messages that are complete."""
-        self._works = [each for each in self._works if not each[0].is_completed()]
+        self._works = [work for work in self._works if not work[0].is_completed()]
 
     @property
     def is_busy(self) -> bool:

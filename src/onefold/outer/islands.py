@@ -16,13 +16,12 @@ from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, WireError
-from onefold.outer.anchors import Anchors, OuterChoice
+from onefold.outer.anchors import Anchors, OuterChoice, Share
 from onefold.outer.journal import Hello, JournalRecord
-from onefold.outer.meeting import Meeting, find_place
-from onefold.outer.membership import Membership, layout_of, model_of
+from onefold.outer.membership import Meeting, Membership, find_place, layout_of, model_of
 from onefold.outer.periods import Periods
 from onefold.outer.rounds import OuterRound
-from onefold.outer.share import Share
+from onefold.unit.parameter import UnitParameter
 from onefold.wire.codec import codec_of
 from onefold.wire.together import together
 
@@ -30,30 +29,23 @@ TIMEOUT_S = 60.0
 """Seconds that islands wait for one another in a round by default."""
 
 
-def islands(  # noqa: PLR0913 - the contract
-    module: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    *,
-    every: int | Periods,
-    outer: OuterChoice = None,
-    codec: str | None = None,
-    mesh: DeviceMesh | None = None,
-    meeting: Meeting | None = None,
-    state: dict[str, Any] | None = None,
-    timeout: float = TIMEOUT_S,
-) -> Islands:
+class islands:
     """Train on islands behind slow links, which exchange weights every so many steps only.
 
     Shard the module over the ranks of one island first. Each island then trains on its own data.
     After every `every` steps islands average how far their weights have moved from the anchor, the
     weights that they agreed on last. An outer optimizer steps the anchor with this mean, weighted
-    by the islands' numbers of ranks, and each island goes on from there. A collective: every rank
-    of every island calls it. Afterwards all islands have the weights of island 0.
+    by the islands' numbers of ranks, and each island goes on from there.
+
+    A collective: every rank of every island calls it, and then `step()` after each
+    `optimizer.step()`. Afterwards all islands have the weights of island 0. `onefold.save` saves
+    anchors and outer state with the module. If `onefold.load` came before, islands resume from what
+    it read: all from the same step, or an older one takes over the state of the newest.
 
     Args:
         module: sharded over the ranks of this island.
         optimizer: the one that was given to `onefold.shard`, or several.
-        every: steps between exchanges, or `onefold.Periods`.
+        every: steps between exchanges, or `onefold.islands.Periods`.
         outer: returns an optimizer of the anchors that it gets: flat tensors [own rows], in fp32,
             on the CPU. Default: that of DiLoCo, SGD with lr 0.7 and Nesterov momentum 0.9, for
             runs of many exchanges. SGD with lr 1 takes over the mean, which is better in short
@@ -62,13 +54,20 @@ def islands(  # noqa: PLR0913 - the contract
             feedback.
         mesh: axes (island, rank), whose second axis the module is sharded over. Default: the
             islands are the groups of ranks that shard together in this world, of any size.
-        meeting: where islands meet that are separate jobs. They may end and join again.
-        state: of a handle's `state_dict()`, to resume.
+        meeting: an `onefold.islands.Meeting`: where islands meet that are separate jobs. They may
+            end and join again.
         timeout: seconds that islands wait for one another. One that does not answer is left out
             until it joins again.
 
-    Returns:
-        A handle. Call its `step()` after each `optimizer.step()`.
+    Attributes:
+        outer: the outer optimizer: a learning rate schedule may change its groups.
+        periods: when islands exchange which values.
+        num_steps: calls of `step`, those of earlier runs included.
+        num_rounds: exchanges that were applied.
+        num_dropped: exchanges that were given up, on all islands alike.
+        num_joined: how often this island took over the state of others after it was left out.
+        waited_s: seconds that this rank waited for messages of other islands. `Periods.delay` hides
+            them behind steps.
 
     Raises:
         ConfigError: a choice that cannot work, or islands with different models, stages, wires,
@@ -87,58 +86,50 @@ def islands(  # noqa: PLR0913 - the contract
     Sources: DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512; DES-LOC, arXiv
     2505.22549.
     """
-    engine = engine_of(module)
 
-    def prepare() -> tuple[Periods, Anchors]:
-        periods, optimizers = Periods.of_choice(every), _optimizers_of(optimizer)
-        if codec is not None:
-            codec_of(codec)
-        _check_timeout(timeout)
-        shares = _shares_of(engine, periods, optimizers)
-        return periods, Anchors(shares, optimizers, outer, feeds_back=codec is not None)
+    Periods, Meeting = Periods, Meeting
+    word, reshards = "islands", False
 
-    periods, anchors = together(engine.group, prepare)
-    place = find_place(engine.group, mesh, meeting, timeout)
-    coding = None if codec is None else codec_of(codec)
-    members = Membership(engine.group, place, anchors.shares, coding, timeout)
-    facts = {
-        "stage": engine.recipe.stage.number,
-        "wire": str(engine.recipe.wire),
-        "codec": "exact" if coding is None else coding.name,
-        "every": str(periods),
-        "outer": _described(anchors.outer),
-        "model": model_of(anchors.shares),
-    }
-    handle = Islands(engine, anchors, members, periods, facts)
-    handle.meet(state)
-    return handle
+    def __init__(  # noqa: PLR0913 - the contract
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        every: int | Periods,
+        outer: OuterChoice = None,
+        codec: str | None = None,
+        mesh: DeviceMesh | None = None,
+        meeting: Meeting | None = None,
+        timeout: float = TIMEOUT_S,
+    ) -> None:
+        engine = self._engine = engine_of(module)
 
+        def prepare() -> tuple[Periods, Anchors]:
+            periods, optimizers = Periods.of_choice(every), _optimizers_of(optimizer)
+            if codec is not None:
+                codec_of(codec)
+            _check_timeout(timeout)
+            shares = _shares_of(engine, periods, optimizers)
+            return periods, Anchors(shares, optimizers, outer, feeds_back=codec is not None)
 
-class Islands:
-    """The handle that `onefold.islands` returns.
-
-    Attributes:
-        outer: the outer optimizer: a learning rate schedule may change its groups.
-        periods: when islands exchange which values.
-        num_steps: calls of `step`, those of earlier runs included.
-        num_rounds: exchanges that were applied.
-        num_dropped: exchanges that were given up, on all islands alike.
-        num_joined: how often this island took over the state of others after it was left out.
-        waited_s: seconds that this rank waited for messages of other islands. `Periods.delay` hides
-            them behind steps.
-    """
-
-    def __init__(
-        self, engine: Engine, anchors: Anchors, members: Membership, periods: Periods,
-        facts: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.outer, self.periods = anchors.outer, periods
+        self.periods, anchors = together(engine.group, prepare)
+        place = find_place(engine.group, mesh, meeting, timeout)
+        coding = None if codec is None else codec_of(codec)
+        self.outer, self._anchors = anchors.outer, anchors
         self.num_steps = self.num_rounds = self.num_dropped = self.num_joined = 0
         self.waited_s = 0.0
-        self._engine, self._anchors, self._members = engine, anchors, members
-        self._facts = facts
-        self._layout = layout_of(members.group, anchors.shares)
+        self._members = Membership(engine.group, place, anchors.shares, coding, timeout)
+        self._facts = {
+            "stage": engine.recipe.stage.number,
+            "wire": str(engine.recipe.wire),
+            "codec": "exact" if coding is None else coding.name,
+            "every": str(self.periods),
+            "outer": _described(anchors.outer),
+            "model": model_of(anchors.shares),
+        }
+        self._layout = layout_of(engine.group, anchors.shares)
         self._pending: OuterRound | None = None
+        self.resume(engine.companions.join(self))
 
     @property
     def island(self) -> int:
@@ -200,11 +191,14 @@ class Islands:
                 return
             pending.start(members, self._engine.ledger)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's anchors, outer state, residuals, and the exchange under way.
+    # checkpoints (`Companion`)
 
-        `onefold.save(..., extra={"islands": handle})` saves it, in a directory of each island.
-        """
+    def saved_rows(self) -> list[tuple[UnitParameter, Tensor]]:
+        """Nothing: at stage 0 ranks hold other rows of the anchors than of the weights."""
+        return []
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return this rank's anchors, outer state, residuals, and the exchange under way."""
         pending = self._pending
         under_way = None
         if pending is not None:
@@ -213,39 +207,31 @@ class Islands:
         counts = {"num_steps": self.num_steps, "num_rounds": self.num_rounds}
         return {**counts, "pending": under_way, **self._anchors.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict()`, after `onefold.load`; islands meet again. A collective.
+    def resume(self, state: dict[str, Any] | None) -> None:
+        """Meet the other islands, and take over the newest state among them. A collective.
 
-        All islands call it with states of the same step, which then go on from their own weights.
-        An island with an older state takes over that of the others.
-
-        Raises:
-            StateError: the state is of another model, codec or number of ranks.
+        Raises `StateError` for a state of another model, codec or number of ranks.
         """
-        self.meet(state)
-
-    def meet(self, state: dict[str, Any] | None) -> None:
-        """Meet the other islands, and take over the newest state among them. A collective."""
         self._check_resting()
-        together(self._members.group, lambda: self._resume(state))
+        together(self._members.group, lambda: self._take_over(state))
         self._members.meet(Hello(self._facts, self._layout, self.num_steps))
         self._transfer()
         if self._pending is not None:
             self._pending.start(self._members, self._engine.ledger)
         self.num_joined = 0
 
-    def _resume(self, state: dict[str, Any] | None) -> None:
+    def _take_over(self, state: dict[str, Any] | None) -> None:
         self._rest()
         if state is None:
             self._anchors.follow_weights()
             return
         self._anchors.load_state_dict(state)
         self.num_steps, self.num_rounds = int(state["num_steps"]), int(state["num_rounds"])
-        given = state["pending"]
+        pending = state["pending"]
         self._pending = None
-        if given is not None:
-            sent: dict[tuple[str, int], Tensor] = {(k, i): rows for k, i, rows in given["sent"]}
-            self._pending = OuterRound(given["step"], given["fragment"], sent)
+        if pending is not None:
+            sent: dict[tuple[str, int], Tensor] = {(k, i): rows for k, i, rows in pending["sent"]}
+            self._pending = OuterRound(pending["step"], pending["fragment"], sent)
 
     def _start(self, fragment: int, kinds: Sequence[str]) -> None:
         """Begin to exchange values of the units of one fragment."""
@@ -298,7 +284,7 @@ class Islands:
             members.note(json.dumps({**anchors.describe_state(), "num_steps": self.num_steps}))
         described = json.loads(members.read_note(deadline))
         members.connect()
-        source, found = record.members.index(record.source), list[list[Tensor]]()
+        source, received = record.members.index(record.source), list[list[Tensor]]()
         is_source = members.island == record.source
         for index, names in enumerate(described["rows"]):
             rows = anchors.state_rows(index, names)
@@ -313,8 +299,8 @@ class Islands:
                         nbytes = members.links.sent_nbytes(packed)
                         self._engine.ledger.sent("islands join", nbytes)
                 rows[at] = into
-            found.append(rows if members.island in record.adopters else [])
-        return described, found
+            received.append(rows if members.island in record.adopters else [])
+        return described, received
 
     # guards
 
@@ -338,16 +324,16 @@ class Islands:
 
 
 def _optimizers_of(optimizer: object) -> tuple[Optimizer, ...]:
-    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    found: list[Optimizer] = []
-    for each in given:
-        if isinstance(each, Optimizer):
-            found.append(each)
-        elif each is not None:
-            got = f"a {type(each).__name__}"
+    chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers: list[Optimizer] = []
+    for choice in chosen:
+        if isinstance(choice, Optimizer):
+            optimizers.append(choice)
+        elif choice is not None:
+            got = f"a {type(choice).__name__}"
             hint = "pass the optimizer that was given to onefold.shard"
             raise ConfigError("optimizer to be a torch.optim.Optimizer", got, hint=hint)
-    return tuple(found)
+    return tuple(optimizers)
 
 
 def _shares_of(engine: Engine, periods: Periods, optimizers: tuple[Optimizer, ...]) -> list[Share]:

@@ -69,10 +69,10 @@ class JournalRecord:
     @staticmethod
     def loads(text: bytes) -> JournalRecord:
         """The record of a text."""
-        found: dict[str, Any] = json.loads(text)
-        found["joined"] = {int(island): name for island, name in found["joined"].items()}
-        found |= {name: tuple(found[name]) for name in ("members", "adopters")}
-        return JournalRecord(**found)
+        fields: dict[str, Any] = json.loads(text)
+        fields["joined"] = {int(island): name for island, name in fields["joined"].items()}
+        fields |= {name: tuple(fields[name]) for name in ("members", "adopters")}
+        return JournalRecord(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,8 @@ class Journal:
     def look_for_verdict(self, record: JournalRecord, deadline: float) -> JournalRecord | None:
         """The next record, once every member has voted, or asks to join, or time is up."""
         index = record.index + 1
-        found = self._read(index)
-        if found is None:
+        after = self._read(index)
+        if after is None:
             votes = {
                 k: Vote(**json.loads(self._store.get(f"vote/{record.index}/{k}")))
                 for k in record.members
@@ -212,9 +212,9 @@ class Journal:
             verdict = decide(record, votes)
             if verdict.is_committed and not record.adopters:
                 verdict = self._with_joiners(verdict)
-            found = self._write(verdict)
-        self._tail = found.index
-        return found
+            after = self._write(verdict)
+        self._tail = after.index
+        return after
 
     def _with_joiners(self, verdict: JournalRecord) -> JournalRecord:
         """The verdict, with islands that ask to join and fit."""
@@ -294,18 +294,18 @@ def decide(record: JournalRecord, votes: Mapping[int, Vote]) -> JournalRecord:
     )  # fmt: skip
 
 
-def first_difference(one: Hello, other: Hello, island: int, another: int) -> str:
+def first_difference(mine: Hello, other: Hello, island: int, another: int) -> str:
     """A message that names the first fact in which two islands differ; "" if there is none."""
-    for name, fact in one.facts.items():
-        given = other.facts.get(name)
-        if fact == given:
+    for name, ours in mine.facts.items():
+        theirs = other.facts.get(name)
+        if ours == theirs:
             continue
-        if isinstance(fact, list) and isinstance(given, list):
-            pairs = [*zip(fact, given, strict=False), (len(fact), len(given))]
-            fact, given = next(pair for pair in pairs if pair[0] != pair[1])
+        if isinstance(ours, list) and isinstance(theirs, list):
+            pairs = [*zip(ours, theirs, strict=False), (len(ours), len(theirs))]
+            ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
         return expected(
             f"the same {name} on every island",
-            f"{fact} on island {island} and {given} on island {another}",
+            f"{ours} on island {island} and {theirs} on island {another}",
             hint="islands may differ in their number of ranks, mesh and offload alone",
         )
     return ""

@@ -18,7 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+import torch
+from torch import Tensor
+
 from onefold.layout.cut import Cut, Range
+from onefold.layout.messages import ALIGN_NBYTES
+from onefold.layout.rows import round_up
+from onefold.wire.codec import Codec
 
 Owners = tuple[int, ...]
 """One rank of each island, in the order of the islands."""
@@ -62,26 +68,26 @@ def parcels_of(
         island: the position of this rank's island among them.
         rank: this rank's number in its island.
     """
-    found: defaultdict[Owners, Parcel] = defaultdict(lambda: Parcel(()))
+    parcels: defaultdict[Owners, Parcel] = defaultdict(lambda: Parcel(()))
     for own, of_islands in zip(rows, cuts, strict=True):
         starts = _starts(own, rank)
         for owners, (start, stop) in _refined(of_islands):
             if owners[island] == rank:
                 first = next(at for at in starts if at[0] <= start < at[1])
-                if owners not in found:
-                    found[owners] = Parcel(owners)
+                if owners not in parcels:
+                    parcels[owners] = Parcel(owners)
                 at = first[2] + start - first[0]
-                found[owners].add(at, at + stop - start, is_matrix=len(own.cut.shape) > 1)
-    return [found[owners] for owners in sorted(found)]
+                parcels[owners].add(at, at + stop - start, is_matrix=len(own.cut.shape) > 1)
+    return [parcels[owners] for owners in sorted(parcels)]
 
 
 def _starts(own: ShareRows, rank: int) -> list[tuple[int, int, int]]:
     """This rank's spans of a parameter: start, stop, and where it lies in the unit's rows."""
-    found, at = list[tuple[int, int, int]](), own.offset
+    starts, at = list[tuple[int, int, int]](), own.offset
     for start, stop in own.cut.spans(rank):
-        found.append((start, stop, at))
+        starts.append((start, stop, at))
         at += stop - start
-    return found
+    return starts
 
 
 def _refined(cuts: Sequence[Cut]) -> Iterator[tuple[Owners, Range]]:
@@ -109,3 +115,77 @@ def _spans(cut: Cut) -> list[tuple[int, int, int]]:
         for rank, (start, stop) in enumerate(cut.slab_ranges)
         if stop > start
     ]
+
+
+class ParcelMessage:
+    """Packs one parcel of flat rows [own rows] into a message, and reads it again.
+
+    Without a codec all elements are exact. `dtype` is that of the rows.
+    """
+
+    def __init__(self, parcel: Parcel, dtype: torch.dtype, codec: Codec | None) -> None:
+        is_coded = codec is not None and dtype.is_floating_point
+        self.owners, self._dtype, self._codec = parcel.owners, dtype, codec
+        self.coded = parcel.coded if is_coded else []
+        self.exact = parcel.exact if is_coded else parcel.coded + parcel.exact
+        self._coded_numel, exact_numel = _numel(self.coded), _numel(self.exact)
+        self._coded_nbytes = 0 if codec is None else codec.nbytes(self._coded_numel)
+        self._start = round_up(self._coded_nbytes, ALIGN_NBYTES)
+        self.nbytes = self._start + exact_numel * dtype.itemsize
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Return the message, uint8 [nbytes], of `rows` [own rows]."""
+        message = torch.zeros(self.nbytes, dtype=torch.uint8)
+        if self._codec is not None and self.coded:
+            self._codec.encode(_taken(rows, self.coded).float(), message[: self._coded_nbytes])
+        if self.exact:
+            message[self._start :].view(self._dtype).copy_(_taken(rows, self.exact))
+        return message
+
+    def unpack(self, message: Tensor, rows: Tensor) -> None:
+        """Write the values of a message to their places in `rows`; leave the others."""
+        if self._codec is not None and self.coded:
+            values = torch.empty(self._coded_numel)
+            self._codec.decode(message[: self._coded_nbytes], values)
+            _put(values, rows, self.coded)
+        if self.exact:
+            _put(message[self._start :].view(self._dtype), rows, self.exact)
+
+    def mean(self, messages: Sequence[Tensor], weights: Sequence[int], rows: Tensor) -> None:
+        """Write the weighted mean of all islands' values to `rows`: the same bits on each.
+
+        Values are added in the order of the islands.
+        """
+        total, values = torch.zeros_like(rows), torch.zeros_like(rows)
+        for message, weight in zip(messages, weights, strict=True):
+            self.unpack(message, values)
+            total.add_(values, alpha=weight)
+        total.div_(sum(weights))
+        for start, stop in (*self.coded, *self.exact):
+            rows[start:stop] = total[start:stop]
+
+    def keep_rounding(self, sent: Tensor, message: Tensor, residual: Tensor) -> None:
+        """Write the part of `sent` that the codec rounded off to `residual` (error feedback).
+
+        Source: Seide et al., Interspeech 2014.
+        """
+        if self._codec is None or not self.coded:
+            return
+        values = torch.empty(self._coded_numel)
+        self._codec.decode(message[: self._coded_nbytes], values)
+        rounded = _taken(sent, self.coded).float().sub_(values)
+        _put(rounded.nan_to_num_(0.0, 0.0, 0.0), residual, self.coded)
+
+
+def _numel(ranges: Sequence[Range]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _taken(rows: Tensor, ranges: Sequence[Range]) -> Tensor:
+    return torch.cat([rows[start:stop] for start, stop in ranges])
+
+
+def _put(values: Tensor, rows: Tensor, ranges: Sequence[Range]) -> None:
+    parts = values.split([stop - start for start, stop in ranges])
+    for (start, stop), part in zip(ranges, parts, strict=True):
+        rows[start:stop] = part

@@ -31,7 +31,7 @@ class Periods:
         ConfigError: a number that cannot work; the message names the field.
 
     Example:
-        >>> onefold.islands(model, optimizer, every=onefold.Periods(30, fragments=3, delay=2))
+        >>> onefold.islands(model, optimizer, every=onefold.islands.Periods(30, delay=2))
 
     Sources: DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512; DES-LOC, arXiv
     2505.22549.

@@ -13,7 +13,7 @@ from onefold.layout.ledger import Ledger
 from onefold.outer.anchors import Anchors
 from onefold.outer.connections import Arriving
 from onefold.outer.membership import Membership
-from onefold.outer.message import ParcelMessage
+from onefold.outer.parcels import ParcelMessage
 from onefold.outer.periods import WEIGHTS
 
 Item = tuple[str, int]
@@ -55,8 +55,8 @@ class OuterRound:
                 messages = messages_of(members, item)
                 packed = self._packed[item] = [message.pack(rows) for message in messages]
                 self._arriving[item] = [
-                    members.links.gather(message.owners, each)
-                    for message, each in zip(messages, packed, strict=True)
+                    members.links.gather(message.owners, packed_message)
+                    for message, packed_message in zip(messages, packed, strict=True)
                 ]
                 nbytes = sum(map(members.links.sent_nbytes, packed))
                 ledger.sent("islands", nbytes, len(packed))
@@ -84,8 +84,8 @@ class OuterRound:
             residual = anchors.residual(item[1])
             if item[0] == WEIGHTS and residual is not None:
                 pairs = zip(messages_of(members, item), packed, strict=True)
-                for message, each in pairs:
-                    message.keep_rounding(self.sent[item], each, residual)
+                for message, message_bytes in pairs:
+                    message.keep_rounding(self.sent[item], message_bytes, residual)
         anchors.step({index: mean for (kind, index), mean in self.means.items() if kind == WEIGHTS})
         for (kind, index), mean in self.means.items():
             rows = anchors.parameters[index].detach() if kind == WEIGHTS else mean

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -65,21 +66,30 @@ class Cluster:
         }
 
 
-ClusterChoice = Cluster | str | Sequence[Cluster] | None
-"""One kind of devices, several, or a text such as `EXAMPLE`."""
+ClusterChoice = Cluster | Mapping[str, Any] | str | Sequence[Cluster | Mapping[str, Any]] | None
+"""One kind of devices (the fields of `Cluster`), several, or a text such as `EXAMPLE`."""
 
 
 def clusters_of(choice: ClusterChoice, world_size: int) -> tuple[Cluster, ...]:
     """Return the kinds of devices of a choice; None: `world_size` ranks of this machine."""
     if choice is None:
         return (_this_machine(world_size),)
-    if isinstance(choice, Cluster):
-        return (choice,)
-    kinds = parsed(choice) if isinstance(choice, str) else tuple(choice)
+    if isinstance(choice, Cluster | Mapping):
+        choice = [choice]
+    kinds = parsed(choice) if isinstance(choice, str) else tuple(map(_cluster_of, choice))
     if not kinds:
         hint = f"onefold.plan(model, cluster={EXAMPLE!r})"
         raise ConfigError("at least one kind of devices", "none", hint=hint)
     return kinds
+
+
+def _cluster_of(kind: Cluster | Mapping[str, Any]) -> Cluster:
+    """Raises `ConfigError` for a field that devices do not have."""
+    try:
+        return kind if isinstance(kind, Cluster) else Cluster(**kind)
+    except TypeError as error:
+        hint = 'cluster={"ranks": 8, "nodes": 2, "machine": "h100-80"}'
+        raise ConfigError("fields of a kind of devices", error, hint=hint) from error
 
 
 def names_kinds(text: str) -> bool:
@@ -107,7 +117,7 @@ def parsed(text: str) -> tuple[Cluster, ...]:
 def _nodes_of(machine: Machine, count: int) -> Cluster:
     ranks = min(count, machine.ranks_per_node)
     if count % ranks:
-        hint = "describe other nodes with onefold.Cluster(ranks=..., nodes=..., machine=...)"
+        hint = "describe other nodes with {'ranks': ..., 'nodes': ..., 'machine': ...}"
         wanted = f"whole nodes of {ranks} {machine.name}, or a part of one"
         raise ConfigError(wanted, f"{count} of them", hint=hint)
     return Cluster(

@@ -44,6 +44,15 @@ class ModelAxes:
     ep: int = 1
     virtual: int = 1
 
+    @staticmethod
+    def of(choice: ModelAxes | Mapping[str, int] | None) -> ModelAxes:
+        """The axes of `onefold.plan(axes=)`. Raises `ConfigError` for a name that is no axis."""
+        try:
+            return choice if isinstance(choice, ModelAxes) else ModelAxes(**(choice or {}))
+        except TypeError as error:
+            hint = 'axes={"tp": 2, "pp": 2}'
+            raise ConfigError("axes tp, pp, cp, ep or virtual", error, hint=hint) from error
+
     @property
     def are_used(self) -> bool:
         """True if a model axis has more than one rank."""

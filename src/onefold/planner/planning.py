@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Literal
@@ -57,7 +57,7 @@ def plan(  # noqa: PLR0913 - the contract
     wire: Literal["auto"] | WireChoice = "auto",
     recompute: bool = False,
     calibrate: bool | nn.Module | str = False,
-    axes: ModelAxes | None = None,
+    axes: ModelAxes | Mapping[str, int] | None = None,
 ) -> Plan:
     """Find the ways to train a model that fit, how fast they are, and which one to take.
 
@@ -68,9 +68,10 @@ def plan(  # noqa: PLR0913 - the contract
             preset, a Hugging Face config.json, or "module:function".
         world_size: ranks on this machine, where no `cluster` is given: GPUs if torch sees one,
             else processes on the CPU.
-        cluster: the devices; default: those of this machine. Several kinds of devices: a list, or a
-            text as in "8xh100-80 + 16xa100-40". Then rows are split by speed and states by memory:
-            `Plan.mixed` has them beside an equal split.
+        cluster: the devices; default: those of this machine. {"ranks": 8, "nodes": 2, "machine":
+            "h100-80"}, and the other fields of `planner/clusters.py`. Several kinds of devices: a
+            list, or a text as in "8xh100-80 + 16xa100-40". Then rows are split by speed and states
+            by memory: `Plan.mixed` compares them with an equal split.
         batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two. On
             several kinds of devices: the mean over all ranks.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
@@ -80,8 +81,9 @@ def plan(  # noqa: PLR0913 - the contract
         recompute: recompute blocks in backward. A module has to be set up for that by its owner.
         calibrate: measure CPU ranks of this machine first, for up to a minute, and estimate step
             times on them: with the model itself (True), or with another one, by name or a module.
-        axes: ranks of tensor, pipeline, context and expert axes; the rest of the world is dp. Each
-            rank of the pipeline is planned on its data axis.
+        axes: ranks of tensor, pipeline, context and expert axes as in {"tp": 2, "pp": 2, "cp": 1,
+            "ep": 1}, and "virtual", the parts of the model on a rank of pp; the rest of the world
+            is dp. Each rank of the pipeline is planned on its data axis.
 
     Raises:
         ConfigError: a model that cannot be built, counts below 1, words that are not known; a wire
@@ -90,7 +92,7 @@ def plan(  # noqa: PLR0913 - the contract
             divide the world, or for which the model has not enough heads, blocks or experts; a
             cluster of several kinds beside axes, a wire or a calibration.
     """
-    kinds, axes = clusters_of(cluster, world_size), axes or ModelAxes()
+    kinds, axes = clusters_of(cluster, world_size), ModelAxes.of(axes)
     for kind in kinds:
         _check(kind, seq=seq, batch=batch, accumulate=accumulate)
     where, mixed, chosen = kinds[0], device_kinds(kinds), precision_of(precision)

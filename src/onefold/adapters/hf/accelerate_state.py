@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from onefold.checkpoint import agreement
 from onefold.checkpoint.directory import prune
-from onefold.checkpoint.full import full_state_dict
 from onefold.checkpoint.load import load
+from onefold.checkpoint.pretrained import full_state_dict
 from onefold.checkpoint.save import save
 from onefold.compose.checks import as_list
 from onefold.engine.registry import engine_of, is_sharded

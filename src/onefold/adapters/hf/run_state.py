@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.adapters.hf.whole_weights import is_peft
-from onefold.checkpoint import manifest as manifests
 from onefold.checkpoint.agreement import first
+from onefold.checkpoint.directory import read_manifest
 from onefold.checkpoint.load import load
 from onefold.checkpoint.save import save
 from onefold.engine.registry import engine_of
@@ -74,7 +74,7 @@ class RunState:
         first(group, lambda: shutil.rmtree(staged, ignore_errors=True))
         save(staged, self._model, self._optimizer, frozen=not is_peft(self._model))
         self._staged = staged
-        self._mark = {"id": manifests.read(staged).save_id, "folder": str(directory.absolute())}
+        self._mark = {"id": read_manifest(staged).save_id, "folder": str(directory.absolute())}
 
     def publish(self, checkpoint: Path) -> None:
         """Move the saved state into a Trainer's checkpoint. A collective."""
@@ -152,6 +152,6 @@ def folders_of(*directories: object) -> Iterator[Path]:
 
 def _id_of(folder: Path) -> str | None:
     try:
-        return manifests.read(folder).save_id
+        return read_manifest(folder).save_id
     except (CheckpointError, OSError):
         return None

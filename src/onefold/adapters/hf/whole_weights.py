@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from onefold.adapters.hf.events import meet
 from onefold.checkpoint.agreement import first, together
-from onefold.checkpoint.contents import ShardedModel
 from onefold.checkpoint.pretrained import write_pretrained
 from onefold.checkpoint.safetensors import MAX_SHARD_NBYTES
+from onefold.checkpoint.stages import ShardedModel
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import StateError, WireError

@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from onefold.checkpoint.agreement import first, refusal
+from onefold.checkpoint.agreement import first
 from onefold.checkpoint.contents import MODEL
 from onefold.checkpoint.directory import find
-from onefold.checkpoint.listing import inspect
 from onefold.checkpoint.load import load
-from onefold.checkpoint.save import first_failure, planning, save
-from onefold.checkpoint.storage import Reader, ReadPlanner, read_metadata
+from onefold.checkpoint.offline import inspect
+from onefold.checkpoint.save import save
+from onefold.checkpoint.storage import Reader, ReadPlanner, first_failure, planning, read_metadata
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError
 from onefold.wire.collectives import Group
@@ -138,7 +138,7 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def _of_another(path: Path) -> CheckpointError:
-    return refusal(
+    return CheckpointError(
         f"a checkpoint of Lightning at {str(path)!r}",
         "one without Lightning's own state",
         hint="onefold.load reads it into a sharded module",

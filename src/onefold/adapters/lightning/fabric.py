@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from onefold.adapters.lightning import checkpoint_io as checkpoints
 from onefold.adapters.lightning.sharding import Sharding, share_buffers
 from onefold.api import accumulate
-from onefold.checkpoint.agreement import refusal
 from onefold.engine.registry import is_sharded
-from onefold.errors import StateError
+from onefold.errors import CheckpointError, StateError
 
 
 class FabricStrategy(DDPStrategy):
@@ -79,7 +78,7 @@ class FabricStrategy(DDPStrategy):
         """
         if storage_options is not None or filter is not None:
             got = "storage_options" if storage_options is not None else "filter"
-            raise refusal("neither storage_options nor filter", got, hint="leave it out")
+            raise CheckpointError("neither storage_options nor filter", got, hint="leave it out")
         module, optimizers, others = _parts(state)
         rest = {k: v.state_dict() if isinstance(v, _Stateful) else v for k, v in others.items()}
         checkpoints.write(Path(self.broadcast(path)), module, optimizers, rest)
@@ -103,7 +102,7 @@ class FabricStrategy(DDPStrategy):
         missing = [name for name in others if name not in rest]
         if missing and strict:
             hint = "strict=False loads the others"
-            raise refusal(f"entries {missing} in {str(path)!r}", list(rest), hint=hint)
+            raise CheckpointError(f"entries {missing} in {str(path)!r}", list(rest), hint=hint)
         for name, value in others.items():
             if name in rest and isinstance(value, _Stateful):
                 value.load_state_dict(rest.pop(name))

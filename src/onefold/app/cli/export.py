@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         raise ConfigError(wanted, repr(arguments.dtype), hint=hint)
     import torch
 
-    from onefold.checkpoint.whole_files import export
+    from onefold.checkpoint.offline import export
 
     dtype = None if arguments.dtype is None else getattr(torch, DTYPES[arguments.dtype])
     done = export(arguments.checkpoint, arguments.out, dtype=dtype, max_shard_nbytes=nbytes)

@@ -13,7 +13,7 @@ from onefold.app.cli.arguments import SubParsers, add_json
 from onefold.text import columns, counted, finite, show, wrapped
 
 if TYPE_CHECKING:
-    from onefold.checkpoint.listing import InspectedRow, Inspection
+    from onefold.checkpoint.offline import InspectedRow, Inspection
 
 MAX_DEPTH = 2
 """Levels of dicts in `extra` that are shown."""
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Print the table, or the JSON."""
     from pathlib import Path
 
-    from onefold.checkpoint.listing import inspect
+    from onefold.checkpoint.offline import inspect
 
     found = inspect(Path(arguments.checkpoint), verify=arguments.verify)
     if arguments.json:

@@ -22,8 +22,8 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint.directory import find
+from onefold.checkpoint.offline import export
 from onefold.checkpoint.safetensors import PretrainedFiles
-from onefold.checkpoint.whole_files import export
 from onefold.errors import CheckpointError, ConfigError
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
 from onefold.planner.models.loader import build_model, described, refuse

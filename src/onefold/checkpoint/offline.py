@@ -1,9 +1,10 @@
-"""Export a checkpoint's weights as safetensors: on any machine, a few MB at a time."""
+"""Export and inspect checkpoints without a module or a process group, a few MB at a time."""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from math import prod
@@ -14,14 +15,24 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from onefold.checkpoint import safetensors
-from onefold.checkpoint.agreement import as_checkpoint_error, refusal
+from onefold.checkpoint.agreement import as_checkpoint_error
 from onefold.checkpoint.checked_files import BlockReader
-from onefold.checkpoint.contents import MASTER, MODEL
-from onefold.checkpoint.directory import Draft, find
+from onefold.checkpoint.contents import (
+    COMPANION,
+    GRAD,
+    MASTER,
+    MODEL,
+    OPTIM,
+    PARTIAL,
+    RANK,
+    first_names,
+    is_offset,
+    packed_among,
+    path_of,
+)
+from onefold.checkpoint.directory import METADATA, Draft, Found, find
 from onefold.checkpoint.pretrained import begin, write_small_files
-from onefold.checkpoint.quantised import is_offset, packed_among
-from onefold.checkpoint.storage import bytes_of, chunk_of, data_offset, read_metadata
-from onefold.checkpoint.tied_names import first_names
+from onefold.checkpoint.storage import bytes_of, chunk_of, data_offset, read_metadata, read_object
 from onefold.errors import CheckpointError
 
 PART_NBYTES = 8 << 20
@@ -53,14 +64,14 @@ def export(
 
     Raises: CheckpointError: nothing to export, damage, a target that exists, a full disk.
     """
-    found = find(Path(os.path.abspath(source)))[0]
-    if found.manifest is None:
-        raise refusal(
-            f"a checkpoint of onefold.save at {str(found.path)!r}",
+    checkpoint = find(Path(os.path.abspath(source)))[0]
+    if checkpoint.manifest is None:
+        raise CheckpointError(
+            f"a checkpoint of onefold.save at {str(checkpoint.path)!r}",
             "one without manifest.json",
             hint="torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts others",
         )
-    metadata = read_metadata(found)
+    metadata = read_metadata(checkpoint)
     weights = dict(_weights(metadata, dtype))
     outputs = safetensors.plan_outputs(weights.values(), max_shard_nbytes)
     draft = Draft(Path(os.path.abspath(target)))
@@ -70,19 +81,19 @@ def export(
         with safetensors.OffsetWriter(draft.folder, outputs) as writer:
             for name, pieces in _pieces_by_file(metadata, weights):
                 announced = [(info.offset, info.offset + info.length) for info, _ in pieces]
-                record = found.manifest.files[name]
-                with BlockReader(found.path / name, record, announced) as reader:
+                record = checkpoint.manifest.files[name]
+                with BlockReader(checkpoint.path / name, record, announced) as reader:
                     for info, index in pieces:
                         saved = metadata.state_dict_metadata[index.fqn]
                         assert isinstance(saved, TensorStorageMetadata), "a weight is a tensor"
                         _copy_piece(reader, info, saved, index, weights[index.fqn], writer)
             writer.finish()
-        write_small_files(draft.folder, outputs, found.manifest.config)
+        write_small_files(draft.folder, outputs, checkpoint.manifest.config)
         draft.publish()
     except (OSError, CheckpointError) as error:
         draft.abandon()
         raise as_checkpoint_error(error) from error
-    return Exported(found.path, found.manifest.step, outputs, len(weights))
+    return Exported(checkpoint.path, checkpoint.manifest.step, outputs, len(weights))
 
 
 def _weights(
@@ -154,3 +165,87 @@ def _spans(
         first += offsets[last : last + 1]
         place = sum(at * stride for at, stride in zip(first, strides, strict=False))
         yield place, number * numel, (number + 1) * numel
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedRow:
+    """One tensor of a checkpoint."""
+
+    name: str
+    kind: str  # "weight", "master", or the key under which an optimizer keeps it
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The contents of a checkpoint."""
+
+    found: Found
+    rows: list[InspectedRow]
+    other_names: list[str]  # of objects that are no tensors
+    extra: Any  # that rank 0 passed to `onefold.save`
+    files: dict[str, int]  # bytes
+    is_verified: bool
+
+
+def inspect(directory: Path, *, verify: bool) -> Inspection:
+    """Inspect the checkpoint `directory`, or the newest complete one in it.
+
+    With `verify`, read every byte and compare it with its checksum.
+
+    Raises: CheckpointError: nothing there, or damaged, with the file's name.
+    """
+    checkpoint = find(directory)[0]
+    metadata = read_metadata(checkpoint)
+    if verify and checkpoint.manifest is not None:
+        for name, record in checkpoint.manifest.files.items():
+            with BlockReader(checkpoint.path / name, record, [(0, record.nbytes)]) as reader:
+                reader.verify()
+    tensors, others = [], []
+    notes = metadata.planner_data or {}
+    for name, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            tensors.append(_row(name, saved, notes.get(name, ())))
+        else:
+            others.append(name)
+    files = {p.name: p.stat().st_size for p in sorted(checkpoint.path.iterdir()) if p.is_file()}
+    manifest = checkpoint.manifest
+    is_verified = verify and manifest is not None and METADATA in manifest.files
+    return Inspection(checkpoint, tensors, others, _extra(checkpoint, metadata), files, is_verified)
+
+
+def _extra(checkpoint: Found, metadata: Metadata) -> Any:
+    """Return the `extra` of rank 0; None of another library's checkpoint."""
+    name = f"{RANK}.0"
+    if checkpoint.manifest is None or name not in metadata.state_dict_metadata:
+        return None
+    info = metadata.storage_data[MetadataIndex(name)]
+    path, span = checkpoint.path / info.relative_path, (info.offset, info.offset + info.length)
+    with BlockReader(path, checkpoint.manifest.files[info.relative_path], [span]) as reader:
+        data = reader.read(info.offset, info.length)
+    (of_rank,) = read_object(io.BytesIO(data), name)
+    return of_rank["extra"]
+
+
+def _row(name: str, saved: TensorStorageMetadata, note: Sequence[Any]) -> InspectedRow:
+    shown, kind = _parameter_and_kind(name, note)
+    dtype, shape = saved.properties.dtype, tuple(saved.size)
+    nbytes = prod(shape) * dtype.itemsize
+    return InspectedRow(
+        shown, kind, shape, str(dtype).removeprefix("torch."), nbytes, len(saved.chunks)
+    )
+
+
+def _parameter_and_kind(name: str, note: Sequence[Any]) -> tuple[str, str]:
+    """Return the parameter that a tensor belongs to, and its kind."""
+    keys = path_of(name, note)
+    if keys[:2] == (OPTIM, "state"):
+        return str(keys[2]), ".".join(map(str, keys[3:]))
+    if keys[0] == COMPANION:
+        return str(keys[2]), str(keys[1])
+    kinds = {MODEL: "weight", MASTER: "master", GRAD: GRAD, PARTIAL: PARTIAL, OPTIM: OPTIM}
+    kind, dot, rest = name.partition(".")
+    return (rest, kinds[kind]) if dot and kind in kinds else (name, "weight")
