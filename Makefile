@@ -9,7 +9,7 @@ DISK ?= /var/tmp
 # compiled while the package is installed, where there is a C compiler
 KERNELS := $(wildcard src/onefold/wire/kernels/*.[ch]) src/onefold/wire/kernels/compiling.py
 
-.PHONY: train big cluster test check docs format bench clean
+.PHONY: train big cluster test quick full check docs format bench clean
 
 train: $(VENV)/train.done
 	$(BIN)/onefold train
@@ -26,7 +26,15 @@ cluster: $(VENV)/train.done
 
 # more processes than a small machine has cores: many tests wait for processes of their own
 test: $(VENV)/dev.done
-	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal --durations-file build/durations.json
+
+# ranks are threads alone, no process: the laws, in under two minutes
+quick: $(VENV)/dev.done
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not process"
+
+# every case of the large grids, before a release
+full: $(VENV)/dev.done
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal --grid full
 
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .

@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
+
+# MKL picks its kernels by the alignment of data on CPUs with AVX512, so that equal products of
+# equal matrices may differ in their last bits. Read at MKL's first call; children inherit it.
+os.environ.setdefault("MKL_CBWR", "AVX2")
 
 import pytest
 import torch
 
 from onefold.layout import messages as layout_messages
 from onefold.planner import message_counts as messages
+from tests.support import grids
+from tests.support.budgets import Budgets
 
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests, with the reason, where there is no GPU."""
+GRID = "rows: some cases of large grids, see tests/support/grids.py; full: all, before a release"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-file", help="write the CPU seconds of each test file to it")
+    parser.addoption("--grid", choices=("rows", "full"), default="rows", help=GRID)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--durations-file")
+    if path:
+        config.pluginmanager.register(Budgets(Path(path).absolute()))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases of large grids; skip GPU tests, with the reason, where there is no GPU."""
+    if config.getoption("--grid") == "rows":
+        left_out = grids.left_out(items)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, found none")

@@ -301,7 +301,7 @@ def test_a_hugging_face_config_becomes_a_model_with_logits(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_closed_form_is_what_the_report_counts_for_odd_shapes(world_size, stage, dtype):
     def body(rank: int) -> tuple[dict[str, int], dict[str, int]]:

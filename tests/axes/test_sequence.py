@@ -181,7 +181,7 @@ def test_gradients_are_those_of_one_process_with_unequal_numbers_of_targets(dp, 
     compare(Work(ignored=UNEVEN, is_flat=dp == 1), dp, cp)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_every_stage_has_the_weights_of_one_process_after_twenty_steps(stage):
     compare(Work(ignored=UNEVEN, steps=20, stage=stage), 2, 2)
 

@@ -121,7 +121,7 @@ def test_it_averages_what_the_optimizer_steps_as_torch_does(world_size, choices,
 
 
 @worlds
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_it_is_the_average_of_a_plain_run(world_size, stage):
     plain = seeded(Model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4)

@@ -126,7 +126,7 @@ def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_two_optimizers_of_a_module_take_one_step_together_and_each_holds_its_states(
     stage, world_size
 ):
@@ -182,7 +182,7 @@ def test_optimizers_that_step_in_turns_take_a_step_each_and_one_that_is_gone_hol
     assert onefold.report(module).memory["optimizer"]["device"].now == others < both
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
 def test_an_optimizer_built_after_shard_trains_the_same(stage, kind):
     def train(rank, late):
@@ -289,7 +289,7 @@ def test_a_closure_is_called_once_and_its_loss_returned():
     run_ranks(2, train)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_an_optimizer_that_has_stepped_is_recut_and_goes_on(stage, world_size):
     def plain_steps(module, optimizer, batches, rank=0, world=1):
@@ -390,7 +390,7 @@ def test_gradients_set_by_hand_are_stepped():
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_that_a_user_keeps_are_not_overwritten_by_the_next_backward(stage):
     def train(rank):
         module = seeded(lambda: nn.Linear(8, 8))
@@ -465,7 +465,7 @@ def test_a_module_that_is_collected_while_another_steps_disturbs_no_step():
     assert len(_global_optimizer_pre_hooks) < num_hooks, "hooks of what is gone go with the next"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_graph_of_one_optimizers_units_outlives_the_step_of_another(stage):
     """A maker's output is used again after its critic has stepped, as in plain PyTorch."""
 

@@ -33,7 +33,7 @@ STREAMED = Offload(optimizer="cpu", step="device")
 __all__ = ["small_blocks"]  # a fixture for everything here: several blocks for each unit
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_streamed_states_give_the_bits_of_states_that_rest_on_the_device(world_size, stage):
     clip = 0.1 if (world_size + stage) % 2 else None

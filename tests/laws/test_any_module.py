@@ -1768,7 +1768,7 @@ def test_dropout_is_that_of_one_process_under_the_same_seed():
     law_1(1, script)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_without_a_process_group_a_module_trains_as_before(stage):
     script = training(Tower)
     process = Process(0, 1, stage)

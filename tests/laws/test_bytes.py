@@ -126,7 +126,7 @@ def test_uneven_pieces_send_what_the_other_ranks_lack():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_states_hold_the_closed_form_to_the_byte(world_size, stage):
     for before_step, report in run_ranks(world_size, one_step, world_size, stage):
         shards = world_size if stage else 1
@@ -181,7 +181,7 @@ def test_odd_shapes_hold_their_rows_rounded_up_to_a_cache_line():
         assert moments == 2 * numel * FP32
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_deleted_model_gives_every_byte_back_without_a_collector(world_size, stage):
     def leave_nothing(rank):

@@ -45,7 +45,8 @@ from tests.support.zoo import (
     whole,
 )
 
-sharded_stages = pytest.mark.parametrize("stage", [1, 2, 3])
+pytestmark = pytest.mark.covering
+sharded_stages = pytest.mark.parametrize("stage", [1, 3])
 some_worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 

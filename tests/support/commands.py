@@ -12,6 +12,7 @@ import logging
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -73,6 +75,8 @@ def torchrun(
     forks_ranks: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun` on `ranks` local ranks, one thread each, up to its end."""
+    if forks_ranks and ranks > MAX_FORKED and arguments[0] != "-m":
+        return _without_launcher(arguments, ranks, cwd, timeout_s)
     argv = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", *arguments]
 
     def body() -> None:
@@ -83,6 +87,42 @@ def torchrun(
 
     forks = forks_ranks and ranks <= MAX_FORKED
     return Command(body, argv, cwd, timeout_s, forks_ranks=forks).end()
+
+
+def _without_launcher(
+    arguments: Sequence[str], ranks: int, cwd: Path | None, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Forks of this process, which has no such threads, with the variables that torchrun sets."""
+    argv, port = [sys.executable, *arguments], free_port()
+    both = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+
+    def body(rank: int) -> None:
+        own = {"RANK": rank, "LOCAL_RANK": rank, **both}
+        os.environ |= {name: str(value) for name, value in own.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        torch.set_num_threads(1)
+        _run_python(argv)
+
+    begun = [
+        Command(partial(body, rank), argv, cwd, timeout_s, forks_ranks=False)
+        for rank in range(ranks)
+    ]
+    while None in (codes := [command.poll() for command in begun]) and not any(codes):
+        time.sleep(POLL_S)
+    for command in begun:
+        if command.poll() is None:  # another rank has failed
+            os.kill(command.pid, signal.SIGTERM)
+    ended = [command.end() for command in begun]
+    code = next(filter(None, codes), 0)
+    out, err = "".join(each.stdout for each in ended), "".join(each.stderr for each in ended)
+    return subprocess.CompletedProcess(argv, code, out, err)
+
+
+def free_port() -> int:
+    """A port that no process listens on."""
+    with socket.socket() as held:
+        held.bind(("localhost", 0))
+        return int(held.getsockname()[1])
 
 
 def script(path: Path, *, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:

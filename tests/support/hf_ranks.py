@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.support.commands import free_port
 from tests.support.ranks import run_processes
 
 
@@ -21,7 +21,7 @@ def run_forks(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any
     Returns their results, in rank order.
     """
     with tempfile.TemporaryDirectory() as folder:
-        run_processes(world_size, _fork, world_size, _free_port(), Path(folder), body, args)
+        run_processes(world_size, _fork, world_size, free_port(), Path(folder), body, args)
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
             for rank in range(world_size)
@@ -36,9 +36,3 @@ def _fork(
     os.environ.update(MASTER_ADDR="localhost", LOCAL_WORLD_SIZE=str(world_size))
     warnings.simplefilter("ignore")  # of libraries, in a process of its own
     torch.save(body(rank, *args), folder / f"{rank}.pt")
-
-
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("localhost", 0))
-        return held.getsockname()[1]

@@ -153,6 +153,11 @@ def test_an_exception_and_a_rate_that_is_none_leave_nothing_behind(permitted):
     assert not any(name.startswith(f"onefold-{os.getpid()}-") for name in names())
 
 
+def heed_interrupts() -> None:
+    """A suite that runs in a shell's background ignores SIGINT, and all that it starts would."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_ends_with_the_signal_and_takes_its_hosts_and_ranks_with_it(
     permitted, tmp_path, stop
@@ -163,6 +168,7 @@ def test_the_command_ends_with_the_signal_and_takes_its_hosts_and_ranks_with_it(
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        preexec_fn=heed_interrupts,
     ) as process:
         try:
             assert process.stdout is not None

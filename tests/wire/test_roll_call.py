@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
 import onefold
-from onefold.wire.roll_call import Answer, _Stacks, find_deadlock
+from onefold.wire.roll_call import Answer, _Stacks
+from onefold.wire.roll_call import find_deadlock as deadlock_of
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_processes, seeded
 
@@ -23,6 +24,10 @@ ELSEWHERE = Answer("no collective")
 
 def waits(lane, number, **issued):
     return Answer("", is_stuck=True, lane=lane, number=number, issued=issued)
+
+
+def find_deadlock(answers, *, is_whole_job=True):
+    return deadlock_of(answers, is_whole_job=is_whole_job)
 
 
 def test_ranks_that_wait_on_two_lanes_for_one_another_cannot_go_on():
@@ -52,6 +57,17 @@ def test_a_rank_inside_torch_cannot_come_where_another_waits_for_it():
     logs = Answer("a collective of torch", is_stuck=True, issued={"forward": 9})
     assert not find_deadlock([logs, waits("forward", 9, forward=9)])
     assert not find_deadlock([reads, reads]), "torch's own to say"
+
+
+def test_a_rank_inside_torch_may_wait_for_slow_ranks_outside_of_a_group_that_is_a_part_of_the_job():
+    """Such as the other ranks of its tensor or pipeline axis, which the roll call does not ask."""
+    inside_torch = Answer("a collective of torch", is_stuck=True, issued={"forward": 8})
+    for late in (1, 2):
+        answers = [inside_torch] * late + [waits("forward", 9, forward=9)] * 2
+        assert find_deadlock(answers)
+        assert not find_deadlock(answers, is_whole_job=False)
+    crossed = [waits("call", 3, call=3, forward=8), waits("forward", 9, call=2, forward=9)]
+    assert find_deadlock(crossed, is_whole_job=False), "all wait for ranks of this group"
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine

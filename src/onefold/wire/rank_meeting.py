@@ -55,7 +55,8 @@ def _connected(
         name += f" {handle.group_name}"
     lanes = Lanes.connect(store, name, members, phase, timeout or _timeout_of(handle))
     if roll_call is None:
-        roll_call = RollCall(connect_store(store, name), *members)
+        is_whole_job = group.world_size == dist.get_world_size()
+        roll_call = RollCall(connect_store(store, name), *members, is_whole_job=is_whole_job)
     roll_call.lanes.extend(lanes.all.values())
 
     def time_limit() -> float:

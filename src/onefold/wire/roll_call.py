@@ -73,27 +73,29 @@ class Answer:
     issued: Mapping[str, int] = field(default_factory=dict)  # by lane
 
 
-def find_deadlock(answers: list[Answer | None]) -> bool:
+def find_deadlock(answers: list[Answer | None], *, is_whole_job: bool) -> bool:
     """True if every rank waits, and each for a collective that some waiting rank has not begun.
 
-    A rank in a collective of torch's own waits too; at least one rank must wait for one of ours.
+    At least one rank must wait for a collective of ours. A rank in a collective of torch waits for
+    ranks of any group: they are all among those that answered only if these are the whole job.
     """
-    found = [answer for answer in answers if answer is not None and answer.is_stuck]
-    if len(found) < len(answers) or all(answer.lane is None for answer in found):
+    waiting = [answer for answer in answers if answer is not None and answer.is_stuck]
+    ours = [answer for answer in waiting if answer.lane is not None]
+    if len(waiting) < len(answers) or not ours or (len(ours) < len(waiting) and not is_whole_job):
         return False
     return all(
-        answer.lane is None
-        or any(each.issued.get(answer.lane, answer.number) < answer.number for each in found)
-        for answer in found
+        any(other.issued.get(answer.lane, answer.number) < answer.number for other in waiting)
+        for answer in ours
+        if answer.lane is not None
     )
 
 
 class RollCall:
     """This rank's part in the roll calls of one group of ranks."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, *, is_whole_job: bool) -> None:
         self.lanes: list[Lane] = []  # to the ranks of every group that takes part
-        self._desk = _Desk(store, rank, world_size, self.lanes)
+        self._desk = _Desk(store, rank, world_size, self.lanes, is_whole_job)
         thread = threading.Thread(target=self._desk.run, daemon=True, name="onefold-roll-call")
         thread.start()
         # a thread inside the store must not meet an interpreter that shuts down
@@ -150,13 +152,16 @@ class RollCall:
 class _Desk:
     """What the thread works on; it does not keep the `RollCall` alive."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, lanes: list[Lane]) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, lanes: list[Lane], is_whole_job: bool
+    ) -> None:
         self.waiting: Waiting | None = None
         self.verdict: str | None = None
         self.table = ""
         self.call, self.is_in_call = 0, False  # of save, load ...: every rank counts them
         self.failure: Failure | None = None  # of another rank in this call
         self._store, self._rank, self._world_size, self._lanes = store, rank, world_size, lanes
+        self._is_whole_job = is_whole_job
         self._asked = self._turns = 0
         self._heard = [0] * world_size  # the turn of each rank's last answer
         self._before: tuple[int, int] | None = None
@@ -206,7 +211,7 @@ class _Desk:
         are_new = all(now > before for now, before in zip(turns, self._heard, strict=True))
         if are_new:
             self._heard = turns
-            if answers == self._last and find_deadlock(answers):
+            if answers == self._last and find_deadlock(answers, is_whole_job=self._is_whole_job):
                 self._store.set("verdict", self.table)
                 return self.table
             self._last = answers
