@@ -95,7 +95,7 @@ class Share:
 
 
 def _is_exchanged(parameter: UnitParameter) -> bool:
-    dtype = parameter.home.stepped.dtype
+    dtype = parameter.unit.stepped.dtype
     is_number = dtype.is_floating_point or dtype.is_complex
     with torch._C.DisableTorchFunctionSubclass():
         is_trained = parameter.sharded.requires_grad

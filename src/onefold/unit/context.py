@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -142,14 +141,6 @@ class TagBoard:
                 raise context.mixed(collective, unit, source)
 
 
-class Releasable(Protocol):
-    """Numbers of a packed weight, of which `message` is a part of its unit's buffer."""
-
-    message: Tensor
-
-    def release(self) -> None: ...
-
-
 class NumbersNow:
     """The packed weights that are decoded at the moment: those of one unit at most.
 
@@ -158,16 +149,16 @@ class NumbersNow:
 
     def __init__(self) -> None:
         self._unit = 0
-        self._weights: list[Releasable] = []
+        self._releases: list[Callable[[], None]] = []
 
-    def note(self, weight: Releasable) -> None:
-        """A weight is about to be decoded."""
-        unit = weight.message.untyped_storage()._cdata
+    def note(self, message: Tensor, release: Callable[[], None]) -> None:
+        """The weight of a `message` of its unit is about to be decoded; `release` frees it."""
+        unit = message.untyped_storage()._cdata
         if unit != self._unit:
-            self._unit, before, self._weights = unit, self._weights, []
-            for each in before:
-                each.release()
-        self._weights.append(weight)
+            self._unit, before, self._releases = unit, self._releases, []
+            for release_other in before:
+                release_other()
+        self._releases.append(release)
 
 
 @dataclass(frozen=True, slots=True)

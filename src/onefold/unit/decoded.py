@@ -75,7 +75,7 @@ class DecodedWeight:
     def fill(self) -> None:
         """Decode the gathered message, unless that was done since the last `release`."""
         if self.is_multiplied and (self._buffer is None or not self._buffer.is_held):
-            self._context.numbers.note(self)
+            self._context.numbers.note(self.message, self.release)
         room = self._make_room()
         if not room.is_held:
             room.reallocate()

@@ -333,7 +333,7 @@ def _await_readers(leaves: Iterable[Any]) -> None:
             owner = getattr(leaf, "_onefold_owner", None)
             alive = owner() if owner is not None else None
             if alive is not None:
-                alive.home.wait_step()
+                alive.unit.wait_step()
 
 
 class NoMean(Tensor):

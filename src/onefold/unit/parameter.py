@@ -24,7 +24,6 @@ from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, products, refusals
 from onefold.unit.decoded import DecodedWeight
-from onefold.unit.dtensors import ParameterHome
 from onefold.unit.grad_hooks import DirectUse, on_accumulated
 from onefold.unit.products import PackedMatrix
 from onefold.unit.sharded_form import ShardedForm
@@ -43,7 +42,7 @@ class UnitParameter(ShardedForm):
     )  # fmt: skip
 
     def __init__(
-        self, unit: ParameterHome, spec: UnitSpec, index: int, weight: Tensor, owned: Owned
+        self, unit: object, spec: UnitSpec, index: int, weight: Tensor, owned: Owned
     ) -> None:
         self._unit = ref(unit)
         self.index = index  # in the unit
@@ -89,12 +88,7 @@ class UnitParameter(ShardedForm):
 
     @property
     def unit(self) -> Any:
-        """The `Unit`. Untyped here: units are built of parameters."""
-        return self.home
-
-    @property
-    def home(self) -> ParameterHome:
-        """The unit, as a parameter knows it. Raises `StateError` if the module was deleted."""
+        """The `Unit`, untyped: it is built of these. Raises `StateError` if it was deleted."""
         unit = self._unit()
         if unit is None:
             raise refusals.DELETED(self.fqn)
@@ -103,7 +97,7 @@ class UnitParameter(ShardedForm):
     @property
     def stepped(self) -> Tensor:
         """This rank's rows of the tensor that is stepped: a view of the master, or the weight."""
-        return self.own_rows(self.home.stepped)
+        return self.own_rows(self.unit.stepped)
 
     def own_rows(self, flat: Tensor) -> Tensor:
         """This rank's rows in a flat buffer of the unit's shard, in the shape of `local`."""
@@ -374,7 +368,7 @@ class UnitParameter(ShardedForm):
         changed = (now != before).to(self.local.device)
         self.local.copy_(torch.where(changed, now.to(self.local), self.local))
 
-    # for the sharded parameter (`ParameterOwner` of unit/dtensors.py)
+    # for the sharded parameter (unit/dtensors.py)
 
     @property
     def group(self) -> Group:
@@ -394,7 +388,7 @@ class UnitParameter(ShardedForm):
         shown = self.wrap(self.local.detach())
         if isinstance(shown, DTensor):
             logical.warn_when_pickled(shown)
-        self.home.note_shown(shown)
+        self.unit.note_shown(shown)
         return shown
 
     def refuse_other_data(self, value: Tensor) -> None:
@@ -412,11 +406,11 @@ class UnitParameter(ShardedForm):
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self._template is None or torch.is_inference_mode_enabled():
-                self.home.note_data_access()
+                self.unit.note_data_access()
                 return self.sharded.data
             if self._data is None:
                 self._data = self.sharded.data
                 self._data.__class__ = logical.ShownData
                 self._data._label = self.label  # type: ignore[attr-defined]
-                self.home.count_edits_of(self._data)
+                self.unit.count_edits_of(self._data)
             return self._data

@@ -16,7 +16,7 @@ A hop refers to no unit, parameter or `.grad`: it takes indices of parameters, t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +37,6 @@ Which = tuple[int, ...]
 
 Region = tuple[str, int] | None
 """The fqn of a parameter and one of its regions; None for a region without feedback."""
-
-
-class Named(Protocol):
-    """A parameter, or its slot."""
-
-    @property
-    def fqn(self) -> str: ...
 
 
 class Feedback:
@@ -113,8 +106,8 @@ class Feedback:
                     made.tensor.copy_(rest)
                     self._residuals[slot.fqn, "", region] = made
 
-    def forget(self, parameters: Iterable[Named]) -> None:
-        """Drop the residuals of these parameters."""
+    def forget(self, parameters: Iterable[Any]) -> None:
+        """Drop the residuals of these parameters, or of their slots."""
         if self._residuals:
             forgotten = {parameter.fqn for parameter in parameters}
             for key in [key for key in self._residuals if key[0] in forgotten]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -57,18 +57,12 @@ class _Use:
     __slots__ = ("__weakref__",)
 
 
-class TileOwner(Protocol):
-    """The engine, as tiled weights know it."""
-
-    def note_reduced(self, gradient: UnitGradient) -> None: ...
-
-
 class TiledWeight:
     """A weight [R, C] that Linear and Embedding use tile by tile."""
 
     def __init__(
         self, parameter: UnitParameter, gather: UnitGather, gradient: UnitGradient,
-        owner: Callable[[], TileOwner | None], tile_nbytes: int,
+        owner: Callable[[], Any], tile_nbytes: int,
     ) -> None:  # fmt: skip
         self._parameter = parameter
         self._gather = gather
@@ -88,7 +82,7 @@ class TiledWeight:
             room.release()
         self._open: WeakSet[_Use] = WeakSet()  # uses whose backward is still to come
 
-    # for sharded parameters (`Tiled` of unit/dtensors.py)
+    # for sharded parameters (unit/dtensors.py)
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `F.linear` or `F.embedding` by tiles; None for functions that need own rows only.
@@ -99,7 +93,7 @@ class TiledWeight:
             return self._linear(*args, **kwargs)
         if func is F.embedding:
             return self._embedding(*args, **kwargs)
-        if self._parameter.home.is_wanted_unsharded(self._parameter):
+        if self._parameter.unit.is_wanted_unsharded(self._parameter):
             name = getattr(func, "__name__", repr(func))
             raise self._refused(f"{name}()")
         return None
