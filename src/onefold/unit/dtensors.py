@@ -307,3 +307,49 @@ def sharded_parameter(local: Tensor, like: DTensor, owner: Owner, label: str) ->
     sharded._onefold_owner = owner
     sharded._label = label
     return sharded
+
+
+# hooks and outputs; see [Note: torch.compile] in engine/hooks.py
+
+
+class DirectUse:
+    """Refuses a gradient that autograd accumulates into a sharded parameter.
+
+    An operation has used the parameter where `__torch_function__` could not see it.
+    """
+
+    def __init__(self, parameter: Owner) -> None:
+        self.parameter = parameter
+
+    @torch._disable_dynamo
+    def __call__(self, sharded: Tensor) -> None:
+        parameter = self.parameter()
+        if isinstance(sharded.grad, DTensor):  # of an operation that DTensor defines: full_tensor()
+            return
+        if parameter is not None:
+            raise refusals.DIRECT_USE(parameter.fqn, where=parameter.spec.context.where)
+
+
+@torch._disable_dynamo
+def on_accumulated(parameter: Owner, _: Tensor) -> None:
+    """Tell the unit of an unsharded parameter that its gradient has grown."""
+    alive = parameter()
+    if alive is not None:
+        alive.on_grad()
+
+
+def without_backward(output: Tensor, error: Callable[[], Exception], *sources: Tensor) -> Tensor:
+    """Pass `output` on, as computed from `sources`; a backward through it raises `error()`."""
+    shown: Tensor = _WithoutBackward.apply(error, output, *sources)  # type: ignore[no-untyped-call]
+    return shown
+
+
+class _WithoutBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, error: Callable[[], Exception], output: Tensor, *_: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.error = error
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:  # type: ignore[override]
+        raise ctx.error()

@@ -26,9 +26,9 @@ from onefold.layout.ledger import Kind
 from onefold.unit import refusals
 from onefold.unit.buffer import Account, Buffer
 from onefold.unit.logical import NoMean
-from onefold.unit.means import MeanBuffer, MeanRows
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.reduction import MeanBuffer, MeanRows
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
 

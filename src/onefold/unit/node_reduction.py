@@ -19,10 +19,8 @@ from onefold.layout.ledger import Kind
 from onefold.layout.messages import parts_between, parts_inside, parts_of_replicas
 from onefold.layout.two_axes import NodeLayout
 from onefold.unit.buffer import Buffer
-from onefold.unit.context import Hops
-from onefold.unit.means import MeanRows
-from onefold.unit.reduction import GradientHop, OneHop, Spread, Which
-from onefold.unit.spec import UnitSpec
+from onefold.unit.context import Hops, UnitSpec
+from onefold.unit.reduction import GradientHop, MeanRows, OneHop, Spread, Which
 from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Transport
 

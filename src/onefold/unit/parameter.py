@@ -23,11 +23,10 @@ from onefold.layout import packed
 from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, products, refusals
+from onefold.unit.context import UnitSpec
 from onefold.unit.decoded import DecodedWeight
-from onefold.unit.grad_hooks import DirectUse, on_accumulated
 from onefold.unit.products import PackedMatrix
 from onefold.unit.sharded_form import ShardedForm
-from onefold.unit.spec import UnitSpec
 from onefold.wire.collectives import Group
 
 
@@ -41,9 +40,7 @@ class UnitParameter(ShardedForm):
         "span", "unsharded", "version",
     )  # fmt: skip
 
-    def __init__(
-        self, unit: object, spec: UnitSpec, index: int, weight: Tensor, owned: Owned
-    ) -> None:
+    def __init__(self, unit: Any, spec: UnitSpec, index: int, weight: Tensor, owned: Owned) -> None:
         self._unit = ref(unit)
         self.index = index  # in the unit
         self.model = owned.model  # its cut over model axes
@@ -213,7 +210,7 @@ class UnitParameter(ShardedForm):
                 original.__class__ = dtensors.PlainSharded
             self.sharded = original
         if not spec.computes_on_sharded and requires_grad:
-            self.sharded.register_post_accumulate_grad_hook(DirectUse(ref(self)))
+            self.sharded.register_post_accumulate_grad_hook(dtensors.DirectUse(ref(self)))
             self._num_hooks = 1
         if spec.compute_dtype != spec.dtype:
             self.sharded.grad_dtype = None  # a partial gradient shows in the compute dtype
@@ -299,7 +296,15 @@ class UnitParameter(ShardedForm):
         dense = grad if grad.layout is torch.strided else grad.to_dense()
         return dense.contiguous().view(-1)
 
-    def fit_grad(self) -> None:
+    def on_grad(self) -> None:
+        """Autograd has accumulated into the unsharded parameter's gradient: tell the unit."""
+        unit = self._unit()
+        if unit is not None:
+            if self.model is not None:
+                self._fit_grad()
+            unit.on_grad(self)
+
+    def _fit_grad(self) -> None:
         """Make a gradient that autograd has accumulated fit the parameter's model axes.
 
         An operation on DTensors may leave a partial sum on each rank of the model axes. The sum is
@@ -322,7 +327,7 @@ class UnitParameter(ShardedForm):
         if hooks is None or len(hooks) == self._num_hooks or self.sharded is self.unsharded:
             return
         for hook in list(hooks.values()):
-            if not isinstance(hook, DirectUse):
+            if not isinstance(hook, dtensors.DirectUse):
                 hook(self.sharded)
 
     def follow_requires_grad(self) -> None:
@@ -332,7 +337,7 @@ class UnitParameter(ShardedForm):
             self.unsharded.requires_grad_(wanted)
         if wanted and not self._is_hooked:
             self._is_hooked = True
-            hook = partial(on_accumulated, ref(self))
+            hook = partial(dtensors.on_accumulated, ref(self))
             Tensor.register_post_accumulate_grad_hook(self.unsharded, hook)
 
     # edits

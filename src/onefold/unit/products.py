@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.unit import refusals
 from onefold.unit.decoded import DecodedWeight
-from onefold.unit.dtensors import is_passive, reads_values
+from onefold.unit.dtensors import is_passive, reads_values, without_backward
 from onefold.unit.formats import MATRIX_FORMATS, MatrixParts
-from onefold.unit.grad_hooks import without_backward
 
 
 class Product:

@@ -21,7 +21,7 @@ from onefold.layout.cut import Box
 from onefold.layout.model_axes import ModelCut
 from onefold.layout.rows import Slot
 from onefold.unit import dtensors, logical
-from onefold.unit.spec import UnitSpec
+from onefold.unit.context import UnitSpec
 
 
 class ShardedForm:

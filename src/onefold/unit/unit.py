@@ -32,13 +32,12 @@ from onefold.layout.units import UnitPlan
 from onefold.tier.files import FileRows
 from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
-from onefold.unit.context import Context
+from onefold.unit.context import Context, UnitSpec
 from onefold.unit.decoded import DecodedWeight
 from onefold.unit.gather import UnitGather, gather_of
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.init import Values, rows_in_files
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.spec import UnitSpec
 from onefold.unit.tiles import TiledWeight
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
