@@ -171,16 +171,25 @@ class Ledger:
         self._begun, self._ended = {}, {}
 
 
-class StateBytes:
-    """Bytes of the states that one optimizer keeps, in the ledger as long as `owner` lives."""
+class Account:
+    """The bytes of one kind that an owner holds, as the ledger counts them.
 
-    def __init__(self, ledger: Ledger, tier: str, owner: object) -> None:
-        self._ledger = ledger
+    They leave the ledger when the owner is gone. Nothing runs when the interpreter exits.
+    """
+
+    __slots__ = ("_is_mapped", "_kind", "_ledger", "_tier", "nbytes")
+
+    def __init__(
+        self, owner: object, kind: Kind, tier: str, ledger: Ledger, *, is_mapped: bool = False
+    ) -> None:
+        self._kind = kind
         self._tier = tier
-        self._nbytes = 0
+        self._ledger = ledger
+        self._is_mapped = is_mapped
+        self.nbytes = 0
         finalize(owner, self.set, 0).atexit = False
 
     def set(self, nbytes: int) -> None:
-        """Count `nbytes` in place of those counted before."""
-        change, self._nbytes = nbytes - self._nbytes, nbytes
-        self._ledger.add(Kind.OPTIMIZER, self._tier, change)
+        """Count `nbytes` from now on."""
+        before, self.nbytes = self.nbytes, nbytes
+        self._ledger.add(self._kind, self._tier, nbytes - before, is_mapped=self._is_mapped)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.errors import ConfigError, StateError
-from onefold.layout.ledger import Kind, Ledger, StateBytes
+from onefold.layout.ledger import Account, Kind, Ledger
 from onefold.outer.periods import EXP_AVG, EXP_AVG_SQ, WEIGHTS
 from onefold.outer.share import Share, ValuesOf
 from onefold.tier.device import DeviceStore
@@ -37,7 +37,7 @@ class Anchors:
         self.parameters = [nn.Parameter(buffer.tensor) for buffer in self._buffers]
         self.outer = _outer_of(outer, self.parameters)
         self._residuals = [self._buffer(s, Kind.FEEDBACK) for s in shares] if feeds_back else []
-        self._bytes = StateBytes(self._ledger, "cpu", self)
+        self._bytes = Account(self, Kind.OPTIMIZER, "cpu", self._ledger)
 
     def _buffer(self, share: Share, kind: Kind) -> Buffer:
         store = DeviceStore(torch.device("cpu"), "cpu")

@@ -22,9 +22,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from onefold.layout.ledger import Kind
+from onefold.layout.ledger import Account, Kind
 from onefold.unit import refusals
-from onefold.unit.buffer import Account, Buffer
+from onefold.unit.buffer import Buffer
 from onefold.unit.logical import NoMean
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter

@@ -22,10 +22,9 @@ from onefold.errors import StateError
 from onefold.layout import packed
 from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
-from onefold.unit import dtensors, logical, products, refusals
+from onefold.unit import dtensors, logical, refusals
 from onefold.unit.context import UnitSpec
-from onefold.unit.decoded import DecodedWeight
-from onefold.unit.products import PackedMatrix
+from onefold.unit.decoded import DecodedWeight, PackedMatrix
 from onefold.unit.sharded_form import ShardedForm
 from onefold.wire.collectives import Group
 
@@ -160,10 +159,9 @@ class UnitParameter(ShardedForm):
         """
         if isinstance(original, packed.CodedWeight):
             message = full(self.slot.full_offset, self.slot.shape)
-            self.decoded = DecodedWeight(original, message, self.spec.context)
+            self.decoded = DecodedWeight(original, message, self.spec.context, self.label)
             if self.decoded.is_multiplied:
-                self._kind = PackedMatrix
-                self._attributes = products.attributes_of(self.decoded, self.label)
+                self._kind, self._attributes = PackedMatrix, self.decoded.attributes
         elif self.spec.is_packed:
             self._kind, self._attributes = type(original), packed.attributes_of(original)
             vars(original).update(self._attributes)
@@ -174,7 +172,7 @@ class UnitParameter(ShardedForm):
         else:
             view = self._bare = full(self.slot.full_offset, self.slot.shape)
             if self.decoded is not None:
-                view = products.shown_of(self.decoded)
+                view = self.decoded.shown
             if self.model is not None:
                 view = self.model.over(view)
                 self._kind = dtensors.kind_of_unsharded(view)

@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from onefold.errors import StateError, TierError
+from onefold.errors import TierError
 from onefold.layout.ledger import Kind
 from onefold.layout.model_axes import local_of
 from onefold.layout.units import UnitPlan
@@ -295,10 +295,6 @@ class Unit(UnitWeights):
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
                 parameter.check_untouched()
-
-    def touched(self, parameter: UnitParameter, got: str) -> StateError:
-        """The error for a parameter that was replaced, moved or resized."""
-        return parameter.touched(got)
 
     @property
     def owner(self) -> UnitOwner | None:
