@@ -209,7 +209,7 @@ class _Reshare:
 
     def _move(self, unit: Unit, spec: UnitSpec) -> None:
         """Move the rows of one unit, and let all that refers to them follow."""
-        numel, edits = spec.rest.shard_numels[spec.context.rest_rank], unit.edits()
+        numel, edits = spec.rest.shard_numels[spec.context.rest_rank], unit.edits.all()
         before = [buffer.tensor for buffer in unit.row_buffers()]
         buffers = unit.row_buffers()[: len(before) - len(unit.moments)]
         stores = [unit.context.tiers.weight] + [unit.state_store] * (len(unit.row_buffers()) - 1)

@@ -129,7 +129,7 @@ class TagBoard:
         sums.addcmul_(wrong, wrong)
 
     def check(self) -> None:
-        """Raise `WireError` if a unit's message had a wrong tag since the last call."""
+        """Raise `WireError` if ranks mixed units since the last call. A device's host waits."""
         if not self._sums:
             return
         sums = list(self._sums.values())
@@ -267,10 +267,6 @@ class Context:
     def is_tag(self, value: float | complex, tag: int) -> bool:
         """True if a rank, or the mean of all ranks, sent `tag`."""
         return abs(value - tag) <= _TOLERANCE
-
-    def check_device_tags(self) -> None:
-        """Raise `WireError` if ranks mixed units since the last call. A device's host waits."""
-        self.tags.check()
 
     def mixed(self, collective: str, unit: str, source: str | None) -> WireError:
         """The error for ranks that run a collective of different units at the same time."""

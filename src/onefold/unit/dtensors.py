@@ -111,7 +111,7 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         if func in _VALUES:
             owner.unit.wait_step()
         elif func == _GET_GRAD:
-            owner.unit.check_grad(owner)
+            owner.unit.gradient.check_there(owner)
         if func is Tensor.register_hook:
             owner.refuse_hook()
         if func is Tensor.__deepcopy__ and isinstance(sharded, ShardedParameter):
@@ -235,7 +235,7 @@ class PlainSharded(UnshardedParameter):
     def _expect_edit(self) -> None:
         owner = self._onefold_owner()
         if owner is not None:
-            owner.unit.note_data_access()
+            owner.unit.edits.bump(others=1)
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)

@@ -74,7 +74,7 @@ class UnitGather:
         """Begin to fetch own rows, as `start` comes soon."""
         weights = self.weights
         if weights.weight.far is not None and not self._reads_directly:
-            weights.rows.start(weights.edits(), weights.pending)
+            weights.rows.start(weights.edits.all(), weights.pending)
 
     def begin_early(self, *, is_unsharded: bool) -> None:
         """A forward begins that may use the unit: begin the hop that every rank will need.
@@ -106,7 +106,7 @@ class UnitGather:
     def _label(self, verb: str) -> str:
         """Name a collective for errors; include a parameter that was edited since the last one."""
         weights, since = self.weights, ""
-        edits = weights.edits()
+        edits = weights.edits.all()
         if edits != self._gathered:
             self._gathered = edits
             before, self._user_edits = self._user_edits, [p.user_edits for p in weights.parameters]
@@ -274,7 +274,7 @@ class TwoHopGather(UnitGather):
 
     def prefetch(self) -> None:
         """See `UnitGather.prefetch`."""
-        if self._second is None or self._filled != self.weights.edits():
+        if self._second is None or self._filled != self.weights.edits.all():
             super().prefetch()
 
     def begin_early(self, *, is_unsharded: bool) -> None:
@@ -289,7 +289,7 @@ class TwoHopGather(UnitGather):
             near, kept = self._rows_of_node(full, self._second)
             with torch.no_grad():
                 torch._foreach_copy_(kept, near)
-            self._filled = self.weights.edits()
+            self._filled = self.weights.edits.all()
 
     def start(self, full: Buffer) -> Ticket:
         """See `UnitGather.start`."""
@@ -316,7 +316,7 @@ class TwoHopGather(UnitGather):
 
     def _fill(self) -> None:
         """Begin to fill the second shard, if weights have changed since it was filled."""
-        edits = self.weights.edits()
+        edits = self.weights.edits.all()
         if self._filled == edits:
             return
         assert self._second is not None, "the second shard is filled where there is one"

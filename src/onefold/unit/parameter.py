@@ -295,12 +295,13 @@ class UnitParameter(ShardedForm):
         return dense.contiguous().view(-1)
 
     def on_grad(self) -> None:
-        """Autograd has accumulated into the unsharded parameter's gradient: tell the unit."""
+        """Autograd has accumulated into the unsharded parameter's gradient: tell the engine."""
         unit = self._unit()
-        if unit is not None:
+        engine = None if unit is None else unit.owner
+        if engine is not None:
             if self.model is not None:
                 self._fit_grad()
-            unit.on_grad(self)
+            engine.on_grad(self)
 
     def _fit_grad(self) -> None:
         """Make a gradient that autograd has accumulated fit the parameter's model axes.
@@ -409,11 +410,11 @@ class UnitParameter(ShardedForm):
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self._template is None or torch.is_inference_mode_enabled():
-                self.unit.note_data_access()
+                self.unit.edits.bump(others=1)
                 return self.sharded.data
             if self._data is None:
                 self._data = self.sharded.data
                 self._data.__class__ = logical.ShownData
                 self._data._label = self.label  # type: ignore[attr-defined]
-                self.unit.count_edits_of(self._data)
+                self.unit.edits.watch_data(self._data)
             return self._data

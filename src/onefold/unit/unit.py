@@ -54,25 +54,11 @@ class UnitState(Enum):
 class UnitOwner(Protocol):
     """The engine, as its units know it."""
 
-    def on_grad(self, parameter: UnitParameter) -> None:
-        """Autograd has accumulated into an unsharded parameter's gradient."""
-        ...
-
-    def is_wanted(self, requires_grad: bool) -> bool:
-        """True if an operation on a sharded parameter needs the unsharded one."""
-        ...
-
-    def unshard_for_use(self, unit: Unit) -> None:
-        """Unshard the unit for an operation outside its own modules."""
-        ...
-
-    def on_use(self, unit: Unit, outputs: object) -> None:
-        """The operation has used the parameters; `outputs` are its results."""
-        ...
-
-    def note_reduced(self, gradient: UnitGradient) -> None:
-        """A tiled weight's gradient is complete."""
-        ...
+    def on_grad(self, parameter: UnitParameter) -> None: ...
+    def is_wanted(self, requires_grad: bool) -> bool: ...
+    def unshard_for_use(self, unit: Unit) -> None: ...
+    def on_use(self, unit: Unit, outputs: object) -> None: ...
+    def note_reduced(self, gradient: UnitGradient) -> None: ...
 
 
 class Unit(UnitWeights):
@@ -126,8 +112,8 @@ class Unit(UnitWeights):
             parameter.recut(spec, self.weight.tensor)
         self._fresh = False
         self._connect()
-        self._uncounted += max(0, edits + 1 - self.edits())  # it never returns to a number
-        self._published = self.edits()  # weights and masters agree as before
+        self.edits.bump(others=max(0, edits + 1 - self.edits.all()))  # it never returns to a number
+        self._published = self.edits.all()  # weights and masters agree as before
 
     def adopt(self, originals: Iterable[nn.Parameter], values: Values | None = None) -> None:
         """Take over parameters: keep own rows of their initial values, show sharded parameters.
@@ -149,13 +135,13 @@ class Unit(UnitWeights):
                 if parameter.decoded is not None:
                     is_multiplied = parameter.decoded.is_multiplied
                     (self.multiplied if is_multiplied else self.decoded).append(parameter.decoded)
-                self._counted.append(parameter.sharded)
+                self.edits.watch(parameter.sharded)
             self._read(given, values)
         if not self.is_resident:
             self.unsharded.release()
         self.forget()
         if isinstance(rows, FileRows):
-            self.files_edits = self.edits()
+            self.files_edits = self.edits.all()
 
     def _read(self, given: Set[UnitParameter], values: Values | None) -> None:
         """Read own rows of the `given` parameters, into the master where there is one."""
@@ -168,7 +154,7 @@ class Unit(UnitWeights):
         if self.master is not None:
             if given:
                 self.weight.tensor.copy_(self.master.tensor)
-            self._published = self.edits()
+            self._published = self.edits.all()
 
     # the two moves
 
@@ -177,7 +163,7 @@ class Unit(UnitWeights):
         if self.is_resident:
             self.wait_step()
             return
-        edits = self.edits()
+        edits = self.edits.all()
         if self._fresh and self._gathered == edits:
             return
         if self.files_edits not in (None, edits):
@@ -194,7 +180,7 @@ class Unit(UnitWeights):
 
     def _is_current(self) -> bool:
         """True if the full buffer holds, or is about to hold, the weights as they rest now."""
-        return self._fresh and self._gathered == self.edits()
+        return self._fresh and self._gathered == self.edits.all()
 
     def unshard(self) -> None:
         """Show unsharded parameters: wait for the gather, put them into the modules."""
@@ -271,15 +257,16 @@ class Unit(UnitWeights):
         if not edited:
             return
         if self.is_resident:  # they are the weights at rest, under another counter
-            self._uncounted += 1
+            self.edits.bump(others=1)
             return
-        was_current, before = self._is_current(), self.edits()
+        was_current, before = self._is_current(), self.edits.all()
         with torch.no_grad():
             for parameter in edited:
                 parameter.keep_edits()
-        self._kept_edits += self.edits() - before
+        num_kept = self.edits.all() - before
+        self.edits.bump(at_rest=-num_kept, others=num_kept)
         if was_current:
-            self._gathered = self.edits()
+            self._gathered = self.edits.all()
             self.gather.follow(self.unsharded, before)
 
     def replaced(self) -> None:
@@ -301,17 +288,7 @@ class Unit(UnitWeights):
         """The engine, while it is alive."""
         return self._owner()
 
-    # for parameters: gradients, and uses outside the unit's own modules
-
-    def on_grad(self, parameter: UnitParameter) -> None:
-        """Autograd has accumulated into an unsharded parameter's gradient."""
-        owner = self._owner()
-        if owner is not None:
-            owner.on_grad(parameter)
-
-    def check_grad(self, parameter: UnitParameter) -> None:
-        """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
-        self.gradient.check_there(parameter)
+    # for parameters: uses outside the unit's own modules
 
     @property
     def is_in_forward(self) -> bool:
