@@ -15,7 +15,7 @@ from weakref import finalize
 
 from onefold.layout.observer import Observer, joined, members_of
 
-_ASKED = re.compile(r"allocate ([0-9.]+) ([KMG])iB")
+_REQUEST = re.compile(r"allocate ([0-9.]+) ([KMG])iB")
 
 
 class Kind(StrEnum):
@@ -43,6 +43,11 @@ class Usage:
 
     now: int = 0
     peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        if self.now > self.peak:
+            self.peak = self.now
 
 
 @dataclass(slots=True)
@@ -82,13 +87,8 @@ class Ledger:
             usage = self.usage.get((kind, tier))
             if usage is None:
                 usage = self.usage[kind, tier] = Usage()
-            usage.now += nbytes
-            if usage.now > usage.peak:
-                usage.peak = usage.now
-            total = self.total
-            total.now += nbytes
-            if total.now > total.peak:
-                total.peak = total.now
+            usage.add(nbytes)
+            self.total.add(nbytes)
             if is_mapped:
                 self.mapped += nbytes
             if self.observer is not None:
@@ -114,8 +114,8 @@ class Ledger:
 
         Where torch says how much it tried to allocate, the advice is about as many bytes.
         """
-        asked = _ASKED.search(str(error))
-        nbytes = int(float(asked[1]) * 1024 ** "KMG".find(asked[2]) * 1024) if asked else 1
+        request = _REQUEST.search(str(error))
+        nbytes = int(float(request[1]) * 1024 ** "KMG".find(request[2]) * 1024) if request else 1
         advice = f"; hint: {self.advise(nbytes)}" if self.advise else ""
         error.add_note(f"onefold holds, besides activations, {self.describe()} bytes{advice}")
 

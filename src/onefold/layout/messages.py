@@ -91,7 +91,7 @@ class GatherPlan:
     @staticmethod
     def on_one_axis(layout: Layout, rank: int) -> GatherPlan:
         """All slabs of a unit, and a tag from each rank behind them; a world of one has no tag."""
-        slabs = [slab for slot in layout.slots for slab in slot.slabs()]
+        slabs = [slab for parts in layout.slabs() for slab in parts]
         regions = [(slab, slab.full_offset) for slab in slabs]
         tags = tags_of(layout.world_size), layout.full_numel
         return _gather_plan(layout, (rank, rank), slabs, [*regions, tags])
@@ -101,7 +101,7 @@ class GatherPlan:
         """The hop between nodes: into the secondary shard if the node `keeps` one."""
         axes, slots = node.axes, layout.slots
         if keeps:
-            regions = [(node.between(index), node.region(index)[0]) for index in range(len(slots))]
+            regions = [(part, node.region(i)[0]) for i, (part,) in enumerate(node.between())]
             regions.append((tags_of(axes.nodes), node.numel))
         else:
             regions = [(axes.between(slot), slot.full_offset) for slot in slots]
@@ -143,22 +143,7 @@ def node_rows(layout: Layout, node: NodeLayout) -> tuple[list[Range], list[Range
 # gradients
 
 Parts = list[list[Slot]]
-"""The regions of each parameter in one hop of its gradient."""
-
-
-def slabs_of(layout: Layout) -> Parts:
-    """The one hop of a single axis: every slab."""
-    return [slot.slabs() for slot in layout.slots]
-
-
-def parts_inside(node: NodeLayout) -> Parts:
-    """The hop inside the node: each node's rows."""
-    return [node.inside(index) for index in range(len(node.slots))]
-
-
-def parts_between(node: NodeLayout) -> Parts:
-    """The hop between nodes: a piece for every node."""
-    return [[node.between(index)] for index in range(len(node.slots))]
+"""The regions of each parameter in one hop: `Layout.slabs`, `NodeLayout.inside` and `between`."""
 
 
 def parts_of_replicas(layout: Layout, rank: int, replicas: int) -> Parts:

@@ -81,9 +81,9 @@ class Routes:
     def reducers(self) -> list[Transport]:
         """All transports that reduce gradients."""
         hops = self.hops
-        found = [self.transport, self.reduce, self.replicas]
-        found += [hops.reduce_inside, hops.reduce_between] if hops else []
-        return [transport for transport in dict.fromkeys(found) if transport is not None]
+        transports = [self.transport, self.reduce, self.replicas]
+        transports += [hops.reduce_inside, hops.reduce_between] if hops else []
+        return [transport for transport in dict.fromkeys(transports) if transport is not None]
 
     def rest(self) -> None:
         """Let every transport free the memory that it keeps for its next message."""
@@ -133,9 +133,9 @@ class TagBoard:
         if not self._sums:
             return
         sums = list(self._sums.values())
-        found = [each.tolist() for each in torch.cat(sums).cpu().split([len(s) for s in sums])]
+        squares = [row.tolist() for row in torch.cat(sums).cpu().split([len(s) for s in sums])]
         torch._foreach_zero_(sums)
-        for (collective, unit), wrong in zip(self._sums, found, strict=True):
+        for (collective, unit), wrong in zip(self._sums, squares, strict=True):
             ranks = [rank for rank, square in enumerate(wrong) if not square <= _TOLERANCE**2]
             context = self._contexts[unit]
             if ranks:

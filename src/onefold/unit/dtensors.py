@@ -165,8 +165,8 @@ class ShardedParameter(_AtRest, LogicalValues):
     def full_tensor(self, **options: Any) -> Tensor:  # type: ignore[override]
         owner = self._onefold_owner()
         if owner is not None and owner.unit.is_in_forward:  # the gradient has to find its way back
-            found: Tensor = _dispatch(Tensor.view_as, (self, self), None)
-            return found.full_tensor(**options) if isinstance(found, DTensor) else found
+            full: Tensor = _dispatch(Tensor.view_as, (self, self), None)
+            return full.full_tensor(**options) if isinstance(full, DTensor) else full
         self._wait()
         return super().full_tensor(**options)
 

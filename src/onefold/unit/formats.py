@@ -138,10 +138,10 @@ class MatrixFormat:
         return [
             MatrixParts(
                 (rows, columns),
-                self._shaped_payload(one[:payload], rows),
-                self._shaped_table(one[payload : payload + table].view(torch.bfloat16), rows),
+                self._shaped_payload(packed[:payload], rows),
+                self._shaped_table(packed[payload : payload + table].view(torch.bfloat16), rows),
             )
-            for one in message.view(prod(shape[:-2]), -1)
+            for packed in message.view(prod(shape[:-2]), -1)
         ]
 
     def linear(self, x: Tensor, parts: MatrixParts) -> Tensor:
@@ -272,12 +272,12 @@ class Int4Groups(MatrixFormat):
             _, columns = _tile("cuda")
             tiles = len(parts.payload) // 8, parts.payload.shape[1] * 2 // columns
             packed = parts.payload.view(torch.int32).view(*tiles, 32, columns // 32)
-            found = torch.ops.aten._weight_int4pack_mm(x, packed, self.group, parts.table)
+            product = torch.ops.aten._weight_int4pack_mm(x, packed, self.group, parts.table)
         else:
-            found = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            product = torch.ops.aten._weight_int4pack_mm_for_cpu(
                 x, parts.payload, self.group, parts.table
             )
-        return found[:, : parts.shape[0]]
+        return product[:, : parts.shape[0]]
 
 
 # [Note: layout]

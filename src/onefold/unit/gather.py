@@ -226,12 +226,12 @@ class UnitGather:
             if len(tags) > 1:
                 context.tags.note(context, "gather", spec.name, tags, spec.tag)
             return
-        found = tags.tolist()
-        if found.count(spec.tag) == len(found):
+        sent = tags.tolist()
+        if sent.count(spec.tag) == len(sent):
             return
-        if any(context.is_tag(tag, FAILED_TAG) for tag in found):
+        if any(context.is_tag(tag, FAILED_TAG) for tag in sent):
             raise self._failed_somewhere()
-        for rank, tag in enumerate(found):
+        for rank, tag in enumerate(sent):
             if not context.is_tag(tag, spec.tag):
                 raise context.mixed("gather", spec.name, context.named(rank))
 

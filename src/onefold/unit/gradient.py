@@ -64,7 +64,7 @@ class UnitGradient:
         self._stand_ins: set[UnitParameter] = set()
         self._due: set[UnitParameter] = set()
         # reduced gradients, and the `.grad` that shows each
-        spans = [(each.span.start, each.span.stop) for each in parameters]
+        spans = [(p.span.start, p.span.stop) for p in parameters]
         self._means = MeanBuffer(spec, spans, keeps_bytes=keeps_bytes)
         self.shown: dict[UnitParameter, Tensor] = {}
         self._reduced_at = -1  # steps that were done when a mean was last shown
@@ -326,8 +326,10 @@ class UnitGradient:
             shown = [p in self.shown for p in parameters]
             following = reduction.follow(landed.which, users, shown, mean)
         # other nodes may have used more
-        found = None if self._spec.context.is_sharded else users
-        self._following = (following or DONE).then(partial(self._show_users, parameters, found))
+        known_users = None if self._spec.context.is_sharded else users
+        self._following = (following or DONE).then(
+            partial(self._show_users, parameters, known_users)
+        )
 
     def _show_users(self, parameters: list[UnitParameter], users: list[bool] | None) -> None:
         """Show the mean of parameters that some rank used; None: read the last hop's counts."""
@@ -377,7 +379,7 @@ class UnitGradient:
             if adds and grad is not None and grad is not self.shown.get(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
                 self._give(parameter, self._rest_view(parameter))
-        return MeanRows(flat, [rows[each.index] for each in parameters], fresh)
+        return MeanRows(flat, [rows[p.index] for p in parameters], fresh)
 
     def drop_cleared(self) -> None:
         """Forget gradients that users cleared (`zero_grad`), and free the bytes of reduced ones.

@@ -136,7 +136,7 @@ def _has_no_identity(
     name = getattr(func, "__name__", "")
     if name in _BOUNDS:
         return True
-    orders = [each for each in (*args, *kwargs.values()) if isinstance(each, int | float | str)]
+    orders = [a for a in (*args, *kwargs.values()) if isinstance(a, int | float | str)]
     return name in _NORMS and any(str(order) in ("inf", "-inf") for order in orders)
 
 
@@ -342,8 +342,8 @@ class NoMean(Tensor):
     def like(sharded: Tensor, why: Callable[[], StateError]) -> NoMean:
         """A stand-in for the gradient of `sharded`; a use raises the message `why`."""
         with torch._C.DisableTorchFunctionSubclass():
-            made = torch.empty((), dtype=sharded.dtype, device=sharded.device).expand(sharded.shape)
-            shown = made.as_subclass(NoMean)
+            empty = torch.empty((), dtype=sharded.dtype, device=sharded.device)
+            shown = empty.expand(sharded.shape).as_subclass(NoMean)
         shown._why = why
         return shown
 
@@ -365,10 +365,10 @@ class NoMean(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_ITS_KIND:
                 return func(*args, **(kwargs or {}))
-            found = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, NoMean)]
+            stand_in = next(x for x in tree_iter((args, kwargs)) if isinstance(x, NoMean))
             if func is Tensor.__repr__:
-                return f"NoMean(shape={list(found[0].shape)})"
-            raise found[0]._why()
+                return f"NoMean(shape={list(stand_in.shape)})"
+            raise stand_in._why()
 
 
 _OF_ITS_KIND = {

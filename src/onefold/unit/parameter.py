@@ -232,11 +232,11 @@ class UnitParameter(ShardedForm):
         if self.decoded is not None:
             return nn.Parameter(self.decoded.plain(view), requires_grad=False)
         shown = view if self.model is None else self.model.over(view)
-        made = nn.Parameter(shown, requires_grad=self.sharded.requires_grad)
+        parameter = nn.Parameter(shown, requires_grad=self.sharded.requires_grad)
         if self.spec.is_packed:
-            made.__class__ = self._kind
-            vars(made).update(self._attributes)
-        return made
+            parameter.__class__ = self._kind
+            vars(parameter).update(self._attributes)
+        return parameter
 
     def rows_of(self, plain: Tensor | None) -> Tensor | None:
         """Own rows of what `plain` has become, to be kept; None if it has another shape now."""
@@ -398,9 +398,8 @@ class UnitParameter(ShardedForm):
     def refuse_other_data(self, value: Tensor) -> None:
         """`sharded.data = value`: accept only the memory that the parameter has already."""
         local = value._local_tensor if isinstance(value, DTensor) else value
-        own = self.local
-        found = (local.data_ptr(), local.dtype, local.shape)
-        if found != (own.data_ptr(), own.dtype, own.shape):
+        memories = {(x.data_ptr(), x.dtype, x.shape) for x in (local, self.local)}
+        if len(memories) > 1:
             raise self.touched("an assignment to its .data")
 
     def shown_data(self) -> Tensor:

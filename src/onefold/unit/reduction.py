@@ -24,7 +24,7 @@ from torch import Tensor
 
 from onefold.layout.cut import Range
 from onefold.layout.ledger import Kind
-from onefold.layout.messages import Parts, gathered, reduce_message, slabs_of
+from onefold.layout.messages import Parts, gathered, reduce_message
 from onefold.layout.rows import Layout, Slot, split_at
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context, UnitSpec
@@ -144,7 +144,7 @@ class Feedback:
 
         A rank has none for its own rows, as it sends itself nothing: they are zeros here.
         """
-        found: dict[str, list[Tensor]] = {}
+        residuals: dict[str, list[Tensor]] = {}
         for slot in layout.slots:
             for region, slab in enumerate(slot.slabs()):
                 buffer = self._residuals.pop((slot.fqn, "", region), None)
@@ -152,8 +152,8 @@ class Feedback:
                     start, stop = slab.pieces[rank]
                     own = buffer.tensor.new_zeros(stop - start)
                     parts = [buffer.tensor[:start], own, buffer.tensor[start:]]
-                    found.setdefault(slot.fqn, []).append(torch.cat(parts))
-        return {fqn: torch.cat(parts) for fqn, parts in found.items()}
+                    residuals.setdefault(slot.fqn, []).append(torch.cat(parts))
+        return {fqn: torch.cat(parts) for fqn, parts in residuals.items()}
 
     def give(self, residuals: Mapping[str, Tensor], layout: Layout, rank: int) -> None:
         """Continue with `residuals` in messages of another layout."""
@@ -164,9 +164,9 @@ class Feedback:
                 for region, (slab, part) in enumerate(zip(slot.slabs(), parts, strict=True)):
                     start, stop = slab.pieces[rank]
                     rest = torch.cat([part[:start], part[stop:]])
-                    made = Buffer(len(rest), torch.float32, Kind.FEEDBACK, store, ledger)
-                    made.tensor.copy_(rest)
-                    self._residuals[slot.fqn, "", region] = made
+                    buffer = Buffer(len(rest), torch.float32, Kind.FEEDBACK, store, ledger)
+                    buffer.tensor.copy_(rest)
+                    self._residuals[slot.fqn, "", region] = buffer
 
     def forget(self, parameters: Iterable[Any]) -> None:
         """Drop the residuals of these parameters, or of their slots."""
@@ -188,6 +188,12 @@ class GradientHop:
         self._feedback = feedback
         self._name = name  # of the residuals; "between nodes" in labels
         self._cuts: dict[Which, MessageLayout] = {}
+        self._numels = [[region.pieces[-1][1] for region in regions] for regions in parts]
+
+    def split(self, which: Which, partials: list[Tensor]) -> list[Tensor]:
+        """The regions of flat gradients [all elements]."""
+        pairs = zip(which, partials, strict=True)
+        return [part for i, flat in pairs for part in flat.split_with_sizes(self._numels[i])]
 
     def reduce(
         self, which: Which, used: list[bool], partials: list[Tensor], out: list[Tensor],
@@ -223,8 +229,7 @@ class OneHop:
     def __init__(self, spec: UnitSpec, transport: Transport) -> None:
         self._spec = spec
         self.feedback = Feedback(spec.context)
-        self._first = GradientHop(spec, transport, self.feedback, slabs_of(spec.wire))
-        self._has_slabs = any(len(slabs) > 1 for slabs in self._first.parts)
+        self._first = GradientHop(spec, transport, self.feedback, spec.wire.slabs())
         self._means: dict[Which, MessageLayout] = {}  # of means that all ranks gather
         self._sent_flags: tuple[list[bool], Tensor] = [], torch.empty(0)
         self.counts: Tensor  # of the last hop that has landed: [parameters + 1]
@@ -236,14 +241,16 @@ class OneHop:
 
         `mean` receives the result where `fills_rows`.
         """
+        sent, flags = self._first.split(which, partials), self._flags(used)
+        out, are_fresh = self._targets(which, mean)
+        regions = zip(which, are_fresh, strict=True)
+        fresh = [is_fresh for i, is_fresh in regions for _ in self._first.parts[i]]
+        return self._first.reduce(which, used, [*sent, flags], [*out, self.counts], [*fresh, True])
+
+    def _targets(self, which: Which, mean: MeanRows | None) -> tuple[list[Tensor], list[bool]]:
+        """The tensors that receive each region; for each parameter, whether to replace values."""
         assert mean is not None, "the first hop of this reduction fills the rows of the mean"
-        flags, sent, fresh = self._flags(used), partials, mean.fresh
-        if self._has_slabs:
-            nums = [len(self._first.parts[index]) for index in which]
-            sent = [part for each, n in zip(partials, nums, strict=True) for part in each.chunk(n)]
-            fresh = [each for each, num in zip(fresh, nums, strict=True) for _ in range(num)]
-        out = [*self._pieces(which, mean.rows), self.counts]
-        return self._first.reduce(which, used, [*sent, flags], out, [*fresh, True])
+        return self._pieces(which, mean.rows), mean.fresh
 
     def users(self, used: list[bool]) -> list[bool]:
         """For each parameter, whether some rank used it, from the counts of the last message.
@@ -296,8 +303,6 @@ class OneHop:
 
     def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
         """The part of each parameter's rows that this rank reduces: a piece of every slab."""
-        if not self._has_slabs:
-            return rows
         pairs = zip(which, rows, strict=True)
         return [piece for index, row in pairs for piece in row.chunk(len(self._first.parts[index]))]
 

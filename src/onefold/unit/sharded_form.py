@@ -64,7 +64,7 @@ class ShardedForm:
         if context.rest_world == 1 or self.slot.replicated:
             copies, own = everyone.world_size, everyone.rank
         replicas = [] if model is None else [
-            axis for axis, each in enumerate(model.placements) if each.is_replicate()
+            axis for axis, cut in enumerate(model.placements) if cut.is_replicate()
         ]  # fmt: skip
         is_first = model is None or not any(model.mesh.get_local_rank(axis) for axis in replicas)
         return is_first and number % copies == own

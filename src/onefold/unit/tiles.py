@@ -178,7 +178,7 @@ class TiledWeight:
         mine = torch.unique(tokens)
         group = context.transport.group
         wanted = sorted(set[int]().union(*group.gather(mine.tolist())))
-        found = torch.tensor(wanted, dtype=mine.dtype, device=mine.device)
+        tokens_of_all = torch.tensor(wanted, dtype=mine.dtype, device=mine.device)
         bounds = [self._parameter.slot.rows(rank) for rank in range(context.world_size)]
         ends = [0, *(bisect_left(wanted, stop) for _, stop in bounds)]
         columns, first = self.num_columns, bounds[context.rank][0]
@@ -203,7 +203,7 @@ class TiledWeight:
             label = f"gather of rows of {name!r} on {context.where}"
             context.transport.gather(flat, layout, label).wait()
             self._gather.check_tags(flat[numel:])
-        return F.embedding(torch.searchsorted(found, tokens), rows)
+        return F.embedding(torch.searchsorted(tokens_of_all, tokens), rows)
 
     def _copy_near(self, span: tuple[int, int], into: Tensor) -> None:
         """Own elements [start, stop) of the weight at rest, in the compute dtype."""

@@ -121,14 +121,14 @@ class Unit(UnitWeights):
         Parameters that `values` has are read from there, into the master where there is one.
         """
         pairs = list(zip(self.parameters, originals, strict=True))
-        rows, given = self.weight.far, set[UnitParameter]()
+        rows, promised = self.weight.far, set[UnitParameter]()
         if values is not None and not isinstance(rows, FileRows):
-            given = {p for p in self.parameters if p.fqn in values}
+            promised = {p for p in self.parameters if p.fqn in values}
         with torch.no_grad():
             for parameter, original in pairs:
                 if isinstance(rows, FileRows):
                     parameter.rest_in(rows_in_files(parameter, rows, values))
-                elif parameter not in given:
+                elif parameter not in promised:
                     parameter.local.copy_(parameter.own_piece(local_of(original.detach())))
             for parameter, original in pairs:
                 parameter.build(original, self.unsharded.view)
@@ -136,23 +136,23 @@ class Unit(UnitWeights):
                     is_multiplied = parameter.decoded.is_multiplied
                     (self.multiplied if is_multiplied else self.decoded).append(parameter.decoded)
                 self.edits.watch(parameter.sharded)
-            self._read(given, values)
+            self._read(promised, values)
         if not self.is_resident:
             self.unsharded.release()
         self.forget()
         if isinstance(rows, FileRows):
             self.files_edits = self.edits.all()
 
-    def _read(self, given: Set[UnitParameter], values: Values | None) -> None:
-        """Read own rows of the `given` parameters, into the master where there is one."""
+    def _read(self, promised: Set[UnitParameter], values: Values | None) -> None:
+        """Read own rows of the `promised` parameters, into the master where there is one."""
         if self.master is not None:
             self.master.tensor.copy_(self.weight.tensor)
         for parameter in self.parameters:
-            if parameter in given:
+            if parameter in promised:
                 assert values is not None, "no source has these values"
                 values.fill(parameter.fqn, parameter.box, parameter.stepped)
         if self.master is not None:
-            if given:
+            if promised:
                 self.weight.tensor.copy_(self.master.tensor)
             self._published = self.edits.all()
 

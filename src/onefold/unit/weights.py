@@ -196,17 +196,17 @@ class UnitWeights:
         for name, dtype in dtypes.items():
             if name not in self.moments:
                 numel, ledger = len(self.weight.tensor), self.context.ledger
-                made = Buffer(numel, dtype, Kind.OPTIMIZER, self.state_store, ledger)
-                if made.far is None:  # else the file is new, and reads as zeros
-                    made.tensor.zero_()
-                self.moments[name] = made
+                moment = Buffer(numel, dtype, Kind.OPTIMIZER, self.state_store, ledger)
+                if moment.far is None:  # else the file is new, and reads as zeros
+                    moment.tensor.zero_()
+                self.moments[name] = moment
 
     def row_buffers(self) -> list[Buffer]:
         """Return the buffers of own rows, in the same order on every rank, moments last."""
-        averages = [buffer for each in self.averages if (buffer := each()) is not None]
-        found = [self.weight, self.master, *averages]
-        named = [self.moments[name] for name in sorted(self.moments)]
-        return [buffer for buffer in found if buffer is not None] + named
+        averages = [average() for average in self.averages]
+        moments = [self.moments[name] for name in sorted(self.moments)]
+        buffers = [self.weight, self.master, *averages, *moments]
+        return [buffer for buffer in buffers if buffer is not None]
 
     def begin_step(self, step: Waitable) -> None:
         """A step of the unit runs in the background."""
