@@ -57,6 +57,9 @@ class Traffic:
     calls: int = 0
     sent_nbytes: int = 0
 
+    def since(self, before: Traffic) -> Traffic:
+        return Traffic(self.calls - before.calls, self.sent_nbytes - before.sent_nbytes)
+
 
 @dataclass(slots=True)
 class Ledger:
@@ -153,17 +156,9 @@ class Ledger:
             self._stepped.clear()
             self._begun = self._ended
         self._stepped.add(id(optimizer))
-        self._ended = {
-            name: Traffic(now.calls, now.sent_nbytes) for name, now in self.traffic.items()
-        }
-        empty = Traffic()
-        self.last_step = {
-            name: Traffic(
-                now.calls - self._begun.get(name, empty).calls,
-                now.sent_nbytes - self._begun.get(name, empty).sent_nbytes,
-            )
-            for name, now in self.traffic.items()
-        }
+        nothing, traffic = Traffic(), self.traffic.items()
+        self._ended = {name: now.since(nothing) for name, now in traffic}
+        self.last_step = {name: now.since(self._begun.get(name, nothing)) for name, now in traffic}
 
     def forget_traffic(self) -> None:
         """Start counting anew; `shard` calls it so that set-up is not counted as training."""
@@ -176,8 +171,6 @@ class Account:
 
     They leave the ledger when the owner is gone. Nothing runs when the interpreter exits.
     """
-
-    __slots__ = ("_is_mapped", "_kind", "_ledger", "_tier", "nbytes")
 
     def __init__(
         self, owner: object, kind: Kind, tier: str, ledger: Ledger, *, is_mapped: bool = False

@@ -220,13 +220,13 @@ class MessagePlan:
             [index for index, size in enumerate(sizes) if size is wanted] for wanted in Size
         )
         self._offsets = offsets
-        self._small_numels, self._medium_numels = (
+        self.small_numels, self._medium_numels = (
             [[self.numels[index][rank] for index in these] for rank in range(self.world_size)]
             for these in (self.small, self.medium)
         )
         self.packed_numels = [
             sum(small) + sum(medium)
-            for small, medium in zip(self._small_numels, self._medium_numels, strict=True)
+            for small, medium in zip(self.small_numels, self._medium_numels, strict=True)
         ]
         state = [
             numels
@@ -295,17 +295,12 @@ class MessagePlan:
     @cached_property
     def small_spans(self) -> list[Range]:
         """Each rank's part of all small regions, laid end to end."""
-        return list(pairwise(accumulate(map(sum, self._small_numels), initial=0)))
-
-    @cached_property
-    def own_small_numels(self) -> list[int]:
-        """Elements of this rank in each small region."""
-        return self._small_numels[self.rank]
+        return list(pairwise(accumulate(map(sum, self.small_numels), initial=0)))
 
     @cached_property
     def chunk_numels(self) -> list[list[int]]:
         """By rank: its elements of each medium region, then of all small ones."""
-        pairs = zip(self._medium_numels, self._small_numels, strict=True)
+        pairs = zip(self._medium_numels, self.small_numels, strict=True)
         return [[*medium, sum(small)] for medium, small in pairs]
 
 

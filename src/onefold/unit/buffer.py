@@ -30,11 +30,6 @@ class Buffer:
     again after `reallocate`, once the caller has filled the buffer anew.
     """
 
-    __slots__ = (
-        "__weakref__", "_account", "_allocation", "_kind", "_ledger", "_nbytes", "_numels",
-        "_parts", "is_held", "tensor", "tier",
-    )  # fmt: skip
-
     def __init__(
         self,
         numel: int,

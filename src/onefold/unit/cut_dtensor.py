@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from onefold.errors import StateError
 from onefold.layout.cut import bounds_of
+from onefold.layout.model_axes import dtensor_of
 from onefold.wire.collectives import Group
 
 
@@ -108,11 +109,7 @@ def _gathered_by_axis(shown: DTensor) -> Tensor:
         placement = shown.placements[axis]
         if not isinstance(placement, Replicate):
             alone = DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
-            shape = torch.Size(shapes[axis])
-            stride = torch.empty(shape, device="meta").stride()
-            local = DTensor.from_local(
-                local, alone, [placement], run_check=False, shape=shape, stride=stride
-            ).full_tensor()
+            local = dtensor_of(local, alone, [placement], shapes[axis]).full_tensor()
     return local
 
 

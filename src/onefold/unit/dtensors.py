@@ -113,7 +113,7 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         elif func == _GET_GRAD:
             owner.unit.gradient.check_there(owner)
         if func is Tensor.register_hook:
-            owner.refuse_hook()
+            raise refusals.TENSOR_HOOK(owner.fqn)
         if func is Tensor.__deepcopy__ and isinstance(sharded, ShardedParameter):
             raise refusals.NO_COPY(owner.fqn)
         if func is Tensor.detach and isinstance(sharded, ShardedParameter):  # as state_dict() does
@@ -269,11 +269,6 @@ class StaleDTensor(Stale, DTensor):
         raise self._why()
 
     to_local = full_tensor = redistribute = _refuse
-
-
-def kind_of_unsharded(shown: Tensor) -> Any:
-    """The class of an unsharded parameter over `shown`."""
-    return UnshardedDTensor if isinstance(shown, DTensor) else UnshardedParameter
 
 
 def kind_of_stale(parameter: Tensor) -> Any:

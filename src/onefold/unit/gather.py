@@ -273,7 +273,6 @@ class TwoHopGather(UnitGather):
         return False
 
     def prefetch(self) -> None:
-        """See `UnitGather.prefetch`."""
         if self._second is None or self._filled != self.weights.edits.all():
             super().prefetch()
 
@@ -292,7 +291,6 @@ class TwoHopGather(UnitGather):
             self._filled = self.weights.edits.all()
 
     def start(self, full: Buffer) -> Ticket:
-        """See `UnitGather.start`."""
         flat, axes, numel = full.tensor, self._hops.axes, self._spec.rest.full_numel
         inside, label = self._hops.gather_inside, self._spec.label("gather")
         if self._second is None:

@@ -38,12 +38,9 @@ class _Landed:
     """The result of a reduction's first hop."""
 
     parameters: list[UnitParameter]
+    which: tuple[int, ...]  # their numbers
     users: list[bool]  # whether some rank used each parameter
     mean: MeanRows | None
-
-    @property
-    def which(self) -> tuple[int, ...]:
-        return tuple([parameter.index for parameter in self.parameters])
 
 
 class UnitGradient:
@@ -116,8 +113,6 @@ class UnitGradient:
     def trainable(self) -> list[UnitParameter]:
         """The parameters that require a gradient now, or did in a micro-batch that rests."""
         with torch._C.DisableTorchFunctionSubclass():
-            if not self._due:
-                return [p for p in self._parameters if p.sharded.requires_grad]
             return [p for p in self._parameters if p.sharded.requires_grad or p in self._due]
 
     def note_fired(self, parameter: UnitParameter) -> None:
@@ -279,9 +274,8 @@ class UnitGradient:
                 mean = grad.to(parameter.local.dtype)
                 if sources > 1:
                     mean.mul_(1.0 / sources)
-                existing = sharded.grad
-                if existing is not None:
-                    parameter.unwrap(existing).add_(mean)
+                if sharded.grad is not None:
+                    parameter.unwrap(sharded.grad).add_(mean)
                 else:
                     self._give(parameter, mean)
                 parameter.unsharded.grad = None
@@ -302,7 +296,8 @@ class UnitGradient:
         partials.clear()
         self._count_reduced(parameters)
         if not self._is_discarding:
-            self._landed = _Landed(parameters, self.reduction.users(used), mean)
+            which = tuple([p.index for p in parameters])
+            self._landed = _Landed(parameters, which, self.reduction.users(used), mean)
 
     def keep_sums(self) -> None:
         """Keep the node's sums until the last micro-batch, and show that there are some."""
@@ -325,17 +320,14 @@ class UnitGradient:
             mean = landed.mean or self.mean_rows(parameters)
             shown = [p in self.shown for p in parameters]
             following = reduction.follow(landed.which, users, shown, mean)
-        # other nodes may have used more
-        known_users = None if self._spec.context.is_sharded else users
-        self._following = (following or DONE).then(
-            partial(self._show_users, parameters, known_users)
-        )
+        is_sharded = self._spec.context.is_sharded  # then other nodes may have used more
+        show = partial(self._show_users, parameters, None if is_sharded else users)
+        self._following = (following or DONE).then(show)
 
     def _show_users(self, parameters: list[UnitParameter], users: list[bool] | None) -> None:
         """Show the mean of parameters that some rank used; None: read the last hop's counts."""
-        if users is None:
-            users = self.reduction.users([False])
-        used = [p for p, is_used in zip(parameters, users, strict=True) if is_used]
+        known = self.reduction.users([False]) if users is None else users
+        used = [p for p, is_used in zip(parameters, known, strict=True) if is_used]
         self.is_unused = not used
         self.show_all(used)
 

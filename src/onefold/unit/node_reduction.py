@@ -102,7 +102,6 @@ class Replicated(OneHop):
 
     @property
     def waits(self) -> bool:
-        """See `OneHop.waits`."""
         return self._waits
 
     def rest(self, which: Which, users: list[bool]) -> list[int]:
@@ -146,11 +145,9 @@ class TwoHop(OneHop):
 
     @property
     def waits(self) -> bool:
-        """See `OneHop.waits`."""
         return bool(self._counts)
 
     def rest(self, which: Which, users: list[bool]) -> list[int]:
-        """See `OneHop.rest`."""
         self._add_counts()
         self._users |= {index: None for index, used in zip(which, users, strict=True) if used}
         return list(self._users)

@@ -32,13 +32,6 @@ from onefold.wire.collectives import Group
 class UnitParameter(ShardedForm):
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
-    __slots__ = (
-        "_attributes", "_bare", "_before_edit", "_data", "_is_hooked", "_kernel_places", "_kind",
-        "_num_hooks", "_read_table", "_unit", "decoded", "first_hooks", "fqn",
-        "full_nbytes", "index", "places",
-        "span", "unsharded", "version",
-    )  # fmt: skip
-
     def __init__(self, unit: Any, spec: UnitSpec, index: int, weight: Tensor, owned: Owned) -> None:
         self._unit = ref(unit)
         self.index = index  # in the unit
@@ -175,7 +168,8 @@ class UnitParameter(ShardedForm):
                 view = self.decoded.shown
             if self.model is not None:
                 view = self.model.over(view)
-                self._kind = dtensors.kind_of_unsharded(view)
+                if isinstance(view, DTensor):
+                    self._kind = dtensors.UnshardedDTensor
             self.unsharded = nn.Parameter(view, requires_grad=False)
             vars(self.unsharded).update(self._attributes)
             dtensors.introduce(self.unsharded, ref(self))
@@ -384,9 +378,6 @@ class UnitParameter(ShardedForm):
         handle = RemovableHandle(self.first_hooks)
         self.first_hooks[handle.id] = hook
         return handle
-
-    def refuse_hook(self) -> None:
-        raise refusals.TENSOR_HOOK(self.fqn)
 
     def detached(self) -> Tensor:
         shown = self.wrap(self.local.detach())

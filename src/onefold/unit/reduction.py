@@ -132,12 +132,16 @@ class Feedback:
                 return None
             key = (region[0], hop, region[1])
             if key not in self._residuals:
-                store, ledger = self._context.store, self._context.ledger
-                self._residuals[key] = Buffer(numel, torch.float32, Kind.FEEDBACK, store, ledger)
-                self._residuals[key].tensor.zero_()
+                self._make(key, numel).zero_()
             return self._residuals[key].tensor
 
         return residual
+
+    def _make(self, key: tuple[str, str, int], numel: int) -> Tensor:
+        store, ledger = self._context.store, self._context.ledger
+        buffer = Buffer(numel, torch.float32, Kind.FEEDBACK, store, ledger)
+        self._residuals[key] = buffer
+        return buffer.tensor
 
     def taken(self, layout: Layout, rank: int) -> dict[str, Tensor]:
         """Take all residuals of messages over one axis: all elements of each parameter, by fqn.
@@ -157,16 +161,13 @@ class Feedback:
 
     def give(self, residuals: Mapping[str, Tensor], layout: Layout, rank: int) -> None:
         """Continue with `residuals` in messages of another layout."""
-        store, ledger = self._context.store, self._context.ledger
         for slot in layout.slots:
             if slot.fqn in residuals:
                 parts = residuals[slot.fqn].chunk(slot.num_slabs)
                 for region, (slab, part) in enumerate(zip(slot.slabs(), parts, strict=True)):
                     start, stop = slab.pieces[rank]
                     rest = torch.cat([part[:start], part[stop:]])
-                    buffer = Buffer(len(rest), torch.float32, Kind.FEEDBACK, store, ledger)
-                    buffer.tensor.copy_(rest)
-                    self._residuals[slot.fqn, "", region] = buffer
+                    self._make((slot.fqn, "", region), len(rest)).copy_(rest)
 
     def forget(self, parameters: Iterable[Any]) -> None:
         """Drop the residuals of these parameters, or of their slots."""
@@ -325,7 +326,6 @@ class Spread(OneHop):
     finishes_alone = False
 
     def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
-        """See `OneHop.follow`."""
         slabs = (slab for index in which for slab in self._first.parts[index])
         regions = ((slab, slab.full_offset) for slab in slabs)
         transport, label = self._spec.context.transport, "gather of gradients"

@@ -293,24 +293,21 @@ class Unit(UnitWeights):
     @property
     def is_in_forward(self) -> bool:
         """True while the sharded module's forward runs."""
-        owner = self._owner()
-        return owner is not None and owner.is_wanted(False)
+        return self.owner is not None and self.owner.is_wanted(False)
 
     def is_wanted_unsharded(self, parameter: UnitParameter) -> bool:
         """True if an operation on the sharded parameter needs the unsharded one."""
-        owner = self._owner()
         with torch._C.DisableTorchFunctionSubclass():
-            return owner is not None and owner.is_wanted(parameter.sharded.requires_grad)
+            wants = parameter.sharded.requires_grad
+        return self.owner is not None and self.owner.is_wanted(wants)
 
     def unshard_for_use(self, parameter: UnitParameter) -> Tensor:
         """The unsharded parameter, for an operation outside the unit's own modules."""
-        owner = self._owner()
-        assert owner is not None, "an operation needs the unsharded parameter of a dead engine"
-        owner.unshard_for_use(self)
+        assert self.owner is not None, "an operation needs the unsharded parameter of a dead engine"
+        self.owner.unshard_for_use(self)
         return parameter.unsharded
 
     def note_use(self, outputs: object) -> None:
         """Note results that were computed outside the unit's modules."""
-        owner = self._owner()
-        if owner is not None:
-            owner.on_use(self, outputs)
+        if self.owner is not None:
+            self.owner.on_use(self, outputs)
