@@ -284,8 +284,7 @@ class UnitGradient:
             self._count_local()
 
     def _count_local(self) -> None:
-        grads = [(p, p.sharded.grad) for p in self._parameters]
-        own = [p.unwrap(grad).nbytes for p, grad in grads if grad is not None]
+        own = [p.unwrap(g).nbytes for p in self._parameters if (g := p.sharded.grad) is not None]
         self._local_account.set(sum(own))
 
     def _finish_reduce(
@@ -354,9 +353,8 @@ class UnitGradient:
         self._reduced_at = self._ledger.steps
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in parameters:
-                shown = parameter.sharded.grad
-                is_own = parameter.sharded is parameter.unsharded
-                if shown is None or is_own or isinstance(shown, NoMean):
+                sharded, shown = parameter.sharded, parameter.sharded.grad
+                if shown is None or sharded is parameter.unsharded or isinstance(shown, NoMean):
                     self._give(parameter, self._rest_view(parameter))
                 parameter.call_hooks()
 

@@ -41,7 +41,7 @@ class UnitParameter(ShardedForm):
         self.rename(self.slot.fqn)
         self.places = owned.places
         self._read_table = None if owned.table is None else owned.table.read
-        self._kind: type[nn.Parameter] = dtensors.UnshardedParameter
+        self._kind: Any = dtensors.UnshardedParameter  # the class of `unsharded`
         self._attributes: dict[str, Any] = {}  # that modules expect of a packed weight
         self._kernel_places = owned.kernel_places
         self.decoded: DecodedWeight | None = None  # the numbers of a coded weight
