@@ -49,7 +49,7 @@ class Hops:
     gather_inside: Transport
     reduce_inside: Transport
     reduce_between: Transport
-    keeps_weights: bool  # a second shard of weights rests inside the node
+    keeps_weights: bool  # a secondary shard of weights rests inside the node
     keeps_gradients: bool  # and sums of micro-batches
 
 
@@ -70,11 +70,11 @@ class Routes:
     replicas: Transport | None = None
     others: tuple[Routes, ...] = ()  # of units with a mesh of their own
     sends_differences: bool = False  # of weights, relative to the weights that every rank read last
-    feeds_back: bool = False  # residuals of coded gradients (error feedback)
+    feeds_back: bool = False  # residuals of quantized gradients (error feedback)
 
     @property
     def rounds_gradients(self) -> bool:
-        """True if gradients are coded on some link: ranks then agree on whether all are finite."""
+        """True if a link quantizes gradients: ranks then agree on whether all are finite."""
         return any(transport.is_coded for transport in self.reducers)
 
     @property
@@ -295,7 +295,7 @@ class UnitSpec:
     is_offloaded: bool  # masters and moments rest in tiers.state
     is_resident: bool  # modules compute with the weights at rest: both moves are free
     steps_in_blocks: bool  # in the background, rather than by the optimizer's own step
-    is_packed: bool  # bytes of quantised weights, or side tables: never cast or coded, no master
+    is_packed: bool  # quantized bytes, or side tables: never cast, and without a master
     computes_on_sharded: bool  # one process: modules always show the same parameter
     is_trained: bool  # a parameter required a gradient at first; else its master is made later
 

@@ -308,11 +308,11 @@ MATRIX_FORMATS: dict[str, MatrixFormat] = {
     "int4 groups": Int4Groups(),
     "int4 groups (cuda)": Int4Groups("cuda"),
 }
-"""By the word of a coded weight."""
+"""By the word of a quantized weight."""
 
 
 def format_of(word: str) -> BlockFormat | MatrixFormat:
-    """The format that a coded weight names."""
+    """The format that a quantized weight names."""
     return MATRIX_FORMATS.get(word) or BlockFormat(codec_of(word))
 
 

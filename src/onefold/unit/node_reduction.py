@@ -87,7 +87,7 @@ class Replicated(OneHop):
             target.copy_(row)
 
     def _add_residuals(self, which: Which, parts: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Means are coded again, to be gathered: add the residuals of the last such message."""
+        """Means are quantized again, to be gathered: add the residuals of the last such message."""
         if not (self._between.transport.is_coded and self._spec.context.routes.feeds_back):
             return []
         is_used = [count != 0 for count in self.counts[:-1].tolist()]

@@ -44,7 +44,7 @@ class UnitParameter(ShardedForm):
         self._kind: Any = dtensors.UnshardedParameter  # the class of `unsharded`
         self._attributes: dict[str, Any] = {}  # that modules expect of a packed weight
         self._kernel_places = owned.kernel_places
-        self.decoded: DecodedWeight | None = None  # the numbers of a coded weight
+        self.decoded: DecodedWeight | None = None  # the numbers of a quantized weight
         self._bare: Tensor  # the values of `unsharded`, for kernels
         self._is_hooked = False
         self.first_hooks: OrderedDict[int, Callable[[Tensor], object]] = OrderedDict()
@@ -357,7 +357,7 @@ class UnitParameter(ShardedForm):
         """
         if self.decoded is not None:
             self.version = self.unsharded._version  # said once
-            raise self.touched("an edit of coded numbers in a forward")
+            raise self.touched("an edit of quantized numbers in a forward")
         before, self._before_edit = self._before_edit, None
         with torch.no_grad():
             now = self.own_piece(local_of(self.unsharded.detach()))

@@ -102,7 +102,7 @@ class MeanBuffer:
 
 
 class Feedback:
-    """Error feedback: the residuals of coded gradients, which the next message carries.
+    """Error feedback: the residuals of quantized gradients, which the next message carries.
 
         message = code(gradient + residual)     residual = gradient + residual - decoded message
 
