@@ -168,8 +168,8 @@ class UnitParameter(ShardedForm):
                 view = self.decoded.shown
             if self.model is not None:
                 view = self.model.over(view)
-                if isinstance(view, DTensor):
-                    self._kind = dtensors.UnshardedDTensor
+                is_cut = isinstance(view, DTensor)
+                self._kind = dtensors.UnshardedDTensor if is_cut else dtensors.UnshardedParameter
             self.unsharded = nn.Parameter(view, requires_grad=False)
             vars(self.unsharded).update(self._attributes)
             dtensors.introduce(self.unsharded, ref(self))
