@@ -303,7 +303,7 @@ def test_edits_backwards_and_other_files_are_named_errors(tmp_path):
         edited = seeded(Editing).bfloat16().requires_grad_(False)
         code_for_products(edited, "int4")
         onefold.shard(edited)
-        with pytest.raises(onefold.StateError, match=r"coded numbers.*blocks.0.up.weight"):
+        with pytest.raises(onefold.StateError, match=r"quantized numbers.*blocks.0.up.weight"):
             edited(tokens(2))
         module = sharded("int4")
         with pytest.raises(CheckpointError, match="rest="):

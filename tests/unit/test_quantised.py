@@ -721,7 +721,7 @@ def test_weights_that_cannot_be_coded_are_refused():
 
     def run(rank: int) -> None:
         module = onefold.shard(seeded(Editing), precision=onefold.Precision(frozen="int8"))
-        with pytest.raises(onefold.StateError, match="coded numbers"):
+        with pytest.raises(onefold.StateError, match="quantized numbers"):
             module(batch(0))
 
     run_ranks(2, run)

@@ -70,13 +70,13 @@ def test_two_hops_lead_to_own_rows(shapes, nodes, local_world_size, data):
             continue
         whole = torch.arange(slot.numel)
         buffer = torch.full((kept.numel,), -1)
-        stretches = axes.stretches(slot)
+        stretches = [(part.pieces[0][0], part.pieces[-1][1]) for part in axes.inside(slot)]
         for part, (first, last), (start, stop) in zip(
-            kept.inside(index), stretches, kept.spans[index], strict=True
+            kept.inside()[index], stretches, kept.spans[index], strict=True
         ):
             buffer[start:stop] = whole[first:last][slice(*part.pieces[axes.local_rank])]
         region = buffer[slice(*kept.region(index))]
-        own = region[slice(*kept.between(index).pieces[axes.node])]
+        own = region[slice(*kept.between()[index][0].pieces[axes.node])]
         assert torch.equal(own, whole[slice(*slot.pieces[rank])])
 
 

@@ -40,6 +40,7 @@ from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory
 from onefold.tier.store import Store
 from onefold.unit.context import Context, Tiers
+from onefold.unit.cut_dtensor import WeightedMesh
 from onefold.unit.init import (
     PROMISED,
     Initialisers,
@@ -51,7 +52,6 @@ from onefold.unit.init import (
     move,
 )
 from onefold.unit.unit import Unit
-from onefold.unit.weighted import WeightedMesh
 from onefold.wire.collectives import Group
 from onefold.wire.ranks import Ranks
 from onefold.wire.together import together

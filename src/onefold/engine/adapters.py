@@ -90,7 +90,7 @@ def gathered(parameters: Iterable[UnitParameter]) -> dict[UnitParameter, Tensor]
     found: dict[UnitParameter, Tensor] = {}
     by_dtype: dict[torch.dtype, list[UnitParameter]] = {}
     for parameter in dict.fromkeys(parameters):
-        parameter.home.wait_step()
+        parameter.unit.wait_step()
         by_dtype.setdefault(parameter.local.dtype, []).append(parameter)
     for members in by_dtype.values():
         found |= _gathered_alike(members)

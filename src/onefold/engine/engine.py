@@ -104,7 +104,7 @@ class Engine:
         index, is_recorded = self._index[unit], torch.is_grad_enabled()
         call, actions = self.schedule.use(index, is_recorded=is_recorded)
         self.hands.do(actions)
-        call.note_edits(unit.edits_at_rest())
+        call.note_edits(unit.edits.at_rest())
         watch_outputs(ref(self), [call], outputs)
 
     def note_reduced(self, gradient: UnitGradient) -> None:
@@ -183,7 +183,7 @@ class Engine:
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self._follow()  # a part of the module is called, not the root
         call, actions = self.schedule.enter(index, phase)
-        call.note_edits(self.units[index].edits_at_rest())
+        call.note_edits(self.units[index].edits.at_rest())
         self.hands.do(actions)
         if not self.is_unsharded:
             verb = "recompute" if phase is Phase.BACKWARD else "forward"
@@ -241,7 +241,7 @@ class Engine:
             return
         self.begin_backward()
         unit = self.units[call.unit]
-        if call.edits != unit.edits_at_rest():
+        if call.edits != unit.edits.at_rest():
             raise StateError(
                 f"the weights of unit {unit.name!r} to be the same in backward as in forward",
                 "weights that changed in between",
@@ -327,7 +327,7 @@ class Engine:
         stepped = self.hands.take_stepped()
         self.marks.begin("step")
         self.rest()
-        self.context.check_device_tags()
+        self.context.tags.check()
         for gradient in self.gradients.values():
             gradient.drop_cleared()
         self.complete()

@@ -142,7 +142,7 @@ def _apply(
             moved = fn(probe)
             if not _is_same(probe, moved):
                 change = f"one to be replaced by {moved.dtype} on {moved.device}"
-                raise parameter.unit.touched(parameter, change)
+                raise parameter.touched(change)
     for part in parts:
         for name, buffer in part._buffers.items():
             if buffer is not None:

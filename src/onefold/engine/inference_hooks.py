@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from onefold.engine.engine import Engine
 from onefold.engine.hooks import ModuleHooks
 from onefold.errors import StateError
-from onefold.unit.grad_hooks import without_backward
+from onefold.unit.dtensors import without_backward
 
 
 class InferenceHooks(ModuleHooks):

@@ -40,7 +40,7 @@ from onefold.engine.rules import (
 from onefold.engine.searching import share_losses
 from onefold.engine.waiting_state import common_state, stepped_state
 from onefold.errors import ConfigError, StateError
-from onefold.layout.ledger import StateBytes
+from onefold.layout.ledger import Account, Kind
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
@@ -89,7 +89,7 @@ class OptimizerBinding:
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
         self.engines: list[Engine] = []
-        self._state_bytes: dict[Engine, StateBytes] = {}
+        self._state_bytes: dict[Engine, Account] = {}
         self.is_elementwise = steps_elements(optimizer)
         # its closure runs in the midst of a step, so it steps the sharded parameters themselves
         self._searches = isinstance(optimizer, torch.optim.LBFGS)
@@ -114,7 +114,9 @@ class OptimizerBinding:
         """Step the parameters of one more engine as well."""
         self._check_tiers(optimizer, engine)
         self.engines.append(engine)
-        self._state_bytes[engine] = StateBytes(engine.ledger, engine.context.store.name, self)
+        self._state_bytes[engine] = Account(
+            self, Kind.OPTIMIZER, engine.context.store.name, engine.ledger
+        )
         engine.hands.steppers.add(self)
         self._reserve(optimizer)
         found = [

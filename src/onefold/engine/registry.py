@@ -44,7 +44,7 @@ def owner_of(tensor: Tensor) -> Engine | None:
     """Return the engine that a sharded parameter belongs to; None for other tensors."""
     owner = getattr(tensor, "_onefold_owner", None)
     parameter = owner() if owner is not None else None
-    engine = parameter.home.owner if parameter is not None else None
+    engine = parameter.unit.owner if parameter is not None else None
     return engine if isinstance(engine, Engine) else None
 
 

@@ -128,7 +128,7 @@ def spans_of(box: Box, shape: tuple[int, ...]) -> list[Range]:
     for dim in range(whole):
         step = prod(shape[dim + 1 :])
         last = 1 if dim == whole - 1 else sizes[dim]
-        starts = [each + (offsets[dim] + i) * step for each in starts for i in range(last)]
+        starts = [begin + (offsets[dim] + i) * step for begin in starts for i in range(last)]
     return [(start, start + length) for start in starts]
 
 
@@ -188,8 +188,8 @@ def imbalance_of(extent: int, world_size: int, shares: Shares = None) -> float:
 def _balanced_dim(shape: tuple[int, ...], world_size: int, shares: Shares) -> int:
     """The first dimension that is balanced; if none is, the one that is most nearly."""
     dims = [dim for dim in range(len(shape)) if prod(shape[:dim]) <= MAX_SLABS]
-    found = [imbalance_of(shape[dim], world_size, shares) for dim in dims]
+    imbalances = [imbalance_of(shape[dim], world_size, shares) for dim in dims]
     balanced = (
-        dim for dim, imbalance in zip(dims, found, strict=True) if imbalance <= MAX_IMBALANCE
+        dim for dim, imbalance in zip(dims, imbalances, strict=True) if imbalance <= MAX_IMBALANCE
     )
-    return next(balanced, found.index(min(found)))
+    return next(balanced, imbalances.index(min(imbalances)))

@@ -15,7 +15,7 @@ from weakref import finalize
 
 from onefold.layout.observer import Observer, joined, members_of
 
-_ASKED = re.compile(r"allocate ([0-9.]+) ([KMG])iB")
+_REQUEST = re.compile(r"allocate ([0-9.]+) ([KMG])iB")
 
 
 class Kind(StrEnum):
@@ -44,6 +44,11 @@ class Usage:
     now: int = 0
     peak: int = 0
 
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        if self.now > self.peak:
+            self.peak = self.now
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -51,6 +56,9 @@ class Traffic:
 
     calls: int = 0
     sent_nbytes: int = 0
+
+    def since(self, before: Traffic) -> Traffic:
+        return Traffic(self.calls - before.calls, self.sent_nbytes - before.sent_nbytes)
 
 
 @dataclass(slots=True)
@@ -82,13 +90,8 @@ class Ledger:
             usage = self.usage.get((kind, tier))
             if usage is None:
                 usage = self.usage[kind, tier] = Usage()
-            usage.now += nbytes
-            if usage.now > usage.peak:
-                usage.peak = usage.now
-            total = self.total
-            total.now += nbytes
-            if total.now > total.peak:
-                total.peak = total.now
+            usage.add(nbytes)
+            self.total.add(nbytes)
             if is_mapped:
                 self.mapped += nbytes
             if self.observer is not None:
@@ -114,8 +117,8 @@ class Ledger:
 
         Where torch says how much it tried to allocate, the advice is about as many bytes.
         """
-        asked = _ASKED.search(str(error))
-        nbytes = int(float(asked[1]) * 1024 ** "KMG".find(asked[2]) * 1024) if asked else 1
+        request = _REQUEST.search(str(error))
+        nbytes = int(float(request[1]) * 1024 ** "KMG".find(request[2]) * 1024) if request else 1
         advice = f"; hint: {self.advise(nbytes)}" if self.advise else ""
         error.add_note(f"onefold holds, besides activations, {self.describe()} bytes{advice}")
 
@@ -153,17 +156,9 @@ class Ledger:
             self._stepped.clear()
             self._begun = self._ended
         self._stepped.add(id(optimizer))
-        self._ended = {
-            name: Traffic(now.calls, now.sent_nbytes) for name, now in self.traffic.items()
-        }
-        empty = Traffic()
-        self.last_step = {
-            name: Traffic(
-                now.calls - self._begun.get(name, empty).calls,
-                now.sent_nbytes - self._begun.get(name, empty).sent_nbytes,
-            )
-            for name, now in self.traffic.items()
-        }
+        nothing, traffic = Traffic(), self.traffic.items()
+        self._ended = {name: now.since(nothing) for name, now in traffic}
+        self.last_step = {name: now.since(self._begun.get(name, nothing)) for name, now in traffic}
 
     def forget_traffic(self) -> None:
         """Start counting anew; `shard` calls it so that set-up is not counted as training."""
@@ -171,16 +166,23 @@ class Ledger:
         self._begun, self._ended = {}, {}
 
 
-class StateBytes:
-    """Bytes of the states that one optimizer keeps, in the ledger as long as `owner` lives."""
+class Account:
+    """The bytes of one kind that an owner holds, as the ledger counts them.
 
-    def __init__(self, ledger: Ledger, tier: str, owner: object) -> None:
-        self._ledger = ledger
+    They leave the ledger when the owner is gone. Nothing runs when the interpreter exits.
+    """
+
+    def __init__(
+        self, owner: object, kind: Kind, tier: str, ledger: Ledger, *, is_mapped: bool = False
+    ) -> None:
+        self._kind = kind
         self._tier = tier
-        self._nbytes = 0
+        self._ledger = ledger
+        self._is_mapped = is_mapped
+        self.nbytes = 0
         finalize(owner, self.set, 0).atexit = False
 
     def set(self, nbytes: int) -> None:
-        """Count `nbytes` in place of those counted before."""
-        change, self._nbytes = nbytes - self._nbytes, nbytes
-        self._ledger.add(Kind.OPTIMIZER, self._tier, change)
+        """Count `nbytes` from now on."""
+        before, self.nbytes = self.nbytes, nbytes
+        self._ledger.add(self._kind, self._tier, nbytes - before, is_mapped=self._is_mapped)

@@ -91,7 +91,7 @@ class GatherPlan:
     @staticmethod
     def on_one_axis(layout: Layout, rank: int) -> GatherPlan:
         """All slabs of a unit, and a tag from each rank behind them; a world of one has no tag."""
-        slabs = [slab for slot in layout.slots for slab in slot.slabs()]
+        slabs = [slab for parts in layout.slabs() for slab in parts]
         regions = [(slab, slab.full_offset) for slab in slabs]
         tags = tags_of(layout.world_size), layout.full_numel
         return _gather_plan(layout, (rank, rank), slabs, [*regions, tags])
@@ -101,7 +101,7 @@ class GatherPlan:
         """The hop between nodes: into the secondary shard if the node `keeps` one."""
         axes, slots = node.axes, layout.slots
         if keeps:
-            regions = [(node.between(index), node.region(index)[0]) for index in range(len(slots))]
+            regions = [(part, node.region(i)[0]) for i, (part,) in enumerate(node.between())]
             regions.append((tags_of(axes.nodes), node.numel))
         else:
             regions = [(axes.between(slot), slot.full_offset) for slot in slots]
@@ -143,22 +143,7 @@ def node_rows(layout: Layout, node: NodeLayout) -> tuple[list[Range], list[Range
 # gradients
 
 Parts = list[list[Slot]]
-"""The regions of each parameter in one hop of its gradient."""
-
-
-def slabs_of(layout: Layout) -> Parts:
-    """The one hop of a single axis: every slab."""
-    return [slot.slabs() for slot in layout.slots]
-
-
-def parts_inside(node: NodeLayout) -> Parts:
-    """The hop inside the node: each node's rows."""
-    return [node.inside(index) for index in range(len(node.slots))]
-
-
-def parts_between(node: NodeLayout) -> Parts:
-    """The hop between nodes: a piece for every node."""
-    return [[node.between(index)] for index in range(len(node.slots))]
+"""The regions of each parameter in one hop: `Layout.slabs`, `NodeLayout.inside` and `between`."""
 
 
 def parts_of_replicas(layout: Layout, rank: int, replicas: int) -> Parts:
@@ -235,13 +220,13 @@ class MessagePlan:
             [index for index, size in enumerate(sizes) if size is wanted] for wanted in Size
         )
         self._offsets = offsets
-        self._small_numels, self._medium_numels = (
+        self.small_numels, self._medium_numels = (
             [[self.numels[index][rank] for index in these] for rank in range(self.world_size)]
             for these in (self.small, self.medium)
         )
         self.packed_numels = [
             sum(small) + sum(medium)
-            for small, medium in zip(self._small_numels, self._medium_numels, strict=True)
+            for small, medium in zip(self.small_numels, self._medium_numels, strict=True)
         ]
         state = [
             numels
@@ -310,17 +295,12 @@ class MessagePlan:
     @cached_property
     def small_spans(self) -> list[Range]:
         """Each rank's part of all small regions, laid end to end."""
-        return list(pairwise(accumulate(map(sum, self._small_numels), initial=0)))
-
-    @cached_property
-    def own_small_numels(self) -> list[int]:
-        """Elements of this rank in each small region."""
-        return self._small_numels[self.rank]
+        return list(pairwise(accumulate(map(sum, self.small_numels), initial=0)))
 
     @cached_property
     def chunk_numels(self) -> list[list[int]]:
         """By rank: its elements of each medium region, then of all small ones."""
-        pairs = zip(self._medium_numels, self._small_numels, strict=True)
+        pairs = zip(self._medium_numels, self.small_numels, strict=True)
         return [[*medium, sum(small)] for medium, small in pairs]
 
 

@@ -49,11 +49,6 @@ class ModelCut:
         return ModelCut(mesh, (Replicate(),) * mesh.ndim, tuple(parameter.shape), is_plain=True)
 
     @property
-    def stride(self) -> tuple[int, ...]:
-        """The strides of the global parameter: its pieces lie in memory row by row."""
-        return torch.empty(self.shape, device="meta").stride()
-
-    @property
     def is_even(self) -> bool:
         """True if all ranks of the model axes hold pieces of one shape."""
         extents = list(self.shape)
@@ -73,10 +68,7 @@ class ModelCut:
         """What modules compute with, over the gathered `local` piece: a DTensor unless plain."""
         if self.is_plain:
             return local
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape),
-            stride=self.stride,
-        )  # fmt: skip
+        return dtensor_of(local, self.mesh, self.placements, self.shape)
 
     def piece_of(self, full: Tensor) -> Tensor:
         """This rank's piece of a plain tensor of the global shape, before the data axis cuts it."""
@@ -91,6 +83,15 @@ class ModelCut:
             )
         ]  # fmt: skip
         return f"{list(self.shape)} as {', '.join(cuts)}{', plain' if self.is_plain else ''}"
+
+
+def dtensor_of(
+    local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """The DTensor of a global `shape`, in row order, over this rank's piece of it."""
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def is_owned(parameter: Tensor) -> bool:

@@ -51,12 +51,10 @@ class Several:
         self.members = members
 
     def held(self, kind: str, tier: str, nbytes: int) -> None:
-        """See `Observer.held`."""
         for member in self.members:
             member.held(kind, tier, nbytes)
 
     def begin(self, stream: Stream, verb: str, unit: str) -> Span:
-        """See `Observer.begin`."""
         return _Spans([member.begin(stream, verb, unit) for member in self.members])
 
 
@@ -69,7 +67,6 @@ class _Spans:
         self._spans = spans
 
     def end(self, nbytes: int = 0) -> None:
-        """See `Span.end`."""
         for span in self._spans:
             span.end(nbytes)
 

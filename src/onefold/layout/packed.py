@@ -56,16 +56,17 @@ class CodedWeight(nn.Parameter):
         is_transposed: bool = False,
     ) -> CodedWeight:  # fmt: skip
         """Describe a message of `numbers`."""
-        made = CodedWeight(message, requires_grad=False)
-        made.word, made.shape_of_numbers, made.dtype_of_numbers = word, numbers.shape, numbers.dtype
-        made.is_multiplied, made.is_transposed = is_multiplied, is_transposed
-        return made
+        weight = CodedWeight(message, requires_grad=False)
+        weight.word = word
+        weight.shape_of_numbers, weight.dtype_of_numbers = numbers.shape, numbers.dtype
+        weight.is_multiplied, weight.is_transposed = is_multiplied, is_transposed
+        return weight
 
     def over(self, message: Tensor) -> CodedWeight:
         """The same description of other bytes."""
-        made = CodedWeight(message, requires_grad=False)
-        vars(made).update(vars(self))
-        return made
+        weight = CodedWeight(message, requires_grad=False)
+        vars(weight).update(vars(self))
+        return weight
 
 
 def is_packed(parameter: Tensor) -> bool:

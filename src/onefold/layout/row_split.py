@@ -58,8 +58,8 @@ def rows_of(
     early, late = 0.0, max(time.fixed + time.per_row * rows for time in times)
     for _ in range(_HALVINGS):  # at `early` all ranks together finish no more than `rows`
         middle = (early + late) / 2
-        found = sum(map(RankTime.rows_within, times, [middle] * len(times), limits))
-        early, late = (middle, late) if found <= rows else (early, middle)
+        finished = sum(map(RankTime.rows_within, times, [middle] * len(times), limits))
+        early, late = (middle, late) if finished <= rows else (early, middle)
     taken = [*map(RankTime.rows_within, times, [early] * len(times), limits)]
     ends = [(_end(times[rank], taken[rank] + 1, limits[rank]), rank) for rank in range(len(times))]
     heapify(ends)

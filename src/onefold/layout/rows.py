@@ -158,6 +158,10 @@ class Layout:
                 shard_ends = [full_offset]
         return Layout(tuple(slots), world_size, full_offset, tuple(shard_ends))
 
+    def slabs(self) -> list[list[Slot]]:
+        """Every slab of each parameter, as regions of a message over one axis."""
+        return [slot.slabs() for slot in self.slots]
+
     def gaps(self, rank: int) -> list[int]:
         """The elements of the rank's shard buffer that belong to no piece."""
         starts = [slot.shard_offsets[rank] for slot in self.slots]

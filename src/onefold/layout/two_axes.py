@@ -53,10 +53,6 @@ class Axes:
             for first in range(0, self.nodes * self.local_world_size, self.local_world_size)
         ]
 
-    def stretches(self, slot: Slot) -> list[tuple[int, int]]:
-        """[start, stop) of every node's rows, in elements of the parameter."""
-        return [(part.pieces[0][0], part.pieces[-1][1]) for part in self.inside(slot)]
-
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
@@ -88,29 +84,29 @@ class NodeLayout:
         """[start, stop) of one parameter in the buffer."""
         return self.spans[index][0][0], self.spans[index][-1][1]
 
-    def own(self, index: int) -> tuple[int, int]:
-        """[start, stop) of this rank's own rows of one parameter in the buffer."""
-        spans = self.spans[index]
-        return spans[0 if self.slots[index].replicated else self.axes.node]
+    def between(self) -> list[list[Slot]]:
+        """Each parameter's region of the inter-node hop: a piece of it for every node."""
+        return [[self._between(index, slot)] for index, slot in enumerate(self.slots)]
 
-    def between(self, index: int) -> Slot:
-        """One parameter's region of the inter-node hop: a piece of it for every node."""
-        slot, first = self.slots[index], self.region(index)[0]
+    def _between(self, index: int, slot: Slot) -> Slot:
         if slot.replicated:
             return _part(slot, slot.pieces[: self.axes.nodes])
+        first = self.region(index)[0]
         pieces = tuple((start - first, stop - first) for start, stop in self.spans[index])
         return replace(_part(slot, pieces), full_offset=first)
 
-    def inside(self, index: int) -> list[Slot]:
-        """One parameter's regions of the intra-node hop: each node's rows, counted from 0."""
-        slot = self.slots[index]
+    def inside(self) -> list[list[Slot]]:
+        """Each parameter's regions of the intra-node hop: each node's rows, counted from 0."""
+        return [self._inside(slot) for slot in self.slots]
+
+    def _inside(self, slot: Slot) -> list[Slot]:
         if slot.replicated:
             return [_part(slot, slot.pieces[: self.axes.local_world_size])]
-        parts = self.axes.inside(slot)
-        starts = [part.pieces[0][0] for part in parts]
+        nodes = self.axes.inside(slot)
+        starts = [part.pieces[0][0] for part in nodes]
         return [
             _part(part, tuple((a - start, b - start) for a, b in part.pieces))
-            for part, start in zip(parts, starts, strict=True)
+            for part, start in zip(nodes, starts, strict=True)
         ]
 
 

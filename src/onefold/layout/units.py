@@ -116,17 +116,17 @@ class UnitPlan:
     @property
     def is_coded(self) -> bool:
         """True if some weights are decoded before modules compute with them."""
-        return any(not each.is_multiplied for each in self._coded)
+        return any(not weight.is_multiplied for weight in self._coded)
 
     @property
     def is_multiplied(self) -> bool:
         """True if modules multiply with the bytes of some weights."""
-        return any(each.is_multiplied for each in self._coded)
+        return any(weight.is_multiplied for weight in self._coded)
 
     @property
     def _coded(self) -> list[packed.CodedWeight]:
-        found = (each.parameter for each in self.members)
-        return [each for each in found if isinstance(each, packed.CodedWeight)]
+        parameters = (member.parameter for member in self.members)
+        return [weight for weight in parameters if isinstance(weight, packed.CodedWeight)]
 
     def joins(self, other: UnitPlan) -> bool:
         """True if the same modules use both units, so that both are gathered for them."""
@@ -147,20 +147,20 @@ def owned_parameters(root: nn.Module) -> list[Owned]:
 
     A packed weight is followed by its side tables.
     """
-    found: dict[int, list[Owned]] = {}
+    groups: dict[int, list[Owned]] = {}
     for prefix, module in root.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn = f"{prefix}.{name}" if prefix else name
             is_packed = packed.is_packed(parameter)
-            if id(parameter) not in found:
+            if id(parameter) not in groups:
                 owned = Owned(fqn, parameter, [], is_packed, model=ModelCut.of(parameter))
-                found[id(parameter)] = [owned, *_tables(module, name, fqn)]
-            owned, *tables = found[id(parameter)]
-            for each in (owned, *tables):
-                each.owners.append((module, name))
+                groups[id(parameter)] = [owned, *_tables(module, name, fqn)]
+            owned, *tables = groups[id(parameter)]
+            for member in (owned, *tables):
+                member.owners.append((module, name))
             if is_packed:
                 _add_other_places(owned, tables, module, name)
-    return [owned for group in found.values() for owned in group]
+    return [owned for group in groups.values() for owned in group]
 
 
 def _tables(module: nn.Module, name: str, fqn: str) -> list[Owned]:
@@ -173,11 +173,11 @@ def _tables(module: nn.Module, name: str, fqn: str) -> list[Owned]:
 
 def _add_other_places(owned: Owned, tables: list[Owned], module: nn.Module, name: str) -> None:
     """Note where the kernels of one more module look for a packed weight and its tables."""
-    owned.others += packed.other_places(module, name)
-    for each, table in zip(tables, packed.tables_of(module, name, owned.fqn), strict=True):
+    owned.others.extend(packed.other_places(module, name))
+    for known, table in zip(tables, packed.tables_of(module, name, owned.fqn), strict=True):
         holder, key = table.place
-        if not any(holder is other and key == k for other, k in each.others):
-            each.others.append(table.place)
+        if not any(holder is other and key == k for other, k in known.others):
+            known.others.append(table.place)
 
 
 def plan_units(
@@ -262,7 +262,7 @@ def _add_callers(
 
 def own_meshes(root: nn.Module, choice: Mapping[Any, object]) -> dict[nn.Module, object]:
     """The modules that a mapping of `units` gives a mesh of their own, each with that mesh."""
-    found: dict[nn.Module, object] = {}
+    mesh_of: dict[nn.Module, object] = {}
     inside = [module for module in root.modules() if module is not root]
     for key, mesh in choice.items():
         if isinstance(key, nn.Module):
@@ -274,8 +274,8 @@ def own_meshes(root: nn.Module, choice: Mapping[Any, object]) -> dict[nn.Module,
         for module in chosen:
             if type(module).forward is nn.Module.forward:
                 raise _bad_units(f"a {type(module).__name__}, which is never called, with a mesh")
-            found[module] = mesh
-    return found
+            mesh_of[module] = mesh
+    return mesh_of
 
 
 def _named(key: object) -> str:

@@ -29,11 +29,10 @@ from onefold.mixed.moving import Rows, move
 from onefold.mixed.states import Entry, OptimizerStates
 from onefold.planner.expectation import Expectation, needs_of
 from onefold.recipe import Recipe
-from onefold.unit.context import Context
+from onefold.unit.context import Context, UnitSpec
+from onefold.unit.cut_dtensor import WeightedMesh
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.spec import UnitSpec
 from onefold.unit.unit import Unit
-from onefold.unit.weighted import WeightedMesh
 from onefold.wire.ranks import local_place
 from onefold.wire.together import announcing, collect, same
 
@@ -210,7 +209,7 @@ class _Reshare:
 
     def _move(self, unit: Unit, spec: UnitSpec) -> None:
         """Move the rows of one unit, and let all that refers to them follow."""
-        numel, edits = spec.rest.shard_numels[spec.context.rest_rank], unit.edits()
+        numel, edits = spec.rest.shard_numels[spec.context.rest_rank], unit.edits.all()
         before = [buffer.tensor for buffer in unit.row_buffers()]
         buffers = unit.row_buffers()[: len(before) - len(unit.moments)]
         stores = [unit.context.tiers.weight] + [unit.state_store] * (len(unit.row_buffers()) - 1)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from onefold.errors import ConfigError, StateError
 from onefold.layout.cut import Cut
-from onefold.layout.ledger import Kind, Ledger, StateBytes
+from onefold.layout.ledger import Account, Kind, Ledger
 from onefold.layout.rows import PIECE_NUMEL, round_up
 from onefold.outer.parcels import ShareRows
 from onefold.outer.periods import EXP_AVG, EXP_AVG_SQ, WEIGHTS
@@ -41,7 +41,7 @@ class Anchors:
         self.parameters = [nn.Parameter(buffer.tensor) for buffer in self._buffers]
         self.outer = _outer_of(outer, self.parameters)
         self._residuals = [self._buffer(s, Kind.FEEDBACK) for s in shares] if feeds_back else []
-        self._bytes = StateBytes(self._ledger, "cpu", self)
+        self._bytes = Account(self, Kind.OPTIMIZER, "cpu", self._ledger)
 
     def _buffer(self, share: Share, kind: Kind) -> Buffer:
         store = DeviceStore(torch.device("cpu"), "cpu")
@@ -294,7 +294,7 @@ class Share:
 
 
 def _is_exchanged(parameter: UnitParameter) -> bool:
-    dtype = parameter.home.stepped.dtype
+    dtype = parameter.unit.stepped.dtype
     is_number = dtype.is_floating_point or dtype.is_complex
     with torch._C.DisableTorchFunctionSubclass():
         is_trained = parameter.sharded.requires_grad

@@ -28,11 +28,8 @@ from onefold.layout.messages import (
     gather_inside,
     gathered,
     own_part_travels,
-    parts_between,
-    parts_inside,
     parts_of_replicas,
     reduce_message,
-    slabs_of,
 )
 from onefold.layout.rows import Layout
 from onefold.layout.two_axes import Axes, NodeLayout
@@ -165,7 +162,7 @@ def _messages_of(members: tuple[Member, ...], ranks: _Ranks, wire: Wire) -> Unit
     sent = _one_axis(members, layout, group, words)
     if ranks.is_sharded:
         return sent
-    slabs = (slab for slabs in _trained(members, slabs_of(layout)) for slab in slabs)
+    slabs = (slab for slabs in _trained(members, layout.slabs()) for slab in slabs)
     means = gathered((slab, slab.full_offset) for slab in slabs)
     spread = _gather(means, group, EXACT, members[0].itemsize)
     return UnitMessages(reduce=sent.reduce, second_hop=spread)
@@ -184,7 +181,7 @@ def _one_axis(
     regions = GatherPlan.on_one_axis(layout, group.rank).regions
     return UnitMessages(
         gather=_gather(regions, group, word, itemsize),
-        reduce=_reduce(members, slabs_of(layout), group, gradients),
+        reduce=_reduce(members, layout.slabs(), group, gradients),
     )
 
 
@@ -216,8 +213,8 @@ def _two_hops(
     return UnitMessages(
         gather=_gather(gather_inside(layout, node), inside, wire.weights_inside, itemsize),
         cross=_gather(cross, between, wire.weights_between, itemsize),
-        reduce=_reduce(members, parts_inside(node), inside, wire.gradients_inside),
-        second_hop=_reduce(members, parts_between(node), between, wire.gradients_between),
+        reduce=_reduce(members, node.inside(), inside, wire.gradients_inside),
+        second_hop=_reduce(members, node.between(), between, wire.gradients_between),
         second=node.numel + between.world_size,
         sums=node.numel,
     )

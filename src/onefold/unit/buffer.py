@@ -6,38 +6,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from onefold.errors import TierError
-from onefold.layout.ledger import Kind, Ledger
+from onefold.layout.ledger import Account, Kind, Ledger
 from onefold.tier.store import Allocation, Far, Store
-
-
-class Account:
-    """The bytes of one kind that an owner holds, as the ledger counts them.
-
-    They leave the ledger when the owner is gone. Nothing runs when the interpreter exits.
-    """
-
-    __slots__ = ("_is_mapped", "_kind", "_ledger", "_tier", "nbytes")
-
-    def __init__(
-        self, owner: object, kind: Kind, tier: str, ledger: Ledger, *, is_mapped: bool = False
-    ) -> None:
-        self._kind = kind
-        self._tier = tier
-        self._ledger = ledger
-        self._is_mapped = is_mapped
-        self.nbytes = 0
-        finalize(owner, self.set, 0).atexit = False
-
-    def set(self, nbytes: int) -> None:
-        """Count `nbytes` from now on."""
-        before, self.nbytes = self.nbytes, nbytes
-        self._ledger.add(self._kind, self._tier, nbytes - before, is_mapped=self._is_mapped)
 
 
 @cache
@@ -54,11 +29,6 @@ class Buffer:
     `release` frees the bytes and keeps the storage object. Views that autograd saved are valid
     again after `reallocate`, once the caller has filled the buffer anew.
     """
-
-    __slots__ = (
-        "__weakref__", "_account", "_allocation", "_kind", "_ledger", "_nbytes", "_numels",
-        "_parts", "is_held", "tensor", "tier",
-    )  # fmt: skip
 
     def __init__(
         self,

@@ -1,10 +1,9 @@
-"""Context: the tiers, routes and dtypes that all units of one sharded module share."""
+"""Context: what all units of a sharded module share. UnitSpec: the facts about one unit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from onefold.errors import WireError
 from onefold.layout.cut import Shares
 from onefold.layout.ledger import Ledger
+from onefold.layout.rows import Layout
 from onefold.layout.two_axes import Axes
+from onefold.layout.units import UnitPlan
 from onefold.tier.copies import CopyStream
 from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
@@ -48,7 +49,7 @@ class Hops:
     gather_inside: Transport
     reduce_inside: Transport
     reduce_between: Transport
-    keeps_weights: bool  # a second shard of weights rests inside the node
+    keeps_weights: bool  # a secondary shard of weights rests inside the node
     keeps_gradients: bool  # and sums of micro-batches
 
 
@@ -69,20 +70,20 @@ class Routes:
     replicas: Transport | None = None
     others: tuple[Routes, ...] = ()  # of units with a mesh of their own
     sends_differences: bool = False  # of weights, relative to the weights that every rank read last
-    feeds_back: bool = False  # residuals of coded gradients (error feedback)
+    feeds_back: bool = False  # residuals of quantized gradients (error feedback)
 
     @property
     def rounds_gradients(self) -> bool:
-        """True if gradients are coded on some link: ranks then agree on whether all are finite."""
+        """True if a link quantizes gradients: ranks then agree on whether all are finite."""
         return any(transport.is_coded for transport in self.reducers)
 
     @property
     def reducers(self) -> list[Transport]:
         """All transports that reduce gradients."""
         hops = self.hops
-        found = [self.transport, self.reduce, self.replicas]
-        found += [hops.reduce_inside, hops.reduce_between] if hops else []
-        return [transport for transport in dict.fromkeys(found) if transport is not None]
+        transports = [self.transport, self.reduce, self.replicas]
+        transports += [hops.reduce_inside, hops.reduce_between] if hops else []
+        return [transport for transport in dict.fromkeys(transports) if transport is not None]
 
     def rest(self) -> None:
         """Let every transport free the memory that it keeps for its next message."""
@@ -128,26 +129,18 @@ class TagBoard:
         sums.addcmul_(wrong, wrong)
 
     def check(self) -> None:
-        """Raise `WireError` if a unit's message had a wrong tag since the last call."""
+        """Raise `WireError` if ranks mixed units since the last call. A device's host waits."""
         if not self._sums:
             return
         sums = list(self._sums.values())
-        found = [each.tolist() for each in torch.cat(sums).cpu().split([len(s) for s in sums])]
+        squares = [row.tolist() for row in torch.cat(sums).cpu().split([len(s) for s in sums])]
         torch._foreach_zero_(sums)
-        for (collective, unit), wrong in zip(self._sums, found, strict=True):
+        for (collective, unit), wrong in zip(self._sums, squares, strict=True):
             ranks = [rank for rank, square in enumerate(wrong) if not square <= _TOLERANCE**2]
             context = self._contexts[unit]
             if ranks:
                 source = context.named(ranks[0]) if len(wrong) > 1 else None
                 raise context.mixed(collective, unit, source)
-
-
-class Releasable(Protocol):
-    """Numbers of a packed weight, of which `message` is a part of its unit's buffer."""
-
-    message: Tensor
-
-    def release(self) -> None: ...
 
 
 class NumbersNow:
@@ -158,16 +151,16 @@ class NumbersNow:
 
     def __init__(self) -> None:
         self._unit = 0
-        self._weights: list[Releasable] = []
+        self._releases: list[Callable[[], None]] = []
 
-    def note(self, weight: Releasable) -> None:
-        """A weight is about to be decoded."""
-        unit = weight.message.untyped_storage()._cdata
+    def note(self, message: Tensor, release: Callable[[], None]) -> None:
+        """The weight of a `message` of its unit is about to be decoded; `release` frees it."""
+        unit = message.untyped_storage()._cdata
         if unit != self._unit:
-            self._unit, before, self._weights = unit, self._weights, []
-            for each in before:
-                each.release()
-        self._weights.append(weight)
+            self._unit, before, self._releases = unit, self._releases, []
+            for release_other in before:
+                release_other()
+        self._releases.append(release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +268,6 @@ class Context:
         """True if a rank, or the mean of all ranks, sent `tag`."""
         return abs(value - tag) <= _TOLERANCE
 
-    def check_device_tags(self) -> None:
-        """Raise `WireError` if ranks mixed units since the last call. A device's host waits."""
-        self.tags.check()
-
     def mixed(self, collective: str, unit: str, source: str | None) -> WireError:
         """The error for ranks that run a collective of different units at the same time."""
         verb = "use" if collective == "gather" else "run backward through"
@@ -289,3 +278,78 @@ class Context:
             hint=f"all ranks must {verb} units in the same order; a branch that only some "
             "ranks take has to be inside one unit (`units=`)",
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitSpec:
+    """Name, dtypes and rows of one unit, for the objects that move its weights and gradients."""
+
+    name: str
+    tag: int  # identifies the unit in messages
+    described: str  # the unit and this rank, in labels of collectives
+    context: Context
+    dtype: torch.dtype  # of the parameters
+    compute_dtype: torch.dtype
+    rest: Layout  # rows of weights, masters, moments and gradients at rest
+    wire: Layout  # rows of a gradient's message: cut over all ranks, at stage 0 too
+    is_offloaded: bool  # masters and moments rest in tiers.state
+    is_resident: bool  # modules compute with the weights at rest: both moves are free
+    steps_in_blocks: bool  # in the background, rather than by the optimizer's own step
+    is_packed: bool  # quantized bytes, or side tables: never cast, and without a master
+    computes_on_sharded: bool  # one process: modules always show the same parameter
+    is_trained: bool  # a parameter required a gradient at first; else its master is made later
+
+    @staticmethod
+    def of(plan: UnitPlan, context: Context, index: int, *, is_offloaded: bool) -> UnitSpec:
+        """The spec of a planned unit; `index` numbers the units of a module."""
+        dtype, compute = plan.dtype, context.compute
+        casts = compute is not None and dtype.is_floating_point and not plan.is_packed
+        compute_dtype = compute if compute is not None and casts else dtype
+        near = context.rests_near
+        moves = compute_dtype != dtype or plan.is_coded
+        is_resident = context.rest_world == 1 and near and not moves
+        steps_in_blocks = is_offloaded or not near
+        is_alone = context.mesh is None and context.world_size == 1 and context.sources == 1
+        shapes = [(owned.fqn, tuple(owned.values.shape)) for owned in plan.members]
+        cuts = [owned.model for owned in plan.members if owned.model is not None]
+        # by rows: with two hops a node has one range of rows, and a tile consists of rows
+        by_rows = context.routes.hops is not None or plan.tile_nbytes > 0
+        by_rows |= not all(cut.is_even for cut in cuts)  # model axes: the same dim on all ranks
+        wire = Layout.build(
+            shapes, context.world_size, context.shares, by_rows=by_rows, has_gaps=not plan.is_packed
+        )
+        return UnitSpec(
+            name=plan.name,
+            tag=index % MAX_TAG + 1,
+            described=f"unit {plan.name!r} on {context.where}",
+            context=context,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            rest=wire if context.is_sharded else Layout.build(shapes, 1),
+            wire=wire,
+            is_offloaded=is_offloaded,
+            is_resident=is_resident,
+            steps_in_blocks=steps_in_blocks,
+            is_packed=plan.is_packed,
+            computes_on_sharded=(
+                is_resident
+                and is_alone
+                and not steps_in_blocks
+                and not plan.is_multiplied
+                and not cuts
+            ),
+            is_trained=plan.is_trained,
+        )
+
+    def on(self, context: Context, *, by_rows: bool) -> UnitSpec:
+        """The same unit where `context` cuts its state by other shares."""
+        shapes = [(slot.fqn, slot.shape) for slot in self.rest.slots]
+        layout = Layout.build(
+            shapes, context.world_size, context.shares, by_rows=by_rows,
+            has_gaps=not self.is_packed,
+        )  # fmt: skip
+        return replace(self, context=context, rest=layout, wire=layout)
+
+    def label(self, collective: str) -> str:
+        """The name of a collective of this unit, for errors."""
+        return f"{collective} of {self.described}"

@@ -18,8 +18,7 @@ and passes the unsharded parameter on. So the gradient flows to the tensor that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
-from weakref import ReferenceType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,59 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
-from onefold.layout.model_axes import ModelCut
 from onefold.unit import refusals
 from onefold.unit.logical import LogicalValues, count_edits, dtensor_over, needs_plain, run_sharded
-from onefold.wire.collectives import Group
 
-
-class Tiled(Protocol):
-    """A weight that is used in row blocks (unit/tiles.py)."""
-
-    def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result, or None where no unsharded weight is needed. A collective."""
-        ...
-
-
-class ParameterHome(Protocol):
-    """The unit of a parameter, as the parameter and its two forms know it (unit/unit.py)."""
-
-    @property
-    def owner(self) -> object: ...
-    @property
-    def tiled(self) -> Tiled | None: ...
-    @property
-    def stepped(self) -> Tensor: ...
-    def wait_step(self) -> None: ...
-    def check_grad(self, parameter: Any) -> None: ...
-    def on_grad(self, parameter: Any) -> None: ...
-    @property
-    def is_in_forward(self) -> bool: ...
-    def is_wanted_unsharded(self, parameter: Any) -> bool: ...
-    def unshard_for_use(self, parameter: Any) -> Tensor: ...
-    def note_use(self, outputs: object) -> None: ...
-    def note_shown(self, weight: Tensor) -> None: ...
-    def note_data_access(self) -> None: ...
-    def count_edits_of(self, data: Tensor) -> None: ...
-
-
-class ParameterOwner(Protocol):
-    """The parameter behind a sharded or unsharded tensor (unit/parameter.py)."""
-
-    fqn: str
-    model: ModelCut | None
-
-    @property
-    def home(self) -> ParameterHome: ...
-    def register_first(self, hook: Callable[[Tensor], object]) -> object: ...
-    @property
-    def group(self) -> Group: ...
-    def refuse_hook(self) -> None: ...
-    def detached(self) -> Tensor: ...
-    def refuse_other_data(self, value: Tensor) -> None: ...
-    def shown_data(self) -> Tensor: ...
-    def note_unsharded_data(self) -> None: ...
-
+Owner = Callable[[], Any]
+"""A weak reference to the `UnitParameter` of a tensor, which is built of these classes."""
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -129,28 +80,26 @@ def _dispatch(
     if is_passive(func) and (func is not Tensor.copy_ or isinstance(args[0], AT_REST)):
         return _bookkeeping(func, args, kwargs)
     leaves = list(tree_iter((args, kwargs)))
-    found = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
-    owners = {key: (owner, owner.home) for key, owner in found.items() if owner is not None}
-    for _, home in owners.values():
-        used = home.tiled.use(func, args, kwargs) if home.tiled else None
+    owners = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
+    owners = {key: owner for key, owner in owners.items() if owner is not None}
+    for owner in owners.values():
+        used = owner.unit.tiled.use(func, args, kwargs) if owner.unit.tiled else None
         if used is not None:
             return used
     with torch._C.DisableTorchFunctionSubclass():
         must = needs_plain(func, leaves)
-        for _, home in owners.values():
-            home.wait_step()
-        wanted = [
-            home for owner, home in owners.values() if must or home.is_wanted_unsharded(owner)
-        ]
+        for owner in owners.values():
+            owner.unit.wait_step()
+        wanted = [o.unit for o in owners.values() if must or o.unit.is_wanted_unsharded(o)]
         if not wanted:
             outputs = run_sharded(func, args, kwargs)
             count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, AT_REST)])
             return outputs
-        full = {key: home.unshard_for_use(owner) for key, (owner, home) in owners.items()}
+        full = {key: owner.unit.unshard_for_use(owner) for key, owner in owners.items()}
         new_args, new_kwargs = tree_map(lambda leaf: full.get(id(leaf), leaf), (args, kwargs))
     outputs = _own_memory(func(*new_args, **new_kwargs), list(full.values()))
-    for home in wanted:
-        home.note_use(outputs)
+    for unit in wanted:
+        unit.note_use(outputs)
     return outputs
 
 
@@ -160,11 +109,11 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     owner = sharded.owner() if isinstance(sharded, AT_REST) else None
     if owner is not None:
         if func in _VALUES:
-            owner.home.wait_step()
+            owner.unit.wait_step()
         elif func == _GET_GRAD:
-            owner.home.check_grad(owner)
+            owner.unit.gradient.check_there(owner)
         if func is Tensor.register_hook:
-            owner.refuse_hook()
+            raise refusals.TENSOR_HOOK(owner.fqn)
         if func is Tensor.__deepcopy__ and isinstance(sharded, ShardedParameter):
             raise refusals.NO_COPY(owner.fqn)
         if func is Tensor.detach and isinstance(sharded, ShardedParameter):  # as state_dict() does
@@ -191,9 +140,10 @@ def _own_memory(outputs: Any, unsharded: list[Tensor]) -> Any:
 class _AtRest:
     """A parameter object over the weight at rest; its owner has the unsharded one."""
 
-    _onefold_owner: ReferenceType[ParameterOwner]
+    _onefold_owner: Owner
 
-    def owner(self) -> ParameterOwner | None:
+    def owner(self) -> Any:
+        """The `UnitParameter`; None once it is gone."""
         return self._onefold_owner()
 
     @classmethod
@@ -214,16 +164,16 @@ class ShardedParameter(_AtRest, LogicalValues):
 
     def full_tensor(self, **options: Any) -> Tensor:  # type: ignore[override]
         owner = self._onefold_owner()
-        if owner is not None and owner.home.is_in_forward:  # the gradient has to find its way back
-            found: Tensor = _dispatch(Tensor.view_as, (self, self), None)
-            return found.full_tensor(**options) if isinstance(found, DTensor) else found
+        if owner is not None and owner.unit.is_in_forward:  # the gradient has to find its way back
+            full: Tensor = _dispatch(Tensor.view_as, (self, self), None)
+            return full.full_tensor(**options) if isinstance(full, DTensor) else full
         self._wait()
         return super().full_tensor(**options)
 
     def _wait(self) -> None:
         owner = self._onefold_owner()
         if owner is not None:
-            owner.home.wait_step()
+            owner.unit.wait_step()
 
 
 class ReplicatedParameter(_AtRest, nn.Parameter):
@@ -241,9 +191,7 @@ class _Unsharded(Tensor):
     """All rows of a weight while its modules run. Reading `.data` may begin an edit."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _onefold_owner: Callable[[], ParameterOwner | None] = staticmethod(
-        lambda: None
-    )  # until introduced
+    _onefold_owner: Owner = staticmethod(lambda: None)  # until introduced
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -287,7 +235,7 @@ class PlainSharded(UnshardedParameter):
     def _expect_edit(self) -> None:
         owner = self._onefold_owner()
         if owner is not None:
-            owner.home.note_data_access()
+            owner.unit.edits.bump(others=1)
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
@@ -323,11 +271,6 @@ class StaleDTensor(Stale, DTensor):
     to_local = full_tensor = redistribute = _refuse
 
 
-def kind_of_unsharded(shown: Tensor) -> Any:
-    """The class of an unsharded parameter over `shown`."""
-    return UnshardedDTensor if isinstance(shown, DTensor) else UnshardedParameter
-
-
 def kind_of_stale(parameter: Tensor) -> Any:
     """The class of a parameter object like this one whose values are gone."""
     return StaleDTensor if isinstance(parameter, DTensor) else StaleParameter
@@ -347,17 +290,61 @@ def invalidate(parameter: nn.Parameter, why: Callable[[], StateError]) -> None:
     setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
 
 
-def introduce(parameter: Tensor, owner: ReferenceType[ParameterOwner]) -> None:
+def introduce(parameter: Tensor, owner: Owner) -> None:
     """Give a parameter object, or a gradient, its owner."""
     setattr(parameter, "_onefold_owner", owner)  # noqa: B010 - torch declares no such attribute
 
 
-def sharded_parameter(
-    local: Tensor, like: DTensor, owner: ReferenceType[ParameterOwner], label: str
-) -> nn.Parameter:
+def sharded_parameter(local: Tensor, like: DTensor, owner: Owner, label: str) -> nn.Parameter:
     """A sharded parameter over `local` [own rows] with placement and logical shape of `like`."""
     sharded: Any = dtensor_over(ShardedParameter, local, like._spec)
     sharded._is_param = True
     sharded._onefold_owner = owner
     sharded._label = label
     return sharded
+
+
+# hooks and outputs; see [Note: torch.compile] in engine/hooks.py
+
+
+class DirectUse:
+    """Refuses a gradient that autograd accumulates into a sharded parameter.
+
+    An operation has used the parameter where `__torch_function__` could not see it.
+    """
+
+    def __init__(self, parameter: Owner) -> None:
+        self.parameter = parameter
+
+    @torch._disable_dynamo
+    def __call__(self, sharded: Tensor) -> None:
+        parameter = self.parameter()
+        if isinstance(sharded.grad, DTensor):  # of an operation that DTensor defines: full_tensor()
+            return
+        if parameter is not None:
+            raise refusals.DIRECT_USE(parameter.fqn, where=parameter.spec.context.where)
+
+
+@torch._disable_dynamo
+def on_accumulated(parameter: Owner, _: Tensor) -> None:
+    """Tell the unit of an unsharded parameter that its gradient has grown."""
+    alive = parameter()
+    if alive is not None:
+        alive.on_grad()
+
+
+def without_backward(output: Tensor, error: Callable[[], Exception], *sources: Tensor) -> Tensor:
+    """Pass `output` on, as computed from `sources`; a backward through it raises `error()`."""
+    shown: Tensor = _WithoutBackward.apply(error, output, *sources)  # type: ignore[no-untyped-call]
+    return shown
+
+
+class _WithoutBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, error: Callable[[], Exception], output: Tensor, *_: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.error = error
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:  # type: ignore[override]
+        raise ctx.error()

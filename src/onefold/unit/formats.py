@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,22 +60,6 @@ BLOCK_NUMEL = 1024 * 1024
 """Elements of a block of rows that is decoded at once: 2 MiB of bf16, which a cache holds."""
 
 
-class Format(Protocol):
-    """How the numbers of a weight become the bytes of one message, uint8 [nbytes]."""
-
-    def nbytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a message of numbers [shape]."""
-        ...
-
-    def encode(self, numbers: Tensor, message: Tensor) -> None:
-        """Write all of `message`."""
-        ...
-
-    def decode(self, message: Tensor, out: Tensor) -> None:
-        """Overwrite `out` [shape], of any floating dtype."""
-        ...
-
-
 @dataclass(frozen=True)
 class BlockFormat:
     """The codec of the wire, for weights of any shape."""
@@ -83,15 +67,12 @@ class BlockFormat:
     codec: Codec
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """See `Format`."""
         return self.codec.nbytes(prod(shape))
 
     def encode(self, numbers: Tensor, message: Tensor) -> None:
-        """See `Format`."""
         self.codec.encode(numbers.reshape(-1), message)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """See `Format`."""
         self.codec.decode(message, out.view(-1))
 
 
@@ -135,14 +116,12 @@ class MatrixFormat:
         """The parts of each matrix of a message of numbers [shape]."""
         rows, columns = shape[-2:]
         payload, table = self._nbytes(rows, columns)
-        return [
-            MatrixParts(
-                (rows, columns),
-                self._shaped_payload(one[:payload], rows),
-                self._shaped_table(one[payload : payload + table].view(torch.bfloat16), rows),
-            )
-            for one in message.view(prod(shape[:-2]), -1)
-        ]
+        matrices: list[MatrixParts] = []
+        for packed in message.view(prod(shape[:-2]), -1):
+            scales = packed[payload : payload + table].view(torch.bfloat16)
+            views = self._shaped(packed[:payload], scales, rows)
+            matrices.append(MatrixParts((rows, columns), *views))
+        return matrices
 
     def linear(self, x: Tensor, parts: MatrixParts) -> Tensor:
         """Return x [..., K] times the transposed matrix: [..., N], in the dtype of `x`."""
@@ -169,10 +148,7 @@ class MatrixFormat:
     def _nbytes(self, rows: int, columns: int) -> tuple[int, int]:
         raise NotImplementedError
 
-    def _shaped_payload(self, payload: Tensor, rows: int) -> Tensor:
-        raise NotImplementedError
-
-    def _shaped_table(self, table: Tensor, rows: int) -> Tensor:
+    def _shaped(self, payload: Tensor, table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def _encode(self, matrix: Tensor, parts: MatrixParts) -> None:
@@ -189,18 +165,14 @@ class Int8Rows(MatrixFormat):
     kernel_rows: ClassVar[int] = 16
 
     def rows(self, parts: MatrixParts, block: slice, dtype: torch.dtype) -> Tensor:
-        """See `MatrixFormat`."""
         payload = parts.payload[block, : parts.shape[1]]
         return payload.to(dtype).mul_(parts.table[block, None])
 
     def _nbytes(self, rows: int, columns: int) -> tuple[int, int]:
         return rows * round_up(columns, 16), rows * 2
 
-    def _shaped_payload(self, payload: Tensor, rows: int) -> Tensor:
-        return payload.view(torch.int8).view(rows, -1)
-
-    def _shaped_table(self, table: Tensor, rows: int) -> Tensor:
-        return table
+    def _shaped(self, payload: Tensor, table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        return payload.view(torch.int8).view(rows, -1), table
 
     def _encode(self, matrix: Tensor, parts: MatrixParts) -> None:
         for block in self.blocks(parts):
@@ -229,7 +201,6 @@ class Int4Groups(MatrixFormat):
     group: ClassVar[int] = 64
 
     def rows(self, parts: MatrixParts, block: slice, dtype: torch.dtype) -> Tensor:
-        """See `MatrixFormat`."""
         padded = slice(block.start, round_up(block.stop, 64))
         q = _unpacked(parts.payload[padded], self.device_type)
         table = parts.table[:, padded].to(dtype)
@@ -242,11 +213,9 @@ class Int4Groups(MatrixFormat):
         numel = round_up(rows, 64) * round_up(columns, self.group)
         return numel // 2, numel // self.group * 4
 
-    def _shaped_payload(self, payload: Tensor, rows: int) -> Tensor:
-        return payload.view(round_up(rows, 64), -1)
-
-    def _shaped_table(self, table: Tensor, rows: int) -> Tensor:
-        return table.view(-1, round_up(rows, 64), 2)
+    def _shaped(self, payload: Tensor, table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        padded = round_up(rows, 64)
+        return payload.view(padded, -1), table.view(-1, padded, 2)
 
     def _encode(self, matrix: Tensor, parts: MatrixParts) -> None:
         width = round_up(parts.shape[1], self.group)
@@ -272,12 +241,12 @@ class Int4Groups(MatrixFormat):
             _, columns = _tile("cuda")
             tiles = len(parts.payload) // 8, parts.payload.shape[1] * 2 // columns
             packed = parts.payload.view(torch.int32).view(*tiles, 32, columns // 32)
-            found = torch.ops.aten._weight_int4pack_mm(x, packed, self.group, parts.table)
+            product = torch.ops.aten._weight_int4pack_mm(x, packed, self.group, parts.table)
         else:
-            found = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            product = torch.ops.aten._weight_int4pack_mm_for_cpu(
                 x, parts.payload, self.group, parts.table
             )
-        return found[:, : parts.shape[0]]
+        return product[:, : parts.shape[0]]
 
 
 # [Note: layout]
@@ -339,11 +308,11 @@ MATRIX_FORMATS: dict[str, MatrixFormat] = {
     "int4 groups": Int4Groups(),
     "int4 groups (cuda)": Int4Groups("cuda"),
 }
-"""By the word of a coded weight."""
+"""By the word of a quantized weight."""
 
 
-def format_of(word: str) -> Format:
-    """The format that a coded weight names."""
+def format_of(word: str) -> BlockFormat | MatrixFormat:
+    """The format that a quantized weight names."""
     return MATRIX_FORMATS.get(word) or BlockFormat(codec_of(word))
 
 

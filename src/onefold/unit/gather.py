@@ -5,11 +5,11 @@ if it could not read its rows. So ranks that gather different units, and a disk 
 rank, raise errors on every rank, and no rank waits for another that has given up.
 
     UnitGather      own rows -> full buffer
-    TwoHopGather    own rows -> between nodes -> second shard (at rest) -> inside the node -> full
-                    or, without a second shard, own rows -> between -> full -> inside -> full
+    TwoHopGather    own rows -> between nodes -> secondary shard (rests) -> inside the node -> full
+                    or, without a secondary shard, own rows -> between -> full -> inside -> full
 
 Ranks run the hop between nodes once a step. Forward, backward and every micro-batch gather from the
-second shard (hpZ: ZeRO++, arXiv 2306.10209, section 3.2). The hop begins for all units when a
+secondary shard (hpZ: ZeRO++, arXiv 2306.10209, section 3.2). The hop begins for all units when a
 forward begins, so that the whole forward hides slow links.
 """
 
@@ -74,7 +74,7 @@ class UnitGather:
         """Begin to fetch own rows, as `start` comes soon."""
         weights = self.weights
         if weights.weight.far is not None and not self._reads_directly:
-            weights.rows.start(weights.edits(), weights.pending)
+            weights.rows.start(weights.edits.all(), weights.pending)
 
     def begin_early(self, *, is_unsharded: bool) -> None:
         """A forward begins that may use the unit: begin the hop that every rank will need.
@@ -106,7 +106,7 @@ class UnitGather:
     def _label(self, verb: str) -> str:
         """Name a collective for errors; include a parameter that was edited since the last one."""
         weights, since = self.weights, ""
-        edits = weights.edits()
+        edits = weights.edits.all()
         if edits != self._gathered:
             self._gathered = edits
             before, self._user_edits = self._user_edits, [p.user_edits for p in weights.parameters]
@@ -146,7 +146,7 @@ class UnitGather:
             copied: Sequence[int] = range(len(rows))
             if own is not None:
                 self._take_rows(rows, own, plan)
-                if not own.starts_base:  # in place of coded rows, the message holds the base
+                if not own.starts_base:  # in place of quantized rows, the message holds the base
                     copied = plan.exact
             if copied:
                 self._copy([places[i] for i in copied], [rows[i] for i in copied])
@@ -226,12 +226,12 @@ class UnitGather:
             if len(tags) > 1:
                 context.tags.note(context, "gather", spec.name, tags, spec.tag)
             return
-        found = tags.tolist()
-        if found.count(spec.tag) == len(found):
+        sent = tags.tolist()
+        if sent.count(spec.tag) == len(sent):
             return
-        if any(context.is_tag(tag, FAILED_TAG) for tag in found):
+        if any(context.is_tag(tag, FAILED_TAG) for tag in sent):
             raise self._failed_somewhere()
-        for rank, tag in enumerate(found):
+        for rank, tag in enumerate(sent):
             if not context.is_tag(tag, spec.tag):
                 raise context.mixed("gather", spec.name, context.named(rank))
 
@@ -260,7 +260,7 @@ class TwoHopGather(UnitGather):
         self._between = DONE  # fills it
         self._inside: MessageLayout  # of the hop inside the node
         self._node_rows: tuple[list[int], list[int]] = [], []  # split full and second at its rows
-        self._node = NodeLayout.build(weights.rest.slots, hops.axes)  # of the second shard
+        self._node = NodeLayout.build(weights.rest.slots, hops.axes)  # of the secondary shard
         if hops.keeps_weights:
             context, numel = weights.context, self._node.numel + hops.axes.nodes
             self._second = Buffer(
@@ -269,12 +269,11 @@ class TwoHopGather(UnitGather):
 
     @property
     def is_exact(self) -> bool:
-        """See `UnitGather.is_exact`: the second shard has the compute dtype."""
+        """See `UnitGather.is_exact`: the secondary shard has the compute dtype."""
         return False
 
     def prefetch(self) -> None:
-        """See `UnitGather.prefetch`."""
-        if self._second is None or self._filled != self.weights.edits():
+        if self._second is None or self._filled != self.weights.edits.all():
             super().prefetch()
 
     def begin_early(self, *, is_unsharded: bool) -> None:
@@ -284,15 +283,14 @@ class TwoHopGather(UnitGather):
             self._fill()
 
     def follow(self, full: Buffer, edits: int) -> None:
-        """See `UnitGather.follow`: the second shard takes the changes; nothing is sent."""
+        """See `UnitGather.follow`: the secondary shard takes the changes; nothing is sent."""
         if self._second is not None and self._filled == edits:
             near, kept = self._rows_of_node(full, self._second)
             with torch.no_grad():
                 torch._foreach_copy_(kept, near)
-            self._filled = self.weights.edits()
+            self._filled = self.weights.edits.all()
 
     def start(self, full: Buffer) -> Ticket:
-        """See `UnitGather.start`."""
         flat, axes, numel = full.tensor, self._hops.axes, self._spec.rest.full_numel
         inside, label = self._hops.gather_inside, self._spec.label("gather")
         if self._second is None:
@@ -308,18 +306,18 @@ class TwoHopGather(UnitGather):
         return inside.gather(flat, self._inside, label)
 
     def _rows_of_node(self, full: Buffer, second: Buffer) -> tuple[list[Tensor], list[Tensor]]:
-        """The node's shard, row by row: in the full buffer, and in the second shard."""
+        """The node's shard, row by row: in the full buffer, and in the secondary shard."""
         in_full, in_second = self._node_rows
         return list(full.parts(in_full)[1::2]), list(
             second.tensor.split_with_sizes(in_second)[1::2]
         )
 
     def _fill(self) -> None:
-        """Begin to fill the second shard, if weights have changed since it was filled."""
-        edits = self.weights.edits()
+        """Begin to fill the secondary shard, if weights have changed since it was filled."""
+        edits = self.weights.edits.all()
         if self._filled == edits:
             return
-        assert self._second is not None, "the second shard is filled where there is one"
+        assert self._second is not None, "the secondary shard is filled where there is one"
         self._await_second()  # of a forward that did not use the unit
         self._filled = -1
         self._between = self._cross(self._second)
@@ -338,7 +336,7 @@ class TwoHopGather(UnitGather):
         return self._send(message, self._plan, self._label("gather between nodes"))
 
     def _planned(self, message: Buffer) -> GatherPlan:
-        """Plan the messages of both hops. Both have the compute dtype, as has the second shard."""
+        """Plan the messages of both hops, in the compute dtype, as is the secondary shard."""
         rest, node = self._spec.rest, self._node
         if self._second is not None:
             in_full, in_second = node_rows(rest, node)
@@ -357,7 +355,7 @@ def gather_of(weights: UnitWeights, *, is_tiled: bool) -> UnitGather:
     """The gather of a unit's weights in the compute dtype, on its routes."""
     routes = weights.context.routes
     is_number = weights.dtype.is_floating_point and not weights.spec.is_packed
-    if is_tiled or not is_number:  # neither coded nor kept twice
+    if is_tiled or not is_number:  # neither quantized nor kept twice
         return UnitGather(weights, routes.transport)
     if routes.hops is not None:
         return TwoHopGather(weights, routes.hops)

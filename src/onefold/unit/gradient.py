@@ -22,13 +22,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from onefold.layout.ledger import Kind
+from onefold.layout.ledger import Account, Kind
 from onefold.unit import refusals
-from onefold.unit.buffer import Account, Buffer
+from onefold.unit.buffer import Buffer
 from onefold.unit.logical import NoMean
-from onefold.unit.means import MeanBuffer, MeanRows
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.reduction import MeanBuffer, MeanRows
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
 
@@ -38,12 +38,9 @@ class _Landed:
     """The result of a reduction's first hop."""
 
     parameters: list[UnitParameter]
+    which: tuple[int, ...]  # their numbers
     users: list[bool]  # whether some rank used each parameter
     mean: MeanRows | None
-
-    @property
-    def which(self) -> tuple[int, ...]:
-        return tuple([parameter.index for parameter in self.parameters])
 
 
 class UnitGradient:
@@ -64,7 +61,7 @@ class UnitGradient:
         self._stand_ins: set[UnitParameter] = set()
         self._due: set[UnitParameter] = set()
         # reduced gradients, and the `.grad` that shows each
-        spans = [(each.span.start, each.span.stop) for each in parameters]
+        spans = [(p.span.start, p.span.stop) for p in parameters]
         self._means = MeanBuffer(spec, spans, keeps_bytes=keeps_bytes)
         self.shown: dict[UnitParameter, Tensor] = {}
         self._reduced_at = -1  # steps that were done when a mean was last shown
@@ -116,8 +113,6 @@ class UnitGradient:
     def trainable(self) -> list[UnitParameter]:
         """The parameters that require a gradient now, or did in a micro-batch that rests."""
         with torch._C.DisableTorchFunctionSubclass():
-            if not self._due:
-                return [p for p in self._parameters if p.sharded.requires_grad]
             return [p for p in self._parameters if p.sharded.requires_grad or p in self._due]
 
     def note_fired(self, parameter: UnitParameter) -> None:
@@ -279,9 +274,8 @@ class UnitGradient:
                 mean = grad.to(parameter.local.dtype)
                 if sources > 1:
                     mean.mul_(1.0 / sources)
-                existing = sharded.grad
-                if existing is not None:
-                    parameter.unwrap(existing).add_(mean)
+                if sharded.grad is not None:
+                    parameter.unwrap(sharded.grad).add_(mean)
                 else:
                     self._give(parameter, mean)
                 parameter.unsharded.grad = None
@@ -290,8 +284,7 @@ class UnitGradient:
             self._count_local()
 
     def _count_local(self) -> None:
-        grads = [(p, p.sharded.grad) for p in self._parameters]
-        own = [p.unwrap(grad).nbytes for p, grad in grads if grad is not None]
+        own = [p.unwrap(g).nbytes for p in self._parameters if (g := p.sharded.grad) is not None]
         self._local_account.set(sum(own))
 
     def _finish_reduce(
@@ -302,7 +295,8 @@ class UnitGradient:
         partials.clear()
         self._count_reduced(parameters)
         if not self._is_discarding:
-            self._landed = _Landed(parameters, self.reduction.users(used), mean)
+            which = tuple([p.index for p in parameters])
+            self._landed = _Landed(parameters, which, self.reduction.users(used), mean)
 
     def keep_sums(self) -> None:
         """Keep the node's sums until the last micro-batch, and show that there are some."""
@@ -325,15 +319,14 @@ class UnitGradient:
             mean = landed.mean or self.mean_rows(parameters)
             shown = [p in self.shown for p in parameters]
             following = reduction.follow(landed.which, users, shown, mean)
-        # other nodes may have used more
-        found = None if self._spec.context.is_sharded else users
-        self._following = (following or DONE).then(partial(self._show_users, parameters, found))
+        is_sharded = self._spec.context.is_sharded  # then other nodes may have used more
+        show = partial(self._show_users, parameters, None if is_sharded else users)
+        self._following = (following or DONE).then(show)
 
     def _show_users(self, parameters: list[UnitParameter], users: list[bool] | None) -> None:
         """Show the mean of parameters that some rank used; None: read the last hop's counts."""
-        if users is None:
-            users = self.reduction.users([False])
-        used = [p for p, is_used in zip(parameters, users, strict=True) if is_used]
+        known = self.reduction.users([False]) if users is None else users
+        used = [p for p, is_used in zip(parameters, known, strict=True) if is_used]
         self.is_unused = not used
         self.show_all(used)
 
@@ -360,9 +353,8 @@ class UnitGradient:
         self._reduced_at = self._ledger.steps
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in parameters:
-                shown = parameter.sharded.grad
-                is_own = parameter.sharded is parameter.unsharded
-                if shown is None or is_own or isinstance(shown, NoMean):
+                sharded, shown = parameter.sharded, parameter.sharded.grad
+                if shown is None or sharded is parameter.unsharded or isinstance(shown, NoMean):
                     self._give(parameter, self._rest_view(parameter))
                 parameter.call_hooks()
 
@@ -377,7 +369,7 @@ class UnitGradient:
             if adds and grad is not None and grad is not self.shown.get(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
                 self._give(parameter, self._rest_view(parameter))
-        return MeanRows(flat, [rows[each.index] for each in parameters], fresh)
+        return MeanRows(flat, [rows[p.index] for p in parameters], fresh)
 
     def drop_cleared(self) -> None:
         """Forget gradients that users cleared (`zero_grad`), and free the bytes of reduced ones.

@@ -46,12 +46,12 @@ Initialisers = dict[int, Callable[[nn.Module], object]]
 
 def initialisers_of(root: nn.Module) -> Initialisers:
     """The `_init_weights` of the innermost model around each module, where there is one."""
-    found: Initialisers = {}
+    initialisers: Initialisers = {}
     for part in root.modules():
         own = getattr(part, "_init_weights", None)
         if callable(own):
-            found |= {id(module): own for module in part.modules()}
-    return found
+            initialisers |= {id(module): own for module in part.modules()}
+    return initialisers
 
 
 def materialise(
@@ -81,10 +81,7 @@ def materialise(
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) not in mine
         }
-        for name, parameter in elsewhere.items():  # of another unit: a stand-in is initialised
-            module._parameters[name] = nn.Parameter(_blank(parameter, device), False)
-        initialise(module, device, initialisers)
-        module._parameters.update(elsewhere)
+        _initialise(module, device, initialisers, elsewhere)  # stand-ins of other units' parameters
 
 
 def materialise_buffers(
@@ -97,24 +94,26 @@ def materialise_buffers(
             for name, buffer in module._buffers.items()
             if buffer is not None and (buffer.is_meta or values is not None)
         }
-        given = [name for name, fqn in names.items() if values is not None and fqn in values]
+        promised = [name for name, fqn in names.items() if values is not None and fqn in values]
         on_meta = [name for name in names if getattr(module._buffers[name], "is_meta", False)]
-        if set(on_meta) - set(given):
+        if set(on_meta) - set(promised):
             stand_ins = {n: p for n, p in module._parameters.items() if p is not None}
-            for name, parameter in stand_ins.items():
-                module._parameters[name] = nn.Parameter(_blank(parameter, device), False)
-            initialise(module, device, initialisers)
-            module._parameters.update(stand_ins)
+            _initialise(module, device, initialisers, stand_ins)
         for name, buffer in list(module._buffers.items()):
-            if values is None or buffer is None or name not in given:
+            if values is None or buffer is None or name not in promised:
                 continue
             if buffer.is_meta:
                 buffer = module._buffers[name] = _blank(buffer, device)
             values.fill(names[name], None, buffer)
 
 
-def initialise(module: nn.Module, device: torch.device, initialisers: Initialisers) -> None:
-    """Initialise freshly allocated tensors of a module and see that all of them are set."""
+def _initialise(
+    module: nn.Module, device: torch.device, initialisers: Initialisers,
+    stand_ins: dict[str, nn.Parameter],
+) -> None:  # fmt: skip
+    """Initialise freshly allocated tensors of a module, and stand-ins; see that all are set."""
+    for name, parameter in stand_ins.items():
+        module._parameters[name] = nn.Parameter(_blank(parameter, device), False)
     kind = type(module).__name__
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
@@ -138,6 +137,7 @@ def initialise(module: nn.Module, device: torch.device, initialisers: Initialise
             "a tensor that it left uninitialised",
             hint=f"initialise {name!r} in reset_parameters, or build the module on a real device",
         )
+    module._parameters.update(stand_ins)
 
 
 def _unset(module: nn.Module) -> list[str]:

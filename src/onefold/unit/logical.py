@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
 from onefold.layout.cut import bounds_of
-from onefold.unit import refusals, several_axes, weighted
+from onefold.unit import cut_dtensor, refusals
 
 
 class LogicalValues(DTensor):
@@ -37,27 +37,21 @@ class LogicalValues(DTensor):
         raise AttributeError("__tensor_flatten__")
 
     def full_tensor(self, **options: Any) -> Tensor:
-        if weighted.is_weighted(self):
-            return weighted.full_tensor(self)
-        if several_axes.has_several(self):
-            return several_axes.full_tensor(self)
-        return super().full_tensor(**options)
+        full = cut_dtensor.full_tensor(self)
+        return super().full_tensor(**options) if full is None else full
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         placements = args[1] if args[1:] else options.get("placements")
-        if weighted.is_weighted(self):
-            return weighted.replicated(self, placements)
-        if several_axes.asks_whole(self, placements):
-            return several_axes.replicated(self)
-        return super().redistribute(*args, **options)
+        whole = cut_dtensor.redistributed(self, placements)
+        return super().redistribute(*args, **options) if whole is None else whole
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         items: list[Any] = super().__create_write_items__(fqn, object)
-        return weighted.write_items(self, fqn, items) if weighted.is_weighted(self) else items
+        return cut_dtensor.write_items(self, fqn, items) if cut_dtensor.is_weighted(self) else items
 
     def __create_chunk_list__(self) -> list[Any]:
-        if weighted.is_weighted(self):
-            return [weighted.box_of(self)]
+        if cut_dtensor.is_weighted(self):
+            return [cut_dtensor.box_of(self)]
         chunks: list[Any] = super().__create_chunk_list__()
         return chunks
 
@@ -114,8 +108,8 @@ def _set_item(target: DTensor, index: Any, value: Any) -> None:
     full = target.full_tensor()
     full[index] = value
     mesh, placements = target.device_mesh, target.placements
-    if weighted.is_weighted(target):
-        target.copy_(dtensor_over(DTensor, weighted.own_view(target, full), target._spec))
+    if cut_dtensor.is_weighted(target):
+        target.copy_(dtensor_over(DTensor, cut_dtensor.own_view(target, full), target._spec))
         return
     replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     target.copy_(replicated.redistribute(placements=placements))
@@ -142,7 +136,7 @@ def _has_no_identity(
     name = getattr(func, "__name__", "")
     if name in _BOUNDS:
         return True
-    orders = [each for each in (*args, *kwargs.values()) if isinstance(each, int | float | str)]
+    orders = [a for a in (*args, *kwargs.values()) if isinstance(a, int | float | str)]
     return name in _NORMS and any(str(order) in ("inf", "-inf") for order in orders)
 
 
@@ -153,7 +147,7 @@ def _with_rows(leaf: Any) -> Any:
     mesh = leaf.device_mesh
     for axis, placement in enumerate(leaf.placements):
         if isinstance(placement, Shard):
-            shares = mesh.shares if isinstance(mesh, weighted.WeightedMesh) else None
+            shares = mesh.shares if isinstance(mesh, cut_dtensor.WeightedMesh) else None
             bounds = bounds_of(leaf.shape[placement.dim], mesh.size(axis), shares)
             if any(start == stop for start, stop in pairwise(bounds)):
                 return leaf.redistribute(placements=[Replicate()] * mesh.ndim)
@@ -169,7 +163,7 @@ def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         is_into_plain = bool(leaves) and not isinstance(leaves[0], DTensor)
         return is_into_plain and any(isinstance(leaf, LogicalValues) for leaf in leaves)
-    if weighted.needs_whole(func, leaves) or name == "allclose":  # which DTensor does not define
+    if cut_dtensor.needs_whole(func, leaves) or name == "allclose":  # which DTensor does not define
         return True
     if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
         return True
@@ -238,7 +232,7 @@ def as_logical(outputs: Any) -> Any:
 
 def kind_over(spec: Any) -> type[DTensor]:
     """The class of a DTensor of `spec` that is neither a parameter nor a gradient."""
-    is_own = isinstance(spec.mesh, weighted.WeightedMesh) or spec.mesh.ndim > 1
+    is_own = isinstance(spec.mesh, cut_dtensor.WeightedMesh) or spec.mesh.ndim > 1
     return LogicalTensor if is_own else DTensor
 
 
@@ -333,7 +327,7 @@ def _await_readers(leaves: Iterable[Any]) -> None:
             owner = getattr(leaf, "_onefold_owner", None)
             alive = owner() if owner is not None else None
             if alive is not None:
-                alive.home.wait_step()
+                alive.unit.wait_step()
 
 
 class NoMean(Tensor):
@@ -348,8 +342,8 @@ class NoMean(Tensor):
     def like(sharded: Tensor, why: Callable[[], StateError]) -> NoMean:
         """A stand-in for the gradient of `sharded`; a use raises the message `why`."""
         with torch._C.DisableTorchFunctionSubclass():
-            made = torch.empty((), dtype=sharded.dtype, device=sharded.device).expand(sharded.shape)
-            shown = made.as_subclass(NoMean)
+            empty = torch.empty((), dtype=sharded.dtype, device=sharded.device)
+            shown = empty.expand(sharded.shape).as_subclass(NoMean)
         shown._why = why
         return shown
 
@@ -371,10 +365,10 @@ class NoMean(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_ITS_KIND:
                 return func(*args, **(kwargs or {}))
-            found = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, NoMean)]
+            stand_in = next(x for x in tree_iter((args, kwargs)) if isinstance(x, NoMean))
             if func is Tensor.__repr__:
-                return f"NoMean(shape={list(found[0].shape)})"
-            raise found[0]._why()
+                return f"NoMean(shape={list(stand_in.shape)})"
+            raise stand_in._why()
 
 
 _OF_ITS_KIND = {

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from onefold.layout.ledger import Kind
-from onefold.layout.messages import parts_between, parts_inside, parts_of_replicas
+from onefold.layout.messages import parts_of_replicas
 from onefold.layout.two_axes import NodeLayout
 from onefold.unit.buffer import Buffer
-from onefold.unit.context import Hops
-from onefold.unit.means import MeanRows
-from onefold.unit.reduction import GradientHop, OneHop, Spread, Which
-from onefold.unit.spec import UnitSpec
+from onefold.unit.context import Hops, UnitSpec
+from onefold.unit.reduction import GradientHop, MeanRows, OneHop, Spread, Which
 from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Transport
 
@@ -76,9 +74,9 @@ class Replicated(OneHop):
         flat = torch.cat(rows)
         starts = list(accumulate(map(len, rows), initial=0))[:-1]
         parts: list[Tensor] = []
-        for found, begin, (start, stop) in zip(own, starts, self._spans(which), strict=True):
+        for averaged, begin, (start, stop) in zip(own, starts, self._spans(which), strict=True):
             parts.append(flat[begin + start : begin + stop])
-            parts[-1].copy_(found)
+            parts[-1].copy_(averaged)
         residuals = self._add_residuals(which, parts)
         replicas, parts_of = self._between.transport, self._between.parts
         regions = ((parts_of[i][0], start) for i, start in zip(which, starts, strict=True))
@@ -89,22 +87,21 @@ class Replicated(OneHop):
             target.copy_(row)
 
     def _add_residuals(self, which: Which, parts: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Means are coded again, to be gathered: add the residuals of the last such message."""
+        """Means are quantized again, to be gathered: add the residuals of the last such message."""
         if not (self._between.transport.is_coded and self._spec.context.routes.feeds_back):
             return []
         is_used = [count != 0 for count in self.counts[:-1].tolist()]
         residual_of = self.feedback.of("means", self._between.regions(which, is_used))
-        found: list[tuple[Tensor, Tensor]] = []
+        pairs = list[tuple[Tensor, Tensor]]()
         for region, (index, part) in enumerate(zip(which, parts, strict=True)):
             is_coded = len(self._spec.wire.slots[index].shape) > 1 and len(part)
             residual = residual_of(region, len(part)) if residual_of and is_coded else None
             if residual is not None:
-                found.append((residual.copy_(part.add_(residual)), part))
-        return found
+                pairs.append((residual.copy_(part.add_(residual)), part))
+        return pairs
 
     @property
     def waits(self) -> bool:
-        """See `OneHop.waits`."""
         return self._waits
 
     def rest(self, which: Which, users: list[bool]) -> list[int]:
@@ -125,46 +122,32 @@ class TwoHop(OneHop):
 
     def __init__(self, spec: UnitSpec, hops: Hops) -> None:
         super().__init__(spec, hops.reduce_inside)
-        self._axes = hops.axes
         self._layout = node = NodeLayout.build(spec.wire.slots, hops.axes)
         feedback, between = self.feedback, hops.reduce_between
-        self._first = GradientHop(spec, hops.reduce_inside, feedback, parts_inside(node), INSIDE)
-        self._between = GradientHop(spec, between, feedback, parts_between(node), BETWEEN)
+        self._first = GradientHop(spec, hops.reduce_inside, feedback, node.inside(), INSIDE)
+        self._between = GradientHop(spec, between, feedback, node.between(), BETWEEN)
         self._sums: Buffer | None = None
         self._entered: Which = ()  # of the first hop that is under way
         self._counts: dict[int, Tensor] = {}  # of the parameters in the sums
         self._users: dict[int, None] = {}  # the parameters in the sums that the node used
 
-    def start(
-        self, which: Which, partials: list[Tensor], used: list[bool], mean: MeanRows | None
-    ) -> Ticket:
-        """See `OneHop.start`: a piece of every node's rows is added to the node's sums."""
-        spec = self._spec
-        self._entered = which
+    def _targets(self, which: Which, mean: MeanRows | None) -> tuple[list[Tensor], list[bool]]:
+        """A piece of every node's rows is added to the node's sums."""
+        spec, self._entered = self._spec, which
         if self._sums is None:
             self._sums = Buffer(
                 self._layout.numel, spec.dtype, Kind.PARTIAL_GRAD, spec.context.store,
                 spec.context.ledger, is_brief=True,
             )  # fmt: skip
-        sent: list[Tensor] = []
-        out: list[Tensor] = []
-        fresh: list[bool] = []
-        for index, tensor in zip(which, partials, strict=True):
-            slot = self._layout.slots[index]
-            stretches = [(0, 1)] if slot.replicated else self._axes.stretches(slot)
-            sent += [tensor[start:stop] for start, stop in stretches]
-            out += [self._sums.tensor[a:b] for a, b in self._layout.spans[index]]
-            fresh += [index not in self._counts] * len(stretches)
-        flags = self._flags(used)
-        return self._first.reduce(which, used, [*sent, flags], [*out, self.counts], [*fresh, True])
+        spans, sums = self._layout.spans, self._sums.tensor
+        out = [sums[slice(*span)] for index in which for span in spans[index]]
+        return out, [index not in self._counts for index in which]
 
     @property
     def waits(self) -> bool:
-        """See `OneHop.waits`."""
         return bool(self._counts)
 
     def rest(self, which: Which, users: list[bool]) -> list[int]:
-        """See `OneHop.rest`."""
         self._add_counts()
         self._users |= {index: None for index, used in zip(which, users, strict=True) if used}
         return list(self._users)

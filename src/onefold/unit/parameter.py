@@ -22,29 +22,17 @@ from onefold.errors import StateError
 from onefold.layout import packed
 from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
-from onefold.unit import dtensors, logical, products, refusals
-from onefold.unit.decoded import DecodedWeight
-from onefold.unit.dtensors import ParameterHome
-from onefold.unit.grad_hooks import DirectUse, on_accumulated
-from onefold.unit.products import PackedMatrix
+from onefold.unit import dtensors, logical, refusals
+from onefold.unit.context import UnitSpec
+from onefold.unit.decoded import DecodedWeight, PackedMatrix
 from onefold.unit.sharded_form import ShardedForm
-from onefold.unit.spec import UnitSpec
 from onefold.wire.collectives import Group
 
 
 class UnitParameter(ShardedForm):
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
-    __slots__ = (
-        "_attributes", "_bare", "_before_edit", "_data", "_is_hooked", "_kernel_places", "_kind",
-        "_num_hooks", "_read_table", "_unit", "decoded", "first_hooks", "fqn",
-        "full_nbytes", "index", "places",
-        "span", "unsharded", "version",
-    )  # fmt: skip
-
-    def __init__(
-        self, unit: ParameterHome, spec: UnitSpec, index: int, weight: Tensor, owned: Owned
-    ) -> None:
+    def __init__(self, unit: Any, spec: UnitSpec, index: int, weight: Tensor, owned: Owned) -> None:
         self._unit = ref(unit)
         self.index = index  # in the unit
         self.model = owned.model  # its cut over model axes
@@ -53,10 +41,10 @@ class UnitParameter(ShardedForm):
         self.rename(self.slot.fqn)
         self.places = owned.places
         self._read_table = None if owned.table is None else owned.table.read
-        self._kind: type[nn.Parameter] = dtensors.UnshardedParameter
+        self._kind: Any = dtensors.UnshardedParameter  # the class of `unsharded`
         self._attributes: dict[str, Any] = {}  # that modules expect of a packed weight
         self._kernel_places = owned.kernel_places
-        self.decoded: DecodedWeight | None = None  # the numbers of a coded weight
+        self.decoded: DecodedWeight | None = None  # the numbers of a quantized weight
         self._bare: Tensor  # the values of `unsharded`, for kernels
         self._is_hooked = False
         self.first_hooks: OrderedDict[int, Callable[[Tensor], object]] = OrderedDict()
@@ -89,12 +77,7 @@ class UnitParameter(ShardedForm):
 
     @property
     def unit(self) -> Any:
-        """The `Unit`. Untyped here: units are built of parameters."""
-        return self.home
-
-    @property
-    def home(self) -> ParameterHome:
-        """The unit, as a parameter knows it. Raises `StateError` if the module was deleted."""
+        """The `Unit`, untyped: it is built of these. Raises `StateError` if it was deleted."""
         unit = self._unit()
         if unit is None:
             raise refusals.DELETED(self.fqn)
@@ -103,7 +86,7 @@ class UnitParameter(ShardedForm):
     @property
     def stepped(self) -> Tensor:
         """This rank's rows of the tensor that is stepped: a view of the master, or the weight."""
-        return self.own_rows(self.home.stepped)
+        return self.own_rows(self.unit.stepped)
 
     def own_rows(self, flat: Tensor) -> Tensor:
         """This rank's rows in a flat buffer of the unit's shard, in the shape of `local`."""
@@ -169,10 +152,9 @@ class UnitParameter(ShardedForm):
         """
         if isinstance(original, packed.CodedWeight):
             message = full(self.slot.full_offset, self.slot.shape)
-            self.decoded = DecodedWeight(original, message, self.spec.context)
+            self.decoded = DecodedWeight(original, message, self.spec.context, self.label)
             if self.decoded.is_multiplied:
-                self._kind = PackedMatrix
-                self._attributes = products.attributes_of(self.decoded, self.label)
+                self._kind, self._attributes = PackedMatrix, self.decoded.attributes
         elif self.spec.is_packed:
             self._kind, self._attributes = type(original), packed.attributes_of(original)
             vars(original).update(self._attributes)
@@ -183,10 +165,11 @@ class UnitParameter(ShardedForm):
         else:
             view = self._bare = full(self.slot.full_offset, self.slot.shape)
             if self.decoded is not None:
-                view = products.shown_of(self.decoded)
+                view = self.decoded.shown
             if self.model is not None:
                 view = self.model.over(view)
-                self._kind = dtensors.kind_of_unsharded(view)
+                is_cut = isinstance(view, DTensor)
+                self._kind = dtensors.UnshardedDTensor if is_cut else dtensors.UnshardedParameter
             self.unsharded = nn.Parameter(view, requires_grad=False)
             vars(self.unsharded).update(self._attributes)
             dtensors.introduce(self.unsharded, ref(self))
@@ -219,7 +202,7 @@ class UnitParameter(ShardedForm):
                 original.__class__ = dtensors.PlainSharded
             self.sharded = original
         if not spec.computes_on_sharded and requires_grad:
-            self.sharded.register_post_accumulate_grad_hook(DirectUse(ref(self)))
+            self.sharded.register_post_accumulate_grad_hook(dtensors.DirectUse(ref(self)))
             self._num_hooks = 1
         if spec.compute_dtype != spec.dtype:
             self.sharded.grad_dtype = None  # a partial gradient shows in the compute dtype
@@ -243,11 +226,11 @@ class UnitParameter(ShardedForm):
         if self.decoded is not None:
             return nn.Parameter(self.decoded.plain(view), requires_grad=False)
         shown = view if self.model is None else self.model.over(view)
-        made = nn.Parameter(shown, requires_grad=self.sharded.requires_grad)
+        parameter = nn.Parameter(shown, requires_grad=self.sharded.requires_grad)
         if self.spec.is_packed:
-            made.__class__ = self._kind
-            vars(made).update(self._attributes)
-        return made
+            parameter.__class__ = self._kind
+            vars(parameter).update(self._attributes)
+        return parameter
 
     def rows_of(self, plain: Tensor | None) -> Tensor | None:
         """Own rows of what `plain` has become, to be kept; None if it has another shape now."""
@@ -305,7 +288,16 @@ class UnitParameter(ShardedForm):
         dense = grad if grad.layout is torch.strided else grad.to_dense()
         return dense.contiguous().view(-1)
 
-    def fit_grad(self) -> None:
+    def on_grad(self) -> None:
+        """Autograd has accumulated into the unsharded parameter's gradient: tell the engine."""
+        unit = self._unit()
+        engine = None if unit is None else unit.owner
+        if engine is not None:
+            if self.model is not None:
+                self._fit_grad()
+            engine.on_grad(self)
+
+    def _fit_grad(self) -> None:
         """Make a gradient that autograd has accumulated fit the parameter's model axes.
 
         An operation on DTensors may leave a partial sum on each rank of the model axes. The sum is
@@ -328,7 +320,7 @@ class UnitParameter(ShardedForm):
         if hooks is None or len(hooks) == self._num_hooks or self.sharded is self.unsharded:
             return
         for hook in list(hooks.values()):
-            if not isinstance(hook, DirectUse):
+            if not isinstance(hook, dtensors.DirectUse):
                 hook(self.sharded)
 
     def follow_requires_grad(self) -> None:
@@ -338,7 +330,7 @@ class UnitParameter(ShardedForm):
             self.unsharded.requires_grad_(wanted)
         if wanted and not self._is_hooked:
             self._is_hooked = True
-            hook = partial(on_accumulated, ref(self))
+            hook = partial(dtensors.on_accumulated, ref(self))
             Tensor.register_post_accumulate_grad_hook(self.unsharded, hook)
 
     # edits
@@ -365,7 +357,7 @@ class UnitParameter(ShardedForm):
         """
         if self.decoded is not None:
             self.version = self.unsharded._version  # said once
-            raise self.touched("an edit of coded numbers in a forward")
+            raise self.touched("an edit of quantized numbers in a forward")
         before, self._before_edit = self._before_edit, None
         with torch.no_grad():
             now = self.own_piece(local_of(self.unsharded.detach()))
@@ -374,7 +366,7 @@ class UnitParameter(ShardedForm):
         changed = (now != before).to(self.local.device)
         self.local.copy_(torch.where(changed, now.to(self.local), self.local))
 
-    # for the sharded parameter (`ParameterOwner` of unit/dtensors.py)
+    # for the sharded parameter (unit/dtensors.py)
 
     @property
     def group(self) -> Group:
@@ -387,22 +379,18 @@ class UnitParameter(ShardedForm):
         self.first_hooks[handle.id] = hook
         return handle
 
-    def refuse_hook(self) -> None:
-        raise refusals.TENSOR_HOOK(self.fqn)
-
     def detached(self) -> Tensor:
         shown = self.wrap(self.local.detach())
         if isinstance(shown, DTensor):
             logical.warn_when_pickled(shown)
-        self.home.note_shown(shown)
+        self.unit.note_shown(shown)
         return shown
 
     def refuse_other_data(self, value: Tensor) -> None:
         """`sharded.data = value`: accept only the memory that the parameter has already."""
         local = value._local_tensor if isinstance(value, DTensor) else value
-        own = self.local
-        found = (local.data_ptr(), local.dtype, local.shape)
-        if found != (own.data_ptr(), own.dtype, own.shape):
+        memories = {(x.data_ptr(), x.dtype, x.shape) for x in (local, self.local)}
+        if len(memories) > 1:
             raise self.touched("an assignment to its .data")
 
     def shown_data(self) -> Tensor:
@@ -412,11 +400,11 @@ class UnitParameter(ShardedForm):
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self._template is None or torch.is_inference_mode_enabled():
-                self.home.note_data_access()
+                self.unit.edits.bump(others=1)
                 return self.sharded.data
             if self._data is None:
                 self._data = self.sharded.data
                 self._data.__class__ = logical.ShownData
                 self._data._label = self.label  # type: ignore[attr-defined]
-                self.home.count_edits_of(self._data)
+                self.unit.edits.watch_data(self._data)
             return self._data

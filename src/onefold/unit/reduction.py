@@ -16,18 +16,18 @@ A hop refers to no unit, parameter or `.grad`: it takes indices of parameters, t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from onefold.layout.cut import Range
 from onefold.layout.ledger import Kind
-from onefold.layout.messages import Parts, gathered, reduce_message, slabs_of
-from onefold.layout.rows import Layout, Slot
+from onefold.layout.messages import Parts, gathered, reduce_message
+from onefold.layout.rows import Layout, Slot, split_at
 from onefold.unit.buffer import Buffer
-from onefold.unit.context import Context
-from onefold.unit.means import MeanRows
-from onefold.unit.spec import UnitSpec
+from onefold.unit.context import Context, UnitSpec
 from onefold.wire.message_cut import MessageLayout
 from onefold.wire.ticket import Ticket
 from onefold.wire.transport import ErrorFeedback, Reduction, Transport
@@ -39,15 +39,70 @@ Region = tuple[str, int] | None
 """The fqn of a parameter and one of its regions; None for a region without feedback."""
 
 
-class Named(Protocol):
-    """A parameter, or its slot."""
+@dataclass(frozen=True, slots=True)
+class MeanRows:
+    """The memory at rest of some parameters' means."""
+
+    flat: Tensor  # the unit's buffer of reduced gradients
+    rows: list[Tensor]  # of each parameter, flat
+    fresh: list[bool]  # True: the mean replaces the rows; False: it is added to them
+
+
+class MeanBuffer:
+    """One flat buffer with a row for each parameter. It has its bytes while there are gradients."""
+
+    def __init__(self, spec: UnitSpec, spans: Sequence[Range], *, keeps_bytes: bool) -> None:
+        """`spans`: own rows of each parameter; `keeps_bytes`: from one step to the next."""
+        self._spec = spec
+        self._numels = split_at(spans, spec.rest.shard_numels[spec.context.rest_rank])
+        self._keeps_bytes = keeps_bytes
+        self._buffer: Buffer | None = None
+        self._gaps: Tensor | None = None  # int64: elements that no reduction writes
 
     @property
-    def fqn(self) -> str: ...
+    def held(self) -> Buffer | None:
+        """The buffer, if it has its bytes."""
+        buffer = self._buffer
+        return buffer if buffer is not None and buffer.is_held else None
+
+    def allocate(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Give the buffer its bytes, if it has none; return it and its rows, all flat."""
+        context, buffer = self._spec.context, self._buffer
+        if buffer is None or not buffer.is_held:
+            if buffer is None:
+                buffer = self._buffer = Buffer(
+                    sum(self._numels), self._spec.dtype, Kind.GRAD, context.store, context.ledger,
+                    is_brief=not self._keeps_bytes,
+                )  # fmt: skip
+            buffer.reallocate()
+            if self._gaps is None:
+                gaps = self._spec.rest.gaps(context.rest_rank)
+                self._gaps = torch.tensor(gaps, dtype=torch.int64, device=context.store.device)
+            buffer.tensor.index_fill_(0, self._gaps, 0)  # optimizers read gaps, too
+        return buffer.tensor, buffer.parts(self._numels)[1::2]
+
+    def row(self, index: int) -> Tensor:
+        """The flat row of one parameter."""
+        assert self._buffer is not None, "a reduced gradient is used before it has a buffer"
+        return self._buffer.parts(self._numels)[2 * index + 1]
+
+    def free(self) -> None:
+        """No `.grad` shows a row any more: free the bytes, unless the next backward needs them.
+
+        Where a user kept a gradient, the buffer is the user's from now on.
+        """
+        if self._buffer is not None and self._buffer.num_users > 1:
+            self._buffer = None
+        elif self._buffer is not None and not self._keeps_bytes:
+            self._buffer.release()
+
+    def hand_over(self) -> None:
+        """Leave the bytes to a step that reads them."""
+        self._buffer = None
 
 
 class Feedback:
-    """Error feedback: the residuals of coded gradients, which the next message carries.
+    """Error feedback: the residuals of quantized gradients, which the next message carries.
 
         message = code(gradient + residual)     residual = gradient + residual - decoded message
 
@@ -77,19 +132,23 @@ class Feedback:
                 return None
             key = (region[0], hop, region[1])
             if key not in self._residuals:
-                store, ledger = self._context.store, self._context.ledger
-                self._residuals[key] = Buffer(numel, torch.float32, Kind.FEEDBACK, store, ledger)
-                self._residuals[key].tensor.zero_()
+                self._make(key, numel).zero_()
             return self._residuals[key].tensor
 
         return residual
+
+    def _make(self, key: tuple[str, str, int], numel: int) -> Tensor:
+        store, ledger = self._context.store, self._context.ledger
+        buffer = Buffer(numel, torch.float32, Kind.FEEDBACK, store, ledger)
+        self._residuals[key] = buffer
+        return buffer.tensor
 
     def taken(self, layout: Layout, rank: int) -> dict[str, Tensor]:
         """Take all residuals of messages over one axis: all elements of each parameter, by fqn.
 
         A rank has none for its own rows, as it sends itself nothing: they are zeros here.
         """
-        found: dict[str, list[Tensor]] = {}
+        residuals: dict[str, list[Tensor]] = {}
         for slot in layout.slots:
             for region, slab in enumerate(slot.slabs()):
                 buffer = self._residuals.pop((slot.fqn, "", region), None)
@@ -97,24 +156,21 @@ class Feedback:
                     start, stop = slab.pieces[rank]
                     own = buffer.tensor.new_zeros(stop - start)
                     parts = [buffer.tensor[:start], own, buffer.tensor[start:]]
-                    found.setdefault(slot.fqn, []).append(torch.cat(parts))
-        return {fqn: torch.cat(parts) for fqn, parts in found.items()}
+                    residuals.setdefault(slot.fqn, []).append(torch.cat(parts))
+        return {fqn: torch.cat(parts) for fqn, parts in residuals.items()}
 
     def give(self, residuals: Mapping[str, Tensor], layout: Layout, rank: int) -> None:
         """Continue with `residuals` in messages of another layout."""
-        store, ledger = self._context.store, self._context.ledger
         for slot in layout.slots:
             if slot.fqn in residuals:
                 parts = residuals[slot.fqn].chunk(slot.num_slabs)
                 for region, (slab, part) in enumerate(zip(slot.slabs(), parts, strict=True)):
                     start, stop = slab.pieces[rank]
                     rest = torch.cat([part[:start], part[stop:]])
-                    made = Buffer(len(rest), torch.float32, Kind.FEEDBACK, store, ledger)
-                    made.tensor.copy_(rest)
-                    self._residuals[slot.fqn, "", region] = made
+                    self._make((slot.fqn, "", region), len(rest)).copy_(rest)
 
-    def forget(self, parameters: Iterable[Named]) -> None:
-        """Drop the residuals of these parameters."""
+    def forget(self, parameters: Iterable[Any]) -> None:
+        """Drop the residuals of these parameters, or of their slots."""
         if self._residuals:
             forgotten = {parameter.fqn for parameter in parameters}
             for key in [key for key in self._residuals if key[0] in forgotten]:
@@ -133,6 +189,12 @@ class GradientHop:
         self._feedback = feedback
         self._name = name  # of the residuals; "between nodes" in labels
         self._cuts: dict[Which, MessageLayout] = {}
+        self._numels = [[region.pieces[-1][1] for region in regions] for regions in parts]
+
+    def split(self, which: Which, partials: list[Tensor]) -> list[Tensor]:
+        """The regions of flat gradients [all elements]."""
+        pairs = zip(which, partials, strict=True)
+        return [part for i, flat in pairs for part in flat.split_with_sizes(self._numels[i])]
 
     def reduce(
         self, which: Which, used: list[bool], partials: list[Tensor], out: list[Tensor],
@@ -168,8 +230,7 @@ class OneHop:
     def __init__(self, spec: UnitSpec, transport: Transport) -> None:
         self._spec = spec
         self.feedback = Feedback(spec.context)
-        self._first = GradientHop(spec, transport, self.feedback, slabs_of(spec.wire))
-        self._has_slabs = any(len(slabs) > 1 for slabs in self._first.parts)
+        self._first = GradientHop(spec, transport, self.feedback, spec.wire.slabs())
         self._means: dict[Which, MessageLayout] = {}  # of means that all ranks gather
         self._sent_flags: tuple[list[bool], Tensor] = [], torch.empty(0)
         self.counts: Tensor  # of the last hop that has landed: [parameters + 1]
@@ -181,14 +242,16 @@ class OneHop:
 
         `mean` receives the result where `fills_rows`.
         """
+        sent, flags = self._first.split(which, partials), self._flags(used)
+        out, are_fresh = self._targets(which, mean)
+        regions = zip(which, are_fresh, strict=True)
+        fresh = [is_fresh for i, is_fresh in regions for _ in self._first.parts[i]]
+        return self._first.reduce(which, used, [*sent, flags], [*out, self.counts], [*fresh, True])
+
+    def _targets(self, which: Which, mean: MeanRows | None) -> tuple[list[Tensor], list[bool]]:
+        """The tensors that receive each region; for each parameter, whether to replace values."""
         assert mean is not None, "the first hop of this reduction fills the rows of the mean"
-        flags, sent, fresh = self._flags(used), partials, mean.fresh
-        if self._has_slabs:
-            nums = [len(self._first.parts[index]) for index in which]
-            sent = [part for each, n in zip(partials, nums, strict=True) for part in each.chunk(n)]
-            fresh = [each for each, num in zip(fresh, nums, strict=True) for _ in range(num)]
-        out = [*self._pieces(which, mean.rows), self.counts]
-        return self._first.reduce(which, used, [*sent, flags], out, [*fresh, True])
+        return self._pieces(which, mean.rows), mean.fresh
 
     def users(self, used: list[bool]) -> list[bool]:
         """For each parameter, whether some rank used it, from the counts of the last message.
@@ -241,8 +304,6 @@ class OneHop:
 
     def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
         """The part of each parameter's rows that this rank reduces: a piece of every slab."""
-        if not self._has_slabs:
-            return rows
         pairs = zip(which, rows, strict=True)
         return [piece for index, row in pairs for piece in row.chunk(len(self._first.parts[index]))]
 
@@ -265,7 +326,6 @@ class Spread(OneHop):
     finishes_alone = False
 
     def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
-        """See `OneHop.follow`."""
         slabs = (slab for index in which for slab in self._first.parts[index])
         regions = ((slab, slab.full_offset) for slab in slabs)
         transport, label = self._spec.context.transport, "gather of gradients"

@@ -54,7 +54,7 @@ NO_BACKWARD = Refusal(
 )
 EDIT_OF_PACKED = Refusal(
     "packed weights to be read alone",
-    "an edit of coded numbers in a forward",
+    "an edit of quantized numbers in a forward",
     "edit weights inside `with onefold.unsharded(module, writeback=True):`",
 )
 RELEASED = Refusal(

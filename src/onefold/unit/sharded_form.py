@@ -12,24 +12,19 @@ from __future__ import annotations
 from dataclasses import replace
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from onefold.layout.cut import Box
-from onefold.layout.model_axes import ModelCut
+from onefold.layout.model_axes import ModelCut, dtensor_of
 from onefold.layout.rows import Slot
 from onefold.unit import dtensors, logical
-from onefold.unit.spec import UnitSpec
+from onefold.unit.context import UnitSpec
 
 
 class ShardedForm:
     """The sharded form of one parameter."""
-
-    __slots__ = (
-        "__weakref__", "_empty", "_template", "label", "local", "model", "sharded", "slot", "spec",
-    )  # fmt: skip
 
     spec: UnitSpec
     slot: Slot
@@ -63,10 +58,11 @@ class ShardedForm:
         copies, own = everyone.world_size // world, everyone.rank // world
         if context.rest_world == 1 or self.slot.replicated:
             copies, own = everyone.world_size, everyone.rank
-        replicas = [] if model is None else [
-            axis for axis, each in enumerate(model.placements) if each.is_replicate()
-        ]  # fmt: skip
-        is_first = model is None or not any(model.mesh.get_local_rank(axis) for axis in replicas)
+        is_first = model is None or not any(
+            model.mesh.get_local_rank(axis)
+            for axis, placement in enumerate(model.placements)
+            if placement.is_replicate()
+        )
         return is_first and number % copies == own
 
     def make_template(self) -> DTensor | None:
@@ -80,12 +76,9 @@ class ShardedForm:
         return self._over(self.local, (*self.model.placements, *data))
 
     def _over(self, local: Tensor, placements: tuple[Placement, ...]) -> DTensor:
-        context, model, shape = self.spec.context, self.model, torch.Size(self.shape)
+        context, model = self.spec.context, self.model
         mesh = context.mesh if model is None else context.mesh_with(model.mesh)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+        return dtensor_of(local, mesh, placements, self.shape)
 
     def own_piece(self, full: Tensor) -> Tensor:
         """This rank's piece of a tensor [all rows] that the data axis cuts."""
@@ -99,9 +92,9 @@ class ShardedForm:
         if local.shape == self.local.shape:  # from_local would copy rows of another device
             if local.dtype != self._template.dtype and spec.tensor_meta is not None:
                 spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-            return logical.dtensor_over(logical.kind_over(spec), local, spec)
-        shown = self._over(local, self._template.placements)
-        return logical.dtensor_over(logical.kind_over(spec), local, shown._spec)
+        else:
+            spec = self._over(local, self._template.placements)._spec
+        return logical.dtensor_over(logical.kind_over(spec), local, spec)
 
     def wrap_grad(self, local: Tensor) -> Tensor:
         """Wrap a reduced gradient [own rows] for `sharded.grad`."""

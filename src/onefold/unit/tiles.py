@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -57,22 +57,14 @@ class _Use:
     __slots__ = ("__weakref__",)
 
 
-class TileOwner(Protocol):
-    """The engine, as tiled weights know it."""
-
-    def note_reduced(self, gradient: UnitGradient) -> None: ...
-
-
 class TiledWeight:
     """A weight [R, C] that Linear and Embedding use tile by tile."""
 
     def __init__(
         self, parameter: UnitParameter, gather: UnitGather, gradient: UnitGradient,
-        owner: Callable[[], TileOwner | None], tile_nbytes: int,
+        owner: Callable[[], Any], tile_nbytes: int,
     ) -> None:  # fmt: skip
-        self._parameter = parameter
-        self._gather = gather
-        self.gradient = gradient
+        self.parameter, self.gradient, self._gather = parameter, gradient, gather
         self._owner = owner
         self._context = parameter.spec.context
         self.num_rows, self.num_columns = parameter.slot.shape
@@ -88,7 +80,7 @@ class TiledWeight:
             room.release()
         self._open: WeakSet[_Use] = WeakSet()  # uses whose backward is still to come
 
-    # for sharded parameters (`Tiled` of unit/dtensors.py)
+    # for sharded parameters (unit/dtensors.py)
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `F.linear` or `F.embedding` by tiles; None for functions that need own rows only.
@@ -99,14 +91,14 @@ class TiledWeight:
             return self._linear(*args, **kwargs)
         if func is F.embedding:
             return self._embedding(*args, **kwargs)
-        if self._parameter.home.is_wanted_unsharded(self._parameter):
+        if self.parameter.unit.is_wanted_unsharded(self.parameter):
             name = getattr(func, "__name__", repr(func))
             raise self._refused(f"{name}()")
         return None
 
     def _refused(self, got: str) -> StateError:
         return StateError(
-            f"tiled weight {self._parameter.fqn!r} to be used by Linear or Embedding",
+            f"tiled weight {self.parameter.fqn!r} to be used by Linear or Embedding",
             got,
             where=self._context.where,
             hint="with a larger Offload.tile this weight is gathered in one piece",
@@ -133,7 +125,7 @@ class TiledWeight:
     def _anchor(self) -> Tensor:
         """An input that makes autograd run backward if the weight trains."""
         with torch._C.DisableTorchFunctionSubclass():
-            wants = self._parameter.sharded.requires_grad and torch.is_grad_enabled()
+            wants = self.parameter.sharded.requires_grad and torch.is_grad_enabled()
         return torch.empty(0, requires_grad=wants)
 
     def opened(self) -> _Use:
@@ -172,7 +164,7 @@ class TiledWeight:
         self._gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags, rank)
         if world_size == 1:
             return DONE
-        label = f"gather of a tile of {self._parameter.fqn!r} on rank {rank}"
+        label = f"gather of a tile of {self.parameter.fqn!r} on rank {rank}"
         return context.transport.gather(room.tensor[: numel + world_size], tile.gather, label)
 
     def _rows_of(self, tokens: Tensor) -> Tensor:
@@ -184,8 +176,8 @@ class TiledWeight:
         mine = torch.unique(tokens)
         group = context.transport.group
         wanted = sorted(set[int]().union(*group.gather(mine.tolist())))
-        found = torch.tensor(wanted, dtype=mine.dtype, device=mine.device)
-        bounds = [self._parameter.slot.rows(rank) for rank in range(context.world_size)]
+        tokens_of_all = torch.tensor(wanted, dtype=mine.dtype, device=mine.device)
+        bounds = [self.parameter.slot.rows(rank) for rank in range(context.world_size)]
         ends = [0, *(bisect_left(wanted, stop) for _, stop in bounds)]
         columns, first = self.num_columns, bounds[context.rank][0]
         own_rows = slice(ends[context.rank], ends[context.rank + 1])
@@ -201,19 +193,15 @@ class TiledWeight:
 
         self._gather.bring_and_tag(bring, flat[numel:], context.rank)
         if context.world_size > 1:
-            pieces = tuple((a * columns, b * columns) for a, b in pairwise(ends))
-            name = self._parameter.fqn
-            region, tags = Slot(name, (numel,), 0, pieces, ()), tags_of(context.world_size)
-            itemsize = self.dtype.itemsize
-            layout = MessageLayout([region, tags], [0, numel], group, itemsize, name)
-            label = f"gather of rows of {name!r} on {context.where}"
+            layout = _message(self.parameter, [end * columns for end in ends], self.parameter.fqn)
+            label = f"gather of rows of {self.parameter.fqn!r} on {context.where}"
             context.transport.gather(flat, layout, label).wait()
             self._gather.check_tags(flat[numel:])
-        return F.embedding(torch.searchsorted(found, tokens), rows)
+        return F.embedding(torch.searchsorted(tokens_of_all, tokens), rows)
 
     def _copy_near(self, span: tuple[int, int], into: Tensor) -> None:
         """Own elements [start, stop) of the weight at rest, in the compute dtype."""
-        offset = self._parameter.span.start
+        offset = self.parameter.span.start
         start, stop = offset + span[0], offset + span[1]
         weights = self._gather.weights
         far, flat = weights.weight.far, weights.weight.tensor
@@ -229,12 +217,6 @@ class TiledWeight:
                 far.fetch(first, near)
             into.copy_(near[start - first : stop - first])
 
-    # gradients
-
-    def reducer(self) -> _TileReducer:
-        """The reducer of one use in backward: it receives this rank's gradient tile by tile."""
-        return _TileReducer(self._parameter, self.gradient)
-
     def closed(self, use: _Use) -> None:
         """Backward of a use is over; after the last use the gradient is complete."""
         self._open.discard(use)
@@ -246,8 +228,8 @@ class TiledWeight:
 class _TileReducer:
     """Averages one use's gradient over the ranks, tile by tile, one of them under way."""
 
-    def __init__(self, parameter: UnitParameter, gradient: UnitGradient) -> None:
-        self._parameter, self._gradient = parameter, gradient
+    def __init__(self, tiled: TiledWeight) -> None:
+        parameter, gradient = self._parameter, self._gradient = tiled.parameter, tiled.gradient
         self._context = parameter.spec.context
         gradient.unit.join_step()  # it may still read the rows that are written now
         gradient.check_there(parameter)
@@ -293,17 +275,22 @@ def _tiles(parameter: UnitParameter, tile_nbytes: int) -> list[Tile]:
         ends = [0]
         for start, stop in rows:
             ends.append(ends[-1] + (stop - start) * columns)
-        pieces = tuple(pairwise(ends))
-        region = Slot(slot.fqn, (ends[-1],), 0, pieces, ())
-        group, tags = context.transport.group, tags_of(world_size)
-        tiles.append(
-            Tile(
-                rows, (own[0], own[1]),
-                MessageLayout([region, tags], [0, ends[-1]], group, itemsize, spec.name),
-                MessageLayout([region], None, group, itemsize, spec.name),
-            )
-        )  # fmt: skip
+        gather = _message(parameter, ends, spec.name)
+        reduce = _message(parameter, ends, spec.name, has_tags=False)
+        tiles.append(Tile(rows, (own[0], own[1]), gather, reduce))
     return tiles
+
+
+def _message(
+    parameter: UnitParameter, ends: list[int], name: str, *, has_tags: bool = True
+) -> MessageLayout:
+    """A message of each rank's elements up to its end, and a tag from each behind them."""
+    group, itemsize = parameter.spec.context.transport.group, parameter.spec.compute_dtype.itemsize
+    region = Slot(parameter.fqn, (ends[-1],), 0, tuple(pairwise(ends)), ())
+    if not has_tags:
+        return MessageLayout([region], None, group, itemsize, name)
+    tags = tags_of(group.world_size)
+    return MessageLayout([region, tags], [0, ends[-1]], group, itemsize, name)
 
 
 def _columns(flat: Tensor, tile: Tile) -> Tensor:
@@ -334,7 +321,7 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         flat, out = x.reshape(-1, tiled.num_columns), grad.reshape(-1, tiled.num_rows)
         grad_x = torch.zeros_like(flat) if wants_x else None
-        reducer = tiled.reducer() if wants_weight else None
+        reducer = _TileReducer(tiled) if wants_weight else None
         tiles = tiled.whole_tiles() if wants_x else ((tile, None) for tile in tiled.tiles)
         for tile, weight in tiles:
             columns = _columns(out, tile)
@@ -373,7 +360,7 @@ class _Embedding(torch.autograd.Function):
             flat, out = tokens.reshape(-1), grad.reshape(-1, tiled.num_columns)
             if ctx.padding_idx is not None:
                 out = out.masked_fill((flat == ctx.padding_idx).unsqueeze(1), 0)
-            reducer = tiled.reducer()
+            reducer = _TileReducer(tiled)
             for tile in tiled.tiles:
                 partial = out.new_zeros(tile.num_rows, tiled.num_columns)
                 for positions, rows in _found(flat, tile):

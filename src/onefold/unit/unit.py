@@ -25,20 +25,19 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from onefold.errors import StateError, TierError
+from onefold.errors import TierError
 from onefold.layout.ledger import Kind
 from onefold.layout.model_axes import local_of
 from onefold.layout.units import UnitPlan
 from onefold.tier.files import FileRows
 from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
-from onefold.unit.context import Context
+from onefold.unit.context import Context, UnitSpec
 from onefold.unit.decoded import DecodedWeight
 from onefold.unit.gather import UnitGather, gather_of
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.init import Values, rows_in_files
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.spec import UnitSpec
 from onefold.unit.tiles import TiledWeight
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
@@ -55,25 +54,11 @@ class UnitState(Enum):
 class UnitOwner(Protocol):
     """The engine, as its units know it."""
 
-    def on_grad(self, parameter: UnitParameter) -> None:
-        """Autograd has accumulated into an unsharded parameter's gradient."""
-        ...
-
-    def is_wanted(self, requires_grad: bool) -> bool:
-        """True if an operation on a sharded parameter needs the unsharded one."""
-        ...
-
-    def unshard_for_use(self, unit: Unit) -> None:
-        """Unshard the unit for an operation outside its own modules."""
-        ...
-
-    def on_use(self, unit: Unit, outputs: object) -> None:
-        """The operation has used the parameters; `outputs` are its results."""
-        ...
-
-    def note_reduced(self, gradient: UnitGradient) -> None:
-        """A tiled weight's gradient is complete."""
-        ...
+    def on_grad(self, parameter: UnitParameter) -> None: ...
+    def is_wanted(self, requires_grad: bool) -> bool: ...
+    def unshard_for_use(self, unit: Unit) -> None: ...
+    def on_use(self, unit: Unit, outputs: object) -> None: ...
+    def note_reduced(self, gradient: UnitGradient) -> None: ...
 
 
 class Unit(UnitWeights):
@@ -127,8 +112,8 @@ class Unit(UnitWeights):
             parameter.recut(spec, self.weight.tensor)
         self._fresh = False
         self._connect()
-        self._uncounted += max(0, edits + 1 - self.edits())  # it never returns to a number
-        self._published = self.edits()  # weights and masters agree as before
+        self.edits.bump(others=max(0, edits + 1 - self.edits.all()))  # it never returns to a number
+        self._published = self.edits.all()  # weights and masters agree as before
 
     def adopt(self, originals: Iterable[nn.Parameter], values: Values | None = None) -> None:
         """Take over parameters: keep own rows of their initial values, show sharded parameters.
@@ -136,40 +121,40 @@ class Unit(UnitWeights):
         Parameters that `values` has are read from there, into the master where there is one.
         """
         pairs = list(zip(self.parameters, originals, strict=True))
-        rows, given = self.weight.far, set[UnitParameter]()
+        rows, promised = self.weight.far, set[UnitParameter]()
         if values is not None and not isinstance(rows, FileRows):
-            given = {p for p in self.parameters if p.fqn in values}
+            promised = {p for p in self.parameters if p.fqn in values}
         with torch.no_grad():
             for parameter, original in pairs:
                 if isinstance(rows, FileRows):
                     parameter.rest_in(rows_in_files(parameter, rows, values))
-                elif parameter not in given:
+                elif parameter not in promised:
                     parameter.local.copy_(parameter.own_piece(local_of(original.detach())))
             for parameter, original in pairs:
                 parameter.build(original, self.unsharded.view)
                 if parameter.decoded is not None:
                     is_multiplied = parameter.decoded.is_multiplied
                     (self.multiplied if is_multiplied else self.decoded).append(parameter.decoded)
-                self._counted.append(parameter.sharded)
-            self._read(given, values)
+                self.edits.watch(parameter.sharded)
+            self._read(promised, values)
         if not self.is_resident:
             self.unsharded.release()
         self.forget()
         if isinstance(rows, FileRows):
-            self.files_edits = self.edits()
+            self.files_edits = self.edits.all()
 
-    def _read(self, given: Set[UnitParameter], values: Values | None) -> None:
-        """Read own rows of the `given` parameters, into the master where there is one."""
+    def _read(self, promised: Set[UnitParameter], values: Values | None) -> None:
+        """Read own rows of the `promised` parameters, into the master where there is one."""
         if self.master is not None:
             self.master.tensor.copy_(self.weight.tensor)
         for parameter in self.parameters:
-            if parameter in given:
+            if parameter in promised:
                 assert values is not None, "no source has these values"
                 values.fill(parameter.fqn, parameter.box, parameter.stepped)
         if self.master is not None:
-            if given:
+            if promised:
                 self.weight.tensor.copy_(self.master.tensor)
-            self._published = self.edits()
+            self._published = self.edits.all()
 
     # the two moves
 
@@ -178,7 +163,7 @@ class Unit(UnitWeights):
         if self.is_resident:
             self.wait_step()
             return
-        edits = self.edits()
+        edits = self.edits.all()
         if self._fresh and self._gathered == edits:
             return
         if self.files_edits not in (None, edits):
@@ -195,7 +180,7 @@ class Unit(UnitWeights):
 
     def _is_current(self) -> bool:
         """True if the full buffer holds, or is about to hold, the weights as they rest now."""
-        return self._fresh and self._gathered == self.edits()
+        return self._fresh and self._gathered == self.edits.all()
 
     def unshard(self) -> None:
         """Show unsharded parameters: wait for the gather, put them into the modules."""
@@ -272,15 +257,16 @@ class Unit(UnitWeights):
         if not edited:
             return
         if self.is_resident:  # they are the weights at rest, under another counter
-            self._uncounted += 1
+            self.edits.bump(others=1)
             return
-        was_current, before = self._is_current(), self.edits()
+        was_current, before = self._is_current(), self.edits.all()
         with torch.no_grad():
             for parameter in edited:
                 parameter.keep_edits()
-        self._kept_edits += self.edits() - before
+        num_kept = self.edits.all() - before
+        self.edits.bump(at_rest=-num_kept, others=num_kept)
         if was_current:
-            self._gathered = self.edits()
+            self._gathered = self.edits.all()
             self.gather.follow(self.unsharded, before)
 
     def replaced(self) -> None:
@@ -297,48 +283,31 @@ class Unit(UnitWeights):
             for parameter in self.parameters:
                 parameter.check_untouched()
 
-    def touched(self, parameter: UnitParameter, got: str) -> StateError:
-        """The error for a parameter that was replaced, moved or resized."""
-        return parameter.touched(got)
-
     @property
     def owner(self) -> UnitOwner | None:
         """The engine, while it is alive."""
         return self._owner()
 
-    # for parameters: gradients, and uses outside the unit's own modules
-
-    def on_grad(self, parameter: UnitParameter) -> None:
-        """Autograd has accumulated into an unsharded parameter's gradient."""
-        owner = self._owner()
-        if owner is not None:
-            owner.on_grad(parameter)
-
-    def check_grad(self, parameter: UnitParameter) -> None:
-        """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
-        self.gradient.check_there(parameter)
+    # for parameters: uses outside the unit's own modules
 
     @property
     def is_in_forward(self) -> bool:
         """True while the sharded module's forward runs."""
-        owner = self._owner()
-        return owner is not None and owner.is_wanted(False)
+        return self.owner is not None and self.owner.is_wanted(False)
 
     def is_wanted_unsharded(self, parameter: UnitParameter) -> bool:
         """True if an operation on the sharded parameter needs the unsharded one."""
-        owner = self._owner()
         with torch._C.DisableTorchFunctionSubclass():
-            return owner is not None and owner.is_wanted(parameter.sharded.requires_grad)
+            wants = parameter.sharded.requires_grad
+        return self.owner is not None and self.owner.is_wanted(wants)
 
     def unshard_for_use(self, parameter: UnitParameter) -> Tensor:
         """The unsharded parameter, for an operation outside the unit's own modules."""
-        owner = self._owner()
-        assert owner is not None, "an operation needs the unsharded parameter of a dead engine"
-        owner.unshard_for_use(self)
+        assert self.owner is not None, "an operation needs the unsharded parameter of a dead engine"
+        self.owner.unshard_for_use(self)
         return parameter.unsharded
 
     def note_use(self, outputs: object) -> None:
         """Note results that were computed outside the unit's modules."""
-        owner = self._owner()
-        if owner is not None:
-            owner.on_use(self, outputs)
+        if self.owner is not None:
+            self.owner.on_use(self, outputs)

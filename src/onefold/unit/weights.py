@@ -19,12 +19,119 @@ from onefold.errors import TierError
 from onefold.layout.ledger import Kind
 from onefold.layout.observer import Stream, watched
 from onefold.tier.files import FileRows
+from onefold.tier.scratch import Pieces
+from onefold.tier.slots import Room
 from onefold.tier.store import Store
+from onefold.tier.workers import Task
 from onefold.unit.buffer import Buffer
-from onefold.unit.own_rows import OwnRows
+from onefold.unit.context import Context, UnitSpec
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.spec import UnitSpec
-from onefold.wire.ticket import Waitable
+from onefold.wire.ticket import Ticket, Waitable
+
+
+class Edits:
+    """Counts the changes of a unit's weights at rest.
+
+    Version counters tell most changes. `bump` counts those that torch does not.
+    """
+
+    def __init__(self, weight: Buffer) -> None:
+        self._weight = weight
+        self._sharded: list[Tensor] = []
+        self._data: list[Tensor] = []  # `.data` of sharded parameters, once taken
+        self._num_at_rest = self._num_others = 0
+
+    def watch(self, sharded: Tensor) -> None:
+        """Count the changes of a sharded parameter, too."""
+        self._sharded.append(sharded)
+
+    def watch_data(self, data: Tensor) -> None:
+        """Count the changes by way of `.data` of a sharded parameter, too."""
+        self._data.append(data)
+
+    def bump(self, *, at_rest: int = 0, others: int = 0) -> None:
+        """Count changes that `at_rest` tells, and others that only `all` tells."""
+        self._num_at_rest += at_rest
+        self._num_others += others
+
+    def at_rest(self) -> int:
+        """Changes, less those by way of `.data` and those in place that a forward made."""
+        with torch._C.DisableTorchFunctionSubclass():
+            counted = sum([tensor._version for tensor in self._sharded])
+        return counted + self._weight.tensor._version + self._num_at_rest
+
+    def all(self) -> int:
+        """Every change of the weights at rest."""
+        with torch._C.DisableTorchFunctionSubclass():
+            by_data = sum([tensor._version for tensor in self._data])
+        return self.at_rest() + by_data + self._num_others
+
+
+class OwnRows:
+    """The flat rows of a weight that may rest in a far tier."""
+
+    def __init__(self, weight: Buffer, context: Context, unit: str) -> None:
+        self._weight = weight
+        self._ledger = context.ledger
+        self._unit = unit
+        self._tiers = context.tiers
+        self._slot: Room | None = None
+        self._task: Task | None = None
+        self._edits = -1  # of the weight, when the fetch began
+
+    def start(self, edits: int, after: Waitable | None) -> None:
+        """Begin to fetch the rows, once `after` is over; nothing to do where they rest near."""
+        far = self._weight.far
+        if far is None or (self._task is not None and self._edits == edits):
+            return
+        self.give_back()
+        self._edits = edits
+        slot = self._slot = self._tiers.slots.take(self._weight.tensor.nbytes)
+        near = slot.tensor(len(self._weight.tensor), self._weight.tensor.dtype)
+
+        def fetch() -> None:
+            if after is not None:
+                after.wait()
+            with watched(self._ledger.observer, Stream.TIER, "fetch", self._unit, near.nbytes):
+                far.fetch(0, near)
+
+        self._task = self._tiers.fetchers.give(fetch)
+
+    def take(self, edits: int) -> Tensor:
+        """The rows as they are after `edits`, valid until `give_back`. Raises `TierError`."""
+        self.start(edits, None)
+        assert self._task is not None, "a fetch was just begun"
+        assert self._slot is not None, "a fetch has a slot"
+        self._task.wait()
+        return self._slot.tensor(len(self._weight.tensor), self._weight.tensor.dtype)
+
+    def read_into(self, full: Tensor) -> Ticket:
+        """Begin to read all rows straight into `full`, whose memory ends with a whole page.
+
+        Pieces are read in order, by the fetchers and by the thread that waits.
+        """
+        weight, far = self._weight.tensor, self._weight.far
+        assert far is not None, "rows in memory are not read"
+
+        def piece(start: int, stop: int) -> None:
+            first, last = start // weight.itemsize, stop // weight.itemsize
+            with watched(self._ledger.observer, Stream.TIER, "fetch", self._unit, stop - start):
+                far.fetch(first, full[first:last])
+
+        return Ticket([Pieces(self._tiers.fetchers, weight.nbytes, piece)])
+
+    def give_back(self) -> None:
+        """Return the slot of fetched rows; waits for a fetch that is still under way."""
+        task, self._task = self._task, None
+        slot, self._slot = self._slot, None
+        if task is not None and slot is not None:
+            task.finish()
+            self._tiers.slots.give(slot)
+
+    def await_fetch(self) -> None:
+        """Wait for a fetch that is under way; its rows stay. Its error is raised by `take`."""
+        if self._task is not None:
+            self._task.finish()
 
 
 class UnitWeights:
@@ -44,20 +151,16 @@ class UnitWeights:
         context, numel = spec.context, spec.rest.shard_numels[spec.context.rest_rank]
         tiers, ledger = context.tiers, context.ledger
         self.weight = Buffer(numel, self.dtype, Kind.WEIGHT, tiers.weight, ledger)
-        self.files_edits: int | None = (
-            None  # `edits` of rows that rest in files, which never change
-        )
+        self.files_edits: int | None = None  # all edits of rows in files, which never change
         if not isinstance(self.weight.far, FileRows):
             self.weight.tensor.zero_()
         self.rows = OwnRows(self.weight, context, self.name)
         self.master: Buffer | None = None
         self.moments: dict[str, Buffer] = {}
         self.averages: list[ReferenceType[Buffer]] = []  # own rows that others keep of the unit
+        self.edits = Edits(self.weight)
         self._shown = WeakSet[Tensor]()  # detached shards, whose edits are not counted
-        self._counted: list[Tensor] = []  # sharded parameters: their version counters
-        self._counted_data: list[Tensor] = []  # and those of their `.data`, once taken
-        self._num_steps = self._uncounted = self._kept_edits = 0
-        self._published = -1  # `edits` when the weight and its master agreed
+        self._published = -1  # all edits when the weight and its master agreed
         is_narrow = self.dtype.is_floating_point and context.master.itemsize > self.dtype.itemsize
         is_elsewhere = spec.is_offloaded and tiers.weight.device != tiers.state.device
         self._wide = context.master if is_narrow else self.dtype if is_elsewhere else None
@@ -93,17 +196,17 @@ class UnitWeights:
         for name, dtype in dtypes.items():
             if name not in self.moments:
                 numel, ledger = len(self.weight.tensor), self.context.ledger
-                made = Buffer(numel, dtype, Kind.OPTIMIZER, self.state_store, ledger)
-                if made.far is None:  # else the file is new, and reads as zeros
-                    made.tensor.zero_()
-                self.moments[name] = made
+                moment = Buffer(numel, dtype, Kind.OPTIMIZER, self.state_store, ledger)
+                if moment.far is None:  # else the file is new, and reads as zeros
+                    moment.tensor.zero_()
+                self.moments[name] = moment
 
     def row_buffers(self) -> list[Buffer]:
         """Return the buffers of own rows, in the same order on every rank, moments last."""
-        averages = [buffer for each in self.averages if (buffer := each()) is not None]
-        found = [self.weight, self.master, *averages]
-        named = [self.moments[name] for name in sorted(self.moments)]
-        return [buffer for buffer in found if buffer is not None] + named
+        averages = [average() for average in self.averages]
+        moments = [self.moments[name] for name in sorted(self.moments)]
+        buffers = [self.weight, self.master, *averages, *moments]
+        return [buffer for buffer in buffers if buffer is not None]
 
     def begin_step(self, step: Waitable) -> None:
         """A step of the unit runs in the background."""
@@ -142,36 +245,12 @@ class UnitWeights:
         """Own rows, near until `rows.give_back`, as `numels` split them. Raises `TierError`."""
         if self.weight.far is None:
             return self.weight.parts(numels)[1::2]
-        return self.rows.take(self.edits()).split_with_sizes(numels)[1::2]
+        return self.rows.take(self.edits.all()).split_with_sizes(numels)[1::2]
 
     def requires_grad(self) -> bool:
         """True if a parameter requires a gradient now."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(parameter.sharded.requires_grad for parameter in self.parameters)
-
-    # edits
-
-    def edits(self) -> int:
-        """A number that grows with every change of the weights at rest."""
-        with torch._C.DisableTorchFunctionSubclass():
-            counted = sum([tensor._version for tensor in self._counted])
-            if self._counted_data:
-                counted += sum([tensor._version for tensor in self._counted_data])
-            return counted + self.weight.tensor._version + self._num_steps + self._uncounted
-
-    def edits_at_rest(self) -> int:
-        """`edits`, less edits by way of `.data` and less in-place changes that a forward made."""
-        with torch._C.DisableTorchFunctionSubclass():
-            counted = sum([tensor._version for tensor in self._counted])
-            return counted + self.weight.tensor._version + self._num_steps - self._kept_edits
-
-    def note_data_access(self) -> None:
-        """`.data` was taken and its edits cannot be counted: assume one."""
-        self._uncounted += 1
-
-    def count_edits_of(self, data: Tensor) -> None:
-        """`.data` of a sharded parameter was taken: count its edits."""
-        self._counted_data.append(data)
 
     # masters
 
@@ -189,20 +268,20 @@ class UnitWeights:
             return
         # a device's list kernels change plain parameters without counting it
         is_counted = not self.spec.computes_on_sharded or self.weight.tensor.device.type == "cpu"
-        if is_counted and not self._shown and self._published == self.edits():
+        if is_counted and not self._shown and self._published == self.edits.all():
             return
         master = self.master.tensor
         weight = self.weight.tensor.to(master.device)
         with torch.no_grad():
             untouched = weight == master.to(weight.dtype)
             master.copy_(torch.where(untouched, master, weight.to(master.dtype)))
-        self._published = self.edits()
+        self._published = self.edits.all()
 
     def publish(self, *, is_rounded: bool) -> None:
         """Round the stepped master into the weight, unless that `is_rounded` already."""
-        self._num_steps += 1  # fused kernels change lists of tensors without counting it on them
+        self.edits.bump(at_rest=1)  # fused kernels do not count what they change
         if self.master is not None:
             if not is_rounded:
                 with torch.no_grad():
                     self.weight.tensor.copy_(self.master.tensor)
-            self._published = self.edits()
+            self._published = self.edits.all()

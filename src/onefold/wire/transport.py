@@ -282,7 +282,7 @@ class Composed:
         targets = [out[index] for index in cut.small]
         mean = targets[0].new_empty(small[0].numel())
         self._mean_in_rank_order(small, mean, True)
-        parts = mean.split_with_sizes(cut.own_small_numels)
+        parts = mean.split_with_sizes(cut.small_numels[self.group.rank])
         replaced = [i for i, index in enumerate(cut.small) if fresh[index]]
         added = [i for i, index in enumerate(cut.small) if not fresh[index]]
         if replaced:

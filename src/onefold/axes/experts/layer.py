@@ -24,6 +24,7 @@ from torch.func import functional_call
 from onefold.axes.experts.routing import ExpertAxis, Routing
 from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
+from onefold.layout.model_axes import dtensor_of
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
 
@@ -206,10 +207,7 @@ def _num_experts(experts: nn.Module) -> int:
 
 def _shown(rows: Tensor, shape: Sequence[int], axis: DeviceMesh) -> Tensor:
     """A DTensor of the experts of all ranks, of which this rank has some rows."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        rows, axis, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return dtensor_of(rows, axis, [Shard(0)], shape)
 
 
 def _mesh_of(group: dist.ProcessGroup, experts: nn.Module) -> DeviceMesh:

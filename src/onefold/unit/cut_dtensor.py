@@ -1,15 +1,21 @@
-"""Show shards of unequal shares as DTensors.
+"""Gather DTensors whose cut torch's own rules do not cover: unequal shares, and several axes.
 
-torch's placements know one rule of cutting, that of `torch.chunk`. A `WeightedMesh` carries one
-weight per rank. DTensors over it keep the placement `Shard(d)`, whose local operations do not
-depend on the lengths of other pieces. Operations that do (`full_tensor`, redistribution, the boxes
-of checkpoints) are defined here, with the bounds of layout/cut.py.
+Unequal shares. torch's placements know one rule of cutting, that of `torch.chunk`. A `WeightedMesh`
+carries one weight per rank. DTensors over it keep the placement `Shard(d)`, whose local operations
+do not depend on the lengths of other pieces. Operations that do (`full_tensor`, redistribution, the
+boxes of checkpoints) are defined here, with the bounds of layout/cut.py.
+
+Several axes: model axes first, the data axis last. torch plans a redistribution over several axes
+as one. It caches the plan by a key without the rank. Plans of ranks whose pieces differ in shape
+differ, and ranks may be threads. So each axis is gathered by itself, from the last to the first:
+each cuts what the axes before have left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from onefold.errors import StateError
 from onefold.layout.cut import bounds_of
+from onefold.layout.model_axes import dtensor_of
 from onefold.wire.collectives import Group
 
 
@@ -31,16 +38,16 @@ class WeightedMesh(DeviceMesh):
     @staticmethod
     def over(mesh: DeviceMesh, shares: tuple[int, ...]) -> WeightedMesh:
         """The same ranks as `mesh`, with a weight each."""
-        made = object.__new__(WeightedMesh)
-        vars(made).update(vars(mesh), shares=shares, _hash=None)
-        return made
+        weighted = object.__new__(WeightedMesh)
+        vars(weighted).update(vars(mesh), shares=shares, _hash=None)
+        return weighted
 
     @staticmethod
     def plain(mesh: DeviceMesh) -> DeviceMesh:
         """The same ranks as `mesh`, without weights."""
-        made = object.__new__(DeviceMesh)
-        vars(made).update({k: v for k, v in vars(mesh).items() if k != "shares"}, _hash=None)
-        return made
+        plain = object.__new__(DeviceMesh)
+        vars(plain).update({k: v for k, v in vars(mesh).items() if k != "shares"}, _hash=None)
+        return plain
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -62,38 +69,64 @@ def is_weighted(shown: object) -> bool:
     )
 
 
-def full_tensor(shown: DTensor) -> Tensor:
-    """All rows of a weighted DTensor on every rank. A collective; differentiable."""
-    full: Tensor = _FullTensor.apply(shown)  # type: ignore[no-untyped-call]
-    return full
+def full_tensor(shown: DTensor) -> Tensor | None:
+    """All elements, on every rank; None where torch can gather. A collective; differentiable."""
+    if is_weighted(shown):
+        full: Tensor = _FullTensor.apply(shown)  # type: ignore[no-untyped-call]
+        return full
+    return _gathered_by_axis(shown) if shown._spec.mesh.ndim > 1 else None
 
 
-def replicated(shown: DTensor, placements: Any) -> DTensor:
-    """`shown.redistribute(placements=placements)`: every rank gets all rows."""
-    if placements is not None and tuple(placements) == tuple(shown.placements):
-        return shown
-    if placements is None or tuple(placements) != (Replicate(),):
-        raise StateError(
-            "a shard of unequal shares to be redistributed to [Replicate()]",
-            str(placements),
-            hint="call full_tensor() first, then distribute_tensor(full, mesh, placements)",
-        )
-    return DTensor.from_local(full_tensor(shown), shown.device_mesh, [Replicate()], run_check=False)
+def redistributed(shown: DTensor, placements: Any) -> DTensor | None:
+    """`shown.redistribute(placements=placements)`, every rank getting all; None: torch can."""
+    mesh, wanted = shown.device_mesh, tuple(placements or ())
+    if is_weighted(shown):
+        if wanted == tuple(shown.placements):
+            return shown
+        if wanted != (Replicate(),):
+            raise StateError(
+                "a shard of unequal shares to be redistributed to [Replicate()]",
+                str(placements),
+                hint="call full_tensor() first, then distribute_tensor(full, mesh, placements)",
+            )
+    elif not (len(wanted) == mesh.ndim > 1 and all(p.is_replicate() for p in wanted)):
+        return None
+    full = full_tensor(shown)
+    assert full is not None, "gathered by a rule of this file"
+    return DTensor.from_local(full, mesh, wanted, run_check=False)
+
+
+def _gathered_by_axis(shown: DTensor) -> Tensor:
+    mesh, local = shown.device_mesh, shown.to_local()
+    extents, shapes = list(shown.shape), list[tuple[int, ...]]()
+    for axis, placement in enumerate(shown.placements):  # what the axes before it leave here
+        shapes.append(tuple(extents))
+        if isinstance(placement, Shard):
+            bounds = bounds_of(extents[placement.dim], mesh.size(axis))
+            rank = mesh.get_local_rank(axis)
+            extents[placement.dim] = bounds[rank + 1] - bounds[rank]
+    for axis in reversed(range(mesh.ndim)):
+        placement = shown.placements[axis]
+        if not isinstance(placement, Replicate):
+            alone = DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
+            local = dtensor_of(local, alone, [placement], shapes[axis]).full_tensor()
+    return local
+
+
+# unequal shares
 
 
 def box_of(shown: DTensor) -> ChunkStorageMetadata:
     """The box of this rank's piece, as `torch.distributed.checkpoint` lists it."""
-    dim, bounds = _bounds(shown)
-    offsets = [0] * shown.dim()
-    offsets[dim] = bounds[shown.device_mesh.get_local_rank()]
+    dim, start, _, _ = _own_range(shown)
+    offsets = [start if axis == dim else 0 for axis in range(shown.dim())]
     return ChunkStorageMetadata(torch.Size(offsets), shown._local_tensor.shape)
 
 
 def own_view(shown: DTensor, full: Tensor) -> Tensor:
     """This rank's piece of `full`, cut as `shown`."""
-    dim, bounds = _bounds(shown)
-    rank = shown.device_mesh.get_local_rank()
-    return full.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank])
+    dim, start, length, _ = _own_range(shown)
+    return full.narrow(dim, start, length)
 
 
 def write_items(shown: DTensor, fqn: str, items: list[Any]) -> list[Any]:
@@ -138,20 +171,21 @@ def needs_whole(func: Callable[..., Any], leaves: list[Any]) -> bool:
     return not is_local and any(is_weighted(leaf) for leaf in leaves)
 
 
-def _bounds(shown: DTensor) -> tuple[int, tuple[int, ...]]:
+def _own_range(shown: DTensor) -> tuple[int, int, int, tuple[int, ...]]:
+    """The dimension that is cut, this rank's start and length in it, and the lengths of all."""
     mesh, placement = shown._spec.mesh, shown._spec.placements[0]
     assert isinstance(mesh, WeightedMesh), "only weighted cuts have shares"
     assert isinstance(placement, Shard), "a weighted tensor is cut by one dimension"
     bounds = bounds_of(shown.shape[placement.dim], mesh.size(), mesh.shares)
+    lengths = tuple(stop - start for start, stop in pairwise(bounds))
     rank = mesh.get_local_rank()
-    own = bounds[rank + 1] - bounds[rank]
-    if shown._local_tensor.shape[placement.dim] != own:
+    if shown._local_tensor.shape[placement.dim] != lengths[rank]:
         raise StateError(
-            f"{own} indices of dimension {placement.dim} on rank {rank}",
+            f"{lengths[rank]} indices of dimension {placement.dim} on rank {rank}",
             f"a piece of shape {list(shown._local_tensor.shape)}",
             hint="compute with unsharded tensors: full_tensor(), or `onefold.unsharded`",
         )
-    return placement.dim, bounds
+    return placement.dim, bounds[rank], lengths[rank], lengths
 
 
 class _FullTensor(torch.autograd.Function):
@@ -159,27 +193,23 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shown: DTensor) -> Tensor:
-        dim, bounds = _bounds(shown)
-        ctx.cut = dim, bounds[shown.device_mesh.get_local_rank()], shown._local_tensor.shape[dim]
-        ctx.spec = shown._spec
+        dim, start, own_length, lengths = _own_range(shown)
+        ctx.cut, ctx.spec = (dim, start, own_length), shown._spec
         local = shown._local_tensor.detach().movedim(dim, 0)
-        lengths = [bounds[rank + 1] - bounds[rank] for rank in range(len(bounds) - 1)]
         inner = shown.numel() // max(1, shown.shape[dim])
         own = local.new_zeros(max(lengths) * inner)
         own[: local.numel()] = local.reshape(-1)
-        found = own.new_empty(len(lengths) * len(own))
-        Group.of(shown.device_mesh.get_group()).all_gather(found, own).wait()
+        rows = own.new_empty(len(lengths) * len(own))
+        Group.of(shown.device_mesh.get_group()).all_gather(rows, own).wait()
         parts = [
             part[: length * inner].view(length, *local.shape[1:])
-            for part, length in zip(found.view(len(lengths), -1), lengths, strict=True)
+            for part, length in zip(rows.view(len(lengths), -1), lengths, strict=True)
         ]
         return torch.cat(parts).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        dim, start, length = ctx.cut
-        local = grad.narrow(dim, start, length).contiguous()
-        spec = ctx.spec
+        local, spec = grad.narrow(*ctx.cut).contiguous(), ctx.spec
         return DTensor.from_local(
             local, spec.mesh, spec.placements, run_check=False, shape=spec.shape,
             stride=spec.stride,
