@@ -63,7 +63,7 @@ def test_every_module_says_what_it_is_for():
 
 
 RANK_FILES = {"devices", "interfaces", "launcher", "local_ranks", "rank_meeting", "ranks", "world"}
-"""Files of wire/ that find or start the ranks: they read the environment, and meet before groups."""
+"""Files of wire/ that find or start the ranks: they read the environment."""
 
 
 def room_of(path: Path) -> str:
