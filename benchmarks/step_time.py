@@ -88,7 +88,7 @@ def measure(case: Case, rounds: int) -> tuple[list[dict[str, Any]], float]:
 def slower_now(calibration: Calibration, ranks: int, reference: float) -> float:
     """How many times as long the calibrated micro-batch takes as when it was calibrated."""
     at = max((each for each in calibration.speeds if each.ranks <= ranks), key=lambda s: s.ranks)
-    return reference / (at.micro_batch.seconds * ranks / at.ranks)
+    return reference / (at.seconds * ranks / at.ranks)
 
 
 def ranking(entries: Sequence[dict[str, Any]]) -> tuple[int, int]:

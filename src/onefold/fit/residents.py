@@ -38,7 +38,7 @@ def with_residents(recipe: Recipe) -> Recipe:
     held = [
         unit_bytes(unit.members, recipe, is_tiled=unit.tile_nbytes > 0) for unit in recipe.units
     ]
-    near = sum(each.weight for each in held) if recipe.rests_near else 0
+    near = sum(unit_held.weight for unit_held in held) if recipe.rests_near else 0
     tiles = NUM_TILES * max((unit.tile_nbytes for unit in recipe.units), default=0)
     blocks, stacks = _blocks(recipe, held), stack_nbytes(recipe)
     room = inference.budget - near - tiles - stacks
@@ -66,19 +66,19 @@ def stack_nbytes(recipe: Recipe) -> int:
 
 def _blocks(recipe: Recipe, held: Sequence[UnitBytes]) -> list[BlockBytes]:
     """Blocks in the order of the module; tiled units are in none."""
-    found: list[BlockBytes] = []
-    for index, (unit, each) in enumerate(zip(recipe.units, held, strict=True)):
+    blocks: list[BlockBytes] = []
+    for index, (unit, unit_held) in enumerate(zip(recipe.units, held, strict=True)):
         if unit.tile_nbytes:
             continue
-        nbytes = each.unsharded + each.decoded
-        if unit.is_joined and found:
-            last = found[-1]
-            found[-1] = BlockBytes(
+        nbytes = unit_held.unsharded + unit_held.decoded
+        if unit.is_joined and blocks:
+            last = blocks[-1]
+            blocks[-1] = BlockBytes(
                 (*last.units, index), last.nbytes + nbytes, max(last.largest, nbytes)
             )
         else:
-            found.append(BlockBytes((index,), nbytes, nbytes))
-    return found
+            blocks.append(BlockBytes((index,), nbytes, nbytes))
+    return blocks
 
 
 def _ring(blocks: Sequence[BlockBytes], ahead: int) -> int:

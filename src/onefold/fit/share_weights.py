@@ -17,12 +17,12 @@ PARTS = 1000
 """Floats become parts of this many, or of 100 a rank where that is more."""
 
 
-def is_auto(given: object) -> bool:
+def is_auto(choice: object) -> bool:
     """True for the word that has shares measured."""
-    return isinstance(given, str) and given == AUTO
+    return isinstance(choice, str) and choice == AUTO
 
 
-def weights_of(given: object) -> tuple[int, ...]:
+def weights_of(choice: object) -> tuple[int, ...]:
     """Return integer weights without a common divisor.
 
     Integers keep their ratios exactly. Floats become thousandths of their sum (hundredths of the
@@ -34,9 +34,9 @@ def weights_of(given: object) -> tuple[int, ...]:
     >>> weights_of([6, 2]), weights_of([0.75, 0.25]), weights_of([2, 2])
     ((3, 1), (3, 1), (1, 1))
     """
-    numbers = _numbers(given)
+    numbers = _numbers(choice)
     if numbers is None or not any(numbers):
-        raise _refused(given)
+        raise _refused(choice)
     if not all(number == int(number) for number in numbers):
         total = sum(numbers)
         parts = max(PARTS, 100 * len(numbers))
@@ -54,31 +54,31 @@ def unless_even(shares: Shares) -> Shares:
 def in_parts(fractions: Sequence[float], parts: int) -> list[int]:
     """Round fractions that sum to 1 to `parts` parts; each fraction above 0 keeps one at least."""
     exact = [fraction * parts for fraction in fractions]
-    whole = [int(each) for each in exact]
+    whole = [int(fraction) for fraction in exact]
     left = parts - sum(whole)
     by_remainder = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
     for index in by_remainder[: max(0, left)]:
         whole[index] += 1
-    return [max(each, 1) if f > 0 else 0 for each, f in zip(whole, fractions, strict=True)]
+    return [max(part, 1) if f > 0 else 0 for part, f in zip(whole, fractions, strict=True)]
 
 
-def _numbers(given: object) -> list[float] | None:
+def _numbers(choice: object) -> list[float] | None:
     """Return the finite numbers of a list, from 0 up; None for anything else."""
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+    if not isinstance(choice, Sequence) or isinstance(choice, str | bytes):
         return None
     numbers: list[float] = []
-    for each in given:
-        is_number = isinstance(each, int | float) and not isinstance(each, bool)
-        if not is_number or not math.isfinite(each) or each < 0:
+    for number in choice:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or number < 0:
             return None
-        numbers.append(each)
+        numbers.append(number)
     return numbers
 
 
-def _refused(given: object) -> ConfigError:
+def _refused(choice: object) -> ConfigError:
     return ConfigError(
         '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, not all '
         "of them 0",
-        repr(given),
+        repr(choice),
         hint="shares=[3, 1] gives rank 0 three quarters of the state",
     )

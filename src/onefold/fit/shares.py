@@ -51,7 +51,7 @@ class Capacity:
     @staticmethod
     def of(everyone: Sequence[Sequence[Room]], shard_world: int) -> Capacity:
         """Put the rooms of nodes that are replicas together: rank i of each has the same share."""
-        users = Users.of([[each for _, limits in rooms for each in limits] for rooms in everyone])
+        users = Users.of([[limit for _, limits in rooms for limit in limits] for rooms in everyone])
         own = [
             [replace(line, free=line.free + users.part(limits)) for line, limits in rooms]
             for rooms in everyone

@@ -47,13 +47,13 @@ class Anatomy:
 
         blocks = repeated_blocks(module)
         names = {part: name for name, part in module.named_modules()}
-        found = Anatomy(blocks=tuple(names[block] for block in blocks))
-        shapes = [m.shape for u in units if found.block_of(u.name) == 0 for m in u.members]
+        anatomy = Anatomy(blocks=tuple(names[block] for block in blocks))
+        shapes = [m.shape for u in units if anatomy.block_of(u.name) == 0 for m in u.members]
         lengths = Counter(length for shape in shapes for length in shape)
         experts = {n for u in units for m in u.members if (n := expert_count(m.fqn, m.shape))}
         heads = _number(module, blocks, HEADS)
         return Anatomy(
-            blocks=found.blocks,
+            blocks=anatomy.blocks,
             width=max(lengths, key=lambda length: (lengths[length], -length), default=0),
             heads=heads,
             kv_heads=_number(module, blocks, KV_HEADS) or heads,
@@ -93,28 +93,28 @@ class Anatomy:
 
     def estimates(self, axes: ModelAxes) -> tuple[str, ...]:
         """Say what a plan with these axes takes for granted."""
-        found: list[str] = []
+        notes: list[str] = []
         if axes.tp > 1:
-            found.append(
+            notes.append(
                 "tp cuts every matrix, and norms and residuals along the sequence; without the "
                 "latter a rank holds more"
             )
         if axes.tp > 1 and self.heads % axes.tp:
-            found.append(
+            notes.append(
                 f"tp {axes.tp} does not divide {self.heads} heads: the fullest rank counts"
             )
         for name, size in (("tp", axes.tp), ("cp", axes.cp)):
             if size > self.kv_heads > 0:
                 kv = f"{self.kv_heads} heads of keys and values"
-                found.append(f"{name} {size} is more than {kv}: their copies are not counted")
+                notes.append(f"{name} {size} is more than {kv}: their copies are not counted")
         if axes.cp > 1:
-            found.append("attention on cp is an all-to-all of heads; its masks are not counted")
+            notes.append("attention on cp is an all-to-all of heads; its masks are not counted")
         if axes.pp > 1:
             kind = "1F1B" if axes.virtual == 1 else f"interleaved, {axes.virtual} pieces a rank"
-            found.append(f"the pipeline's schedule is {kind}, and its blocks are cut evenly")
+            notes.append(f"the pipeline's schedule is {kind}, and its blocks are cut evenly")
         if axes.ep > 1:
-            found.append(f"tokens reach all experts alike, {self.active} of {self.experts} each")
-        return tuple(found)
+            notes.append(f"tokens reach all experts alike, {self.active} of {self.experts} each")
+        return tuple(notes)
 
 
 def expert_count(fqn: str, shape: tuple[int, ...]) -> int:
@@ -122,8 +122,8 @@ def expert_count(fqn: str, shape: tuple[int, ...]) -> int:
 
     A list of experts tells its position and one more: the last expert tells the number.
     """
-    _, found, rest = f".{fqn}".partition(".experts.")
-    if not found:
+    _, marker, rest = f".{fqn}".partition(".experts.")
+    if not marker:
         return 0
     first = rest.partition(".")[0]
     return int(first) + 1 if first.isdecimal() else shape[0] if len(shape) > 2 else 0

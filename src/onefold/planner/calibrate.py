@@ -12,11 +12,10 @@ from torch import nn
 
 from onefold.config import Precision
 from onefold.errors import ConfigError
-from onefold.planner.calibration import Calibration, Speeds, speeds_of
+from onefold.planner.calibration import Calibration, Speeds, with_whole_steps
 from onefold.planner.models.loader import build_model, described, recompute, refuse
 from onefold.planner.search import DTYPES
 from onefold.planner.trace import Untraceable, tokens_of, trace
-from onefold.planner.whole_steps import with_whole_steps
 from onefold.text import format_bytes
 from onefold.tier.host import free_host_nbytes, measure_disk, usable_cores
 from onefold.wire.local_ranks import run_local
@@ -58,7 +57,7 @@ def calibrate(
     word = None
     if sample.precision is not None and sample.precision.compute is not None:
         word, itemsize = WORDS[sample.precision.compute], sample.precision.compute.itemsize
-    asked = {
+    request = {
         "name": name, "pickled": None, "seq": sample.seq, "rows": sample.rows, "precision": word,
         "recompute": sample.recompute, "dtype": DTYPES.get(itemsize, "fp32"),
         "patience": patience / runs,
@@ -66,26 +65,25 @@ def calibrate(
 
     def run(ranks: int) -> Speeds:
         threads = max(1, usable_cores() // ranks)
-        return speeds_of(run_local(ENTRY, asked, ranks=ranks, threads=threads))
+        return Speeds.of(run_local(ENTRY, request, ranks=ranks, threads=threads))
 
     with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
         if isinstance(sample.model, nn.Module):
-            asked["pickled"] = _pickled(sample.model, Path(folder, "module.pt"))
+            request["pickled"] = _pickled(sample.model, Path(folder, "module.pt"))
         tokens = sample.rows * sample.seq
         try:
-            seen = trace(module, tokens_of(sample.rows, sample.seq), precision=sample.precision)
-            work = seen.work(tokens)
+            micro = trace(module, tokens_of(sample.rows, sample.seq), precision=sample.precision)
+            work = micro.work(tokens)
         except Untraceable:  # a plan would only estimate the work
             work = None
-        speeds = [middle([run(ranks) for _ in range(runs)]) for ranks in worlds]
-        if work is not None:
-            speeds = [with_whole_steps(each, work) for each in speeds]
-        return Calibration(name, numel, tokens, tuple(speeds), measure_disk(folder))
+        middles = (middle([run(ranks) for _ in range(runs)]) for ranks in worlds)
+        speeds = tuple(with_whole_steps(of_world, work) for of_world in middles)
+        return Calibration(name, numel, tokens, speeds, measure_disk(folder))
 
 
 def middle(runs: Sequence[Speeds]) -> Speeds:
     """Return the run with the median micro-batch; of an even number the faster of the two."""
-    return sorted(runs, key=lambda speeds: speeds.micro_batch.seconds)[(len(runs) - 1) // 2]
+    return sorted(runs, key=lambda speeds: speeds.seconds)[(len(runs) - 1) // 2]
 
 
 def _look_at(sample: Sample, ranks: int) -> tuple[str, nn.Module]:

@@ -74,11 +74,11 @@ def candidates(choice: object, *, nodes: int) -> tuple[Candidate, ...]:
         words = f"wire to be auto, {', '.join(PRESETS)} or a Wire"
         raise ConfigError(words, repr(choice), hint=hint)
     wire = wire_of(choice)
-    name = next((name for name, each in PRESETS.items() if each == wire), repr(wire))
+    name = next((name for name, preset in PRESETS.items() if preset == wire), repr(wire))
     return (Candidate(name, wire, adapts=not isinstance(choice, Wire)),)
 
 
 def lossy() -> tuple[Candidate, ...]:
     """Return the presets with coded messages. A plan compares them; people choose them."""
     every = (Candidate(name, wire) for name, wire in PRESETS.items())
-    return tuple(each for each in every if each.is_lossy)
+    return tuple(candidate for candidate in every if candidate.is_lossy)

@@ -60,10 +60,16 @@ def durations(
     again = run.recompute if unit.is_recomputed else 0.0
     forward = parts(unit.forward, unit.num_kernels / 3)
     backward = parts(unit.backward.plus(unit.forward, again), (2 + again) * unit.num_kernels / 3)
-    waits = [(each, each.cost(machine).seconds) for each in unit.messages if not each.is_hidden]
+    waits = [
+        (message, message.cost(machine).seconds)
+        for message in unit.messages
+        if not message.is_hidden
+    ]
     if waits:
-        forward[AXES] = sum(each.forward * seconds for each, seconds in waits)
-        backward[AXES] = sum((each.backward + again * each.forward) * s for each, s in waits)
+        forward[AXES] = sum(message.forward * seconds for message, seconds in waits)
+        backward[AXES] = sum(
+            (message.backward + again * message.forward) * s for message, s in waits
+        )
     return forward, backward
 
 

@@ -28,8 +28,8 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
     kept: list[int] = []
     for plan in plans:
         members = tuple(
-            Member.of(each.fqn, each.parameter, precision, is_packed=each.is_packed)
-            for each in plan.members
+            Member.of(owned.fqn, owned.parameter, precision, is_packed=owned.is_packed)
+            for owned in plan.members
         )
         nbytes = flops = 0
         for member, owned in zip(members, plan.members, strict=True):
@@ -47,19 +47,19 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
 
 def bare(units: Sequence[UnitRecipe]) -> Trace:
     """Trace a micro-batch without activations: only the engine's own bytes, which are exact."""
-    found = [
+    works = [
         replace(_unit(unit.name, unit.members, Work(), Work()), data_ranks=unit.ranks)
         for unit in units
     ]
     # a unit with a mesh of its own is a part of the block before, which stays unsharded around it
     joined = [unit.is_joined or (i > 0 and unit.ranks > 0) for i, unit in enumerate(units)]
-    return _trace(found, [0] * len(found), 0, joined)
+    return _trace(works, [0] * len(works), 0, joined)
 
 
 def _unit(name: str, members: tuple[Member, ...], forward: Work, backward: Work) -> UnitWork:
-    return UnitWork(name, sum(each.numel for each in members), forward, backward, members)
+    return UnitWork(name, sum(member.numel for member in members), forward, backward, members)
 
 
 def _trace(units: list[UnitWork], kept: list[int], batch_nbytes: int, joined: list[bool]) -> Trace:
-    trained = [[i for i, each in enumerate(u.members) if each.requires_grad] for u in units]
+    trained = [[i for i, member in enumerate(u.members) if member.requires_grad] for u in units]
     return Trace(tuple(units), tuple(plain_events(kept, trained, joined)), batch_nbytes, 0)

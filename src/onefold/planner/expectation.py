@@ -18,10 +18,10 @@ def needs_of(recipe: Recipe, *, micro_batches: int = 1) -> dict[str, int]:
 
     Activations are left out. Where the CPU computes, "cpu" counts the bytes of "device", too.
     """
-    found = forecast(bare(recipe.units), recipe, accumulate=micro_batches)
+    step = forecast(bare(recipe.units), recipe, accumulate=micro_batches)
     if recipe.device_type == "cpu":
-        return {"cpu": found.memory_nbytes, "disk": found.peaks.get("disk", 0)}
-    return {tier: found.peaks.get(tier, 0) for tier in ("device", "cpu", "disk")}
+        return {"cpu": step.memory_nbytes, "disk": step.peaks.get("disk", 0)}
+    return {tier: step.peaks.get(tier, 0) for tier in ("device", "cpu", "disk")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +39,22 @@ class Expectation:
 
     def peaks(self, *, accumulates: bool) -> dict[str, int]:
         """Return the most bytes of each kind in CPU and device memory, and of all ("all")."""
-        found = forecast(
-            self.trace, self.recipe, accumulate=2 if accumulates else 1, rank=self.rank
-        )
+        step = forecast(self.trace, self.recipe, accumulate=2 if accumulates else 1, rank=self.rank)
         kinds: dict[str, int] = {}
-        for (kind, tier), nbytes in found.most.items():
+        for (kind, tier), nbytes in step.most.items():
             if tier != "disk":
                 kinds[kind] = kinds.get(kind, 0) + nbytes
-        return kinds | {"all": found.peaks["device"] + found.peaks.get("cpu", 0)}
+        return kinds | {"all": step.peaks["device"] + step.peaks.get("cpu", 0)}
 
     def smallest_change(self, shortage: int) -> str:
         """Describe the nearest way to train that holds `shortage` bytes less."""
         mine = self.recipe
         now = forecast(self.trace, mine).memory_nbytes
         for number, name in WAYS:
-            asked = replace(mine, stage=stage_of(number), offload=OFFLOADS[name])
-            if number < mine.stage.number or asked == mine:
+            other = replace(mine, stage=stage_of(number), offload=OFFLOADS[name])
+            if number < mine.stage.number or other == mine:
                 continue
-            saved = now - forecast(self.trace, asked).memory_nbytes
+            saved = now - forecast(self.trace, other).memory_nbytes
             if saved >= shortage:
                 word = "disk:PATH" if name == "disk" else name
                 tiers = f', offload="{word}"' if name != "none" else ""

@@ -59,16 +59,16 @@ class Forecast:
         recipe, sent = self.recipe, self.sent
         ranks, near = recipe.world_size, min(recipe.local_world_size, recipe.world_size)
         far = (ranks - near) / max(1, ranks - 1) if not recipe.collective_suffix else 0.0
-        found = {(link, what): 0.0 for link in LINKS for what in ("weights", "gradients")}
+        by_link = {(link, what): 0.0 for link in LINKS for what in ("weights", "gradients")}
         for name, nbytes in sent.items():
             is_gather = name.startswith("gather")
             means = not recipe.is_sharded or (recipe.are_replicas and name.endswith("between"))
             what = "weights" if is_gather and not means else "gradients"
             is_ring = is_gather and recipe.device_type != "cpu"
             share = float(name.endswith("between")) or far / (near if is_ring else 1)
-            found["between", what] += share * nbytes
-            found["inside", what] += (1 - share) * nbytes
-        return found
+            by_link["between", what] += share * nbytes
+            by_link["inside", what] += (1 - share) * nbytes
+        return by_link
 
     @property
     def between_nbytes(self) -> float:
@@ -92,7 +92,7 @@ class Forecast:
 
     def most_of(self, kind: str) -> int:
         """Return the most bytes of one kind, over all tiers."""
-        return sum(nbytes for (each, _), nbytes in self.most.items() if each == kind)
+        return sum(nbytes for (held_kind, _), nbytes in self.most.items() if held_kind == kind)
 
 
 def forecast(

@@ -91,13 +91,13 @@ def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> Pla
     """Compute the bytes and messages of a unit; `rank` as in `unit_bytes`."""
     recipe = recipe.on(unit.data_ranks)
     at = None if unit.data_ranks else rank
-    first, found = unit.members[0], unit_bytes(unit.members, recipe, at)
+    first, held = unit.members[0], unit_bytes(unit.members, recipe, at)
     members = tuple(replace(member, fqn="") for member in unit.members)
     sent = _messages_of(members, _Ranks.of(recipe, at), recipe.wire)
     owed = sent.reduce.owed + sent.second_hop.owed + sent.share.owed
     is_trained = any(member.requires_grad for member in members)
     return PlannedUnit(
-        **{each.name: getattr(found, each.name) for each in fields(found)},
+        **{item.name: getattr(held, item.name) for item in fields(held)},
         name=unit.name,
         second=sent.second * first.compute_itemsize if recipe.keeps_weights else 0,
         sums=sent.sums * first.itemsize if is_trained else 0,

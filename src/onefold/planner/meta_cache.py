@@ -52,14 +52,14 @@ class MetaCache:
 
     def recall(self, key: Key) -> tuple[Any, Work] | None:
         """Return new tensors like the outputs, and the work; None if they are not known."""
-        found = self._found.get(key)
-        if found is None:
+        known = self._found.get(key)
+        if known is None:
             return None
-        likes, is_one, work = found
-        made = tuple(like.made() for like in likes)
-        return made[0] if is_one else made, work
+        likes, is_one, work = known
+        outputs = tuple(like.made() for like in likes)
+        return outputs[0] if is_one else outputs, work
 
-    def keep(self, key: Key, given: set[int], out: Any, work: Work) -> None:
+    def keep(self, key: Key, inputs: set[int], out: Any, work: Work) -> None:
         """Remember outputs, unless they share storages or lie in storages that were `given`."""
         is_one = isinstance(out, Tensor)
         outs = (out,) if is_one else out
@@ -68,7 +68,7 @@ class MetaCache:
         likes = tuple(like for like in map(Like.of, outs) if like is not None)
         if len(likes) == len(outs):
             storages = {tensor.untyped_storage()._cdata for tensor in outs}
-            if len(storages - given) == len(outs):
+            if len(storages - inputs) == len(outs):
                 self._found[key] = likes, is_one, work
 
 

@@ -101,25 +101,25 @@ class MixedSplit:
     @property
     def fits(self) -> bool:
         """True if nothing is missing on any rank."""
-        return all(nbytes <= 0 for each in self.kinds for nbytes in each.missing.values())
+        return all(nbytes <= 0 for plan in self.kinds for nbytes in plan.missing.values())
 
     @property
     def tightest(self) -> KindPlan:
         """The first kind of those with the fewest free bytes."""
-        return max(self.kinds, key=lambda each: max(each.missing.values()))
+        return max(self.kinds, key=lambda plan: max(plan.missing.values()))
 
     @property
     def step(self) -> StepTime | None:
         """The step of the slowest kind; `tokens_per_s` counts the rows of all ranks."""
-        steps = [each.step for each in self.kinds if each.step is not None]
+        steps = [plan.step for plan in self.kinds if plan.step is not None]
         if len(steps) < len(self.kinds):
             return None
-        slowest = max(self.kinds, key=lambda each: each.step.seconds if each.step else 0.0)
-        found = slowest.step
-        assert found is not None, "every kind has a step"
+        slowest = max(self.kinds, key=lambda plan: plan.step.seconds if plan.step else 0.0)
+        step = slowest.step
+        assert step is not None, "every kind has a step"
         rows = slowest.rows * len(self.rows)
-        rate = found.tokens_per_s * sum(self.rows) / rows if rows else 0.0
-        return replace(found, tokens_per_s=rate)
+        rate = step.tokens_per_s * sum(self.rows) / rows if rows else 0.0
+        return replace(step, tokens_per_s=rate)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
@@ -130,7 +130,7 @@ class MixedSplit:
             "shares": None if self.weights is None else list(self.weights),
             "seconds": None if step is None else step.seconds,
             "tightest": {"kind": self.tightest.kind.name, "rank": self.tightest.kind.first},
-            "kinds": [each.as_dict() for each in self.kinds],
+            "kinds": [plan.as_dict() for plan in self.kinds],
         }
 
 
@@ -159,9 +159,9 @@ class MixedJob:
             except ConfigError:
                 return self._made(rows, None, lacks=1.0)
             lines = [self._lines(kind, rows[kind.first]) for kind in self.kinds]
-        made = self._made(rows, None)
-        if made.fits or not self.recipe.is_sharded:
-            return made
+        split = self._made(rows, None)
+        if split.fits or not self.recipe.is_sharded:
+            return split
         return self._by_memory(rows, lines)
 
     def equal(self) -> MixedSplit:
@@ -173,7 +173,7 @@ class MixedJob:
 
         Activations stay. `is_even`: all ranks hold the same. None where no limit is known.
         """
-        lines = [self._lines(each.kind, each.rows) for each in split.kinds]
+        lines = [self._lines(plan.kind, plan.rows) for plan in split.kinds]
         low, high = 0.0, 2.0**20
         if self._has_room(lines, high, is_even=is_even):
             return None
@@ -188,14 +188,14 @@ class MixedJob:
 
         Every further rank adds as many rows as the others have in the mean.
         """
-        found: dict[str, int] = {}
-        for index, each in enumerate(split.kinds):
-            most = most_of(self._lines(each.kind, each.rows))
+        counts: dict[str, int] = {}
+        for index, plan in enumerate(split.kinds):
+            most = most_of(self._lines(plan.kind, plan.rows))
             least = ceil(split.lacks / most) if most > 0 else 0
             tries = range(least, least + TRIES) if least else ()
             count = next((n for n in tries if self._with(index, n).best().fits), 0)
-            found |= {each.kind.name: count} if count else {}
-        return found
+            counts |= {plan.kind.name: count} if count else {}
+        return counts
 
     def _with(self, index: int, count: int) -> MixedJob:
         """Return the same job with more devices of a kind."""
@@ -213,7 +213,7 @@ class MixedJob:
         most = [most_of(of_kind, times=times) for of_kind in lines]
         if is_even or not self.recipe.is_sharded:
             return min(most) * self.recipe.world_size >= 1
-        total = sum(kind.ranks * each for kind, each in zip(self.kinds, most, strict=True))
+        total = sum(kind.ranks * limit for kind, limit in zip(self.kinds, most, strict=True))
         return min(most) >= 0 and total >= 1
 
     # rows
@@ -225,12 +225,12 @@ class MixedJob:
         limits = None
         if most is not None:
             pairs = zip(self.kinds, most, strict=True)
-            limits = [each for kind, each in pairs for _ in range(kind.ranks)]
+            limits = [limit for kind, limit in pairs for _ in range(kind.ranks)]
         return rows_of(times, total, limits)
 
     def _time(self, kind: DeviceKind) -> RankTime:
         """Return the time of a rank's own work, from two numbers of rows."""
-        if any(each.machine is None for each in self.kinds):
+        if any(other.machine is None for other in self.kinds):
             return RankTime(0.0, 1.0)
         few, many = (self._own_seconds(kind, rows) for rows in (self.rows, 2 * self.rows))
         per_row = max((many - few) / self.rows, 1e-12)
@@ -264,7 +264,7 @@ class MixedJob:
             )
             for shares in (None, alone)
         ]  # fmt: skip
-        even, most = (each.by_place(kind.local_world_size) for each in held)
+        even, most = (step.by_place(kind.local_world_size) for step in held)
         rest = ("activation", "logits", "batch", "buffer")
         fixed = sum(n for (what, _), n in held[0].peak.held.items() if what in rest)
         fixed_at = {"device": fixed}  # a larger model of the same rows has no more of these
@@ -306,7 +306,7 @@ class MixedJob:
             for kind in self.kinds
         ]  # fmt: skip
         machines = self._machines(shares if weights else None)
-        found: list[KindPlan] = []
+        plans: list[KindPlan] = []
         for kind, share, machine in zip(self.kinds, shares, machines, strict=True):
             own = rows[kind.first]
             trace, step = self._trace(self.exact, own), None
@@ -316,8 +316,8 @@ class MixedJob:
             if machine is not None:
                 conditions = replace(self.conditions, share=share if weights else None)
                 step = simulate(trace.work(own * self.tokens), recipe, machine, conditions)
-            found.append(KindPlan(kind, own, share, held, step))
-        return MixedSplit(tuple(found), rows, weights, lacks)
+            plans.append(KindPlan(kind, own, share, held, step))
+        return MixedSplit(tuple(plans), rows, weights, lacks)
 
     def _machines(self, shares: list[float] | None) -> list[Machine | None]:
         """Return each kind's machine with the links of the kind that a collective waits for."""
@@ -334,7 +334,7 @@ class MixedJob:
         ]
         nbytes = self.exact(self.rows).numel * self.conditions.weight_itemsize
         group = LinkGroup(world, near)
-        slowest = max(linked, key=lambda each: gather_cost(nbytes, group, each).seconds)
+        slowest = max(linked, key=lambda machine: gather_cost(nbytes, group, machine).seconds)
         return [
             replace(
                 machine, inside=slowest.inside, outside=slowest.outside,

@@ -35,10 +35,10 @@ class MixedPlan:
         job, split = search.job(row.forecast.recipe, row.rows), row.mixed
         equal, numel = job.equal(), search.one.numel
         largest = _grown(numel, job.growth(split, is_even=False))
-        found = MixedPlan(split, equal, largest, _grown(numel, job.growth(equal, is_even=True)))
+        compared = MixedPlan(split, equal, largest, _grown(numel, job.growth(equal, is_even=True)))
         if split.fits:
-            return found
-        return replace(found, fewer_rows=_fewer(job), more=tuple(job.more(split).items()))
+            return compared
+        return replace(compared, fewer_rows=_fewer(job), more=tuple(job.more(split).items()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
@@ -71,15 +71,15 @@ class MixedPlan:
         if not self.split.fits:
             yield from wrapped(f"it would fit with {' or with '.join(self._remedies())}")
 
-    def _cells(self, each: KindPlan) -> tuple[str, ...]:
-        kind, step = each.kind, each.step
+    def _cells(self, plan: KindPlan) -> tuple[str, ...]:
+        kind, step = plan.kind, plan.step
         last = kind.first + kind.ranks - 1
         own = self.split.rows[kind.first : last + 1]
-        rows = str(each.rows) if min(own) == each.rows else f"{min(own)}-{each.rows}"
+        rows = str(plan.rows) if min(own) == plan.rows else f"{min(own)}-{plan.rows}"
         return (
             kind.name, f"{kind.first}-{last}" if kind.ranks > 1 else str(last), rows,
-            format_share(each.share), format_bytes(each.at_rest_nbytes),
-            format_bytes(each.needs["device"]), format_bytes(kind.room["device"]),
+            format_share(plan.share), format_bytes(plan.at_rest_nbytes),
+            format_bytes(plan.needs["device"]), format_bytes(kind.room["device"]),
             format_seconds(step.seconds) if step else "",
         )  # fmt: skip
 
@@ -99,11 +99,11 @@ class MixedPlan:
             )
 
     def _remedies(self) -> list[str]:
-        found = [f"--batch {self.fewer_rows}"] * (self.fewer_rows > 0)
-        found += [f"{count} more {name}" for name, count in self.more]
+        remedies = [f"--batch {self.fewer_rows}"] * (self.fewer_rows > 0)
+        remedies += [f"{count} more {name}" for name, count in self.more]
         if self.largest:
-            found.append(f"a model of about {_count(self.largest)} parameters")
-        return found or ["a smaller model"]
+            remedies.append(f"a model of about {_count(self.largest)} parameters")
+        return remedies or ["a smaller model"]
 
 
 def runs_of(numbers: tuple[int, ...]) -> str:
@@ -112,7 +112,7 @@ def runs_of(numbers: tuple[int, ...]) -> str:
     >>> runs_of((3, 3, 1))
     '[3] * 2 + [1]'
     """
-    runs = [(number, len(list(each))) for number, each in groupby(numbers)]
+    runs = [(number, len(list(run))) for number, run in groupby(numbers)]
     return " + ".join(f"[{number}] * {n}" if n > 1 else f"[{number}]" for number, n in runs)
 
 
@@ -125,21 +125,21 @@ def sampler_of(split: MixedSplit) -> str:
 
 def row_lines(split: MixedSplit) -> list[str]:
     """Say which ranks take how many rows of each micro-batch."""
-    found: list[str] = []
+    counts: list[str] = []
     first = 0
-    for rows, each in groupby(split.rows):
-        last = first + len(list(each)) - 1
+    for rows, run in groupby(split.rows):
+        last = first + len(list(run)) - 1
         ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
-        found.append(f"{counted(rows, 'row')} on {ranks}")
+        counts.append(f"{counted(rows, 'row')} on {ranks}")
         first = last + 1
-    return wrapped(f"rows of each micro-batch: {', '.join(found)}")
+    return wrapped(f"rows of each micro-batch: {', '.join(counts)}")
 
 
 def _short(split: MixedSplit) -> str:
-    each = split.tightest
-    place, nbytes = max(each.missing.items(), key=lambda pair: pair[1])
+    tightest = split.tightest
+    place, nbytes = max(tightest.missing.items(), key=lambda pair: pair[1])
     return f"{format_bytes(nbytes)}{'' if place == 'device' else f' of {place}'} short " + (
-        f"on {each.kind.name}"
+        f"on {tightest.kind.name}"
     )
 
 

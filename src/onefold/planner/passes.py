@@ -74,15 +74,15 @@ def streamed_nbytes(recipe: Recipe, rank: int | None = None, uses: Sequence[Use]
         rank: None: the one with the largest share.
         uses: of the pass; without any of a unit: all units. Large weights are read in each use.
     """
-    held, found = held_by(recipe, rank), 0
+    held, nbytes = held_by(recipe, rank), 0
     used = {use.unit for use in uses if use.verb == "enter"} or set(range(len(held)))
-    for index, (unit, each) in enumerate(zip(recipe.units, held, strict=True)):
+    for index, (unit, unit_held) in enumerate(zip(recipe.units, held, strict=True)):
         if index in used and not unit.tile_nbytes and not unit.stays:
-            found += _moved(recipe, unit, each, rank or 0)
+            nbytes += _moved(recipe, unit, unit_held, rank or 0)
     for use in uses:
         if use.verb in ("blocks", "rows"):
-            found += _large(recipe, use, held[use.unit]).read
-    return found
+            nbytes += _large(recipe, use, held[use.unit]).read
+    return nbytes
 
 
 def _moved(recipe: Recipe, unit: UnitRecipe, held: UnitBytes, rank: int) -> int:
@@ -124,7 +124,7 @@ def _large(recipe: Recipe, use: Use, held: UnitBytes) -> _Large:
     own_rows = -(-member.shape[0] // ranks)
     heights = [min(height, own_rows - first) for first in range(0, own_rows, height)]
     sent = tuple(
-        (ranks * each * columns + recipe.world_size) * member.compute_itemsize for each in heights
+        (ranks * rows * columns + recipe.world_size) * member.compute_itemsize for rows in heights
     )
     rooms, messages = 2 * max(sent), sent if ranks > 1 else ()
     if not is_disk:
@@ -148,10 +148,10 @@ def pass_bytes(recipe: Recipe, uses: Sequence[Use], rank: int | None = None) -> 
     return PassBytes(
         read=streamed_nbytes(recipe, rank, uses),
         peak=player.peak + stack_nbytes(recipe),
-        at_rest=sum(each.weight for each in held),
+        at_rest=sum(unit_held.weight for unit_held in held),
         stay=sum(
-            each.unsharded + each.decoded
-            for unit, each in zip(recipe.units, held, strict=True)
+            unit_held.unsharded + unit_held.decoded
+            for unit, unit_held in zip(recipe.units, held, strict=True)
             if unit.stays
         ),
     )
@@ -165,12 +165,12 @@ class _Player:
         self._held = held
         facts = [
             UnitFacts(
-                nbytes=each.unsharded + each.decoded,
-                is_resident=each.unsharded == 0,
+                nbytes=unit_held.unsharded + unit_held.decoded,
+                is_resident=unit_held.unsharded == 0,
                 is_tiled=unit.tile_nbytes > 0,
                 keeps_sums=recipe.is_sharded,
             )
-            for unit, each in zip(recipe.units, held, strict=True)
+            for unit, unit_held in zip(recipe.units, held, strict=True)
         ]
         self._schedule = Schedule(policy_of(recipe), facts)
         self._schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
@@ -184,7 +184,7 @@ class _Player:
         self._fetched: dict[int, Any] = {}  # slots, by unit
         self._is_far = recipe.offload.parameters == "disk" and not recipe.reads_directly
         if recipe.rests_near:
-            counter.add("weight", sum(each.weight for each in held))
+            counter.add("weight", sum(unit_held.weight for unit_held in held))
         counter.see()
 
     @property

@@ -281,9 +281,9 @@ class Plan:
             yield "step times: name a machine with --cluster, as in --cluster h100-80"
         places = {place for row in self.rows for place in row.unchecked}
         if places:
-            given = {place: flag for place, flag in SIZE_FLAGS.items() if place in places}
-            flags = " and ".join(f"{flag} SIZE" for flag in given.values())
-            yield f"?: {' and '.join(given)} of a node not checked: pass {flags}"
+            flag_of = {place: flag for place, flag in SIZE_FLAGS.items() if place in places}
+            flags = " and ".join(f"{flag} SIZE" for flag in flag_of.values())
+            yield f"?: {' and '.join(flag_of)} of a node not checked: pass {flags}"
 
 
 def _named(row: Row) -> str:

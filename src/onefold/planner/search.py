@@ -160,7 +160,7 @@ class Search:
 
     def over(self, wires: Sequence[Candidate], stage: int, offload: str, rows: int) -> list[Row]:
         """Try each wire that such a recipe can have; `ConfigError` if there is none."""
-        found: dict[Recipe, Row] = {}
+        tried: dict[Recipe, Row] = {}
         refused: ConfigError | None = None
         rank = self.axes.data(self.recipe)
         way = replace(rank, stage=stage_of(stage), offload=OFFLOADS[offload])
@@ -170,11 +170,11 @@ class Search:
             except ConfigError as error:
                 refused = refused or error
                 continue
-            if recipe not in found:
-                found[recipe] = self._row(wire, recipe, offload, rows)
-        if refused is not None and not found:
+            if recipe not in tried:
+                tried[recipe] = self._row(wire, recipe, offload, rows)
+        if refused is not None and not tried:
             raise refused
-        return list(found.values())
+        return list(tried.values())
 
     def _row(self, wire: Candidate, recipe: Recipe, offload: str, rows: int) -> Row:
         trace = self.trace_of(rows)
@@ -183,10 +183,10 @@ class Search:
             job = ComposedJob(
                 self.axes, self.anatomy, self.recipe, rows * self.tokens, place.conditions.itemsize
             )
-            made, step = compose(trace, job, recipe, place)
-            found = made.ranks[made.fullest].forecast
+            composition, step = compose(trace, job, recipe, place)
+            fullest = composition.ranks[composition.fullest].forecast
             number = recipe.stage.number
-            return Row(number, offload, rows, found, self.room, step, wire, made)
+            return Row(number, offload, rows, fullest, self.room, step, wire, composition)
         if self.kinds:
             split = self.job(recipe, rows).best()
             held, number = split.tightest, recipe.stage.number
@@ -194,12 +194,12 @@ class Search:
             return Row(
                 number, offload, rows, held.forecast, room, split.step, wire, mixed=split
             )  # fmt: skip
-        found = forecast(trace, recipe, accumulate=self.accumulate)
+        step_bytes = forecast(trace, recipe, accumulate=self.accumulate)
         step = None
         if self.machine is not None:
             work = trace.work(rows * self.tokens)
             step = simulate(work, recipe, self.machine, self.conditions)
-        return Row(recipe.stage.number, offload, rows, found, self.room, step, wire)
+        return Row(recipe.stage.number, offload, rows, step_bytes, self.room, step, wire)
 
     def job(self, recipe: Recipe, rows: int) -> MixedJob:
         """Return the job of `rows` rows a rank in the mean on all kinds of devices."""
@@ -227,8 +227,8 @@ class Search:
 
     def largest(self, stage: int, offload: str) -> Row:
         """Try as many rows as fit, in powers of two, on every wire: some leave room for more."""
-        found = self.over(self.wires, stage, offload, 1)
-        return preferred([self._grown(row) for row in found])
+        rows = self.over(self.wires, stage, offload, 1)
+        return preferred([self._grown(row) for row in rows])
 
     def _grown(self, best: Row) -> Row:
         while best.fits and self.two is not None and best.rows < MAX_ROWS:

@@ -37,7 +37,7 @@ def _fits(row: Row) -> str:
 
 def _why(row: Row, best: Row | None) -> str:
     if not row.fits:
-        place, nbytes = max(row.missing.items(), key=lambda each: each[1])
+        place, nbytes = max(row.missing.items(), key=lambda pair: pair[1])
         return f"{format_bytes(nbytes)} short" + (f" of {place}" if place != "device" else "")
     if row is best:
         return "the fastest that fits" if row.step else "the simplest that fits"
@@ -55,8 +55,8 @@ def memory_table(rows: Sequence[Row]) -> Iterator[str]:
     groups = [group for group in GROUPS if any(row.groups[group] for row in rows)]
     lines = [["stage", "offload", *(HEADS[group] for group in groups), "memory", "host", "disk"]]
     for row in rows:
-        each = [*(row.groups[group] for group in groups), *row.needs.values()]
-        lines.append([str(row.stage), row.offload, *(in_unit(nbytes, unit) for nbytes in each)])
+        held = [*(row.groups[group] for group in groups), *row.needs.values()]
+        lines.append([str(row.stage), row.offload, *(in_unit(nbytes, unit) for nbytes in held)])
     yield from ("", f"in {name}, of one device at its peak; host and disk of a node:")
     yield from columns(lines, "><>")
 
@@ -91,10 +91,10 @@ def wire_lines(wires: Sequence[Row], taken: Row, numel: int) -> list[str]:
     lines = [[*heads, *["step"] * (taken.step is not None), ""]]
     for row in wires:
         world, sent = row.forecast.recipe.world_size, row.forecast.sent_by_link
-        each = [f"{sent[link, what] * world / numel:.2f}"
+        cell = [f"{sent[link, what] * world / numel:.2f}"
                 for link in ("between", "inside") for what in ("weights", "gradients")]  # fmt: skip
         mark = "*" if row.wire == taken.wire else ""
-        cells = [mark + row.wire.name, f"{each[0]} + {each[1]}", f"{each[2]} + {each[3]}"]
+        cells = [mark + row.wire.name, f"{cell[0]} + {cell[1]}", f"{cell[2]} + {cell[3]}"]
         cells += [format_bytes(row.needs["device"]), _fits(row)]
         cells += [format_seconds(row.step.seconds)] if row.step else []
         lines.append([*cells, "lossy" if row.wire.is_lossy else ""])

@@ -32,7 +32,7 @@ class ForwardTrace:
 def names_of_users(module: nn.Module, plans: Sequence[UnitPlan]) -> dict[str, list[Use]]:
     """Return the units that modules use, by the modules' names: they outlive a copy."""
     names = {id(part): name for name, part in module.named_modules()}
-    found: dict[str, list[Use]] = {}
+    uses: dict[str, list[Use]] = {}
     for index, plan in enumerate(plans):
         owners = [owner for owned in plan.members for owner, _ in owned.owners]
         is_large = plan.tile_nbytes > 0
@@ -40,8 +40,8 @@ def names_of_users(module: nn.Module, plans: Sequence[UnitPlan]) -> dict[str, li
         for user in users:
             verb = verb_of(user) if is_large else "enter"
             use = Use(index, verb, id(user), len(users))
-            found.setdefault(names[id(user)], []).append(use)
-    return found
+            uses.setdefault(names[id(user)], []).append(use)
+    return uses
 
 
 def verb_of(user: nn.Module) -> str:
@@ -64,7 +64,7 @@ def trace_forward(
 
     Raises `Untraceable` where the forward depends on the values of tensors.
     """
-    given = dict(options or {})
+    arguments = dict(options or {})
     events: list[Use] = []
     hooks: list[Any] = []
     for name, part in module.named_modules():
@@ -75,20 +75,20 @@ def trace_forward(
                 hooks.append(part.register_forward_hook(partial(_note, events, leave)))
     works: list[Work] = []
     storages = Storages(device_type, works.append)
-    inputs = [leaf for leaf in tree_iter((tokens, given)) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in tree_iter((tokens, arguments)) if isinstance(leaf, Tensor)]
     for tensor in chain(module.parameters(), module.buffers(), inputs):
         storages.ignore(tensor)
     try:
         with torch.no_grad(), storages.watching():
-            outputs = module(tokens, **given, **_options(module))
+            outputs = module(tokens, **arguments, **_options(module))
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     finally:
         for hook in hooks:
             hook.remove()
     work = Work()
-    for each in works:
-        work = work.plus(each)
+    for kernel in works:
+        work = work.plus(kernel)
     cache = _cache_nbytes(getattr(outputs, "past_key_values", None))
     return ForwardTrace(tuple(events), storages.take_peak()[0], work, cache)
 
@@ -110,7 +110,7 @@ def _cache_nbytes(cache: Any) -> int:
         getattr(cache, "cross_attention_cache", None),
     )
     if all(both):  # an encoder-decoder's
-        return sum(_cache_nbytes(each) for each in both)
+        return sum(_cache_nbytes(part) for part in both)
     layers = getattr(cache, "layers", None) or ()
-    tensors = [(getattr(one, "keys", None), getattr(one, "values", None)) for one in layers]
+    tensors = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
     return sum(tensor.nbytes for tensor in tree_iter(tensors) if isinstance(tensor, Tensor))

@@ -94,15 +94,15 @@ class Storages(TorchDispatchMode):
                 self._count(tensor, func)
             return known
         out = func(*args, **kwargs)
-        given = _storages((args, kwargs))
+        inputs = _storages((args, kwargs))
         for tensor in tree_iter(out):
             if not isinstance(tensor, Tensor):
                 continue
-            if not may_alias or tensor.untyped_storage()._cdata not in given:
+            if not may_alias or tensor.untyped_storage()._cdata not in inputs:
                 self._count(tensor, func)
         work = work_of_call(func, args, kwargs, out)
         if key is not None:
-            self._cache.keep(key, given, out, work)
+            self._cache.keep(key, inputs, out, work)
         return out, work
 
     def _count(self, tensor: Tensor, func: Any) -> None:
@@ -131,10 +131,10 @@ class Storages(TorchDispatchMode):
 
         "Are all ...?" is yes and "is any ...?" no. Everything else depends on values.
         """
-        asked = self._scalars.get(tensor.untyped_storage()._cdata, "a tensor")
-        if asked in ("all", "any", "isnan", "isinf", "is_nonzero"):
-            return asked == "all"
-        raise Untraceable(f"the forward depends on the value of {asked}")
+        origin = self._scalars.get(tensor.untyped_storage()._cdata, "a tensor")
+        if origin in ("all", "any", "isnan", "isinf", "is_nonzero"):
+            return origin == "all"
+        raise Untraceable(f"the forward depends on the value of {origin}")
 
 
 def work_of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
@@ -146,9 +146,9 @@ def work_of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     if products is not None:
         return Work(flops=float(products(*args, **kwargs, out_val=out)), num_kernels=1)
     moved = [t.nbytes for t in tree_iter((args, kwargs, out)) if isinstance(t, Tensor)]
-    made = next((t.numel() for t in tree_iter(out) if isinstance(t, Tensor)), 0)
+    numel = next((t.numel() for t in tree_iter(out) if isinstance(t, Tensor)), 0)
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    drawn = float(made) if draws else 0.0
+    drawn = float(numel) if draws else 0.0
     return Work(nbytes=float(sum(moved)), drawn=drawn, num_kernels=1)
 
 
@@ -197,27 +197,27 @@ class _Kernels(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **options}
-            if self._has_kernel(given):
-                return _fused_attention(given)
+            attention: dict[str, Any] = {**dict(zip(names, args, strict=False)), **options}
+            if self._has_kernel(attention):
+                return _fused_attention(attention)
         if func in _GROUPED and args[0].is_meta and args[0].dim() == 2 and args[1].dim() == 3:
             return args[0] @ args[1][0]  # on `meta` for bf16 alone; rows of all groups count once
         return func(*args, **options)
 
-    def _has_kernel(self, given: dict[str, Any]) -> bool:
-        query, mask = given["query"], given.get("attn_mask")
+    def _has_kernel(self, attention: dict[str, Any]) -> bool:
+        query, mask = attention["query"], attention.get("attn_mask")
         if not query.is_meta or query.dim() != 4:
             return False
-        if self._device_type == "cpu" and given.get("dropout_p", 0.0) > 0:
+        if self._device_type == "cpu" and attention.get("dropout_p", 0.0) > 0:
             return False
         return mask is None or not mask.requires_grad
 
 
-def _fused_attention(given: dict[str, Any]) -> Tensor:
-    query, mask = given["query"], given.get("attn_mask")
+def _fused_attention(attention: dict[str, Any]) -> Tensor:
+    query, mask = attention["query"], attention.get("attn_mask")
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)
     return ATEN._scaled_dot_product_flash_attention_for_cpu(
-        query, given["key"], given["value"], 0.0, given.get("is_causal", False), attn_mask=mask,
-        scale=given.get("scale"),
+        query, attention["key"], attention["value"], 0.0, attention.get("is_causal", False),
+        attn_mask=mask, scale=attention.get("scale"),
     )[0]  # fmt: skip

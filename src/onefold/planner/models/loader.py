@@ -118,22 +118,22 @@ def load_function(name: str) -> Callable[[], Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = import_module(module_name)
+        function: Any = import_module(module_name)
         for part in function_name.split("."):
-            found = getattr(found, part)
+            function = getattr(function, part)
     except (Exception, SystemExit) as error:
         raise _refusal(
             f"{name!r} to import",
             described(error),
             hint="name an importable module and a function in it, as in package.models:build",
         ) from error
-    if not callable(found):
+    if not callable(function):
         raise _refusal(
             f"{name!r} to be a function",
-            f"type {type(found).__name__}",
+            f"type {type(function).__name__}",
             hint="it is called without arguments and returns a torch.nn.Module",
         )
-    return found
+    return function
 
 
 def call_function(name: str, function: Callable[[], Any], wanted: type | tuple[type, ...]) -> Any:
