@@ -31,8 +31,7 @@ from contest.world import run_ranks
 from step_time_cases import CALIBRATED, CASES, ROWS, SEQ, STAGES, Case, train
 
 from onefold.config import stage_of
-from onefold.planner.calibrate import Sample, calibrate
-from onefold.planner.calibration import Calibration
+from onefold.planner.calibration import Calibration, Sample, calibrate
 from onefold.planner.conditions import Conditions
 from onefold.planner.simulate import simulate
 from onefold.planner.trace import tokens_of, trace

@@ -17,7 +17,7 @@ from onefold import Offload, Wire
 from onefold.config import STAGES, precision_of
 from onefold.engine.policy import policy_of
 from onefold.engine.registry import engine_of
-from onefold.planner.estimate import bare
+from onefold.planner.expectation import bare
 from onefold.planner.memory import forecast
 from onefold.recipe import Recipe
 from onefold.wire_config import fitted

@@ -12,14 +12,16 @@ from torch import nn
 
 from onefold.config import Precision
 from onefold.errors import ConfigError
-from onefold.planner.calibrate import Sample, calibrate, middle
 from onefold.planner.calibration import (
     Calibration,
+    Sample,
     Speeds,
     Transfer,
     Whole,
+    calibrate,
     contention_of,
     link_of,
+    middle,
     predict_seconds,
     rate_of,
     with_whole_steps,

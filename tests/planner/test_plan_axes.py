@@ -15,14 +15,13 @@ from torch.nn import functional as F
 from onefold.config import stage_of
 from onefold.engine.policy import policy_of
 from onefold.errors import ConfigError
-from onefold.planner.anatomy import Anatomy
 from onefold.planner.composed import ComposedJob, kept_nbytes, rank_trace
 from onefold.planner.composition import Composition, Window, forecast_steps, pipeline_step, sent_on
 from onefold.planner.conditions import Conditions
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import forecast
 from onefold.planner.models.gpt import GPT, GPTConfig
-from onefold.planner.planned_axes import AxisMessage, ModelAxes
+from onefold.planner.planned_axes import Anatomy, AxisMessage, ModelAxes
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.result import Plan
 from onefold.planner.simulate import simulate

@@ -16,8 +16,7 @@ from onefold.config import STAGES, Offload, Precision, precision_of
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
 from onefold.planner.conditions import Conditions
-from onefold.planner.estimate import bare
-from onefold.planner.expectation import Expectation
+from onefold.planner.expectation import Expectation, bare
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import forecast
 from onefold.planner.simulate import scaling_curve, simulate

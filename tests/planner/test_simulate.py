@@ -17,8 +17,8 @@ from published_runs.decoder import TransformerShape, block_activation_nbytes, tr
 from published_runs.tables import young_interval
 
 from onefold.errors import ConfigError
+from onefold.planner.costs import LinkGroup, gather_cost, replica_group
 from onefold.planner.goodput import goodput
-from onefold.planner.link_costs import LinkGroup, gather_cost, replica_group
 from onefold.planner.machines import MACHINES, Efficiency, Link, Machine, machine_of
 from onefold.planner.simulate import scaling_curve, slowest_of
 from onefold.planner.work import ModelWork, UnitWork, Work

@@ -33,10 +33,9 @@ from onefold.config import (
 )
 from onefold.errors import ConfigError, Failure
 from onefold.fit.bounds import RankMemory
-from onefold.fit.choices import least_fraction, lowest_stage
 from onefold.fit.residents import with_residents
 from onefold.fit.share_weights import AUTO, is_auto, unless_even, weights_of
-from onefold.fit.shares import choose
+from onefold.fit.shares import choose, least_fraction, lowest_stage
 from onefold.layout.units import (
     Owned,
     UnitChoice,

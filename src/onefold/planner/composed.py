@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from onefold.planner.anatomy import Anatomy, expert_count
-from onefold.planner.planned_axes import AxisMessage, ModelAxes
+from onefold.planner.planned_axes import Anatomy, AxisMessage, ModelAxes, expert_count
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.trace import Trace
 from onefold.planner.work import UnitWork, Work

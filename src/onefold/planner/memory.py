@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from onefold.engine.policy import Policy, UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
-from onefold.planner.byte_counter import ByteCounter, Holding, Moment
-from onefold.planner.byte_hands import ByteHands
+from onefold.planner.byte_hands import ByteCounter, ByteHands, Holding, Moment
 from onefold.planner.message_counts import PlannedUnit, planned_unit
 from onefold.planner.replay import Replay
 from onefold.planner.trace import Trace

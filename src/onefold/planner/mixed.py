@@ -18,10 +18,10 @@ from math import ceil
 from typing import Any
 
 from onefold.errors import ConfigError
-from onefold.fit.lines import Line, fill, most_of
+from onefold.fit.shares import Line, fill, most_of
 from onefold.layout.row_split import RankTime, rows_of
 from onefold.planner.conditions import Conditions
-from onefold.planner.link_costs import LinkGroup, gather_cost
+from onefold.planner.costs import LinkGroup, gather_cost
 from onefold.planner.machines import Link, Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.simulate import StepTime, simulate

@@ -14,10 +14,8 @@ from torch import nn
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
 from onefold.errors import ConfigError
 from onefold.layout.units import plan_units
-from onefold.planner.anatomy import Anatomy
-from onefold.planner.calibrate import Sample
-from onefold.planner.calibrate import calibrate as measured_here
-from onefold.planner.calibration import Calibration
+from onefold.planner.calibration import Calibration, Sample
+from onefold.planner.calibration import calibrate as measured_here
 from onefold.planner.candidates import OFFLOADS, WAYS, Candidate, candidates, lossy
 from onefold.planner.clusters import (
     Cluster,
@@ -27,11 +25,11 @@ from onefold.planner.clusters import (
     device_kinds,
     recipe_of,
 )
-from onefold.planner.estimate import estimated
+from onefold.planner.expectation import estimated
 from onefold.planner.mixed_plan import MixedPlan
 from onefold.planner.models.loader import build_model, refuse
 from onefold.planner.models.loader import recompute as recompute_blocks
-from onefold.planner.planned_axes import ModelAxes
+from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.result import Plan
 from onefold.planner.search import Row, Search, best_of, nearest
 from onefold.planner.storages import Untraceable

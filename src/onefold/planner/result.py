@@ -15,8 +15,15 @@ from onefold.planner.calibration import Calibration
 from onefold.planner.mixed_plan import MixedPlan, row_lines, sampler_of
 from onefold.planner.planned_axes import ModelAxes
 from onefold.planner.search import Row, Search
-from onefold.planner.show import memory_table, short_table, traffic_table, wire_lines
-from onefold.planner.show_axes import axis_lines, mesh_of, mesh_words
+from onefold.planner.show import (
+    axis_lines,
+    memory_table,
+    mesh_of,
+    mesh_words,
+    short_table,
+    traffic_table,
+    wire_lines,
+)
 from onefold.text import counted, format_bytes, shell_lines, wrapped
 
 FOLDER = "PATH"

@@ -8,7 +8,6 @@ from typing import Any
 
 from onefold.config import stage_of
 from onefold.errors import ConfigError
-from onefold.planner.anatomy import Anatomy
 from onefold.planner.candidates import EXACT_WIRE, OFFLOADS, Candidate
 from onefold.planner.composed import ComposedJob
 from onefold.planner.composition import Composition, Place, compose
@@ -16,7 +15,7 @@ from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit
-from onefold.planner.planned_axes import ModelAxes
+from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe

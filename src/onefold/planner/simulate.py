@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from onefold.engine.policy import Policy, UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
-from onefold.planner.clock_hands import GRADIENTS, ClockHands
-from onefold.planner.clock_streams import PlannedSpan
+from onefold.planner.clock_hands import GRADIENTS, ClockHands, PlannedSpan
 from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.replay import Replay, plain_events

@@ -22,8 +22,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, listed
 from onefold.planner.models.gpt import GPT, VOCAB
 from onefold.planner.models.loader import logits_of
-from onefold.planner.passes import Use, streamed_nbytes
-from onefold.planner.storage_uses import verb_of
+from onefold.planner.passes import Use, streamed_nbytes, verb_of
 from onefold.recipe import Recipe
 from onefold.text import format_bytes
 from onefold.wire.world import World
