@@ -15,7 +15,6 @@ from torch import nn
 
 from onefold.config import Precision, stage_of
 from onefold.layout.units import plan_units
-from onefold.planner.conditions import Conditions
 from onefold.planner.costs import (
     CPU_RATES,
     GPU_NBYTES,
@@ -24,9 +23,9 @@ from onefold.planner.costs import (
     reduce_cost,
     seconds_of,
 )
-from onefold.planner.expectation import estimated
 from onefold.planner.machines import Link
-from onefold.planner.memory import forecast
+from onefold.planner.memory import estimated, forecast
+from onefold.planner.work import Conditions
 from onefold.recipe import Recipe
 from onefold.wire_config import PRESETS, Wire
 from tests.planner import test_simulate

@@ -152,8 +152,8 @@ class ByteHands:
                 self._make_grad(index)
         if "disk" in (offload.parameters, offload.optimizer):
             add("staging", self._staging(), "cpu")
-        is_asked = offload.step == "device" or recipe.device_type != "cpu"
-        if offload.may_stream and is_asked and any(self._is_far):
+        is_requested = offload.step == "device" or recipe.device_type != "cpu"
+        if offload.may_stream and is_requested and any(self._is_far):
             add("staging", self._streamed())
 
     def _staging(self) -> int:

@@ -17,13 +17,12 @@ from torch import nn
 
 from onefold.config import Precision, stage_of
 from onefold.errors import ConfigError
-from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Efficiency, Link, Machine
 from onefold.planner.models.loader import build_model, described, recompute, refuse
 from onefold.planner.search import DTYPES
 from onefold.planner.simulate import simulate, slowest_of
 from onefold.planner.trace import Untraceable, tokens_of, trace
-from onefold.planner.work import ModelWork
+from onefold.planner.work import Conditions, ModelWork
 from onefold.recipe import Recipe
 from onefold.text import format_bytes, format_rate, format_seconds, format_share
 from onefold.tier.host import free_host_nbytes, measure_disk, usable_cores
@@ -238,7 +237,7 @@ class Calibration:
             *[f"gathers {format_rate(speeds.gather)}"] * has_links,
             *[f"reductions {format_rate(speeds.reduce)}"] * has_links,
             *[f"{format_seconds(machine.inside.latency)} a hop in a step"] * has_links,
-            *[f"compute beside them {format_share(1 - speeds.contention)}"] * has_links,
+            *[f"compute meanwhile {format_share(1 - speeds.contention)}"] * has_links,
         ]
         return (
             f"measured here, {ranks} of {threads}: a micro-batch of {self.model} "

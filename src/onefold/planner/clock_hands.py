@@ -1,6 +1,6 @@
 """Execute a schedule's actions on clocks: the counterpart of engine/hands.py. No torch here.
 
-Streams run beside one another, each in order: `compute`, `gather`, `reduce`, between nodes `cross`
+Streams run at the same time, each in order: `compute`, `gather`, `reduce`, between nodes `cross`
 (weights), `second_hop` (sums of gradients) and `replica` (averages of copies), and for state off
 the device `fetch`, `flush`, `disk`, `cpu` and `publish`. Collectives share two links, inside the
 node and between nodes, and take turns on a link.
@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from onefold.engine.actions import Action, Verb
-from onefold.planner.conditions import Conditions
 from onefold.planner.costs import Cost, costs_of
 from onefold.planner.machines import Machine
 from onefold.planner.replay import Event, EventKind
-from onefold.planner.work import ModelWork, UnitWork, Work
+from onefold.planner.work import Conditions, ModelWork, UnitWork, Work
 from onefold.tier.step_device import STREAMED_NBYTES
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class Streams:
             self.now = until
 
     def compute(self, unit: str, what: str, parts: dict[str, float]) -> None:
-        """Run work on the compute stream, slower while a collective runs beside it."""
+        """Run work on the compute stream, slower while a collective runs."""
         seconds = sum(parts.values())
         if seconds == 0:
             return
@@ -96,7 +95,7 @@ class Streams:
         self.spans.append(PlannedSpan("compute", unit, what, start, self.now))
 
     def _lost(self, start: float, seconds: float) -> float:
-        """Return the time that work of `seconds` loses beside the collectives under way."""
+        """Return the time that work of `seconds` loses to the collectives under way."""
         self._collectives = sorted(span for span in self._collectives if span[1] > start)
         now, left, lost = start, seconds, 0.0
         for begin, end in self._collectives:
@@ -105,10 +104,10 @@ class Streams:
                 break
             now, left = now + alone, left - alone
             window = max(0.0, end - now)
-            beside = min(left, window * self._rate)  # of `left`, done while the collective runs
-            took = window if beside < left else beside / self._rate
-            lost += took - beside
-            now, left = now + took, left - beside
+            done = min(left, window * self._rate)  # of `left`, done while the collective runs
+            took = window if done < left else done / self._rate
+            lost += took - done
+            now, left = now + took, left - done
         return lost
 
     def _count(self, part: str, seconds: float) -> None:

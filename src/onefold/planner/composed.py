@@ -61,7 +61,7 @@ class ComposedJob:
 
     @property
     def whole_nbytes(self) -> float:
-        """Bytes that a block keeps on a rank of tp beside its share: its two gathered inputs."""
+        """Bytes that a block keeps on a rank of tp besides its share: its two gathered inputs."""
         return 2 * (self.hidden_nbytes - self.sent_hidden_nbytes)
 
     def message(self, axis: str, nbytes: float, forward: int, backward: int) -> AxisMessage:
@@ -78,7 +78,7 @@ class UnitPart:
     unit: int
     members: tuple[int, ...]
     is_expert: bool = False
-    is_tied: bool = False  # a copy beside the rank that has the rest of the unit
+    is_tied: bool = False  # a copy; another rank has the rest of the unit
 
 
 def pieces_of(units: Sequence[UnitWork], job: ComposedJob) -> list[int]:

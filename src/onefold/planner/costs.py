@@ -1,4 +1,4 @@
-"""The cost of each message of a unit: rings or straight messages, one hop or two, exact or coded.
+"""The cost of each message of a unit: rings or straight, one hop or two, exact or quantized.
 
 The cost of coding on the CPU was measured by benchmarks/codec.py (docs/measurements/codecs.md). On
 a GPU it was not measured: the bytes that torch's passes over fp32 move are counted in
@@ -13,8 +13,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
+from onefold.planner.work import Conditions
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
@@ -191,18 +191,18 @@ def costs_of(numel: int, recipe: Recipe, conditions: Conditions, machine: Machin
     )
 
 
-Coded = tuple[str, int]
+Form = tuple[str, int]
 """The word of a wire, and the bytes of an element of an exact message."""
 _EXACT = ""
 
 
 @lru_cache(maxsize=64)
-def _message(coded: Coded) -> tuple[str, float]:
+def _message(form: Form) -> tuple[str, float]:
     """Return the codec ("" if exact), and the bytes of an element."""
     from onefold.wire.codec import codec_of  # the simulator is imported without torch
     from onefold.wire_config import DIFFERENCE, EXACT
 
-    word, itemsize = coded
+    word, itemsize = form
     codec = word.removesuffix(DIFFERENCE)
     if codec in (_EXACT, EXACT):
         return _EXACT, itemsize
@@ -211,10 +211,10 @@ def _message(coded: Coded) -> tuple[str, float]:
 
 
 def _gather(
-    numel: float, coded: Coded, group: LinkGroup, machine: Machine, *, is_straight: bool = False
+    numel: float, form: Form, group: LinkGroup, machine: Machine, *, is_straight: bool = False
 ) -> Cost:
     """Each rank codes its own rows once, and reads all messages, its own too."""
-    codec, nbytes = _message(coded)
+    codec, nbytes = _message(form)
     cost = gather_cost(numel * nbytes, group, machine, is_straight=is_straight)
     coding = seconds_of(codec, machine)
     if not cost.seconds:
@@ -223,10 +223,10 @@ def _gather(
 
 
 def _reduce(
-    numel: float, coded: Coded, group: LinkGroup, machine: Machine, *, is_straight: bool = False
+    numel: float, form: Form, group: LinkGroup, machine: Machine, *, is_straight: bool = False
 ) -> Cost:
     """Each rank writes a message for every other rank, and reads one from each."""
-    codec, nbytes = _message(coded)
+    codec, nbytes = _message(form)
     cost = reduce_cost(numel * nbytes, group, machine, is_straight=is_straight)
     coding, others = seconds_of(codec, machine), numel * (group.ranks - 1) / group.ranks
     if not cost.seconds:

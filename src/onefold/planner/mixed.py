@@ -12,6 +12,7 @@ for the two choices made apart, and Poplar (AAAI'25) for rows.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -20,12 +21,12 @@ from typing import Any
 from onefold.errors import ConfigError
 from onefold.fit.shares import Line, fill, most_of
 from onefold.layout.row_split import RankTime, rows_of
-from onefold.planner.conditions import Conditions
 from onefold.planner.costs import LinkGroup, gather_cost
 from onefold.planner.machines import Link, Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
+from onefold.planner.work import Conditions
 from onefold.recipe import Recipe
 
 TRIES = 8
@@ -230,25 +231,22 @@ class MixedJob:
 
     def _time(self, kind: DeviceKind) -> RankTime:
         """Return the time of a rank's own work, from two numbers of rows."""
-        if any(other.machine is None for other in self.kinds):
+        if kind.machine is None or any(other.machine is None for other in self.kinds):
             return RankTime(0.0, 1.0)
-        few, many = (self._own_seconds(kind, rows) for rows in (self.rows, 2 * self.rows))
-        per_row = max((many - few) / self.rows, 1e-12)
-        return RankTime(max(0.0, few - per_row * self.rows), per_row)
-
-    def _own_seconds(self, kind: DeviceKind, rows: int) -> float:
-        assert kind.machine is not None, "a kind without a machine has no time"
-        work = self.near(rows).work(rows * self.tokens)
-        step = simulate(work, self.recipe, kind.machine, self.conditions)
-        return sum(getattr(step, part) for part in OWN_PARTS)
+        few, many = (
+            simulate(self.near(n).work(n * self.tokens), self.recipe, kind.machine, self.conditions)
+            for n in (self.rows, 2 * self.rows)
+        )
+        few_seconds, many_seconds = (
+            sum(getattr(step, part) for part in OWN_PARTS) for step in (few, many)
+        )
+        per_row = max((many_seconds - few_seconds) / self.rows, 1e-12)
+        return RankTime(max(0.0, few_seconds - per_row * self.rows), per_row)
 
     def _most_rows(self, kind: DeviceKind) -> int:
-        """Return the most rows beside which a rank without states fits."""
-        low, high = 0, self.rows * self.recipe.world_size + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if most_of(self._lines(kind, middle)) >= 0 else (low, middle)
-        return low
+        """Return the most rows with which a rank without states fits."""
+        rows = range(1, self.rows * self.recipe.world_size + 1)
+        return bisect_left(rows, True, key=lambda number: most_of(self._lines(kind, number)) < 0)
 
     # states
 
@@ -256,7 +254,7 @@ class MixedJob:
         """Return the bytes of a rank of the kind by place, as they grow with its share."""
         world = self.recipe.world_size
         alone = (1,) + (0,) * (world - 1)
-        trace = self._trace(self.near, rows)
+        trace = self.near(max(1, rows))  # a rank without rows runs one that counts for nothing
         held = [
             forecast(
                 trace, replace(self.recipe, shares=shares if self.recipe.is_sharded else None),
@@ -272,9 +270,6 @@ class MixedJob:
             Line.through(place, free, even[place], most[place], world, fixed_at.get(place, 0))
             for place, free in kind.room.items()
         ]  # fmt: skip
-
-    def _trace(self, source: Callable[[int], Trace], rows: int) -> Trace:
-        return source(max(1, rows))  # a rank without rows runs one that counts for nothing
 
     def _by_memory(self, rows: tuple[int, ...], lines: Sequence[list[Line]]) -> MixedSplit:
         """Return the most even shares that fit; where none fit, those that miss alike."""
@@ -309,7 +304,7 @@ class MixedJob:
         plans: list[KindPlan] = []
         for kind, share, machine in zip(self.kinds, shares, machines, strict=True):
             own = rows[kind.first]
-            trace, step = self._trace(self.exact, own), None
+            trace, step = self.exact(max(1, own)), None
             held = forecast(
                 trace, recipe, accumulate=self.conditions.accumulate, rank=kind.first
             )  # fmt: skip

@@ -1,6 +1,6 @@
 """Predict the passes of a streamed module: the bytes that one reads, and those that it holds.
 
-The recipe says which units stay (fit/residents.py), and the engine's own schedule says when the
+The recipe says which units stay (fit/kept_units.py), and the engine's own schedule says when the
 others come and go. So a plan and the engine cannot disagree.
 """
 
@@ -23,7 +23,7 @@ from onefold.engine.calls import Call
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.successors import Phase
-from onefold.fit.residents import stack_nbytes
+from onefold.fit.kept_units import stack_nbytes
 from onefold.layout.cut import cut_of
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.rows import round_up

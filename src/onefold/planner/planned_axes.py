@@ -1,4 +1,4 @@
-"""The axes of a composed run beside data: tensor, pipeline, context and expert. No torch here.
+"""The axes of a composed run other than data: tensor, pipeline, context and expert. No torch here.
 
 The mesh is (pp, dp, cp, tp), tp innermost: ranks of one tp group are neighbours in a node. The
 data axis of a parameter is dp x cp, and dp x cp / ep for experts: the ranks that hold the same
@@ -240,7 +240,7 @@ class Anatomy:
         """Raise `ConfigError` where the model has not enough parts for the axes."""
         num_blocks, heads = len(self.blocks), self.heads
         blocks = (
-            (num_blocks > 0, "a model of repeated blocks beside tp, pp, cp or ep", "none",
+            (num_blocks > 0, "a model of repeated blocks with tp, pp, cp or ep", "none",
              "repeated blocks lie in a ModuleList or Sequential"),
             (axes.num_pieces <= num_blocks, f"at most {num_blocks} pipeline stages: one a block",
              f"pp {axes.pp} x virtual {axes.virtual}", "fewer stages, or a deeper model"),
@@ -251,7 +251,7 @@ class Anatomy:
             for name, size in (("tp", axes.tp), ("cp", axes.cp))
         ]  # fmt: skip
         experts = (
-            (self.experts > 0, "a model with experts beside ep", "a model without",
+            (self.experts > 0, "a model with experts for ep", "a model without",
              "experts lie in modules named `experts`"),
             (axes.ep <= self.experts, f"ep of at most {self.experts} experts", f"ep {axes.ep}",
              "a rank needs an expert"),

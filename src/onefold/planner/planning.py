@@ -25,13 +25,13 @@ from onefold.planner.clusters import (
     device_kinds,
     recipe_of,
 )
-from onefold.planner.expectation import estimated
-from onefold.planner.mixed_plan import MixedPlan
+from onefold.planner.memory import estimated
 from onefold.planner.models.loader import build_model, refuse
 from onefold.planner.models.loader import recompute as recompute_blocks
 from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.result import Plan
 from onefold.planner.search import Row, Search, best_of, nearest
+from onefold.planner.show import MixedPlan
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.tier.host import usable_cores
@@ -68,7 +68,7 @@ def plan(  # noqa: PLR0913 - the contract
             else processes on the CPU.
         cluster: the devices; default: those of this machine. Several kinds of devices: a list, or a
             text as in "8xh100-80 + 16xa100-40". Then rows are split by speed and states by memory:
-            `Plan.mixed` has them beside an equal split.
+            `Plan.mixed` compares it with an equal split.
         batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two. On
             several kinds of devices: the mean over all ranks.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
@@ -86,7 +86,7 @@ def plan(  # noqa: PLR0913 - the contract
             that `onefold.shard` refuses at that stage or on so many nodes; a calibration for other
             devices than this machine's CPU, or of a model that does not run; axes that do not
             divide the world, or for which the model has not enough heads, blocks or experts; a
-            cluster of several kinds beside axes, a wire or a calibration.
+            cluster of several kinds with axes, a wire or a calibration.
     """
     kinds, axes = clusters_of(cluster, world_size), axes or ModelAxes()
     for kind in kinds:
@@ -124,8 +124,8 @@ def plan(  # noqa: PLR0913 - the contract
         )
         machine = calibration.machine(where.ranks)
     search = Search(
-        one=first,
-        two=two,
+        one_row=first,
+        two_rows=two,
         recipe=recipe,
         room=where.room,
         machine=machine,
@@ -167,7 +167,7 @@ def _traces(
 
 
 def _found(search: Search, ways: Sequence[tuple[int, str]], rows: int | None) -> tuple[Row, ...]:
-    """Try each way that has such a wire, with as many rows as fit, or as were asked for."""
+    """Try each way that has such a wire, with as many rows as fit, or as many as requested."""
     rows_tried: list[Row] = []
     refused: list[ConfigError] = []
     for stage, offload in ways:
@@ -190,7 +190,7 @@ def _confirmed(rows: tuple[Row, ...], search: Search, traced: Tracing) -> tuple[
     """
     while (best := best_of(rows)) is not None and best.rows > 2:
         search = replace(search, wires=(best.wire,))
-        exact = replace(search, one=traced(best.rows), two=None)
+        exact = replace(search, one_row=traced(best.rows), two_rows=None)
         row = exact.row(best.stage, best.offload, best.rows)
         if row.fits:
             return tuple(row if other is best else other for other in rows)
@@ -218,7 +218,7 @@ def _wires(
     if not plain:
         got = f"wire {wires[0].name} with cp {axes.cp} and ep {axes.ep}"
         hint = "leave the wire out, or cp and ep"
-        raise ConfigError("the exact wire beside cp and ep", got, hint=hint)
+        raise ConfigError("the exact wire with cp and ep", got, hint=hint)
     return plain
 
 
@@ -259,7 +259,7 @@ def _calibration(where: Cluster, sample: Sample) -> Calibration:
     if where.machine is not None:
         name = where.machine if isinstance(where.machine, str) else where.machine.name
         hint = "leave out calibrate or Cluster.machine"
-        raise ConfigError(wanted, f"one beside machine {name!r}", hint=hint)
+        raise ConfigError(wanted, f"one with machine {name!r}", hint=hint)
     if where.device_type != "cpu" or where.nodes > 1:
         got = f"{where.nodes} nodes" if where.nodes > 1 else "one for GPUs"
         hint = "step times of GPUs and of several nodes come from data sheets: --cluster h100-80"

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from onefold.planner.calibration import Calibration
-from onefold.planner.mixed_plan import MixedPlan, row_lines, sampler_of
 from onefold.planner.planned_axes import ModelAxes
 from onefold.planner.search import Row, Search
 from onefold.planner.show import (
+    MixedPlan,
     axis_lines,
     memory_table,
     mesh_of,
     mesh_words,
+    row_lines,
+    sampler_of,
     short_table,
     traffic_table,
     wire_lines,
@@ -49,7 +51,7 @@ class Plan:
     estimates: the parts of the plan that are not exact.
     calibration: the measurements behind step times of this machine.
     wires: the way to take on every wire, exact and lossy, if the wire was left open.
-    mixed: on several kinds of devices, the split of rows and states beside the equal one.
+    mixed: on several kinds of devices, the split of rows and states, and the equal one.
     """
 
     model: str
@@ -67,7 +69,7 @@ class Plan:
     @property
     def numel(self) -> int:
         """Parameters of the model."""
-        return self.search.one.numel
+        return self.search.one_row.numel
 
     @property
     def world_size(self) -> int:

@@ -11,13 +11,13 @@ from onefold.errors import ConfigError
 from onefold.planner.candidates import EXACT_WIRE, OFFLOADS, Candidate
 from onefold.planner.composed import ComposedJob
 from onefold.planner.composition import Composition, Place, compose
-from onefold.planner.conditions import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit
 from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
+from onefold.planner.work import Conditions
 from onefold.recipe import Recipe
 
 GROUPS = {
@@ -27,7 +27,7 @@ GROUPS = {
     "activations": ("activation",),
     "logits": ("logits",),
     "gather window": ("unsharded",),
-    "second shard": ("secondary",),
+    "secondary shards": ("secondary",),
     "buffers": ("wire", "staging", "buffer", "batch"),
 }
 """The ledger's kinds by the names that people use."""
@@ -132,7 +132,8 @@ class Row:
 class Search:
     """A model and a cluster, for which ways to train are tried.
 
-    one, two: traces of micro-batches of one row (or of all rows, if `two` is None) and of two rows.
+    one_row, two_rows: traces of micro-batches of one row and of two; if `two_rows` is None, the
+        first is of all rows.
     recipe: the ranks, the device and the precision. Each way adds its stage, offload and wire.
     room: bytes of each "device", and of each "host" and its "disk" for all its ranks; a place that
         is left out is not checked.
@@ -140,8 +141,8 @@ class Search:
     kinds, exact: several kinds of devices, for which `room` and `machine` are those of the first.
     """
 
-    one: Trace
-    two: Trace | None
+    one_row: Trace
+    two_rows: Trace | None
     recipe: Recipe
     room: Mapping[str, int]
     machine: Machine | None
@@ -213,7 +214,7 @@ class Search:
     def conditions(self) -> Conditions:
         """The micro-batches, and the dtype of products and messages."""
         compute = self.recipe.precision.compute
-        first = next((member for unit in self.one.units for member in unit.members), None)
+        first = next((member for unit in self.one_row.units for member in unit.members), None)
         itemsize = compute.itemsize if compute else first.itemsize if first else 4
         return Conditions(
             accumulate=self.accumulate, dtype=DTYPES.get(itemsize, "fp32"),
@@ -222,7 +223,7 @@ class Search:
 
     def trace_of(self, rows: int) -> Trace:
         """Return the trace of that many rows."""
-        return self.one if self.two is None else self.one.at_rows(self.two, rows)
+        return self.one_row if self.two_rows is None else self.one_row.at_rows(self.two_rows, rows)
 
     def largest(self, stage: int, offload: str) -> Row:
         """Try as many rows as fit, in powers of two, on every wire: some leave room for more."""
@@ -230,7 +231,7 @@ class Search:
         return preferred([self._grown(row) for row in rows])
 
     def _grown(self, best: Row) -> Row:
-        while best.fits and self.two is not None and best.rows < MAX_ROWS:
+        while best.fits and self.two_rows is not None and best.rows < MAX_ROWS:
             (more,) = self.over((best.wire,), best.stage, best.offload, 2 * best.rows)
             if not more.fits:
                 break

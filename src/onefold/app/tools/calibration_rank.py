@@ -1,4 +1,4 @@
-"""Measure one rank of a calibration beside its peers: a micro-batch, collectives, AdamW, random
+"""Measure one rank of a calibration among its peers: a micro-batch, collectives, AdamW, random
 numbers, and full steps of the model.
 
 A rank with one thread uses its processor time, which stands still while other processes have the
@@ -335,7 +335,7 @@ def _optimizer_rate(ranks: _MeasuredRanks, precision: PrecisionChoice) -> float:
         return seconds
 
     (seconds,) = ranks.mean(median(ranks.repeat(REPEATS, REPEAT_SECONDS, take)[1:]))
-    moved = 28 if precision is None else 30  # bytes per own element: planner/conditions.py
+    moved = 28 if precision is None else 30  # bytes per own element: planner/work.py
     return rate_of(float(LARGE_ROWS * LARGE_UNITS * ROW * moved), seconds)
 
 
