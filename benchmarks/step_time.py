@@ -32,9 +32,10 @@ from step_time_cases import CALIBRATED, CASES, ROWS, SEQ, STAGES, Case, train
 
 from onefold.config import stage_of
 from onefold.planner.calibration import Calibration, Sample, calibrate
+from onefold.planner.costs import Conditions
 from onefold.planner.simulate import simulate
 from onefold.planner.trace import tokens_of, trace
-from onefold.planner.work import Conditions, ModelWork
+from onefold.planner.work import ModelWork
 from onefold.recipe import Recipe
 
 DOCS = Path(__file__).parent.parent / "docs" / "measurements" / "time.md"

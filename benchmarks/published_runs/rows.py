@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onefold.config import Offload, stage_of
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import Efficiency, machine_of
 from onefold.planner.simulate import StepTime, simulate
-from onefold.planner.work import Conditions, ModelWork
+from onefold.planner.work import ModelWork
 from onefold.recipe import Recipe
 from published_runs.decoder import TransformerShape, transformer_work
 

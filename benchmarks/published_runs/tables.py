@@ -8,7 +8,7 @@ from math import sqrt
 from statistics import mean
 from typing import Any
 
-from onefold.planner.costs import LinkGroup, gather_cost, reduce_cost
+from onefold.planner.costs import Conditions, LinkGroup, gather_cost, reduce_cost
 from onefold.planner.machines import FITS, MACHINES, Efficiency, Link, machine_of
 from onefold.planner.simulate import (
     HOUR,
@@ -18,7 +18,7 @@ from onefold.planner.simulate import (
     simulate,
     slowest_of,
 )
-from onefold.planner.work import Conditions, ModelWork, UnitWork, Work
+from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.recipe import Recipe
 from onefold.wire_config import Wire
 from published_runs.composed import LLAMA, composed_rows

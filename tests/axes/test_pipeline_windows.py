@@ -10,10 +10,10 @@ from onefold.axes.pipelines.window import windows_of
 from onefold.engine.registry import engine_of
 from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
 from onefold.planner.composition import Place, Window, free_of, stages_of
+from onefold.planner.costs import Conditions
 from onefold.planner.models.gpt import GPT, GPTConfig, GPTStage
 from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.trace import Trace, tokens_of, trace
-from onefold.planner.work import Conditions
 from onefold.recipe import Recipe
 from tests.support.free_memory import has_free
 from tests.support.ranks import run_ranks, seeded

@@ -13,9 +13,9 @@ from onefold.config import stage_of
 from onefold.fit.bounds import ACTIVATIONS_SHARE, Limit, RankMemory, Users, room_of
 from onefold.fit.kept_units import most_nbytes, spread
 from onefold.fit.shares import Capacity, Line, fill, lowest_stage, rooms_of
+from onefold.planner.costs import Conditions
 from onefold.planner.memory import bare, needs_of
 from onefold.planner.mixed import DeviceKind, MixedJob
-from onefold.planner.work import Conditions
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from tests.support.free_memory import has_free

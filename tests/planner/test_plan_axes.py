@@ -17,15 +17,16 @@ from onefold.engine.policy import policy_of
 from onefold.errors import ConfigError
 from onefold.planner.composed import ComposedJob, kept_nbytes, rank_trace
 from onefold.planner.composition import Composition, Window, forecast_steps, pipeline_step, sent_on
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import forecast
 from onefold.planner.models.gpt import GPT, GPTConfig
-from onefold.planner.planned_axes import Anatomy, AxisMessage, ModelAxes
+from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.result import Plan
 from onefold.planner.simulate import simulate
 from onefold.planner.trace import Trace, tokens_of, trace
-from onefold.planner.work import Conditions, ModelWork, UnitWork, Work
+from onefold.planner.work import AxisMessage, ModelWork, UnitWork, Work
 from onefold.recipe import Recipe
 from tests.support.commands import onefold
 from tests.support.ranks import run_processes

@@ -15,10 +15,11 @@ import onefold
 from onefold.config import STAGES, Offload, Precision, precision_of
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import Expectation, bare, forecast
 from onefold.planner.simulate import scaling_curve, simulate
-from onefold.planner.work import Conditions, ModelWork, UnitWork, Work
+from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.recipe import Member, Recipe, UnitRecipe, last_units
 from onefold.wire_config import PRESETS, Wire
 from tests.support.ranks import run_ranks, seeded

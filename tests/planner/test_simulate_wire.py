@@ -18,6 +18,7 @@ from onefold.layout.units import plan_units
 from onefold.planner.costs import (
     CPU_RATES,
     GPU_NBYTES,
+    Conditions,
     LinkGroup,
     gather_cost,
     reduce_cost,
@@ -25,7 +26,6 @@ from onefold.planner.costs import (
 )
 from onefold.planner.machines import Link
 from onefold.planner.memory import estimated, forecast
-from onefold.planner.work import Conditions
 from onefold.recipe import Recipe
 from onefold.wire_config import PRESETS, Wire
 from tests.planner import test_simulate

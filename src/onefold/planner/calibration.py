@@ -17,12 +17,13 @@ from torch import nn
 
 from onefold.config import Precision, stage_of
 from onefold.errors import ConfigError
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import Efficiency, Link, Machine
 from onefold.planner.models.loader import build_model, described, recompute, refuse
 from onefold.planner.search import DTYPES
 from onefold.planner.simulate import simulate, slowest_of
 from onefold.planner.trace import Untraceable, tokens_of, trace
-from onefold.planner.work import Conditions, ModelWork
+from onefold.planner.work import ModelWork
 from onefold.recipe import Recipe
 from onefold.text import format_bytes, format_rate, format_seconds, format_share
 from onefold.tier.host import free_host_nbytes, measure_disk, usable_cores

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from onefold.engine.actions import Action, Verb
-from onefold.planner.costs import Cost, costs_of
+from onefold.planner.costs import Conditions, Cost, costs_of
 from onefold.planner.machines import Machine
 from onefold.planner.replay import Event, EventKind
-from onefold.planner.work import Conditions, ModelWork, UnitWork, Work
+from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.tier.step_device import STREAMED_NBYTES
 
 if TYPE_CHECKING:

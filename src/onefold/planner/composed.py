@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from onefold.planner.planned_axes import Anatomy, AxisMessage, ModelAxes, expert_count
+from onefold.planner.planned_axes import Anatomy, ModelAxes, expert_count
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.trace import Trace
-from onefold.planner.work import UnitWork, Work
+from onefold.planner.work import AxisMessage, UnitWork, Work
 from onefold.recipe import Member, Recipe
 
 

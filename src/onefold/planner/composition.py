@@ -22,9 +22,9 @@ from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.work import ModelWork
 
 if TYPE_CHECKING:
+    from onefold.planner.costs import Conditions
     from onefold.planner.machines import Machine
     from onefold.planner.trace import Trace
-    from onefold.planner.work import Conditions
     from onefold.recipe import Recipe
 
 MOST_PLAYED = 3

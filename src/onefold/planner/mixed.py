@@ -21,12 +21,11 @@ from typing import Any
 from onefold.errors import ConfigError
 from onefold.fit.shares import Line, fill, most_of
 from onefold.layout.row_split import RankTime, rows_of
-from onefold.planner.costs import LinkGroup, gather_cost
+from onefold.planner.costs import Conditions, LinkGroup, gather_cost
 from onefold.planner.machines import Link, Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
-from onefold.planner.work import Conditions
 from onefold.recipe import Recipe
 
 TRIES = 8

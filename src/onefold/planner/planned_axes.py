@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from onefold.errors import ConfigError
-from onefold.planner.costs import Cost, LinkGroup, gather_cost, reduce_cost
+from onefold.planner.costs import LinkGroup
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from onefold.planner.machines import Machine
     from onefold.planner.work import UnitWork
     from onefold.recipe import Recipe
 
@@ -132,48 +131,6 @@ class ModelAxes:
     def bubble_share(self, num_micro: int) -> float:
         """Return the share of the pipeline's time that a rank is idle: (p-1) / (v m + p-1)."""
         return (self.pp - 1) / (self.virtual * num_micro + self.pp - 1)
-
-
-class AxisMessage(NamedTuple):
-    """A message of a unit on a model axis: its bytes on this rank, and how often a micro-batch.
-
-    A send is one to the next or previous rank of the pipeline.
-    """
-
-    axis: str
-    nbytes: float
-    group: LinkGroup
-    forward: int = 0
-    backward: int = 0
-
-    def cost(self, machine: Machine) -> Cost:
-        """Return the cost of one message.
-
-        An all-reduce is a reduce-scatter and an all-gather. In an all-to-all each rank sends
-        straight to every other one.
-        """
-        if self.axis == "tp":
-            over = self.nbytes, self.group, machine
-            return reduce_cost(*over).then(gather_cost(*over))
-        if self.axis == "pp":  # of two ranks, a "gather" sends half
-            return gather_cost(2 * self.nbytes, self.group, machine, is_straight=True)
-        return gather_cost(self.nbytes, self.group, machine, is_straight=True)
-
-    @property
-    def sent(self) -> float:
-        """Bytes that this rank sends for one message, by the closed form."""
-        ranks = self.group.ranks
-        share = (ranks - 1) / ranks
-        return self.nbytes * {"tp": 2 * share, "pp": 1.0}.get(self.axis, share)
-
-    def sent_nbytes(self, recompute: float = 0.0) -> float:
-        """Bytes that this rank sends in a micro-batch; recompute repeats forward's messages."""
-        return self.sent * (self.forward * (1 + recompute) + self.backward)
-
-    @property
-    def is_hidden(self) -> bool:
-        """True if compute goes on meanwhile: sends of a pipeline that is full."""
-        return self.axis == "pp"
 
 
 def _near(ranks: int, stride: int, local_world_size: int) -> int:

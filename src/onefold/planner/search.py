@@ -11,13 +11,13 @@ from onefold.errors import ConfigError
 from onefold.planner.candidates import EXACT_WIRE, OFFLOADS, Candidate
 from onefold.planner.composed import ComposedJob
 from onefold.planner.composition import Composition, Place, compose
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit
 from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
-from onefold.planner.work import Conditions
 from onefold.recipe import Recipe
 
 GROUPS = {

@@ -18,9 +18,10 @@ from onefold.engine.policy import Policy, UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.errors import ConfigError
 from onefold.planner.clock_hands import GRADIENTS, ClockHands, PlannedSpan
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.replay import Replay, plain_events
-from onefold.planner.work import Conditions, ModelWork
+from onefold.planner.work import ModelWork
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
