@@ -43,9 +43,13 @@ GATHER = Transfer(2e6, 3e-3, 2e-3), Transfer(10e6, 7e-3, 5e-3)
 REDUCE = Transfer(2e6, 4e-3, 2e-3), Transfer(10e6, 12e-3, 9e-3)
 
 
-def linked(cores: float, gather=GATHER, reduce=REDUCE) -> Speeds:
+def linked(
+    cores: float,
+    gather: tuple[Transfer, Transfer] = GATHER,
+    reduce: tuple[Transfer, Transfer] = REDUCE,
+) -> Speeds:
     """Two ranks of one thread each, with these collectives of small and of large units."""
-    (gathers, hop), (reductions, other_hop) = link_of(*gather, 2), link_of(*reduce, 2)
+    (gathers, hop), (reductions, other_hop) = link_of(*gather, ranks=2), link_of(*reduce, ranks=2)
     return replace(
         ALONE, ranks=2, threads=1, gather=gathers, reduce=reductions,
         hop_seconds=(hop + other_hop) / 2,

@@ -171,7 +171,7 @@ class Clocked(TorchDispatchMode):
         return out
 
 
-def _micro_batch(ranks: _MeasuredRanks, module: nn.Module, tokens: Tensor) -> dict[str, float]:
+def _micro_batch(ranks: _MeasuredRanks, module: nn.Module, tokens: Tensor) -> dict[str, Any]:
     """Measure a micro-batch of `tokens`, and one so short that only the host takes time.
 
     Seconds of the long one that are neither inside a kernel nor of the host, as for memory that is
@@ -273,7 +273,7 @@ def _backward(module: nn.Module, x: Tensor) -> Callable[[], object]:
     return module(x).float().sum().backward
 
 
-def _links(ranks: _MeasuredRanks, threads: int, dtype: torch.dtype) -> dict[str, float]:
+def _links(ranks: _MeasuredRanks, threads: int, dtype: torch.dtype) -> dict[str, Any]:
     """Measure gathers and reductions of small and of large units, through the engine."""
     n, stacks = ranks.world.world_size, ((SMALL_ROWS, SMALL_UNITS), (LARGE_ROWS, LARGE_UNITS))
     small, large = (_transfer(ranks, 3, _forward, _stack(*sizes, dtype)) for sizes in stacks)
