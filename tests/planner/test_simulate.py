@@ -485,8 +485,7 @@ def test_failures_come_as_often_as_there_are_devices():
 
 def test_the_simulator_imports_no_torch():
     code = (
-        "import sys, onefold.planner.simulate, onefold.planner.simulate;"
-        "print('torch' in sys.modules, 'numpy' in sys.modules)"
+        "import sys, onefold.planner.simulate;print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]

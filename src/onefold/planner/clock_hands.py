@@ -17,7 +17,6 @@ from onefold.planner.costs import Conditions, Cost, costs_of
 from onefold.planner.machines import Machine
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.work import ModelWork, UnitWork, Work
-from onefold.tier.step_device import STREAMED_NBYTES
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
@@ -178,6 +177,9 @@ class TierSeconds:
     @staticmethod
     def of(recipe: Recipe, run: Conditions, machine: Machine) -> TierSeconds:
         """Compute the seconds of the tiers of `recipe`; each rank has its own rows only."""
+        # the simulator is imported without torch
+        from onefold.tier.step_device import STREAMED_NBYTES
+
         host, own, offload = machine.host_rate, run.own_share(recipe), recipe.offload
         rate = machine.disk_rate if offload.parameters == "disk" else host
         by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
