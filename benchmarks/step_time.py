@@ -31,9 +31,8 @@ from contest.world import run_ranks
 from step_time_cases import CALIBRATED, CASES, ROWS, SEQ, STAGES, Case, train
 
 from onefold.config import stage_of
-from onefold.planner.calibrate import Sample, calibrate
-from onefold.planner.calibration import Calibration
-from onefold.planner.conditions import Conditions
+from onefold.planner.calibration import Calibration, Sample, calibrate
+from onefold.planner.costs import Conditions
 from onefold.planner.simulate import simulate
 from onefold.planner.trace import tokens_of, trace
 from onefold.planner.work import ModelWork
@@ -88,7 +87,7 @@ def measure(case: Case, rounds: int) -> tuple[list[dict[str, Any]], float]:
 def slower_now(calibration: Calibration, ranks: int, reference: float) -> float:
     """How many times as long the calibrated micro-batch takes as when it was calibrated."""
     at = max((each for each in calibration.speeds if each.ranks <= ranks), key=lambda s: s.ranks)
-    return reference / (at.micro_batch.seconds * ranks / at.ranks)
+    return reference / (at.seconds * ranks / at.ranks)
 
 
 def ranking(entries: Sequence[dict[str, Any]]) -> tuple[int, int]:

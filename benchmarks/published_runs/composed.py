@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from onefold.planner.anatomy import Anatomy
 from onefold.planner.composed import ComposedJob, parts_of, units_of
 from onefold.planner.composition import Window, pipeline_step
 from onefold.planner.machines import FITS, Efficiency, machine_of
-from onefold.planner.planned_axes import ModelAxes
+from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.simulate import StepTime
 from onefold.planner.work import ModelWork, UnitWork, Work
 from published_runs.decoder import TransformerShape, attention_flops, softmax_numel

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onefold.config import Offload, stage_of
-from onefold.planner.conditions import Conditions
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import Efficiency, machine_of
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.work import ModelWork

@@ -8,11 +8,16 @@ from math import sqrt
 from statistics import mean
 from typing import Any
 
-from onefold.planner.conditions import Conditions
-from onefold.planner.goodput import HOUR, LLAMA3_DEVICE_MTBF, goodput
-from onefold.planner.link_costs import LinkGroup, gather_cost, reduce_cost
+from onefold.planner.costs import Conditions, LinkGroup, gather_cost, reduce_cost
 from onefold.planner.machines import FITS, MACHINES, Efficiency, Link, machine_of
-from onefold.planner.simulate import scaling_curve, simulate, slowest_of
+from onefold.planner.simulate import (
+    HOUR,
+    LLAMA3_DEVICE_MTBF,
+    goodput,
+    scaling_curve,
+    simulate,
+    slowest_of,
+)
 from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.recipe import Recipe
 from onefold.wire_config import Wire

@@ -18,8 +18,8 @@ from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
-from onefold.fit.engines import gathered_units, units_to_keep
-from onefold.fit.share_weights import AUTO, SharesChoice
+from onefold.fit.kept_units import gathered_units, units_to_keep
+from onefold.fit.shares import AUTO, SharesChoice
 from onefold.inference.keeping import keeping
 from onefold.inference.stream import examine_stream
 from onefold.layered.choice import describe_accumulation, with_kept

@@ -8,12 +8,11 @@ import torch
 import onefold
 from onefold.axes.pipelines.window import windows_of
 from onefold.engine.registry import engine_of
-from onefold.planner.anatomy import Anatomy
 from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
 from onefold.planner.composition import Place, Window, free_of, stages_of
-from onefold.planner.conditions import Conditions
+from onefold.planner.costs import Conditions
 from onefold.planner.models.gpt import GPT, GPTConfig, GPTStage
-from onefold.planner.planned_axes import ModelAxes
+from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.recipe import Recipe
 from tests.support.free_memory import has_free

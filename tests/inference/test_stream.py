@@ -19,7 +19,7 @@ from onefold import ConfigError, StateError, TierError
 from onefold.compose import tiers
 from onefold.config import Inference, Offload
 from onefold.engine.registry import engine_of
-from onefold.fit.residents import with_residents
+from onefold.fit.kept_units import with_residents
 from onefold.layout.ledger import Kind
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.tier import disk

@@ -17,8 +17,7 @@ from onefold import Offload, Wire
 from onefold.config import STAGES, precision_of
 from onefold.engine.policy import policy_of
 from onefold.engine.registry import engine_of
-from onefold.planner.estimate import bare
-from onefold.planner.memory import forecast
+from onefold.planner.memory import bare, forecast
 from onefold.recipe import Recipe
 from onefold.wire_config import fitted
 from tests.support.models import Model, next_token_loss, token_batches

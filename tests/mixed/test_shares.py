@@ -14,11 +14,9 @@ from onefold import ConfigError, TierError
 from onefold.engine.registry import engine_of
 from onefold.fit import shares as rooms
 from onefold.fit.bounds import Limit, RankMemory
-from onefold.fit.lines import Line
-from onefold.fit.share_weights import weights_of
-from onefold.fit.shares import Capacity, Room
+from onefold.fit.shares import Capacity, Line, Room, weights_of
 from onefold.layout.flat import unit_bytes
-from onefold.planner.expectation import needs_of
+from onefold.planner.memory import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from tests.axes.test_cut import Model, batches, loss_of

@@ -12,32 +12,52 @@ from torch import nn
 
 from onefold.config import Precision
 from onefold.errors import ConfigError
-from onefold.planner.calibrate import Sample, calibrate, middle
 from onefold.planner.calibration import (
     Calibration,
-    Collective,
-    MicroBatch,
+    Sample,
     Speeds,
-    TransferRate,
+    Transfer,
     Whole,
+    calibrate,
+    contention_of,
+    link_of,
+    middle,
+    predict_seconds,
+    rate_of,
+    with_whole_steps,
 )
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.simulate import slowest_of
 from onefold.planner.trace import tokens_of, trace
-from onefold.planner.whole_steps import predict_seconds, with_whole_steps
 from onefold.planner.work import ModelWork, UnitWork, Work
 from tests.support.commands import onefold
 from tests.support.recipes import Way, timed, way
 
 MIB = 2**20
-MICRO = MicroBatch(
-    seconds=0.5, flops=20e9, product_seconds=0.2, attention_flops=4e9, attention_seconds=0.1,
-    nbytes=1e9, memory_seconds=0.1, num_kernels=1000, host_seconds=0.1,
+ALONE = Speeds(
+    ranks=1, threads=2, dtype="fp32", seconds=0.5, flops=20e9, products=rate_of(20e9, 0.2),
+    attention_flops=4e9, attention=rate_of(4e9, 0.1), memory=rate_of(1e9, 0.1),
+    kernel_seconds=0.1 / 1000, optimizer=rate_of(28e6, 2.8e-3), spread=0.0,
 )  # fmt: skip
-ALONE = Speeds(1, 2, 2, "fp32", MICRO, step_nbytes=28e6, step_seconds=2.8e-3, spread=0.0)
-GATHER = Collective(TransferRate(2e6, 3e-3, 2e-3), TransferRate(10e6, 7e-3, 5e-3))
-REDUCE = Collective(TransferRate(2e6, 4e-3, 2e-3), TransferRate(10e6, 12e-3, 9e-3))
-TOGETHER = replace(ALONE, ranks=2, threads=1, gather=GATHER, reduce=REDUCE)
+GATHER = Transfer(2e6, 3e-3, 2e-3), Transfer(10e6, 7e-3, 5e-3)
+REDUCE = Transfer(2e6, 4e-3, 2e-3), Transfer(10e6, 12e-3, 9e-3)
+
+
+def linked(
+    cores: float,
+    gather: tuple[Transfer, Transfer] = GATHER,
+    reduce: tuple[Transfer, Transfer] = REDUCE,
+) -> Speeds:
+    """Two ranks of one thread each, with these collectives of small and of large units."""
+    (gathers, hop), (reductions, other_hop) = link_of(*gather, ranks=2), link_of(*reduce, ranks=2)
+    return replace(
+        ALONE, ranks=2, threads=1, gather=gathers, reduce=reductions,
+        hop_seconds=(hop + other_hop) / 2,
+        contention=contention_of((gather[-1], reduce[-1]), cores / 2, 1),
+    )  # fmt: skip
+
+
+TOGETHER = linked(cores=2)
 MADE = Calibration("made", 7_000, 512, (ALONE, TOGETHER), disk_rate=1e9)
 
 UNIT = UnitWork("unit", 2_000_000, Work(1e9, 1e8, 1e7), Work(2e9, 2e8, 2e7, num_kernels=30))
@@ -80,7 +100,7 @@ def test_random_numbers_take_time_of_their_own_and_are_drawn_again_by_a_recomput
     drawing = replace(
         UNIT, forward=UNIT.forward._replace(drawn=3e6), backward=UNIT.backward._replace(drawn=1e6)
     )
-    machine = replace(ALONE, draw_rate=2e8).machine(1, 1e9)
+    machine = replace(ALONE, draws=2e8).machine(1, 1e9)
     without, once, again = (
         timed(ModelWork((unit,), 512), fp32(0, 1, recompute=share), machine)
         for unit, share in ((UNIT, 0.0), (drawing, 0.0), (drawing, 1.0))
@@ -126,9 +146,8 @@ def test_twice_as_many_ranks_on_the_same_cores_are_half_as_fast_each():
 
 
 def test_where_collectives_need_whole_cores_compute_stands_still_beside_them():
-    busy = replace(GATHER.large, cpu_seconds=GATHER.large.seconds)
-    blocked = replace(TOGETHER, gather=replace(GATHER, large=busy),
-                      reduce=replace(GATHER, large=busy))  # fmt: skip
+    busy = GATHER[0], GATHER[1]._replace(cpu_seconds=GATHER[1].seconds)
+    blocked = linked(2, busy, busy)
     assert blocked.contention == 1.0
     step = timed(WORK, fp32(2, 2), blocked.machine(2, 1e9))
     sent = sum(span.end - span.start for span in step.spans if span.stream != "compute")
@@ -136,16 +155,24 @@ def test_where_collectives_need_whole_cores_compute_stands_still_beside_them():
 
 
 def test_cores_to_spare_take_the_collectives():
-    assert replace(TOGETHER, cores=16).contention == 0.0
+    assert linked(cores=16).contention == 0.0
 
 
 def test_json_holds_what_was_measured_and_makes_the_same_calibration():
-    told = json.loads(json.dumps(MADE.as_dict()))
-    assert Calibration.of(told) == MADE
-    constants = told["speeds"][1]["constants"]
-    assert constants["products_flops_per_s"] == pytest.approx(100e9)
-    assert constants["gather_bytes_per_s"] == pytest.approx(1e9)
-    assert "gather_bytes_per_s" not in told["speeds"][0]["constants"]
+    made = replace(MADE, speeds=(ALONE, replace(TOGETHER, wholes=(Whole(2, 1, 0.5),))))
+    fields = json.loads(json.dumps(made.as_dict()))
+    assert Calibration.of(fields) == made
+    assert fields["speeds"][1]["products"] == pytest.approx(100e9)
+    assert fields["speeds"][1]["gather"] == pytest.approx(1e9)
+
+
+def test_collectives_and_attention_are_described_where_they_were_measured():
+    alone, together = MADE.lines()[1::2]
+    assert "attention 40" in alone
+    assert "gathers" not in alone
+    assert "gathers 1.00 GB/s, reductions 500 MB/s" in together
+    (_, plain) = replace(MADE, speeds=(replace(ALONE, attention_flops=0.0),)).lines()
+    assert "attention" not in plain
 
 
 # whole steps
@@ -154,7 +181,7 @@ def test_json_holds_what_was_measured_and_makes_the_same_calibration():
 def as_measured(speeds: Speeds, *ways: tuple[int, int]) -> Speeds:
     """`speeds` with whole steps that take what these very speeds say."""
     steps = (Whole(stage, accumulate, 0.0) for stage, accumulate in ways)
-    wholes = tuple(replace(step, seconds=predict_seconds(speeds, WORK, step)) for step in steps)
+    wholes = tuple(step._replace(seconds=predict_seconds(speeds, WORK, step)) for step in steps)
     return replace(speeds, wholes=wholes, overlap_penalty=0.0, step_overhead=0.0)
 
 
@@ -200,9 +227,9 @@ def test_ranks_that_share_a_core_do_not_wait_longer_for_the_slowest():
 
 
 def test_of_several_runs_the_middle_one_counts():
-    runs = [replace(ALONE, micro_batch=replace(MICRO, seconds=s)) for s in (0.3, 0.9, 0.2, 0.25)]
-    assert middle(runs[:3]).micro_batch.seconds == 0.3
-    assert middle(runs).micro_batch.seconds == 0.25
+    runs = [replace(ALONE, seconds=s) for s in (0.3, 0.9, 0.2, 0.25)]
+    assert middle(runs[:3]).seconds == 0.3
+    assert middle(runs).seconds == 0.25
     assert middle(runs[:1]) is runs[0]
 
 
@@ -232,7 +259,7 @@ def test_real_ranks_reach_plausible_rates_alone_and_together(measured):
         assert 1e6 < machine.cpu_rate < 1e13
         # the difference of two times, which other load may swallow: then drawing costs nothing
         assert 1e6 < machine.draw_rate < 1e13 or machine.draw_rate > 1e14
-        assert speeds.micro_batch.seconds > 0
+        assert speeds.seconds > 0
         assert speeds.overlap_penalty >= 0
         assert speeds.step_overhead >= 0
     assert [(w.stage, w.accumulate) for w in measured.speeds[0].wholes] == [(2, 1)]
@@ -253,8 +280,8 @@ def test_what_runs_is_what_a_trace_without_values_counts(measured):
     flops = sum(unit.forward.flops + unit.backward.flops for unit in seen.units)
     attended = sum(u.forward.attention_flops + u.backward.attention_flops for u in seen.units)
     for speeds in measured.speeds:
-        assert speeds.micro_batch.flops == flops
-        assert speeds.micro_batch.attention_flops == attended
+        assert speeds.flops == flops
+        assert speeds.attention_flops == attended
 
 
 @pytest.mark.process

@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 
 from onefold.config import stage_of
 from onefold.fit.bounds import ACTIVATIONS_SHARE, Limit, RankMemory, Users, room_of
-from onefold.fit.choices import lowest_stage
 from onefold.fit.kept_units import most_nbytes, spread
-from onefold.fit.lines import Line, fill
-from onefold.fit.shares import Capacity, rooms_of
-from onefold.planner.conditions import Conditions
-from onefold.planner.estimate import bare
-from onefold.planner.expectation import needs_of
+from onefold.fit.shares import Capacity, Line, fill, lowest_stage, rooms_of
+from onefold.planner.costs import Conditions
+from onefold.planner.memory import bare, needs_of
 from onefold.planner.mixed import DeviceKind, MixedJob
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group

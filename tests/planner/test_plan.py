@@ -24,8 +24,7 @@ from onefold.errors import ConfigError, TierError
 from onefold.fit.bounds import ACTIVATIONS_SHARE
 from onefold.layout.flat import unit_bytes
 from onefold.layout.units import plan_units
-from onefold.planner.estimate import estimated
-from onefold.planner.memory import Forecast, forecast
+from onefold.planner.memory import Forecast, estimated, forecast
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.models.loader import build_model
 from onefold.planner.planning import Cluster, plan

@@ -15,19 +15,18 @@ from torch.nn import functional as F
 from onefold.config import stage_of
 from onefold.engine.policy import policy_of
 from onefold.errors import ConfigError
-from onefold.planner.anatomy import Anatomy
 from onefold.planner.composed import ComposedJob, kept_nbytes, rank_trace
 from onefold.planner.composition import Composition, Window, forecast_steps, pipeline_step, sent_on
-from onefold.planner.conditions import Conditions
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import forecast
 from onefold.planner.models.gpt import GPT, GPTConfig
-from onefold.planner.planned_axes import AxisMessage, ModelAxes
+from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.result import Plan
 from onefold.planner.simulate import simulate
 from onefold.planner.trace import Trace, tokens_of, trace
-from onefold.planner.work import ModelWork, UnitWork, Work
+from onefold.planner.work import AxisMessage, ModelWork, UnitWork, Work
 from onefold.recipe import Recipe
 from tests.support.commands import onefold
 from tests.support.ranks import run_processes
@@ -643,10 +642,10 @@ def test_a_step_of_many_micro_batches_is_told_from_three():
         ("gpt", {"tp": 8}, "tp of at most 4 heads"),
         ("gpt", {"cp": 8}, "cp of at most 4 heads"),
         ("gpt", {"pp": 8, "virtual": 2}, "at most 8 pipeline stages"),
-        ("gpt", {"ep": 2}, "a model with experts beside ep"),
+        ("gpt", {"ep": 2}, "a model with experts for ep"),
         ("mixture", {"ep": 8}, "ep of at most 6 experts"),
         ("mixture", {"pp": 4, "ep": 4}, "ep to divide the 2 ranks of dp x cp"),
-        ("mixture", {"ep": 2, "wire": "zero++"}, "the exact wire beside cp and ep"),
+        ("mixture", {"ep": 2, "wire": "zero++"}, "the exact wire with cp and ep"),
         ("plain", {"pp": 2}, "a model of repeated blocks"),
     ],
 )  # fmt: skip

@@ -19,11 +19,11 @@ from onefold.errors import ConfigError
 from onefold.planner.clusters import parsed
 from onefold.planner.machines import Efficiency, Link, Machine, machine_of
 from onefold.planner.memory import forecast
-from onefold.planner.mixed_plan import runs_of
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.planned_axes import ModelAxes
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.result import Plan
+from onefold.planner.show import runs_of
 from onefold.planner.trace import default_loss, tokens_of, trace
 from onefold.recipe import Recipe
 from onefold.recording.report import Report

@@ -23,9 +23,8 @@ from onefold.errors import ConfigError
 from onefold.fit.bounds import ACTIVATIONS_SHARE
 from onefold.layout.units import plan_units
 from onefold.planner.candidates import candidates
-from onefold.planner.estimate import estimated
 from onefold.planner.machines import machine_of
-from onefold.planner.memory import Forecast, forecast
+from onefold.planner.memory import Forecast, estimated, forecast
 from onefold.planner.planning import Cluster, plan
 from onefold.planner.search import Search
 from onefold.planner.show import wire_lines

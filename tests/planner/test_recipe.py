@@ -15,11 +15,9 @@ import onefold
 from onefold.config import STAGES, Offload, Precision, precision_of
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
-from onefold.planner.conditions import Conditions
-from onefold.planner.estimate import bare
-from onefold.planner.expectation import Expectation
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import machine_of
-from onefold.planner.memory import forecast
+from onefold.planner.memory import Expectation, bare, forecast
 from onefold.planner.simulate import scaling_curve, simulate
 from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.recipe import Member, Recipe, UnitRecipe, last_units

@@ -15,12 +15,17 @@ from torch import nn
 
 from onefold.config import Precision, stage_of
 from onefold.layout.units import plan_units
-from onefold.planner.conditions import Conditions
-from onefold.planner.costs import CPU_RATES, GPU_NBYTES, seconds_of
-from onefold.planner.estimate import estimated
-from onefold.planner.link_costs import LinkGroup, gather_cost, reduce_cost
+from onefold.planner.costs import (
+    CPU_RATES,
+    GPU_NBYTES,
+    Conditions,
+    LinkGroup,
+    gather_cost,
+    reduce_cost,
+    seconds_of,
+)
 from onefold.planner.machines import Link
-from onefold.planner.memory import forecast
+from onefold.planner.memory import estimated, forecast
 from onefold.recipe import Recipe
 from onefold.wire_config import PRESETS, Wire
 from tests.planner import test_simulate

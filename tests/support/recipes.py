@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from onefold.config import Offload, stage_of
-from onefold.planner.conditions import Conditions
+from onefold.planner.costs import Conditions
 from onefold.planner.simulate import StepTime, simulate
 from onefold.recipe import Recipe
 from onefold.wire_config import Wire

@@ -34,7 +34,7 @@ from onefold.engine.run_facts import RunFacts
 from onefold.layout import packed
 from onefold.layout.ledger import Ledger
 from onefold.layout.units import Owned, UnitPlan, plan_units
-from onefold.planner.expectation import Expectation
+from onefold.planner.memory import Expectation
 from onefold.recipe import Recipe
 from onefold.tier.device import DeviceStore
 from onefold.tier.pages import return_free_memory

@@ -33,10 +33,16 @@ from onefold.config import (
 )
 from onefold.errors import ConfigError, Failure
 from onefold.fit.bounds import RankMemory
-from onefold.fit.choices import least_fraction, lowest_stage
-from onefold.fit.residents import with_residents
-from onefold.fit.share_weights import AUTO, is_auto, unless_even, weights_of
-from onefold.fit.shares import choose
+from onefold.fit.kept_units import with_residents
+from onefold.fit.shares import (
+    AUTO,
+    choose,
+    is_auto,
+    least_fraction,
+    lowest_stage,
+    unless_even,
+    weights_of,
+)
 from onefold.layout.units import (
     Owned,
     UnitChoice,
@@ -45,7 +51,7 @@ from onefold.layout.units import (
     plan_units,
     uncompiled,
 )
-from onefold.planner.expectation import needs_of
+from onefold.planner.memory import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from onefold.wire.devices import check_devices, device_of

@@ -76,8 +76,8 @@ class Users:
     @staticmethod
     def of(everyone: Sequence[Sequence[Limit]]) -> Users:
         """Count the ranks, from the limits of each of them."""
-        hosts = Counter(host for limits in everyone for host in {each.host for each in limits})
-        names = [{(each.host, each.name) for each in limits} for limits in everyone]
+        hosts = Counter(host for limits in everyone for host in {limit.host for limit in limits})
+        names = [{(limit.host, limit.name) for limit in limits} for limits in everyone]
         return Users(hosts, Counter(name for of_rank in names for name in of_rank))
 
     def part(self, limits: Limits) -> int:
@@ -86,7 +86,7 @@ class Users:
         Ranks that did not meet, as those of other stages of a pipeline, count where all ranks of
         the host that met share the limit.
         """
-        return min(max(0, each.free) // self._users(each) for each in limits)
+        return min(max(0, limit.free) // self._users(limit) for limit in limits)
 
     def _users(self, limit: Limit) -> int:
         users = self.users[limit.host, limit.name]

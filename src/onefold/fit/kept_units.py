@@ -8,10 +8,14 @@ evenly between the others, and their compute hides the gathers and reads of the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from onefold.engine.engine import Engine
 from onefold.engine.policy import UnitFacts
-from onefold.fit.bounds import room_of
+from onefold.errors import ConfigError
+from onefold.fit.bounds import RankMemory, most_of_budget, room_of
+from onefold.layout.flat import UnitBytes, unit_bytes
+from onefold.recipe import Recipe
 
 
 def spread(sizes: Sequence[int], room: int, moving: int = 0) -> frozenset[int]:
@@ -76,7 +80,7 @@ class GatheredUnits:
         Args:
             units: all units of a module.
             ahead: as in the module's policy.
-            trains: True for units whose gradients rest beside their weights; default: none.
+            trains: True for units whose gradients are kept with their weights; default: none.
         """
         pairs = zip(units, trains or [False] * len(units), strict=True)
         sizes = tuple(facts.nbytes * (2 if trained else 1) for facts, trained in pairs)
@@ -89,7 +93,7 @@ class GatheredUnits:
         return frozenset(self.gathered)
 
     def window(self, room: int) -> frozenset[int]:
-        """Return the units that stay in `room` bytes, beside the gathered others."""
+        """Return the units that stay in `room` bytes, besides the gathered others."""
         stays = spread([self.sizes[i] for i in self.gathered], room, self.moving)
         return frozenset(self.gathered[i] for i in stays) if room > 0 else frozenset()
 
@@ -126,3 +130,132 @@ def choose_windows(
         windows.append(stage.window(room))
         room -= stage.nbytes_of(windows[-1])
     return windows
+
+
+# a module that is sharded already
+
+
+def memory_of(engine: Engine) -> RankMemory:
+    """Return the memory of this rank, among the ranks of a module."""
+    return RankMemory(engine.context.store.device, engine.recipe.local_world_size, engine.group)
+
+
+def gathered_units(engine: Engine) -> GatheredUnits:
+    """Return the units of a module, with the bytes of their weights."""
+    return GatheredUnits.of(engine.schedule.units, engine.policy.prefetch)
+
+
+def trained_units(engine: Engine) -> GatheredUnits:
+    """Return the units of a module, with the bytes of their weights and gradients."""
+    trains = [unit.requires_grad() for unit in engine.units]
+    return GatheredUnits.of(engine.schedule.units, engine.policy.prefetch, trains)
+
+
+def units_to_keep(engine: Engine, budget: int | None) -> frozenset[int]:
+    """Choose the units that stay unsharded between evaluations; a collective where units move.
+
+    `budget`: bytes of unsharded weights, at most; None: what fits.
+    """
+    if not engine.recipe.frees_after_forward:
+        most_of_budget(budget)
+        return frozenset()  # nothing is freed
+    return gathered_units(engine).window(memory_of(engine).room_to_keep(budget))
+
+
+# units of a streamed module that stay in device memory, for a budget of bytes
+
+
+MIN_PREFETCH = 1
+"""Units that are read ahead at least: without one, nothing is read while a unit computes."""
+
+NUM_TILES = 2
+"""Tiles of a weight in row blocks that are alive at a time: one computes, one is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """The bytes of units that the same modules use: they are unsharded together."""
+
+    units: tuple[int, ...]  # positions
+    nbytes: int  # unsharded and decoded
+    largest: int  # of one of its units
+
+
+def with_residents(recipe: Recipe) -> Recipe:
+    """Return the recipe with the units that stay, and the room for unsharded weights.
+
+    A recipe that trains is returned as it is. Raises `ConfigError` if the budget is less than one
+    block, one unit more, and what rests on the device.
+    """
+    inference = recipe.inference
+    if inference is None:
+        return recipe
+    held = [
+        unit_bytes(unit.members, recipe, is_tiled=unit.tile_nbytes > 0) for unit in recipe.units
+    ]
+    near = sum(unit_held.weight for unit_held in held) if recipe.rests_near else 0
+    tiles = NUM_TILES * max((unit.tile_nbytes for unit in recipe.units), default=0)
+    blocks, stacks = _blocks(recipe, held), stack_nbytes(recipe)
+    room = inference.budget - near - tiles - stacks
+    total = sum(block.nbytes for block in blocks)
+    if total <= room:
+        stays, prefetch = {unit for block in blocks for unit in block.units}, inference.prefetch
+    else:
+        prefetch = next(
+            (ahead for ahead in range(inference.prefetch, MIN_PREFETCH - 1, -1)
+             if _ring(blocks, ahead) <= room),
+            0,
+        )  # fmt: skip
+        if prefetch == 0:
+            raise _too_small(recipe, blocks, near, tiles, stacks)
+        kept = spread([block.nbytes for block in blocks], room - _ring(blocks, prefetch))
+        stays = {unit for at in kept for unit in blocks[at].units}
+    units = tuple(replace(unit, stays=index in stays) for index, unit in enumerate(recipe.units))
+    return replace(recipe, units=units, inference=replace(inference, room=room, prefetch=prefetch))
+
+
+def stack_nbytes(recipe: Recipe) -> int:
+    """Bytes for the numbers of packed stacks (experts): those of one unit at a time."""
+    return max((sum(m.stack_nbytes for m in unit.members) for unit in recipe.units), default=0)
+
+
+def _blocks(recipe: Recipe, held: Sequence[UnitBytes]) -> list[BlockBytes]:
+    """Blocks in the order of the module; tiled units are in none."""
+    blocks: list[BlockBytes] = []
+    for index, (unit, unit_held) in enumerate(zip(recipe.units, held, strict=True)):
+        if unit.tile_nbytes:
+            continue
+        nbytes = unit_held.unsharded + unit_held.decoded
+        if unit.is_joined and blocks:
+            last = blocks[-1]
+            blocks[-1] = BlockBytes(
+                (*last.units, index), last.nbytes + nbytes, max(last.largest, nbytes)
+            )
+        else:
+            blocks.append(BlockBytes((index,), nbytes, nbytes))
+    return blocks
+
+
+def _ring(blocks: Sequence[BlockBytes], ahead: int) -> int:
+    """Bytes of the block that computes and of `ahead` units behind it, wherever the pass is."""
+    largest = max((block.nbytes for block in blocks), default=0)
+    return largest + ahead * max((block.largest for block in blocks), default=0)
+
+
+def _too_small(
+    recipe: Recipe, blocks: Sequence[BlockBytes], near: int, tiles: int, stacks: int
+) -> ConfigError:
+    ring = _ring(blocks, MIN_PREFETCH)
+    parts = [f"{ring:,} for the largest block and one unit that is read ahead"]
+    parts += [f"{tiles:,} for {NUM_TILES} row blocks"] if tiles else []
+    parts += [f"{stacks:,} for the numbers of one unit's experts"] if stacks else []
+    parts += [f"{near:,} for weights that rest on the device"] if near else []
+    assert recipe.inference is not None, "a recipe that trains has no budget"
+    hint = 'a larger budget, rest="int4", or smaller units'
+    if near:
+        hint = 'offload="disk:PATH", where weights do not rest in this memory; or rest="int4"'
+    return ConfigError(
+        f"a budget of at least {ring + near + tiles + stacks:,} bytes ({', '.join(parts)})",
+        f"{recipe.inference.budget:,} bytes",
+        hint=hint,
+    )

@@ -5,18 +5,96 @@ Ranks tell each other the lines of their needs, and the limits of their memory b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd, inf
 
-from onefold.errors import TierError
-from onefold.fit.bounds import ACTIVATIONS_SHARE, Limits, RankMemory, Users
-from onefold.fit.choices import Needs
-from onefold.fit.lines import Line, fill, most_of
+from onefold.config import Offload
+from onefold.errors import ConfigError, TierError
+from onefold.fit.bounds import ACTIVATIONS_SHARE, Limits, RankMemory, Users, room_of
 from onefold.layout.cut import Shares
 from onefold.recipe import Recipe
 from onefold.text import format_bytes, format_share
 from onefold.wire.together import collect
+
+PARTS_A_RANK = 32
+"""Shares are rounded down to so many parts of the mean share: free memory flickers."""
+MOST_PARTS = 1 << 40
+"""Of all ranks, where coarser ones leave no room for the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The need of one rank in one memory, and the bytes that it may take there."""
+
+    tier: str
+    free: int
+    base: int
+    whole: int
+    fixed: int = 0
+
+    @staticmethod
+    def through(tier: str, free: int, even: int, alone: int, ranks: int, fixed: int = 0) -> Line:
+        """Draw the line through the needs of an even share and of all the state, on `ranks`."""
+        whole = max(0, alone - even) * ranks // (ranks - 1)
+        return Line(tier, free, alone - whole - fixed, whole, fixed)
+
+    def need(self, share: float) -> int:
+        """Return the bytes of a share of the state."""
+        return self.fixed + self.base + int(share * self.whole)
+
+    def most(self, left: float = 0.0, times: float = 1.0) -> float:
+        """Return the largest share that fits; below 0 where none does.
+
+        Args:
+            left: the part of the free bytes that stays free.
+            times: how many times as large as the model another one is, whose share is wanted.
+        """
+        spare = ((1 - left) * self.free - self.fixed) / times - self.base
+        if self.whole <= 0:
+            return inf if spare >= 0 else -inf
+        return spare / self.whole
+
+
+def most_of(lines: Iterable[Line], left: float = 0.0, times: float = 1.0) -> float:
+    """Return the largest share that fits into all memories of a rank, up to 1."""
+    return min([1.0, *(line.most(left, times) for line in lines)])
+
+
+def fill(limits: Sequence[float]) -> Shares:
+    """Return the most even shares within limits, as integer weights; None where all are equal.
+
+    Shares of ranks with little room are their limits, rounded down. The others share the rest
+    evenly. Where all limits together are less than 1, shares are in proportion to them.
+
+    Args:
+        limits: the largest share of the state for which each rank has room, in rank order.
+
+    >>> fill((0.5, 0.3, 0.3))
+    (10, 7, 7)
+    """
+    bounded = [min(1.0, max(0.0, limit)) for limit in limits]
+    parts = PARTS_A_RANK * len(limits)
+    rounded = [int(limit * parts) for limit in bounded]
+    while sum(rounded) < parts < MOST_PARTS and sum(bounded) >= 1:
+        parts *= 2
+        rounded = [int(limit * parts) for limit in bounded]
+    rest, open_ranks = parts, set(range(len(limits)))
+    while full := {rank for rank in open_ranks if rounded[rank] * len(open_ranks) < rest}:
+        open_ranks -= full
+        rest -= sum(rounded[rank] for rank in full)
+    count = len(open_ranks)
+    weights = [
+        rest if rank in open_ranks else rounded[rank] * max(1, count) for rank in range(len(limits))
+    ]
+    divisor = gcd(*weights)
+    return None if len(set(weights)) == 1 else tuple(weight // divisor for weight in weights)
+
+
+# the shares that fit
+
 
 Room = tuple[Line, Limits]
 """A line with the bytes that a rank's shard replaces as the free ones, and limits to divide."""
@@ -51,7 +129,7 @@ class Capacity:
     @staticmethod
     def of(everyone: Sequence[Sequence[Room]], shard_world: int) -> Capacity:
         """Put the rooms of nodes that are replicas together: rank i of each has the same share."""
-        users = Users.of([[each for _, limits in rooms for each in limits] for rooms in everyone])
+        users = Users.of([[limit for _, limits in rooms for limit in limits] for rooms in everyone])
         own = [
             [replace(line, free=line.free + users.part(limits)) for line, limits in rooms]
             for rooms in everyone
@@ -75,8 +153,8 @@ class Capacity:
     def best(self) -> Shares | str:
         """The most even shares that fit: they send least. A sentence where none fit.
 
-        A share is at most what a rank has room for beside activations; where that does not
-        suffice, beside nothing.
+        A share is at most what a rank has room for besides activations; where that does not
+        suffice, besides nothing.
         """
         for left in (ACTIVATIONS_SHARE, 0.0):
             most = self.most(left)
@@ -132,3 +210,129 @@ def choose(
 def in_words(shares: object) -> str:
     """Shares as a user writes them; "even" for equal ones."""
     return "even" if shares is None else str(list(shares)) if isinstance(shares, tuple) else ""
+
+
+Needs = Callable[[Recipe], Mapping[str, int]]
+"""The most bytes by tier that a rank holds without activations. The CPU's own tier is "cpu"."""
+
+
+def lowest_stage(
+    recipes: Iterable[Recipe], needs: Needs, memory: RankMemory
+) -> tuple[Recipe | None, str]:
+    """Choose the first recipe whose states fit on every rank, and say why. A collective.
+
+    Args:
+        recipes: the same module at each stage that has these tiers and this wire, lowest first.
+        needs: bytes of a recipe.
+        memory: that of this rank, among all ranks that train.
+
+    Returns:
+        The recipe, or None where none fits; the reason, for people.
+    """
+    free = memory.free_on_all()
+    room, before = room_of(free), ""
+    for recipe in recipes:
+        need, number = needs(recipe)[memory.near], recipe.stage.number
+        if need <= room:
+            why = f"stage {number} holds {format_bytes(need)} of {format_bytes(free)} free"
+            return recipe, before + why
+        before = f"stage {number} would hold {format_bytes(need)}, "
+    hint = "offload more, or take more ranks"
+    return None, f"{before}of {format_bytes(free)} free, and no stage holds less: {hint}"
+
+
+def least_fraction(
+    recipe: Recipe, states: int, needs: Needs, memory: RankMemory
+) -> tuple[float, str]:
+    """Choose the smallest share of `states`, bytes, that must leave the device, and say why.
+
+    States that stay are stepped at the device's own bandwidth and wait for nothing.
+    """
+    free = memory.free()
+    others = needs(replace(recipe, offload=Offload(), num_moments=0))[memory.near]
+    line = Line(memory.near, free, others, max(1, states))
+    stays = max(0.0, line.most(ACTIVATIONS_SHARE))
+    why = (
+        f"of {states:,} bytes of optimizer state {int(stays * line.whole):,} have room on the "
+        f"device ({free:,} bytes are free)"
+    )
+    return 1 - min(1.0, stays), why
+
+
+# from numbers that a user gives to integer weights, one a rank
+
+
+AUTO = "auto"
+
+SharesChoice = str | Sequence[float] | None
+"""None cuts evenly, "auto" by free memory, a list by one weight a rank."""
+
+PARTS = 1000
+"""Floats become parts of this many, or of 100 a rank where that is more."""
+
+
+def is_auto(choice: object) -> bool:
+    """True for the word that has shares measured."""
+    return isinstance(choice, str) and choice == AUTO
+
+
+def weights_of(choice: object) -> tuple[int, ...]:
+    """Return integer weights without a common divisor.
+
+    Integers keep their ratios exactly. Floats become thousandths of their sum (hundredths of the
+    mean share, above 10 ranks): rounded by largest remainder, at least one for a weight above 0.
+
+    Raises:
+        ConfigError: not a list of finite numbers from 0 up, one of them above 0.
+
+    >>> weights_of([6, 2]), weights_of([0.75, 0.25]), weights_of([2, 2])
+    ((3, 1), (3, 1), (1, 1))
+    """
+    numbers = _numbers(choice)
+    if numbers is None or not any(numbers):
+        raise _refused(choice)
+    if not all(number == int(number) for number in numbers):
+        total = sum(numbers)
+        parts = max(PARTS, 100 * len(numbers))
+        numbers = in_parts([number / total for number in numbers], parts)
+    integers = [int(number) for number in numbers]
+    divisor = math.gcd(*integers)
+    return tuple(number // divisor for number in integers)
+
+
+def unless_even(shares: Shares) -> Shares:
+    """Return None where all weights are equal: the even cut, which plain DTensors describe."""
+    return None if shares is None or len(set(shares)) == 1 else shares
+
+
+def in_parts(fractions: Sequence[float], parts: int) -> list[int]:
+    """Round fractions that sum to 1 to `parts` parts; each fraction above 0 keeps one at least."""
+    exact = [fraction * parts for fraction in fractions]
+    whole = [int(fraction) for fraction in exact]
+    left = parts - sum(whole)
+    by_remainder = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
+    for index in by_remainder[: max(0, left)]:
+        whole[index] += 1
+    return [max(part, 1) if f > 0 else 0 for part, f in zip(whole, fractions, strict=True)]
+
+
+def _numbers(choice: object) -> list[float] | None:
+    """Return the finite numbers of a list, from 0 up; None for anything else."""
+    if not isinstance(choice, Sequence) or isinstance(choice, str | bytes):
+        return None
+    numbers: list[float] = []
+    for number in choice:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or number < 0:
+            return None
+        numbers.append(number)
+    return numbers
+
+
+def _refused(choice: object) -> ConfigError:
+    return ConfigError(
+        '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, not all '
+        "of them 0",
+        repr(choice),
+        hint="shares=[3, 1] gives rank 0 three quarters of the state",
+    )

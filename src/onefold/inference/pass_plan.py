@@ -14,8 +14,16 @@ from torch import nn
 
 from onefold.inference.stream import recipe_of_stream
 from onefold.planner.machines import Machine
-from onefold.planner.passes import PassBytes, Use, held_by, pass_bytes, streamed_nbytes
-from onefold.planner.storage_uses import ForwardTrace, names_of_users, trace_forward
+from onefold.planner.passes import (
+    ForwardTrace,
+    PassBytes,
+    Use,
+    held_by,
+    names_of_users,
+    pass_bytes,
+    streamed_nbytes,
+    trace_forward,
+)
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import without_values
 from onefold.planner.work import Work

@@ -13,7 +13,7 @@ from onefold.compose.resolve import Asked, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.errors import ConfigError
 from onefold.fit.bounds import RankMemory
-from onefold.fit.residents import with_residents
+from onefold.fit.kept_units import with_residents
 from onefold.layout.units import UnitPlan, repeated_blocks, uncompiled
 from onefold.recipe import Recipe
 from onefold.unit.init import PROMISED, Values

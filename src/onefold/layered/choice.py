@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from onefold.engine.engine import Engine
-from onefold.fit.engines import gathered_units, memory_of, trained_units
+from onefold.fit.kept_units import gathered_units, memory_of, trained_units
 from onefold.layout.ledger import Kind, Traffic
 from onefold.text import format_bytes
 

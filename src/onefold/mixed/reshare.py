@@ -21,13 +21,12 @@ from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError
 from onefold.fit.bounds import RankMemory
-from onefold.fit.share_weights import AUTO, SharesChoice, is_auto, unless_even, weights_of
-from onefold.fit.shares import choose
+from onefold.fit.shares import AUTO, SharesChoice, choose, is_auto, unless_even, weights_of
 from onefold.layout.cut import Shares
 from onefold.layout.ledger import Kind
 from onefold.mixed.moving import Rows, move
 from onefold.mixed.states import Entry, OptimizerStates
-from onefold.planner.expectation import Expectation, needs_of
+from onefold.planner.memory import Expectation, needs_of
 from onefold.recipe import Recipe
 from onefold.unit.context import Context, UnitSpec
 from onefold.unit.cut_dtensor import WeightedMesh

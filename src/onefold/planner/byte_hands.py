@@ -4,17 +4,105 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from onefold.engine import blocked_adam, blocks
 from onefold.engine.actions import Action, Verb
 from onefold.engine.policy import Policy
-from onefold.planner.byte_counter import ByteCounter
 from onefold.planner.message_counts import PlannedUnit
 from onefold.planner.replay import Event, EventKind
 from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
 from onefold.wire.spare_buffers import SpareBuffers
+
+Holding = dict[tuple[str, str], int]
+"""Bytes by (kind, tier); kinds are those of `onefold.layout.ledger.Kind`, and `logits`."""
+
+ACTIVATION, LOGITS = "activation", "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The bytes of one moment of a step."""
+
+    phase: str  # forward, loss, backward or step
+    unit: str
+    held: Holding
+
+    def memory_nbytes(self, device_type: str) -> int:
+        """Return the bytes in the memory that computes: the CPU's holds its own tier too."""
+        tiers = ("device", "cpu") if device_type == "cpu" else ("device",)
+        return sum(nbytes for (_, tier), nbytes in self.held.items() if tier in tiers)
+
+
+class ByteCounter:
+    """The bytes of now; the most of each kind, of each tier, and of all at a time."""
+
+    def __init__(self, device_type: str, *, has_timeline: bool = False) -> None:
+        self.timeline: list[Moment] = []
+        self.peak = Moment("", "", {})
+        self.peaks: dict[str, int] = {}
+        self.most: Holding = {}
+        self._phase, self._unit = "forward", ""
+        self._torch: tuple[int, int] = (0, 0)  # activations, and how much of them is logits
+        self._has_timeline = has_timeline
+        self._shares_memory = device_type == "cpu"
+        self._highest = -1
+        self._totals: Counter[str] = Counter()  # by tier
+        self._now: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def on_device(self) -> int:
+        """Bytes on the device, without activations."""
+        return self._totals["device"]
+
+    @property
+    def now(self) -> Holding:
+        """Bytes by kind and tier, without activations."""
+        return {place: nbytes for place, nbytes in self._now.items() if nbytes}
+
+    def add(self, kind: str, nbytes: int, tier: str = "device") -> None:
+        """Hold `nbytes` more (negative: less) of a kind."""
+        place = (kind, tier)
+        now = self._now[place] = self._now[place] + nbytes
+        self._totals[tier] += nbytes
+        if now > self.most.get(place, 0):
+            self.most[place] = now
+
+    def enter(self, phase: str | None = None, unit: str | None = None) -> None:
+        """Moments belong to this phase and unit from now on; None: as before."""
+        self._phase = self._phase if phase is None else phase
+        self._unit = self._unit if unit is None else unit
+
+    def note_torch(self, activations: int, logits: int) -> None:
+        """Torch holds so many bytes now; `logits` of them are the model's outputs."""
+        self._torch = activations, logits
+
+    def see(self) -> None:
+        """Note this moment."""
+        activations, logits = self._torch
+        for kind, nbytes in ((ACTIVATION, activations - logits), (LOGITS, logits)):
+            if nbytes > self.most.get((kind, "device"), 0):
+                self.most[kind, "device"] = nbytes
+        for tier, nbytes in self._totals.items():
+            total = nbytes + (activations if tier == "device" else 0)
+            self.peaks[tier] = max(total, self.peaks.get(tier, 0))
+        shared = self._totals["cpu"] if self._shares_memory else 0
+        highest = self._totals["device"] + activations + shared
+        if not self._has_timeline and highest <= self._highest:
+            return
+        held = self.now
+        held |= {(ACTIVATION, "device"): activations - logits} if activations > logits else {}
+        held |= {(LOGITS, "device"): logits} if logits else {}
+        moment = Moment(self._phase, self._unit, held)
+        if self._has_timeline:
+            self.timeline.append(moment)
+        if highest > self._highest:
+            self._highest, self.peak = highest, moment
+
+
+# the hands
 
 
 class ByteHands:
@@ -64,8 +152,8 @@ class ByteHands:
                 self._make_grad(index)
         if "disk" in (offload.parameters, offload.optimizer):
             add("staging", self._staging(), "cpu")
-        is_asked = offload.step == "device" or recipe.device_type != "cpu"
-        if offload.may_stream and is_asked and any(self._is_far):
+        is_requested = offload.step == "device" or recipe.device_type != "cpu"
+        if offload.may_stream and is_requested and any(self._is_far):
             add("staging", self._streamed())
 
     def _staging(self) -> int:

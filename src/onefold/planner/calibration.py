@@ -1,53 +1,52 @@
 """Turn measurements of this machine, at one model size, into a `Machine` for the simulator.
 
-Every constant divides work by the seconds it took, both measured in the same run.
-docs/measurements/time.md says how each was measured, and which assumptions the quotients make. No
-torch here.
+Every constant divides work by the seconds it took, both measured in the same run. Two more are
+fitted to full steps, as the parts do not add up to a step: docs/measurements/time.md has both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
+from onefold.config import Precision, stage_of
+from onefold.errors import ConfigError
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import Efficiency, Link, Machine
-from onefold.planner.simulate import slowest_of
+from onefold.planner.models.loader import build_model, described, recompute, refuse
+from onefold.planner.search import DTYPES
+from onefold.planner.simulate import simulate, slowest_of
+from onefold.planner.trace import Untraceable, tokens_of, trace
+from onefold.planner.work import ModelWork
+from onefold.recipe import Recipe
 from onefold.text import format_bytes, format_rate, format_seconds, format_share
+from onefold.tier.host import free_host_nbytes, measure_disk, usable_cores
+from onefold.wire.local_ranks import run_local
 
 THIS_MACHINE = "this machine"
 FASTEST = 1e18
 """The rate of work that the model does not have, as attention: it takes no time."""
+MOST_PENALTY = 0.1
+"""Seconds of one collective: longer than any scheduler makes it wait."""
+HALVINGS = 40
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One real forward and backward on one rank, and its operations by kind.
+class Whole(NamedTuple):
+    """A full step of the model through the engine: micro-batches, AdamW, cleared gradients."""
 
-    `seconds` includes products, fused attention, every other kernel, kernels that draw random
-    numbers (measured by themselves too), and the host around them: Python, autograd, views. The
-    host's share was measured at a batch whose kernels take next to no time.
-    """
-
+    stage: int
+    accumulate: int
     seconds: float
-    flops: float
-    product_seconds: float
-    attention_flops: float
-    attention_seconds: float
-    nbytes: float
-    memory_seconds: float
-    num_kernels: int
-    host_seconds: float
-
-    @property
-    def kernel_seconds(self) -> float:
-        """Seconds of the host around one kernel."""
-        return self.host_seconds / max(1, self.num_kernels)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferRate:
-    """One collective of a unit of `nbytes`, with nothing beside it.
+class Transfer(NamedTuple):
+    """One collective of a unit of `nbytes`, while no other work runs.
 
     One rank's threads computed for `cpu_seconds` meanwhile.
     """
@@ -57,117 +56,146 @@ class TransferRate:
     cpu_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """The same collective for a small and for a large unit: a line through two points."""
-
-    small: TransferRate
-    large: TransferRate
-
-    def rate(self, ranks: int) -> float:
-        """Return the bytes that one rank sends in a second, without the latency."""
-        sent = (self.large.nbytes - self.small.nbytes) * (ranks - 1) / ranks
-        return sent / max(self.large.seconds - self.small.seconds, 1e-9)
-
-    def latency(self, ranks: int) -> float:
-        """Return the seconds of one hop, of n - 1."""
-        moving = self.small.nbytes * (ranks - 1) / ranks / self.rate(ranks)
-        return max(0.0, self.small.seconds - moving) / (ranks - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A full step of the model through the engine: micro-batches, AdamW, cleared gradients."""
-
-    stage: int
-    accumulate: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Speeds of one rank while `ranks` of them work side by side on `cores`: the mean of all.
+    """Speeds of one rank while `ranks` of them work side by side: the mean of all.
 
-    AdamW moves `step_nbytes` in `step_seconds`. `draw_rate` counts random numbers a second, without
-    the time to fill memory. A lone rank has no collectives. Two constants are fitted to `wholes`
-    (planner/whole_steps.py): seconds that a collective takes longer in a step than alone
-    (`overlap_penalty`), and seconds `step_overhead` every step.
+    seconds, flops, attention_flops: of the measured micro-batch.
+    products, attention: FLOP/s. memory, optimizer: bytes a second of other kernels, and of AdamW.
+    kernel_seconds: of the host around one kernel: Python, autograd, views.
+    draws: random numbers a second, without the time to fill memory.
+    gather, reduce: bytes that one rank sends in a second; hop_seconds: the latency of a hop, of
+        n - 1. contention: see `contention_of`. A lone rank has no collectives.
+    wholes: full steps, to which `with_whole_steps` fits the seconds that a collective takes longer
+        in a step than alone (`overlap_penalty`), and seconds `step_overhead` every step.
     """
 
     ranks: int
     threads: int
-    cores: int
     dtype: str
-    micro_batch: MicroBatch
-    step_nbytes: float
-    step_seconds: float
+    seconds: float
+    flops: float
+    products: float
+    attention_flops: float = 0.0
+    attention: float = FASTEST
+    memory: float
+    kernel_seconds: float
+    draws: float = FASTEST
+    optimizer: float
     spread: float
-    gather: Collective | None = None
-    reduce: Collective | None = None
+    gather: float = FASTEST
+    reduce: float = FASTEST
+    hop_seconds: float = 0.0
+    contention: float = 0.0
     wholes: tuple[Whole, ...] = ()
     overlap_penalty: float = 0.0
     step_overhead: float = 0.0
-    draw_rate: float = FASTEST
-
-    @property
-    def contention(self) -> float:
-        """The share of its speed that compute loses beside a collective.
-
-        Gloo's threads compute while they transfer. They take cores from the rank's compute where
-        its share of the cores has no room for them.
-        """
-        if self.gather is None or self.reduce is None:
-            return 0.0
-        both = (self.gather.large, self.reduce.large)
-        busy = sum(each.cpu_seconds for each in both) / sum(each.seconds for each in both)
-        room = max(0.0, self.cores / self.ranks - self.threads)
-        return min(1.0, max(0.0, busy - room) / self.threads)
 
     def machine(self, ranks: int, disk_rate: float) -> Machine:
         """Return the rates of one rank, where all are as fast together as the measured ranks."""
         share = self.ranks / ranks
-        link, reduce = Link(FASTEST, 0.0), 1.0
-        if self.gather is not None and self.reduce is not None:
-            n = self.ranks
-            hop = (self.gather.latency(n) + self.reduce.latency(n)) / 2
-            hop += self.overlap_penalty / max(1, ranks - 1)  # once a collective, of ranks - 1 hops
-            link = Link(self.gather.rate(n) * share, hop / share)
-            reduce = self.reduce.rate(n) / self.gather.rate(n)
-        micro = self.micro_batch
-        products = _rate(micro.flops, micro.product_seconds)
-        memory = _rate(micro.nbytes, micro.memory_seconds)
-        attention = _rate(micro.attention_flops, micro.attention_seconds)
-        stepped = _rate(self.step_nbytes, self.step_seconds)
+        # the penalty counts once a collective, which has ranks - 1 hops
+        hop = self.hop_seconds + self.overlap_penalty / max(1, ranks - 1)
+        link = Link(self.gather * share, hop / share)
         # ranks that share a core do not wait for a slow one: it has the core while they would
         waits = slowest_of(self.ranks) / slowest_of(ranks) if ranks > self.ranks > 1 else 1.0
         return Machine(
             THIS_MACHINE,
-            {self.dtype: products * share},
-            memory_rate=memory * share,
+            {self.dtype: self.products * share},
+            memory_rate=self.memory * share,
             memory_nbytes=0.0,
             inside=link,
             outside=link,
             efficiency=Efficiency(
                 matmul=1.0,
-                attention=attention / products,
+                attention=self.attention / self.products,
                 contention=self.contention,
                 memory=1.0,
-                reduce=reduce,
-                optimizer=stepped / memory,
+                reduce=self.reduce / self.gather,
+                optimizer=self.optimizer / self.memory,
             ),
             ranks_per_node=ranks,
-            cpu_rate=stepped * share,
+            cpu_rate=self.optimizer * share,
             disk_rate=disk_rate / ranks,
-            kernel_seconds=micro.kernel_seconds / share,
+            kernel_seconds=self.kernel_seconds / share,
             launches_hide=False,
             step_seconds=self.step_overhead / share,
             spread=self.spread * waits,
-            draw_rate=self.draw_rate * share,
+            draw_rate=self.draws * share,
         )
 
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Speeds:
+        """Rebuild speeds from plain dicts, as JSON returns them."""
+        return Speeds(**{**fields, "wholes": tuple(Whole(*step) for step in fields["wholes"])})
 
-def _rate(work: float, seconds: float) -> float:
+
+def rate_of(work: float, seconds: float) -> float:
+    """Return work a second; `FASTEST` where there is no work."""
     return work / seconds if work > 0 and seconds > 0 else FASTEST
+
+
+def link_of(small: Transfer, large: Transfer, ranks: int) -> tuple[float, float]:
+    """Return a link's bytes a second and seconds of a hop: the line through two collectives."""
+    share = (ranks - 1) / ranks
+    rate = (large.nbytes - small.nbytes) * share / max(large.seconds - small.seconds, 1e-9)
+    return rate, max(0.0, small.seconds - small.nbytes * share / rate) / (ranks - 1)
+
+
+def contention_of(transfers: tuple[Transfer, ...], cores: float, threads: int) -> float:
+    """Return the share of its speed that compute loses during a collective.
+
+    Gloo's threads compute while they transfer. They take cores from the rank's compute where its
+    share of the `cores` has no room for them.
+    """
+    busy = sum(t.cpu_seconds for t in transfers) / sum(t.seconds for t in transfers)
+    return min(1.0, max(0.0, busy - max(0.0, cores - threads)) / threads)
+
+
+# two constants, fitted to full steps
+
+
+def with_whole_steps(speeds: Speeds, work: ModelWork | None) -> Speeds:
+    """Fit `speeds` to its measured full steps of `work`, as closely as the constants allow.
+
+    Collectives were measured alone. In a step they compete for the cores: each takes
+    `overlap_penalty` seconds more, for any number of bytes. `step_overhead` is the rest of the step
+    with the fewest collectives, as for memory that is freed and mapped again.
+    """
+    if not speeds.wholes or work is None:
+        return speeds
+    few, many = speeds.wholes[0], speeds.wholes[-1]
+
+    def at(overlap_penalty: float) -> Speeds:
+        slowed = replace(speeds, overlap_penalty=overlap_penalty, step_overhead=0.0)
+        rest = few.seconds - predict_seconds(slowed, work, few)
+        return replace(slowed, step_overhead=max(0.0, rest))
+
+    if few is many:
+        return at(0.0)
+    return at(_root(lambda penalty: predict_seconds(at(penalty), work, many) - many.seconds))
+
+
+def predict_seconds(speeds: Speeds, work: ModelWork, whole: Whole) -> float:
+    """Simulate one of the measured steps."""
+    itemsize, ranks = 2 if speeds.dtype == "bf16" else 4, speeds.ranks
+    recipe = Recipe(stage=stage_of(whole.stage), world_size=ranks, local_world_size=ranks)
+    conditions = Conditions(
+        accumulate=whole.accumulate, dtype=speeds.dtype, weight_itemsize=itemsize,
+        grad_itemsize=itemsize,
+    )  # fmt: skip
+    return simulate(work, recipe, speeds.machine(ranks, 1.0), conditions).seconds
+
+
+def _root(rising: Callable[[float], float]) -> float:
+    """Find where a rising function is 0 between 0 and `MOST_PENALTY`, or the nearer end."""
+    low, high = 0.0, MOST_PENALTY
+    if rising(low) >= 0:
+        return low
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return high
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,89 +214,145 @@ class Calibration:
         More ranks than were measured share the same cores: together they are as fast.
         """
         least = min(2, ranks)  # a lone rank has no collectives
-        fewer = [each for each in self.speeds if least <= each.ranks <= ranks] or [
-            min(self.speeds, key=lambda each: each.ranks)
-        ]
-        return max(fewer, key=lambda each: each.ranks).machine(ranks, self.disk_rate)
+        by_ranks = {speeds.ranks: speeds for speeds in self.speeds}
+        nearest = max((n for n in by_ranks if least <= n <= ranks), default=min(by_ranks))
+        return by_ranks[nearest].machine(ranks, self.disk_rate)
 
     def lines(self) -> list[str]:
         """Describe the measurements for people."""
-        return [line for each in self.speeds for line in _lines(self, each)]
+        return [line for speeds in self.speeds for line in self._lines(speeds)]
+
+    def _lines(self, speeds: Speeds) -> tuple[str, str]:
+        machine = speeds.machine(speeds.ranks, 1.0)
+        ranks = f"{speeds.ranks} ranks" if speeds.ranks > 1 else "1 rank"
+        threads = f"{speeds.threads} threads" if speeds.threads > 1 else "1 thread"
+        attends, has_links = speeds.attention_flops > 0, speeds.ranks > 1
+        constants = [
+            f"products {speeds.products / 1e9:.0f} GFLOP/s",
+            *[f"attention {speeds.attention / 1e9:.0f}"] * attends,
+            f"the rest {format_rate(speeds.memory)}",
+            f"{format_seconds(speeds.kernel_seconds)} around a kernel",
+            f"{speeds.draws / 1e9:.2f} G random numbers/s",
+            f"AdamW {format_rate(speeds.optimizer)}",
+            f"{format_seconds(speeds.step_overhead)} around a step",
+            *[f"gathers {format_rate(speeds.gather)}"] * has_links,
+            *[f"reductions {format_rate(speeds.reduce)}"] * has_links,
+            *[f"{format_seconds(machine.inside.latency)} a hop in a step"] * has_links,
+            *[f"compute meanwhile {format_share(1 - speeds.contention)}"] * has_links,
+        ]
+        return (
+            f"measured here, {ranks} of {threads}: a micro-batch of {self.model} "
+            f"({format_bytes(4 * self.numel)} of weights in fp32, {self.tokens} tokens) in "
+            f"{format_seconds(speeds.seconds)}",
+            "  " + ", ".join(constants),
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain dicts for JSON: the measurements, and the constants derived from them."""
-        return {
-            **asdict(self),
-            "speeds": [asdict(each) | {"constants": _constants(each)} for each in self.speeds],
-        }
+        """Return plain dicts for JSON."""
+        return asdict(self)
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Calibration:
         """Rebuild a calibration from `as_dict`."""
-        return Calibration(**{**fields, "speeds": tuple(map(speeds_of, fields["speeds"]))})
+        return Calibration(**{**fields, "speeds": tuple(map(Speeds.of, fields["speeds"]))})
 
 
-def speeds_of(fields: Mapping[str, Any]) -> Speeds:
-    """Rebuild `Speeds` from plain dicts, as JSON returns them."""
-    plain = {key: value for key, value in fields.items() if key != "constants"}
-    plain["micro_batch"] = MicroBatch(**plain["micro_batch"])
-    plain["wholes"] = tuple(Whole(**each) for each in plain["wholes"])
-    for name in ("gather", "reduce"):
-        if plain[name] is not None:
-            sizes = {size: TransferRate(**each) for size, each in plain[name].items()}
-            plain[name] = Collective(**sizes)
-    return Speeds(**plain)
+# running a model on the CPU ranks of this machine
 
 
-_TEXTS: dict[str, Callable[[float], str]] = {
-    "products_flops_per_s": lambda rate: f"products {rate / 1e9:.0f} GFLOP/s",
-    "attention_flops_per_s": lambda rate: f"attention {rate / 1e9:.0f}",
-    "memory_bytes_per_s": lambda rate: f"the rest {format_rate(rate)}",
-    "kernel_seconds": lambda seconds: f"{format_seconds(seconds)} around a kernel",
-    "random_numbers_per_s": lambda rate: f"{rate / 1e9:.2f} G random numbers/s",
-    "optimizer_bytes_per_s": lambda rate: f"AdamW {format_rate(rate)}",
-    "seconds_around_a_step": lambda seconds: f"{format_seconds(seconds)} around a step",
-    "gather_bytes_per_s": lambda rate: f"gathers {format_rate(rate)}",
-    "reduce_bytes_per_s": lambda rate: f"reductions {format_rate(rate)}",
-    "latency_seconds": lambda seconds: f"{format_seconds(seconds)} a hop in a step",
-    "contention": lambda share: f"compute beside them {format_share(1 - share)}",
-}
-"""Constants for people, in order."""
+ENTRY = "onefold.app.tools.calibration_rank:main"
+WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}
+HELD_NBYTES = 8
+"""Copies of the weights in a rank of a calibration: weights and gradients of a plain module, the
+same of a sharded one, and this rank's rows of both and of two moments."""
 
 
-def _constants(speeds: Speeds) -> dict[str, float]:
-    """Return the numbers that the simulator reads, for one rank."""
-    machine = speeds.machine(speeds.ranks, 1.0)
-    efficiency, link = machine.efficiency, machine.inside
-    products = machine.peak(speeds.dtype)
-    found = {
-        "products_flops_per_s": products,
-        "memory_bytes_per_s": machine.memory_rate,
-        "kernel_seconds": machine.kernel_seconds,
-        "optimizer_bytes_per_s": machine.cpu_rate,
-        "seconds_around_a_step": machine.step_seconds,
-        "spread": machine.spread,
-        "random_numbers_per_s": machine.draw_rate,
-    }
-    if speeds.micro_batch.attention_flops:
-        found["attention_flops_per_s"] = products * efficiency.attention
-    if speeds.gather is not None:
-        found |= {
-            "gather_bytes_per_s": link.nbytes_per_second,
-            "reduce_bytes_per_s": link.nbytes_per_second * efficiency.reduce,
-            "latency_seconds": link.latency,
-            "contention": efficiency.contention,
-        }
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A model, by name or as a module, and a micro-batch of rows of `seq` tokens."""
+
+    model: nn.Module | str
+    seq: int = 128
+    rows: int = 4
+    precision: Precision | None = None
+    recompute: bool = False
 
 
-def _lines(made: Calibration, speeds: Speeds) -> list[str]:
-    found = _constants(speeds)
-    ranks = f"{speeds.ranks} ranks" if speeds.ranks > 1 else "1 rank"
-    threads = f"{speeds.threads} threads" if speeds.threads > 1 else "1 thread"
-    return [
-        f"measured here, {ranks} of {threads}: a micro-batch of {made.model} "
-        f"({format_bytes(4 * made.numel)} of weights in fp32, {made.tokens} tokens) in "
-        f"{format_seconds(speeds.micro_batch.seconds)}",
-        "  " + ", ".join(text(found[name]) for name, text in _TEXTS.items() if name in found),
-    ]
+def calibrate(
+    sample: Sample, worlds: Sequence[int] = (1, 2), *, patience: float = 1.0, runs: int = 3
+) -> Calibration:
+    """Measure CPU ranks of this machine in each world of `worlds`, for up to a minute each.
+
+    Every rank gets its share of the cores as threads, as `onefold train` gives it. `patience` is
+    a factor of that minute: at 0 every median is of as few passes as possible. The passes are
+    spread over `runs`, each in fresh processes, and the run with the median micro-batch counts:
+    the placement of memory and threads makes one process up to a fifth faster than the next.
+
+    Raises:
+        ConfigError: a model that cannot be built, does not fit, or does not run.
+    """
+    name, module = _look_at(sample, max(worlds))
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    itemsize = next((parameter.itemsize for parameter in module.parameters()), 4)
+    word = None
+    if sample.precision is not None and sample.precision.compute is not None:
+        word, itemsize = WORDS[sample.precision.compute], sample.precision.compute.itemsize
+    request = {
+        "name": name, "pickled": None, "seq": sample.seq, "rows": sample.rows, "precision": word,
+        "recompute": sample.recompute, "dtype": DTYPES.get(itemsize, "fp32"),
+        "patience": patience / runs,
+    }  # fmt: skip
+
+    def run(ranks: int) -> Speeds:
+        threads = max(1, usable_cores() // ranks)
+        return Speeds.of(run_local(ENTRY, request, ranks=ranks, threads=threads))
+
+    with tempfile.TemporaryDirectory(prefix="onefold_") as folder:
+        if isinstance(sample.model, nn.Module):
+            request["pickled"] = _pickled(sample.model, Path(folder, "module.pt"))
+        tokens = sample.rows * sample.seq
+        try:
+            micro = trace(module, tokens_of(sample.rows, sample.seq), precision=sample.precision)
+            work = micro.work(tokens)
+        except Untraceable:  # a plan would only estimate the work
+            work = None
+        middles = (middle([run(ranks) for _ in range(runs)]) for ranks in worlds)
+        speeds = tuple(with_whole_steps(of_world, work) for of_world in middles)
+        return Calibration(name, numel, tokens, speeds, measure_disk(folder))
+
+
+def middle(runs: Sequence[Speeds]) -> Speeds:
+    """Return the run with the median micro-batch; of an even number the faster of the two."""
+    return sorted(runs, key=lambda speeds: speeds.seconds)[(len(runs) - 1) // 2]
+
+
+def _look_at(sample: Sample, ranks: int) -> tuple[str, nn.Module]:
+    """Return the name of a model that fits, and the model, without values if it was named."""
+    module = sample.model
+    if isinstance(module, str):
+        refuse(module, sample.seq)
+        with torch.device("meta"):
+            module = build_model(module, sample.seq)
+        if sample.recompute:
+            recompute(module, str(sample.model))
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    name = sample.model if isinstance(sample.model, str) else type(module).__name__
+    if (needed := HELD_NBYTES * weights * ranks) > (free := free_host_nbytes()):
+        raise ConfigError(
+            f"{name} to fit into memory once for each of {ranks} ranks, with Adam's states",
+            f"{format_bytes(needed)} where {format_bytes(free)} are free",
+            hint="calibrate at a smaller model: rates carry over to other sizes",
+        )
+    return name, module
+
+
+def _pickled(module: nn.Module, path: Path) -> str:
+    try:
+        torch.save(module, path)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(module).__name__} to be pickled, so that other processes can run it",
+            described(error),
+            hint="name the model instead: module:function, a config.json or a preset",
+        ) from error
+    return str(path)

@@ -29,7 +29,7 @@ EXACT_NAMES = ("exact", "hybrid", "replicas")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A wire as it is asked for; a preset adapts to the stage and the mesh."""
+    """A wire of the request; a preset adapts to the stage and the mesh."""
 
     name: str  # a preset's, or the repr of another `Wire`
     wire: Wire
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def is_lossy(self) -> bool:
-        """True if a message is coded."""
+        """True if a message is quantized."""
         wire = self.wire
         return wire.rounds_gradients or {wire.weights_inside, wire.weights_between} != {EXACT}
 
@@ -74,11 +74,11 @@ def candidates(choice: object, *, nodes: int) -> tuple[Candidate, ...]:
         words = f"wire to be auto, {', '.join(PRESETS)} or a Wire"
         raise ConfigError(words, repr(choice), hint=hint)
     wire = wire_of(choice)
-    name = next((name for name, each in PRESETS.items() if each == wire), repr(wire))
+    name = next((name for name, preset in PRESETS.items() if preset == wire), repr(wire))
     return (Candidate(name, wire, adapts=not isinstance(choice, Wire)),)
 
 
 def lossy() -> tuple[Candidate, ...]:
-    """Return the presets with coded messages. A plan compares them; people choose them."""
+    """Return the presets with quantized messages. A plan compares them; people choose them."""
     every = (Candidate(name, wire) for name, wire in PRESETS.items())
-    return tuple(each for each in every if each.is_lossy)
+    return tuple(candidate for candidate in every if candidate.is_lossy)

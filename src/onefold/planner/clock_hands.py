@@ -1,6 +1,6 @@
 """Execute a schedule's actions on clocks: the counterpart of engine/hands.py. No torch here.
 
-Streams run beside one another, each in order: `compute`, `gather`, `reduce`, between nodes `cross`
+Streams run at the same time, each in order: `compute`, `gather`, `reduce`, between nodes `cross`
 (weights), `second_hop` (sums of gradients) and `replica` (averages of copies), and for state off
 the device `fetch`, `flush`, `disk`, `cpu` and `publish`. Collectives share two links, inside the
 node and between nodes, and take turns on a link.
@@ -13,17 +13,108 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from onefold.engine.actions import Action, Verb
-from onefold.planner.clock_streams import Streams
-from onefold.planner.conditions import Conditions
-from onefold.planner.costs import costs_of
-from onefold.planner.link_costs import Cost
+from onefold.planner.costs import Conditions, Cost, costs_of
 from onefold.planner.machines import Machine
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.work import ModelWork, UnitWork, Work
-from onefold.tier.step_device import STREAMED_NBYTES
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSpan:
+    """The work of one stream from `start` to `end`; `nbytes` that this rank sends."""
+
+    stream: str
+    unit: str
+    what: str
+    start: float
+    end: float
+    nbytes: float = 0.0
+
+
+class Streams:
+    """The streams of one rank, filled in the order in which its host fills them."""
+
+    def __init__(self, contention: float) -> None:
+        self.now = 0.0  # the end of the compute stream
+        self.spans: list[PlannedSpan] = []
+        self.parts: dict[str, float] = {}  # the compute stream's time, by cause
+        self._rate = 1.0 - contention
+        self._free: dict[str, float] = {}  # when a stream or a link is free again
+        self._collectives: list[tuple[float, float]] = []  # collectives that may still run
+
+    def begin_step(self) -> float:
+        """Forget the spans of the step before, and return the time."""
+        self.spans.clear()
+        self.parts.clear()
+        return self.now
+
+    def collective(self, stream: str, unit: str, what: str, cost: Cost, ready: float) -> float:
+        """Put a collective on its stream once that and its links are free; return when it ends."""
+        if cost.seconds == 0:
+            return ready
+        keys = (stream, *cost.links)
+        ready = max(ready, self._free.get(stream, 0.0)) + cost.encode
+        start = max(ready, *(self._free.get(key, 0.0) for key in keys))
+        end = start + cost.seconds
+        for key in cost.links:
+            self._free[key] = end
+        self._free[stream] = end + cost.decode
+        self._collectives.append((start, end))
+        self.spans.append(PlannedSpan(stream, unit, what, start, end, cost.nbytes))
+        return end + cost.decode
+
+    def move(self, stream: str, unit: str, what: str, seconds: float, ready: float) -> float:
+        """Put a copy or a background step on its stream, and return when it ends."""
+        if seconds == 0:
+            return ready
+        start = max(ready, self._free.get(stream, 0.0))
+        end = self._free[stream] = start + seconds
+        self.spans.append(PlannedSpan(stream, unit, what, start, end))
+        return end
+
+    def wait(self, until: float, cause: str) -> None:
+        """Stall compute; `cause` is the part of the step that the wait counts for."""
+        if until > self.now:
+            self._count(cause, until - self.now)
+            self.now = until
+
+    def compute(self, unit: str, what: str, parts: dict[str, float]) -> None:
+        """Run work on the compute stream, slower while a collective runs."""
+        seconds = sum(parts.values())
+        if seconds == 0:
+            return
+        start = self.now
+        lost = self._lost(start, seconds) if self._rate < 1 else 0.0
+        self.now = start + seconds + lost
+        for part, own in {**parts, "contention": lost}.items():
+            self._count(part, own)
+        self.spans.append(PlannedSpan("compute", unit, what, start, self.now))
+
+    def _lost(self, start: float, seconds: float) -> float:
+        """Return the time that work of `seconds` loses to the collectives under way."""
+        self._collectives = sorted(span for span in self._collectives if span[1] > start)
+        now, left, lost = start, seconds, 0.0
+        for begin, end in self._collectives:
+            alone = max(0.0, begin - now)
+            if alone >= left:
+                break
+            now, left = now + alone, left - alone
+            window = max(0.0, end - now)
+            done = min(left, window * self._rate)  # of `left`, done while the collective runs
+            took = window if done < left else done / self._rate
+            lost += took - done
+            now, left = now + took, left - done
+        return lost
+
+    def _count(self, part: str, seconds: float) -> None:
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
+
+
+# the hands
+
 
 STREAMS = {"spread": "gather"}
 """Collectives that share another's stream."""
@@ -60,10 +151,16 @@ def durations(
     again = run.recompute if unit.is_recomputed else 0.0
     forward = parts(unit.forward, unit.num_kernels / 3)
     backward = parts(unit.backward.plus(unit.forward, again), (2 + again) * unit.num_kernels / 3)
-    waits = [(each, each.cost(machine).seconds) for each in unit.messages if not each.is_hidden]
+    waits = [
+        (message, message.cost(machine).seconds)
+        for message in unit.messages
+        if not message.is_hidden
+    ]
     if waits:
-        forward[AXES] = sum(each.forward * seconds for each, seconds in waits)
-        backward[AXES] = sum((each.backward + again * each.forward) * s for each, s in waits)
+        forward[AXES] = sum(message.forward * seconds for message, seconds in waits)
+        backward[AXES] = sum(
+            (message.backward + again * message.forward) * s for message, s in waits
+        )
     return forward, backward
 
 
@@ -80,6 +177,9 @@ class TierSeconds:
     @staticmethod
     def of(recipe: Recipe, run: Conditions, machine: Machine) -> TierSeconds:
         """Compute the seconds of the tiers of `recipe`; each rank has its own rows only."""
+        # the simulator is imported without torch
+        from onefold.tier.step_device import STREAMED_NBYTES
+
         host, own, offload = machine.host_rate, run.own_share(recipe), recipe.offload
         rate = machine.disk_rate if offload.parameters == "disk" else host
         by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host

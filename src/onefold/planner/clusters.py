@@ -102,7 +102,7 @@ def parsed(text: str) -> tuple[Cluster, ...]:
 
     A kind that is named twice is one kind. Devices fill whole nodes, or a part of a single one.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for part in text.split("+"):
         match = _KIND.fullmatch(part)
         if match is None or int(match[1]) < 1:
@@ -110,8 +110,8 @@ def parsed(text: str) -> tuple[Cluster, ...]:
             wanted = "kinds of devices as COUNTxMACHINE, joined by +"
             raise ConfigError(wanted, repr(part.strip()), where=repr(text), hint=hint)
         name = machine_of(match[2]).name
-        found[name] = found.get(name, 0) + int(match[1])
-    return tuple(_nodes_of(machine_of(name), count) for name, count in found.items())
+        counts[name] = counts.get(name, 0) + int(match[1])
+    return tuple(_nodes_of(machine_of(name), count) for name, count in counts.items())
 
 
 def _nodes_of(machine: Machine, count: int) -> Cluster:
@@ -168,14 +168,14 @@ def device_kinds(kinds: Sequence[Cluster]) -> tuple[DeviceKind, ...]:
     """Return the kinds of a mixed cluster with their ranks; none where there is one alone."""
     if len(kinds) == 1:
         return ()
-    found: list[DeviceKind] = []
+    devices: list[DeviceKind] = []
     first = 0
     for index, kind in enumerate(kinds):
         machine = kind.described
         name = machine.name if machine is not None else f"kind {index}"
-        found.append(DeviceKind(name, first, kind.world_size, kind.ranks, kind.room, machine))
+        devices.append(DeviceKind(name, first, kind.world_size, kind.ranks, kind.room, machine))
         first += kind.world_size
-    return tuple(found)
+    return tuple(devices)
 
 
 def _this_machine(world_size: int) -> Cluster:

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from onefold.planner.anatomy import Anatomy, expert_count
-from onefold.planner.planned_axes import AxisMessage, ModelAxes
+from onefold.planner.planned_axes import Anatomy, ModelAxes, expert_count
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.trace import Trace
-from onefold.planner.work import UnitWork, Work
+from onefold.planner.work import AxisMessage, UnitWork, Work
 from onefold.recipe import Member, Recipe
 
 
@@ -62,7 +61,7 @@ class ComposedJob:
 
     @property
     def whole_nbytes(self) -> float:
-        """Bytes that a block keeps on a rank of tp beside its share: its two gathered inputs."""
+        """Bytes that a block keeps on a rank of tp besides its share: its two gathered inputs."""
         return 2 * (self.hidden_nbytes - self.sent_hidden_nbytes)
 
     def message(self, axis: str, nbytes: float, forward: int, backward: int) -> AxisMessage:
@@ -79,7 +78,7 @@ class UnitPart:
     unit: int
     members: tuple[int, ...]
     is_expert: bool = False
-    is_tied: bool = False  # a copy beside the rank that has the rest of the unit
+    is_tied: bool = False  # a copy; another rank has the rest of the unit
 
 
 def pieces_of(units: Sequence[UnitWork], job: ComposedJob) -> list[int]:
@@ -90,13 +89,13 @@ def pieces_of(units: Sequence[UnitWork], job: ComposedJob) -> list[int]:
     """
     number, blocks = job.axes.num_pieces, len(job.anatomy.blocks)
     starts = [piece for piece in range(number) for _ in range(_length(piece, blocks, number))]
-    found: list[int] = []
+    pieces: list[int] = []
     piece = 0
     for unit in units:
         block = job.anatomy.block_of(unit.name)
         piece = starts[block] if block >= 0 else piece
-        found.append(piece)
-    return found
+        pieces.append(piece)
+    return pieces
 
 
 def _length(piece: int, blocks: int, number: int) -> int:
@@ -105,7 +104,7 @@ def _length(piece: int, blocks: int, number: int) -> int:
 
 def parts_of(units: Sequence[UnitWork], job: ComposedJob, rank: int) -> list[UnitPart]:
     """Return the units of a rank of the pipeline; the last one has copies of tied weights, too."""
-    axes, found = job.axes, list[UnitPart]()
+    axes, parts = job.axes, list[UnitPart]()
     pieces = pieces_of(units, job)
     last = (axes.num_pieces - 1) % axes.pp
     for index, (unit, piece) in enumerate(zip(units, pieces, strict=True)):
@@ -113,19 +112,19 @@ def parts_of(units: Sequence[UnitWork], job: ComposedJob, rank: int) -> list[Uni
         if piece % axes.pp == rank:
             experts = tuple(i for i in everyone if _is_expert(unit.members[i], job))
             others = tuple(i for i in everyone if i not in experts)
-            found += [UnitPart(index, others)] if others or not everyone else []
+            parts += [UnitPart(index, others)] if others or not everyone else []
             kept = tuple(i for i in experts if _is_kept(unit.members[i], job))
-            found += [UnitPart(index, kept, is_expert=True)] if kept else []
+            parts += [UnitPart(index, kept, is_expert=True)] if kept else []
         elif rank == last and (tied := _tied(unit, piece, job)):
-            found.append(UnitPart(index, tied, is_tied=True))
-    return found
+            parts.append(UnitPart(index, tied, is_tied=True))
+    return parts
 
 
 def _tied(unit: UnitWork, piece: int, job: ComposedJob) -> tuple[int, ...]:
     """Return the members of a table's unit that a head uses, too."""
     if piece > 0 or job.axes.pp == 1 or job.anatomy.block_of(unit.name) >= 0:
         return ()
-    return tuple(i for i, each in enumerate(unit.members) if each.fqn in job.anatomy.tied)
+    return tuple(i for i, member in enumerate(unit.members) if member.fqn in job.anatomy.tied)
 
 
 def _is_expert(member: Member, job: ComposedJob) -> bool:
@@ -165,16 +164,16 @@ def units_of(
 ) -> tuple[UnitWork, ...]:
     """Return the units of a rank: members, work and messages. `recomputed`: in the trace itself."""
     pieces = pieces_of(units, job)
-    found: list[UnitWork] = []
+    cut_units: list[UnitWork] = []
     for part in parts:
         unit, block = units[part.unit], job.anatomy.block_of(units[part.unit].name)
         members = tuple(cut_member(unit.members[i], job, in_block=block >= 0) for i in part.members)
-        numel = sum(each.numel for each in members)
+        numel = sum(member.numel for member in members)
         if not unit.members:
             numel = ceil(unit.numel * (job.tp_share if block >= 0 else 1 / job.axes.tp))
         is_copied = bool(_tied(unit, pieces[part.unit], job))
         has_work = part.is_tied == is_copied and not part.is_expert  # a head's, not a table's
-        found.append(
+        cut_units.append(
             replace(
                 unit,
                 name=f"{unit.name}.experts" if part.is_expert else unit.name,
@@ -186,7 +185,7 @@ def units_of(
                 data_ranks=_expert_ranks(job) if part.is_expert else 0,
             )
         )
-    return tuple(found)
+    return tuple(cut_units)
 
 
 def _expert_ranks(job: ComposedJob) -> int:
@@ -213,28 +212,28 @@ def _messages(
     """
     axes, anatomy, index = job.axes, job.anatomy, part.unit
     block = anatomy.block_of(units[index].name)
-    again, found = int(is_recomputed), list[AxisMessage]()
+    again, sent = int(is_recomputed), list[AxisMessage]()
     hidden, message = job.hidden_nbytes, job.message
     if part.is_expert:
         nbytes = anatomy.active * job.sent_hidden_nbytes
         return (message("ep", nbytes, 2, 2 + 2 * again),)
     is_first = index == 0 or units[index - 1].name.partition(" (")[0] != units[index].name
     if block >= 0 and is_first and not part.is_tied:
-        found += [message("tp", hidden, 2, 2 + 2 * again)] if axes.tp > 1 else []
+        sent += [message("tp", hidden, 2, 2 + 2 * again)] if axes.tp > 1 else []
         if axes.cp > 1:
             kv = anatomy.kv_heads / anatomy.heads if anatomy.heads else 1.0
             nbytes = (2 + 2 * kv) * job.sent_hidden_nbytes
-            found.append(message("cp", nbytes, 1, 1 + again))
+            sent.append(message("cp", nbytes, 1, 1 + again))
     elif axes.tp > 1 and not part.is_tied and index == 0:
-        found.append(message("tp", hidden, 1, 0))
+        sent.append(message("tp", hidden, 1, 0))
     if axes.tp > 1 and _is_head(units, part, job):
-        found.append(message("tp", hidden, 0, 1))
+        sent.append(message("tp", hidden, 0, 1))
     is_end = index + 1 == len(units) or pieces[index + 1] != pieces[index]
     if is_end and axes.pp > 1 and not part.is_tied:
         piece, nbytes = pieces[index], job.sent_hidden_nbytes
         sends = int(piece + 1 < axes.num_pieces), int(piece > 0)
-        found.append(message("pp", nbytes, *sends))
-    return tuple(found)
+        sent.append(message("pp", nbytes, *sends))
+    return tuple(sent)
 
 
 def _is_head(units: Sequence[UnitWork], part: UnitPart, job: ComposedJob) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from onefold.engine.policy import Policy, policy_of
 from onefold.fit.kept_units import GatheredUnits, choose_windows
-from onefold.planner.byte_counter import Moment
+from onefold.planner.byte_hands import Moment
 from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
 from onefold.planner.memory import Forecast, facts_of, forecast
 from onefold.planner.message_counts import planned_unit
@@ -22,7 +22,7 @@ from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.work import ModelWork
 
 if TYPE_CHECKING:
-    from onefold.planner.conditions import Conditions
+    from onefold.planner.costs import Conditions
     from onefold.planner.machines import Machine
     from onefold.planner.trace import Trace
     from onefold.recipe import Recipe
@@ -58,13 +58,13 @@ class Window:
     @staticmethod
     def fitting(stages: Sequence[GatheredUnits], free: int, limit: int | None = None) -> Window:
         """Return the window that `onefold.pipeline` chooses for the stages of a rank."""
-        found, all_units, first = set[int](), set[int](), 0
+        kept, all_units, first = set[int](), set[int](), 0
         for stage, window in zip(stages, choose_windows(stages, free, limit), strict=True):
-            found |= {first + unit for unit in window}
+            kept |= {first + unit for unit in window}
             all_units |= {first + unit for unit in stage.gathered}
             first += len(stage.sizes)
-        is_whole = found == all_units
-        return Window(is_whole, is_whole, None if is_whole or not found else frozenset(found))
+        is_whole = kept == all_units
+        return Window(is_whole, is_whole, None if is_whole or not kept else frozenset(kept))
 
     def policy(self, recipe: Recipe) -> Policy:
         """Return the rules of a recipe with this window."""
@@ -142,9 +142,9 @@ class Composition:
             "bubble_share": self.axes.bubble_share(self.num_micro), "fullest_rank": self.fullest,
             "window": self.window,
             "axes": [
-                {"axis": each.axis, "ranks": each.ranks, "sent_nbytes": round(each.nbytes),
-                 "seconds": each.seconds, "share": each.share}
-                for each in self.lines
+                {"axis": line.axis, "ranks": line.ranks, "sent_nbytes": round(line.nbytes),
+                 "seconds": line.seconds, "share": line.share}
+                for line in self.lines
             ],
             "pipeline": [rank.as_dict() for rank in self.ranks],
         }  # fmt: skip
@@ -172,18 +172,18 @@ def compose(
         ranks = [_plan_rank(trace, job, recipe, place, rank, limit) for rank in range(axes.pp)]
         if place.room is None or all(r.forecast.memory_nbytes <= place.room for r in ranks):
             break
-    fullest = max(ranks, key=lambda each: each.forecast.memory_nbytes).rank
+    fullest = max(ranks, key=lambda rank: rank.forecast.memory_nbytes).rank
     step, slowest = None, 0
     if place.machine is not None:
-        works = [(each.work, each.window.policy(recipe)) for each in ranks]
-        windows = [each.window.units for each in ranks]
+        works = [(rank.work, rank.window.policy(recipe)) for rank in ranks]
+        windows = [rank.window.units for rank in ranks]
         step, slowest = pipeline_step(works, recipe, axes, place.machine, run, windows)
-    made = Composition(
+    composition = Composition(
         axes, axes.dp(job.recipe.world_size), job.recipe.local_world_size, run.accumulate,
         tuple(ranks), fullest, tuple(_lines(ranks, ranks[slowest], recipe, axes, (step, place))),
         limit,
     )  # fmt: skip
-    return made, step
+    return composition, step
 
 
 def _limits(recipe: Recipe, axes: ModelAxes, place: Place) -> tuple[int | None, ...]:
@@ -218,22 +218,22 @@ def _plan_rank(
         ]
         stages, free = stages_of(own, recipe, of_units), free_of(own, recipe, place)
         window = Window.fitting(stages, free, limit)
-    found = forecast_steps(own, recipe, num_micro, window.policy(recipe), window.units)
+    step = forecast_steps(own, recipe, num_micro, window.policy(recipe), window.units)
     work, held = own.work(job.tokens // axes.cp), axes.in_flight(rank, num_micro)
-    return RankPlan(rank, tuple(dict.fromkeys(blocks)), held, window, work, found)
+    return RankPlan(rank, tuple(dict.fromkeys(blocks)), held, window, work, step)
 
 
 def stages_of(trace: Trace, recipe: Recipe, pieces: Sequence[int]) -> list[GatheredUnits]:
     """Describe the stages of a rank, whose units belong to these pieces of the pipeline."""
     planned = [planned_unit(unit, recipe) for unit in trace.units]
     facts = facts_of(planned, recipe)
-    found = list[GatheredUnits]()
+    stages = list[GatheredUnits]()
     for piece in dict.fromkeys(pieces):
-        own = [index for index, each in enumerate(pieces) if each == piece]
+        own = [index for index, unit_piece in enumerate(pieces) if unit_piece == piece]
         trains = tuple(any(planned[index].partials) for index in own)
         units = tuple(facts[index] for index in own)
-        found.append(GatheredUnits.of(units, policy_of(recipe).prefetch, trains))
-    return found
+        stages.append(GatheredUnits.of(units, policy_of(recipe).prefetch, trains))
+    return stages
 
 
 def free_of(trace: Trace, recipe: Recipe, place: Place) -> int:
@@ -252,13 +252,13 @@ def forecast_steps(
     def played(micro: int) -> Forecast:
         return forecast(trace, recipe, accumulate=micro, policy=policy, window=units)
 
-    found = played(min(num_micro, MOST_PLAYED))
+    step = played(min(num_micro, MOST_PLAYED))
     if num_micro <= MOST_PLAYED:
-        return found
+        return step
     fewer = played(MOST_PLAYED - 1)
     more = num_micro - MOST_PLAYED
-    sent = {name: n + more * (n - fewer.sent.get(name, 0)) for name, n in found.sent.items()}
-    return replace(found, sent=sent)
+    sent = {name: n + more * (n - fewer.sent.get(name, 0)) for name, n in step.sent.items()}
+    return replace(step, sent=sent)
 
 
 def pipeline_step(
@@ -279,7 +279,7 @@ def pipeline_step(
         if key not in known:
             known[key] = simulate(same, recipe, machine, run, policy, window)
         steps.append(known[key])
-    busy = [each.compute + each.memory + each.contention + each.exposed_axes for each in steps]
+    busy = [step.compute + step.memory + step.contention + step.exposed_axes for step in steps]
     slowest = max(range(len(steps)), key=lambda rank: steps[rank].seconds)
     sends = [m.cost(machine).seconds for w, _ in works for u in w.units for m in u.messages
              if m.axis == "pp"]  # fmt: skip
@@ -297,22 +297,22 @@ def _lines(
 ) -> list[AxisLine]:  # fmt: skip
     """Return a line for data, and for each axis that is used."""
     step, place = timed
-    run, found = place.conditions, list[AxisLine]()
+    run, lines = place.conditions, list[AxisLine]()
     for axis in MESSAGES:
         size = recipe.world_size if axis == "data" else axes.sizes[axis]
         if size == 1 and axis != "data":
             continue
         if axis == "data":
-            nbytes = float(max(each.forecast.sent_nbytes for each in ranks))
+            nbytes = float(max(rank.forecast.sent_nbytes for rank in ranks))
             seconds = step and step.exposed_gather + step.exposed_reduce
         else:
-            nbytes = max(sent_on(axis, each.work, run) for each in ranks)
+            nbytes = max(sent_on(axis, rank.work, run) for rank in ranks)
             seconds = step and (
                 step.bubble if axis == "pp" else waited_on(axis, slowest.work, place)
             )
         share = None if step is None or seconds is None else seconds / step.seconds
-        found.append(AxisLine(axis, size, nbytes, seconds, share))
-    return found
+        lines.append(AxisLine(axis, size, nbytes, seconds, share))
+    return lines
 
 
 def sent_on(axis: str, work: ModelWork, run: Conditions) -> float:
@@ -328,11 +328,11 @@ def sent_on(axis: str, work: ModelWork, run: Conditions) -> float:
 def waited_on(axis: str, work: ModelWork, place: Place) -> float:
     """Return the seconds that a rank waits for messages of a model axis in a step."""
     assert place.machine is not None, "there are no seconds without a machine"
-    run, found = place.conditions, 0.0
+    run, waited = place.conditions, 0.0
     for unit in work.units:
         again = run.recompute if unit.is_recomputed else 0.0
         for message in unit.messages:
             if message.axis == axis:
                 times = message.forward * (1 + again) + message.backward
-                found += times * message.cost(place.machine).seconds
-    return run.accumulate * found
+                waited += times * message.cost(place.machine).seconds
+    return run.accumulate * waited

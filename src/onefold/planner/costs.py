@@ -1,4 +1,4 @@
-"""The cost of each message of a unit: rings or straight messages, one hop or two, exact or coded.
+"""The cost of each message of a unit: rings or straight, one hop or two, exact or quantized.
 
 The cost of coding on the CPU was measured by benchmarks/codec.py (docs/measurements/codecs.md). On
 a GPU it was not measured: the bytes that torch's passes over fp32 move are counted in
@@ -13,19 +13,178 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from onefold.planner.conditions import Conditions
-from onefold.planner.link_costs import (
-    NO_COST,
-    Cost,
-    LinkGroup,
-    gather_cost,
-    reduce_cost,
-    replica_group,
-)
+from onefold.errors import ConfigError
 from onefold.planner.machines import Machine
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
+
+
+# the run around it: facts besides its recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """The job, the dtypes of messages, and the system that runs it. `ConfigError` for bad numbers.
+
+    Args:
+        accumulate: micro-batches of a step.
+        recompute: share of forward's work that backward repeats, 0 to 1.
+        prefetch: units gathered ahead.
+        dtype: dtype of matrix products.
+        weight_itemsize: bytes of an element of an exact message of weights.
+        grad_itemsize: bytes of an element of an exact message of gradients.
+        ranks_per_host: ranks that share a host's network cards; 0: `Recipe.local_world_size`.
+        share: of all states, the part that this rank holds; None: as much as every other.
+        uses_rings: another library than Onefold runs it: all messages are exact and go round rings,
+            and a second hop follows the first by itself.
+    """
+
+    accumulate: int = 1
+    recompute: float = 0.0
+    prefetch: int = 1
+    dtype: str = "bf16"
+    weight_itemsize: int = 2
+    grad_itemsize: int = 2
+    ranks_per_host: int = 0
+    share: float | None = None
+    uses_rings: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.accumulate >= 1, "accumulate of at least 1", self.accumulate),
+            (self.prefetch >= 0, "prefetch of at least 0", self.prefetch),
+            (0 <= self.recompute <= 1, "recompute between 0 and 1", self.recompute),
+            (0 <= (self.share or 0) <= 1, "share between 0 and 1", self.share),
+            (self.ranks_per_host >= 0, "ranks_per_host of at least 0", self.ranks_per_host),
+        )
+        for holds, what, got in checks:
+            if not holds:
+                hint = "Conditions() is one micro-batch in bf16"
+                raise ConfigError(what, repr(got), hint=hint)
+
+    def waits_for_hops(self, recipe: Recipe) -> bool:
+        """Return True where a second hop begins only once the host has seen the first one land.
+
+        Onefold's messages on one host and one axis, and those of other libraries, have no such hop.
+        """
+        is_local = recipe.world_size <= self.near(recipe)
+        is_plain = is_local and recipe.wire.is_plain
+        return recipe.is_sharded and not self.uses_rings and not is_plain
+
+    def own_share(self, recipe: Recipe) -> float:
+        """Return the part of all states that this rank holds."""
+        return 1.0 / recipe.rest_world if self.share is None else self.share
+
+    def near(self, recipe: Recipe) -> int:
+        """Return the number of ranks of a host."""
+        return self.ranks_per_host or recipe.local_world_size
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of activations."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes per element that Adam moves.
+
+        Master, two moments and gradient in fp32 are read, the first three are written, and so is a
+        weight that is narrower.
+        """
+        return 16 + 12 + (self.weight_itemsize if self.weight_itemsize < 4 else 0)
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes per element that a step from disk moves (docs/concepts/memory.md)."""
+        return 12 + 12 + (self.weight_itemsize if self.weight_itemsize < 4 else 0)
+
+
+# links
+
+
+@dataclass(frozen=True, slots=True)
+class LinkGroup:
+    """The `ranks` of a collective, `local_world_size` of which share a node."""
+
+    ranks: int
+    local_world_size: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return -(-self.ranks // self.local_world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The seconds of one collective, bytes that one rank sends, and the links it keeps busy.
+
+    `encode` and `decode` are seconds before and after it, in which no link is busy.
+    """
+
+    seconds: float
+    nbytes: float
+    links: tuple[str, ...]
+    encode: float = 0.0
+    decode: float = 0.0
+
+    def then(self, other: Cost) -> Cost:
+        """Return the cost of this collective and another one behind it."""
+        return Cost(
+            self.seconds + other.seconds, self.nbytes + other.nbytes, self.links or other.links,
+            self.encode + other.encode, self.decode + other.decode,
+        )  # fmt: skip
+
+
+NO_COST = Cost(0.0, 0.0, ())
+
+
+def replica_group(world_size: int, shard_ranks: int, ranks_per_node: int) -> LinkGroup:
+    """Return the ranks of all copies that hold the same shard."""
+    return LinkGroup(world_size // shard_ranks, max(1, ranks_per_node // shard_ranks))
+
+
+def gather_cost(
+    nbytes: float, group: LinkGroup, machine: Machine, *, speed: float = 1.0,
+    is_straight: bool = False,
+) -> Cost:  # fmt: skip
+    """Return the cost of an all-gather to `nbytes` on every rank, or of a reduce-scatter from them.
+
+    In a ring every rank sends (n-1)/n of the bytes inside its node. (k-1)/k of them enter each of
+    the k nodes, over as many network cards as the group has ranks there. The slower of the two
+    counts. A ring has n-1 hops, k of them between nodes. Where every rank sends its piece straight
+    to every other one (`is_straight`), a piece enters a node once for each of its ranks. `speed` is
+    a factor of the rate of both links.
+    """
+    ranks, nodes, link = group.ranks, group.nodes, machine.efficiency.link * speed
+    if ranks == 1 or nbytes == 0:
+        return NO_COST
+    sent = nbytes * (ranks - 1) / ranks
+    inside = outside = 0.0
+    links: tuple[str, ...] = ()
+    crossings = min(nodes, ranks - 1) if nodes > 1 else 0
+    if group.local_world_size > 1:
+        inside = sent / (machine.inside.nbytes_per_second * link)
+        links += ("inside",)
+    if nodes > 1:
+        cards = 1 if is_straight else group.local_world_size
+        entering = nbytes * (nodes - 1) / nodes / cards
+        outside = entering / (machine.outside.nbytes_per_second * link)
+        links += ("outside",)
+    hops = (ranks - 1 - crossings) * machine.inside.latency + crossings * machine.outside.latency
+    return Cost(hops + max(inside, outside), sent, links)
+
+
+def reduce_cost(
+    nbytes: float, group: LinkGroup, machine: Machine, *, is_straight: bool = False
+) -> Cost:
+    """Return the cost of a reduce-scatter from `nbytes` on every rank, at its own speed."""
+    speed = machine.efficiency.reduce
+    return gather_cost(nbytes, group, machine, speed=speed, is_straight=is_straight)
+
+
+# messages of a unit
 
 
 class Coding(NamedTuple):
@@ -115,18 +274,18 @@ def costs_of(numel: int, recipe: Recipe, conditions: Conditions, machine: Machin
     )
 
 
-Coded = tuple[str, int]
+Form = tuple[str, int]
 """The word of a wire, and the bytes of an element of an exact message."""
 _EXACT = ""
 
 
 @lru_cache(maxsize=64)
-def _message(coded: Coded) -> tuple[str, float]:
+def _message(form: Form) -> tuple[str, float]:
     """Return the codec ("" if exact), and the bytes of an element."""
     from onefold.wire.codec import codec_of  # the simulator is imported without torch
     from onefold.wire_config import DIFFERENCE, EXACT
 
-    word, itemsize = coded
+    word, itemsize = form
     codec = word.removesuffix(DIFFERENCE)
     if codec in (_EXACT, EXACT):
         return _EXACT, itemsize
@@ -135,10 +294,10 @@ def _message(coded: Coded) -> tuple[str, float]:
 
 
 def _gather(
-    numel: float, coded: Coded, group: LinkGroup, machine: Machine, *, is_straight: bool = False
+    numel: float, form: Form, group: LinkGroup, machine: Machine, *, is_straight: bool = False
 ) -> Cost:
     """Each rank codes its own rows once, and reads all messages, its own too."""
-    codec, nbytes = _message(coded)
+    codec, nbytes = _message(form)
     cost = gather_cost(numel * nbytes, group, machine, is_straight=is_straight)
     coding = seconds_of(codec, machine)
     if not cost.seconds:
@@ -147,10 +306,10 @@ def _gather(
 
 
 def _reduce(
-    numel: float, coded: Coded, group: LinkGroup, machine: Machine, *, is_straight: bool = False
+    numel: float, form: Form, group: LinkGroup, machine: Machine, *, is_straight: bool = False
 ) -> Cost:
     """Each rank writes a message for every other rank, and reads one from each."""
-    codec, nbytes = _message(coded)
+    codec, nbytes = _message(form)
     cost = reduce_cost(numel * nbytes, group, machine, is_straight=is_straight)
     coding, others = seconds_of(codec, machine), numel * (group.ranks - 1) / group.ranks
     if not cost.seconds:

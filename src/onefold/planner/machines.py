@@ -28,7 +28,7 @@ class Efficiency:
 
     `matmul` and `attention` (a fused kernel) are shares of the peak FLOP/s, `memory` of the memory
     bandwidth, `link` of both links'. `contention` is the share of its speed that compute loses
-    while a collective runs beside it. `reduce` is the speed of a reduction against a gather,
+    while a collective runs. `reduce` is the speed of a reduction against a gather,
     `optimizer` the share of the memory bandwidth of one kernel over long tensors.
     """
 

@@ -9,16 +9,23 @@ the largest sum of all three.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
+from torch import nn
+
+from onefold.config import Precision, stage_of
 from onefold.engine.policy import Policy, UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
-from onefold.planner.byte_counter import ByteCounter, Holding, Moment
-from onefold.planner.byte_hands import ByteHands
+from onefold.layout.units import UnitPlan
+from onefold.planner.byte_hands import ByteCounter, ByteHands, Holding, Moment
+from onefold.planner.candidates import OFFLOADS, WAYS
 from onefold.planner.message_counts import PlannedUnit, planned_unit
-from onefold.planner.replay import Replay
+from onefold.planner.replay import Replay, plain_events
 from onefold.planner.trace import Trace
-from onefold.recipe import Recipe
+from onefold.planner.work import UnitWork, Work
+from onefold.recipe import Member, Recipe, UnitRecipe
+from onefold.text import format_bytes
 
 LINKS = ("inside", "between")
 
@@ -30,7 +37,7 @@ class Forecast:
     peak: the moment at which the device holds most (with CPU memory, where the CPU computes).
     peaks: the most bytes by tier.
     most: the most bytes by kind and tier.
-    timeline: every moment, if it was asked for.
+    timeline: every moment, if requested.
     sent: bytes of a step by collective, with the names of a report: "gather", "reduce_scatter", and
         on two axes each "inside" and "between".
     """
@@ -59,16 +66,16 @@ class Forecast:
         recipe, sent = self.recipe, self.sent
         ranks, near = recipe.world_size, min(recipe.local_world_size, recipe.world_size)
         far = (ranks - near) / max(1, ranks - 1) if not recipe.collective_suffix else 0.0
-        found = {(link, what): 0.0 for link in LINKS for what in ("weights", "gradients")}
+        by_link = {(link, what): 0.0 for link in LINKS for what in ("weights", "gradients")}
         for name, nbytes in sent.items():
             is_gather = name.startswith("gather")
             means = not recipe.is_sharded or (recipe.are_replicas and name.endswith("between"))
             what = "weights" if is_gather and not means else "gradients"
             is_ring = is_gather and recipe.device_type != "cpu"
             share = float(name.endswith("between")) or far / (near if is_ring else 1)
-            found["between", what] += share * nbytes
-            found["inside", what] += (1 - share) * nbytes
-        return found
+            by_link["between", what] += share * nbytes
+            by_link["inside", what] += (1 - share) * nbytes
+        return by_link
 
     @property
     def between_nbytes(self) -> float:
@@ -92,7 +99,7 @@ class Forecast:
 
     def most_of(self, kind: str) -> int:
         """Return the most bytes of one kind, over all tiers."""
-        return sum(nbytes for (each, _), nbytes in self.most.items() if each == kind)
+        return sum(nbytes for (held_kind, _), nbytes in self.most.items() if held_kind == kind)
 
 
 def forecast(
@@ -135,3 +142,101 @@ def facts_of(units: Sequence[PlannedUnit], recipe: Recipe) -> list[UnitFacts]:
         )
         for unit, far in zip(units, is_far, strict=True)
     ]  # fmt: skip
+
+
+# bytes without a forward: of a sharded module's states, and of a model that cannot be traced
+
+
+def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> Trace:
+    """Estimate the activations and the work of `tokens` tokens of one micro-batch."""
+    units: list[UnitWork] = []
+    kept: list[int] = []
+    for plan in plans:
+        members = tuple(
+            Member.of(owned.fqn, owned.parameter, precision, is_packed=owned.is_packed)
+            for owned in plan.members
+        )
+        nbytes = flops = 0
+        for member, owned in zip(members, plan.members, strict=True):
+            is_table = any(isinstance(owner, nn.Embedding) for owner, _ in owned.owners)
+            if len(member.shape) == 2:
+                width = member.shape[1] if is_table else sum(member.shape)
+                nbytes += member.compute_itemsize * width
+                flops += 0 if is_table else 2 * prod(member.shape)
+        work = float(tokens * flops)
+        units.append(_unit(plan.name, members, Work(work), Work(2 * work)))
+        kept.append(tokens * nbytes)
+    joined = [index > 0 and plan.joins(plans[index - 1]) for index, plan in enumerate(plans)]
+    return _trace(units, kept, 8 * tokens, joined)
+
+
+def bare(units: Sequence[UnitRecipe]) -> Trace:
+    """Trace a micro-batch without activations: only the engine's own bytes, which are exact."""
+    works = [
+        replace(_unit(unit.name, unit.members, Work(), Work()), data_ranks=unit.ranks)
+        for unit in units
+    ]
+    # a unit with a mesh of its own is a part of the block before, which stays unsharded around it
+    joined = [unit.is_joined or (i > 0 and unit.ranks > 0) for i, unit in enumerate(units)]
+    return _trace(works, [0] * len(works), 0, joined)
+
+
+def _unit(name: str, members: tuple[Member, ...], forward: Work, backward: Work) -> UnitWork:
+    return UnitWork(name, sum(member.numel for member in members), forward, backward, members)
+
+
+def _trace(units: list[UnitWork], kept: list[int], batch_nbytes: int, joined: list[bool]) -> Trace:
+    trained = [[i for i, member in enumerate(u.members) if member.requires_grad] for u in units]
+    return Trace(tuple(units), tuple(plain_events(kept, trained, joined)), batch_nbytes, 0)
+
+
+# the bytes that an engine should hold
+
+
+def needs_of(recipe: Recipe, *, micro_batches: int = 1) -> dict[str, int]:
+    """Return the most bytes of each memory on the rank with the largest share.
+
+    Activations are left out. Where the CPU computes, "cpu" counts the bytes of "device", too.
+    """
+    step = forecast(bare(recipe.units), recipe, accumulate=micro_batches)
+    if recipe.device_type == "cpu":
+        return {"cpu": step.memory_nbytes, "disk": step.peaks.get("disk", 0)}
+    return {tier: step.peaks.get(tier, 0) for tier in ("device", "cpu", "disk")}
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """The bytes that an engine should hold. It keeps numbers, no parameter."""
+
+    trace: Trace  # without activations
+    recipe: Recipe
+    rank: int | None = None  # whose share is expected; None: the largest
+
+    @staticmethod
+    def of(recipe: Recipe, rank: int | None = None) -> Expectation:
+        """Make the expectation of a module that is about to be sharded."""
+        return Expectation(bare(recipe.units), recipe, rank if recipe.shares else None)
+
+    def peaks(self, *, accumulates: bool) -> dict[str, int]:
+        """Return the most bytes of each kind in CPU and device memory, and of all ("all")."""
+        step = forecast(self.trace, self.recipe, accumulate=2 if accumulates else 1, rank=self.rank)
+        kinds: dict[str, int] = {}
+        for (kind, tier), nbytes in step.most.items():
+            if tier != "disk":
+                kinds[kind] = kinds.get(kind, 0) + nbytes
+        return kinds | {"all": step.peaks["device"] + step.peaks.get("cpu", 0)}
+
+    def smallest_change(self, shortage: int) -> str:
+        """Describe the nearest way to train that holds `shortage` bytes less."""
+        mine = self.recipe
+        now = forecast(self.trace, mine).memory_nbytes
+        for number, name in WAYS:
+            other = replace(mine, stage=stage_of(number), offload=OFFLOADS[name])
+            if number < mine.stage.number or other == mine:
+                continue
+            saved = now - forecast(self.trace, other).memory_nbytes
+            if saved >= shortage:
+                word = "disk:PATH" if name == "disk" else name
+                tiers = f', offload="{word}"' if name != "none" else ""
+                return f"stage={number}{tiers} holds {format_bytes(saved)} less"
+        return "smaller micro-batches, recompute or more ranks: states alone cannot give as much"

@@ -5,7 +5,7 @@
     replicas    gather (inside)                           reduce (inside) -> second_hop -> share
 
 All numbers are those of one rank: of rank 0, whose pieces are the longest, unless another is
-asked for. Ranks of unequal shares talk on one axis. layout/messages.py plans the messages; here
+requested. Ranks of unequal shares talk on one axis. layout/messages.py plans the messages; here
 their bytes are counted.
 """
 
@@ -43,8 +43,8 @@ from onefold.wire_config import DIFFERENCE, EXACT, Wire
 class PlannedMessage:
     """One collective: the bytes that this rank sends, and its buffers until the message is read.
 
-    `buffers`: coded messages, messages that regions share, and buffers that a reduction receives
-    into. `owed`: elements that this rank sends coded.
+    `buffers`: quantized messages, messages that regions share, and buffers that a reduction
+    receives into. `owed`: elements that this rank sends quantized.
     """
 
     sent: int = 0
@@ -79,7 +79,7 @@ class PlannedUnit(UnitBytes):
     name: str
     second: int  # weights that rest for the node
     sums: int  # gradients that are summed inside the node
-    feedback: int  # residuals of coded gradients
+    feedback: int  # residuals of quantized gradients
     messages: UnitMessages
     data_ranks: int = 0  # of a mesh of its own; 0: it travels among all ranks
 
@@ -88,13 +88,13 @@ def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> Pla
     """Compute the bytes and messages of a unit; `rank` as in `unit_bytes`."""
     recipe = recipe.on(unit.data_ranks)
     at = None if unit.data_ranks else rank
-    first, found = unit.members[0], unit_bytes(unit.members, recipe, at)
+    first, held = unit.members[0], unit_bytes(unit.members, recipe, at)
     members = tuple(replace(member, fqn="") for member in unit.members)
     sent = _messages_of(members, _Ranks.of(recipe, at), recipe.wire)
     owed = sent.reduce.owed + sent.second_hop.owed + sent.share.owed
     is_trained = any(member.requires_grad for member in members)
     return PlannedUnit(
-        **{each.name: getattr(found, each.name) for each in fields(found)},
+        **{item.name: getattr(held, item.name) for item in fields(held)},
         name=unit.name,
         second=sent.second * first.compute_itemsize if recipe.keeps_weights else 0,
         sums=sent.sums * first.itemsize if is_trained else 0,
@@ -105,7 +105,7 @@ def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> Pla
 
 
 class _Group(NamedTuple):
-    """The ranks of one message, and the rank that is asked for (`MessageRanks`)."""
+    """The ranks of one message, and the requested rank (`MessageRanks`)."""
 
     world_size: int
     rank: int
@@ -121,7 +121,7 @@ class _Ranks:
     is_sharded: bool
     is_nccl: bool
     shares: Shares
-    rank: int  # the one that is asked for
+    rank: int  # the requested one
 
     @staticmethod
     def of(recipe: Recipe, rank: int | None) -> _Ranks:
@@ -193,7 +193,7 @@ def _replicas(
     inside, between = ranks.group(near), ranks.group(ranks.world_size // near)
     parts = parts_of_replicas(layout, inside.rank, between.world_size)
     means = gathered((part, 0) for (part,) in _trained(members, parts))
-    first = members[0]  # means that are coded are rounded once
+    first = members[0]  # means that are quantized are rounded once
     itemsize = first.compute_itemsize if word == EXACT else first.itemsize
     return replace(
         _one_axis(members, layout, inside, (wire.weights_inside, wire.gradients_inside)),
@@ -221,7 +221,7 @@ def _two_hops(
 
 
 def _gather(regions: Regions, group: _Group, word: str, itemsize: int) -> PlannedMessage:
-    """Send own rows to all others. A quantised message counts its tags, an exact one does not."""
+    """Send own rows to all others. A quantized message counts its tags, an exact one does not."""
     if group.world_size == 1:
         return NOTHING
     plan = MessagePlan(*regions, group, itemsize)

@@ -12,16 +12,16 @@ for the two choices made apart, and Poplar (AAAI'25) for rows.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
 from onefold.errors import ConfigError
-from onefold.fit.lines import Line, fill, most_of
+from onefold.fit.shares import Line, fill, most_of
 from onefold.layout.row_split import RankTime, rows_of
-from onefold.planner.conditions import Conditions
-from onefold.planner.link_costs import LinkGroup, gather_cost
+from onefold.planner.costs import Conditions, LinkGroup, gather_cost
 from onefold.planner.machines import Link, Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.simulate import StepTime, simulate
@@ -101,25 +101,25 @@ class MixedSplit:
     @property
     def fits(self) -> bool:
         """True if nothing is missing on any rank."""
-        return all(nbytes <= 0 for each in self.kinds for nbytes in each.missing.values())
+        return all(nbytes <= 0 for plan in self.kinds for nbytes in plan.missing.values())
 
     @property
     def tightest(self) -> KindPlan:
         """The first kind of those with the fewest free bytes."""
-        return max(self.kinds, key=lambda each: max(each.missing.values()))
+        return max(self.kinds, key=lambda plan: max(plan.missing.values()))
 
     @property
     def step(self) -> StepTime | None:
         """The step of the slowest kind; `tokens_per_s` counts the rows of all ranks."""
-        steps = [each.step for each in self.kinds if each.step is not None]
+        steps = [plan.step for plan in self.kinds if plan.step is not None]
         if len(steps) < len(self.kinds):
             return None
-        slowest = max(self.kinds, key=lambda each: each.step.seconds if each.step else 0.0)
-        found = slowest.step
-        assert found is not None, "every kind has a step"
+        slowest = max(self.kinds, key=lambda plan: plan.step.seconds if plan.step else 0.0)
+        step = slowest.step
+        assert step is not None, "every kind has a step"
         rows = slowest.rows * len(self.rows)
-        rate = found.tokens_per_s * sum(self.rows) / rows if rows else 0.0
-        return replace(found, tokens_per_s=rate)
+        rate = step.tokens_per_s * sum(self.rows) / rows if rows else 0.0
+        return replace(step, tokens_per_s=rate)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
@@ -130,7 +130,7 @@ class MixedSplit:
             "shares": None if self.weights is None else list(self.weights),
             "seconds": None if step is None else step.seconds,
             "tightest": {"kind": self.tightest.kind.name, "rank": self.tightest.kind.first},
-            "kinds": [each.as_dict() for each in self.kinds],
+            "kinds": [plan.as_dict() for plan in self.kinds],
         }
 
 
@@ -159,9 +159,9 @@ class MixedJob:
             except ConfigError:
                 return self._made(rows, None, lacks=1.0)
             lines = [self._lines(kind, rows[kind.first]) for kind in self.kinds]
-        made = self._made(rows, None)
-        if made.fits or not self.recipe.is_sharded:
-            return made
+        split = self._made(rows, None)
+        if split.fits or not self.recipe.is_sharded:
+            return split
         return self._by_memory(rows, lines)
 
     def equal(self) -> MixedSplit:
@@ -173,7 +173,7 @@ class MixedJob:
 
         Activations stay. `is_even`: all ranks hold the same. None where no limit is known.
         """
-        lines = [self._lines(each.kind, each.rows) for each in split.kinds]
+        lines = [self._lines(plan.kind, plan.rows) for plan in split.kinds]
         low, high = 0.0, 2.0**20
         if self._has_room(lines, high, is_even=is_even):
             return None
@@ -188,14 +188,14 @@ class MixedJob:
 
         Every further rank adds as many rows as the others have in the mean.
         """
-        found: dict[str, int] = {}
-        for index, each in enumerate(split.kinds):
-            most = most_of(self._lines(each.kind, each.rows))
+        counts: dict[str, int] = {}
+        for index, plan in enumerate(split.kinds):
+            most = most_of(self._lines(plan.kind, plan.rows))
             least = ceil(split.lacks / most) if most > 0 else 0
             tries = range(least, least + TRIES) if least else ()
             count = next((n for n in tries if self._with(index, n).best().fits), 0)
-            found |= {each.kind.name: count} if count else {}
-        return found
+            counts |= {plan.kind.name: count} if count else {}
+        return counts
 
     def _with(self, index: int, count: int) -> MixedJob:
         """Return the same job with more devices of a kind."""
@@ -213,7 +213,7 @@ class MixedJob:
         most = [most_of(of_kind, times=times) for of_kind in lines]
         if is_even or not self.recipe.is_sharded:
             return min(most) * self.recipe.world_size >= 1
-        total = sum(kind.ranks * each for kind, each in zip(self.kinds, most, strict=True))
+        total = sum(kind.ranks * limit for kind, limit in zip(self.kinds, most, strict=True))
         return min(most) >= 0 and total >= 1
 
     # rows
@@ -225,30 +225,27 @@ class MixedJob:
         limits = None
         if most is not None:
             pairs = zip(self.kinds, most, strict=True)
-            limits = [each for kind, each in pairs for _ in range(kind.ranks)]
+            limits = [limit for kind, limit in pairs for _ in range(kind.ranks)]
         return rows_of(times, total, limits)
 
     def _time(self, kind: DeviceKind) -> RankTime:
         """Return the time of a rank's own work, from two numbers of rows."""
-        if any(each.machine is None for each in self.kinds):
+        if kind.machine is None or any(other.machine is None for other in self.kinds):
             return RankTime(0.0, 1.0)
-        few, many = (self._own_seconds(kind, rows) for rows in (self.rows, 2 * self.rows))
-        per_row = max((many - few) / self.rows, 1e-12)
-        return RankTime(max(0.0, few - per_row * self.rows), per_row)
-
-    def _own_seconds(self, kind: DeviceKind, rows: int) -> float:
-        assert kind.machine is not None, "a kind without a machine has no time"
-        work = self.near(rows).work(rows * self.tokens)
-        step = simulate(work, self.recipe, kind.machine, self.conditions)
-        return sum(getattr(step, part) for part in OWN_PARTS)
+        few, many = (
+            simulate(self.near(n).work(n * self.tokens), self.recipe, kind.machine, self.conditions)
+            for n in (self.rows, 2 * self.rows)
+        )
+        few_seconds, many_seconds = (
+            sum(getattr(step, part) for part in OWN_PARTS) for step in (few, many)
+        )
+        per_row = max((many_seconds - few_seconds) / self.rows, 1e-12)
+        return RankTime(max(0.0, few_seconds - per_row * self.rows), per_row)
 
     def _most_rows(self, kind: DeviceKind) -> int:
-        """Return the most rows beside which a rank without states fits."""
-        low, high = 0, self.rows * self.recipe.world_size + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if most_of(self._lines(kind, middle)) >= 0 else (low, middle)
-        return low
+        """Return the most rows with which a rank without states fits."""
+        rows = range(1, self.rows * self.recipe.world_size + 1)
+        return bisect_left(rows, True, key=lambda number: most_of(self._lines(kind, number)) < 0)
 
     # states
 
@@ -256,7 +253,7 @@ class MixedJob:
         """Return the bytes of a rank of the kind by place, as they grow with its share."""
         world = self.recipe.world_size
         alone = (1,) + (0,) * (world - 1)
-        trace = self._trace(self.near, rows)
+        trace = self.near(max(1, rows))  # a rank without rows runs one that counts for nothing
         held = [
             forecast(
                 trace, replace(self.recipe, shares=shares if self.recipe.is_sharded else None),
@@ -264,7 +261,7 @@ class MixedJob:
             )
             for shares in (None, alone)
         ]  # fmt: skip
-        even, most = (each.by_place(kind.local_world_size) for each in held)
+        even, most = (step.by_place(kind.local_world_size) for step in held)
         rest = ("activation", "logits", "batch", "buffer")
         fixed = sum(n for (what, _), n in held[0].peak.held.items() if what in rest)
         fixed_at = {"device": fixed}  # a larger model of the same rows has no more of these
@@ -272,9 +269,6 @@ class MixedJob:
             Line.through(place, free, even[place], most[place], world, fixed_at.get(place, 0))
             for place, free in kind.room.items()
         ]  # fmt: skip
-
-    def _trace(self, source: Callable[[int], Trace], rows: int) -> Trace:
-        return source(max(1, rows))  # a rank without rows runs one that counts for nothing
 
     def _by_memory(self, rows: tuple[int, ...], lines: Sequence[list[Line]]) -> MixedSplit:
         """Return the most even shares that fit; where none fit, those that miss alike."""
@@ -306,18 +300,18 @@ class MixedJob:
             for kind in self.kinds
         ]  # fmt: skip
         machines = self._machines(shares if weights else None)
-        found: list[KindPlan] = []
+        plans: list[KindPlan] = []
         for kind, share, machine in zip(self.kinds, shares, machines, strict=True):
             own = rows[kind.first]
-            trace, step = self._trace(self.exact, own), None
+            trace, step = self.exact(max(1, own)), None
             held = forecast(
                 trace, recipe, accumulate=self.conditions.accumulate, rank=kind.first
             )  # fmt: skip
             if machine is not None:
                 conditions = replace(self.conditions, share=share if weights else None)
                 step = simulate(trace.work(own * self.tokens), recipe, machine, conditions)
-            found.append(KindPlan(kind, own, share, held, step))
-        return MixedSplit(tuple(found), rows, weights, lacks)
+            plans.append(KindPlan(kind, own, share, held, step))
+        return MixedSplit(tuple(plans), rows, weights, lacks)
 
     def _machines(self, shares: list[float] | None) -> list[Machine | None]:
         """Return each kind's machine with the links of the kind that a collective waits for."""
@@ -334,7 +328,7 @@ class MixedJob:
         ]
         nbytes = self.exact(self.rows).numel * self.conditions.weight_itemsize
         group = LinkGroup(world, near)
-        slowest = max(linked, key=lambda each: gather_cost(nbytes, group, each).seconds)
+        slowest = max(linked, key=lambda machine: gather_cost(nbytes, group, machine).seconds)
         return [
             replace(
                 machine, inside=slowest.inside, outside=slowest.outside,

@@ -1,29 +1,37 @@
 """Predict the passes of a streamed module: the bytes that one reads, and those that it holds.
 
-The recipe says which units stay (fit/residents.py), and the engine's own schedule says when the
+The recipe says which units stay (fit/kept_units.py), and the engine's own schedule says when the
 others come and go. So a plan and the engine cannot disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from math import gcd
 from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from onefold.engine.actions import Action, Verb
 from onefold.engine.calls import Call
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.successors import Phase
-from onefold.fit.residents import stack_nbytes
+from onefold.fit.kept_units import stack_nbytes
 from onefold.layout.cut import cut_of
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.rows import round_up
-from onefold.planner.byte_counter import ByteCounter
-from onefold.planner.byte_hands import ByteHands
+from onefold.layout.units import UnitPlan
+from onefold.planner.byte_hands import ByteCounter, ByteHands
 from onefold.planner.message_counts import planned_unit
-from onefold.planner.work import UnitWork
+from onefold.planner.storages import Storages, Untraceable
+from onefold.planner.work import UnitWork, Work
 from onefold.recipe import Recipe, UnitRecipe
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import GRAIN_NUMEL, PAGE_NBYTES, whole_pages
@@ -74,15 +82,15 @@ def streamed_nbytes(recipe: Recipe, rank: int | None = None, uses: Sequence[Use]
         rank: None: the one with the largest share.
         uses: of the pass; without any of a unit: all units. Large weights are read in each use.
     """
-    held, found = held_by(recipe, rank), 0
+    held, nbytes = held_by(recipe, rank), 0
     used = {use.unit for use in uses if use.verb == "enter"} or set(range(len(held)))
-    for index, (unit, each) in enumerate(zip(recipe.units, held, strict=True)):
+    for index, (unit, unit_held) in enumerate(zip(recipe.units, held, strict=True)):
         if index in used and not unit.tile_nbytes and not unit.stays:
-            found += _moved(recipe, unit, each, rank or 0)
+            nbytes += _moved(recipe, unit, unit_held, rank or 0)
     for use in uses:
         if use.verb in ("blocks", "rows"):
-            found += _large(recipe, use, held[use.unit]).read
-    return found
+            nbytes += _large(recipe, use, held[use.unit]).read
+    return nbytes
 
 
 def _moved(recipe: Recipe, unit: UnitRecipe, held: UnitBytes, rank: int) -> int:
@@ -124,7 +132,7 @@ def _large(recipe: Recipe, use: Use, held: UnitBytes) -> _Large:
     own_rows = -(-member.shape[0] // ranks)
     heights = [min(height, own_rows - first) for first in range(0, own_rows, height)]
     sent = tuple(
-        (ranks * each * columns + recipe.world_size) * member.compute_itemsize for each in heights
+        (ranks * rows * columns + recipe.world_size) * member.compute_itemsize for rows in heights
     )
     rooms, messages = 2 * max(sent), sent if ranks > 1 else ()
     if not is_disk:
@@ -148,10 +156,10 @@ def pass_bytes(recipe: Recipe, uses: Sequence[Use], rank: int | None = None) -> 
     return PassBytes(
         read=streamed_nbytes(recipe, rank, uses),
         peak=player.peak + stack_nbytes(recipe),
-        at_rest=sum(each.weight for each in held),
+        at_rest=sum(unit_held.weight for unit_held in held),
         stay=sum(
-            each.unsharded + each.decoded
-            for unit, each in zip(recipe.units, held, strict=True)
+            unit_held.unsharded + unit_held.decoded
+            for unit, unit_held in zip(recipe.units, held, strict=True)
             if unit.stays
         ),
     )
@@ -165,12 +173,12 @@ class _Player:
         self._held = held
         facts = [
             UnitFacts(
-                nbytes=each.unsharded + each.decoded,
-                is_resident=each.unsharded == 0,
+                nbytes=unit_held.unsharded + unit_held.decoded,
+                is_resident=unit_held.unsharded == 0,
                 is_tiled=unit.tile_nbytes > 0,
                 keeps_sums=recipe.is_sharded,
             )
-            for unit, each in zip(recipe.units, held, strict=True)
+            for unit, unit_held in zip(recipe.units, held, strict=True)
         ]
         self._schedule = Schedule(policy_of(recipe), facts)
         self._schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
@@ -184,7 +192,7 @@ class _Player:
         self._fetched: dict[int, Any] = {}  # slots, by unit
         self._is_far = recipe.offload.parameters == "disk" and not recipe.reads_directly
         if recipe.rests_near:
-            counter.add("weight", sum(each.weight for each in held))
+            counter.add("weight", sum(unit_held.weight for unit_held in held))
         counter.see()
 
     @property
@@ -250,3 +258,103 @@ class _Slot:
 
     def __del__(self) -> None:
         self._counter.add("staging", -self.nbytes, "cpu")
+
+
+# which modules use units, seen in one forward on `meta`
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTrace:
+    """One forward of [rows, seq] tokens."""
+
+    uses: tuple[Use, ...]
+    peak: int  # the most bytes that torch holds besides parameters
+    work: Work
+    cache_nbytes: int  # keys and values of all its tokens; 0 for a model without a cache
+
+
+def names_of_users(module: nn.Module, plans: Sequence[UnitPlan]) -> dict[str, list[Use]]:
+    """Return the units that modules use, by the modules' names: they outlive a copy."""
+    names = {id(part): name for name, part in module.named_modules()}
+    uses: dict[str, list[Use]] = {}
+    for index, plan in enumerate(plans):
+        owners = [owner for owned in plan.members for owner, _ in owned.owners]
+        is_large = plan.tile_nbytes > 0
+        users = list(dict.fromkeys(owners)) if is_large else plan.modules
+        for user in users:
+            verb = verb_of(user) if is_large else "enter"
+            use = Use(index, verb, id(user), len(users))
+            uses.setdefault(names[id(user)], []).append(use)
+    return uses
+
+
+def verb_of(user: nn.Module) -> str:
+    """Say how a module uses a weight that is too large for a unit."""
+    return "rows" if isinstance(user, nn.Embedding) else "blocks"
+
+
+def trace_forward(
+    module: nn.Module, users: Mapping[str, Sequence[Use]], tokens: Tensor, device_type: str,
+    options: Mapping[str, Any] | None = None,
+) -> ForwardTrace:  # fmt: skip
+    """Trace one forward of a module on `meta`; `users` by name, of a module like it.
+
+    Args:
+        module: the model.
+        users: the units that its modules use.
+        tokens: [rows, seq], its first argument.
+        device_type: of the device that computes.
+        options: more arguments of its forward.
+
+    Raises `Untraceable` where the forward depends on the values of tensors.
+    """
+    arguments = dict(options or {})
+    events: list[Use] = []
+    hooks: list[Any] = []
+    for name, part in module.named_modules():
+        for use in users.get(name, ()):
+            hooks.append(part.register_forward_pre_hook(partial(_note, events, use)))
+            if use.verb == "enter":
+                leave = Use(use.unit, "leave", use.module, use.num_modules)
+                hooks.append(part.register_forward_hook(partial(_note, events, leave)))
+    works: list[Work] = []
+    storages = Storages(device_type, works.append)
+    inputs = [leaf for leaf in tree_iter((tokens, arguments)) if isinstance(leaf, Tensor)]
+    for tensor in chain(module.parameters(), module.buffers(), inputs):
+        storages.ignore(tensor)
+    try:
+        with torch.no_grad(), storages.watching():
+            outputs = module(tokens, **arguments, **_options(module))
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise Untraceable(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    work = Work()
+    for kernel in works:
+        work = work.plus(kernel)
+    cache = _cache_nbytes(getattr(outputs, "past_key_values", None))
+    return ForwardTrace(tuple(events), storages.take_peak()[0], work, cache)
+
+
+def _note(events: list[Use], use: Use, *_: object) -> None:
+    events.append(use)
+
+
+def _options(module: nn.Module) -> dict[str, Any]:
+    """The options with which generation calls a model of transformers."""
+    known = inspect.signature(module.forward).parameters
+    wanted = {"use_cache": True, "logits_to_keep": 1}
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def _cache_nbytes(cache: Any) -> int:
+    both = (
+        getattr(cache, "self_attention_cache", None),
+        getattr(cache, "cross_attention_cache", None),
+    )
+    if all(both):  # an encoder-decoder's
+        return sum(_cache_nbytes(part) for part in both)
+    layers = getattr(cache, "layers", None) or ()
+    tensors = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
+    return sum(tensor.nbytes for tensor in tree_iter(tensors) if isinstance(tensor, Tensor))

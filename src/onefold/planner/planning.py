@@ -14,10 +14,8 @@ from torch import nn
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
 from onefold.errors import ConfigError
 from onefold.layout.units import plan_units
-from onefold.planner.anatomy import Anatomy
-from onefold.planner.calibrate import Sample
-from onefold.planner.calibrate import calibrate as measured_here
-from onefold.planner.calibration import Calibration
+from onefold.planner.calibration import Calibration, Sample
+from onefold.planner.calibration import calibrate as measured_here
 from onefold.planner.candidates import OFFLOADS, WAYS, Candidate, candidates, lossy
 from onefold.planner.clusters import (
     Cluster,
@@ -27,13 +25,13 @@ from onefold.planner.clusters import (
     device_kinds,
     recipe_of,
 )
-from onefold.planner.estimate import estimated
-from onefold.planner.mixed_plan import MixedPlan
+from onefold.planner.memory import estimated
 from onefold.planner.models.loader import build_model, refuse
 from onefold.planner.models.loader import recompute as recompute_blocks
-from onefold.planner.planned_axes import ModelAxes
+from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.result import Plan
 from onefold.planner.search import Row, Search, best_of, nearest
+from onefold.planner.show import MixedPlan
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.tier.host import usable_cores
@@ -90,7 +88,7 @@ def plan(  # noqa: PLR0913 - the contract
             that `onefold.shard` refuses at that stage or on so many nodes; a calibration for other
             devices than this machine's CPU, or of a model that does not run; axes that do not
             divide the world, or for which the model has not enough heads, blocks or experts; a
-            cluster of several kinds beside axes, a wire or a calibration.
+            cluster of several kinds with axes, a wire or a calibration.
     """
     kinds, axes = clusters_of(cluster, world_size), ModelAxes.of(axes)
     for kind in kinds:
@@ -101,7 +99,7 @@ def plan(  # noqa: PLR0913 - the contract
     recipe = recipe_of(kinds, chosen)
     axes.check(recipe.world_size)
     name, module = _model(module_or_config, seq, recompute=recompute)
-    word = next((word for word, each in PRECISIONS.items() if each == chosen), None)
+    word = next((word for word, preset in PRECISIONS.items() if preset == chosen), None)
     rows = 1 if batch == "auto" else int(batch)
 
     def traced(rows: int) -> Trace:
@@ -109,14 +107,14 @@ def plan(  # noqa: PLR0913 - the contract
         return trace(module, tokens, precision=chosen, device_type=where.device_type)
 
     exact, least = cache(traced), 1 if mixed else rows
-    one, two, estimates = _traces(exact, least, is_open=batch == "auto" or bool(mixed))
-    if one is None:
+    first, two, estimates = _traces(exact, least, is_open=batch == "auto" or bool(mixed))
+    if first is None:
         units = plan_units(without_values(module))
         exact = cache(lambda rows: estimated(units, rows * seq, chosen))
-        one, two = exact(least), exact(2) if mixed else None
+        first, two = exact(least), exact(2) if mixed else None
     anatomy = Anatomy()
     if axes.are_used:
-        anatomy = Anatomy.of(module, one.units)
+        anatomy = Anatomy.of(module, first.units)
         anatomy.check(axes)
         estimates += anatomy.estimates(axes)
     calibration, machine = None, where.described
@@ -128,8 +126,8 @@ def plan(  # noqa: PLR0913 - the contract
         )
         machine = calibration.machine(where.ranks)
     search = Search(
-        one=one,
-        two=two,
+        one_row=first,
+        two_rows=two,
         recipe=recipe,
         room=where.room,
         machine=machine,
@@ -142,12 +140,12 @@ def plan(  # noqa: PLR0913 - the contract
         exact=exact,
     )  # fmt: skip
     ways = _ways(stage, offload, where.device_type)
-    found = _found(search, ways, None if batch == "auto" else rows)
+    rows_tried = _found(search, ways, None if batch == "auto" else rows)
     if batch == "auto" and two is not None and not mixed:  # a mixed one has exact traces
-        found = _confirmed(found, search, traced)
-    best, closest = best_of(found), nearest(found)
+        rows_tried = _confirmed(rows_tried, search, traced)
+    best, closest = best_of(rows_tried), nearest(rows_tried)
     return Plan(
-        name, word if precision is not None else None, recompute, search, found, best, closest,
+        name, word if precision is not None else None, recompute, search, rows_tried, best, closest,
         estimates, calibration,
         _compared(search, best or closest) if wire == "auto" else (),
         MixedPlan.of(search, best or closest) if mixed else None,
@@ -162,67 +160,67 @@ def _traces(
     There is no trace of two where it has other events: it could not be extrapolated.
     """
     try:
-        one = traced(rows)
+        first = traced(rows)
         two = traced(2) if is_open else None
     except Untraceable as error:
         part = f"activations and work, as the forward cannot be traced ({error})"
         return None, None, (part,)
-    return one, two if two is not None and len(one.events) == len(two.events) else None, ()
+    return first, two if two is not None and len(first.events) == len(two.events) else None, ()
 
 
 def _found(search: Search, ways: Sequence[tuple[int, str]], rows: int | None) -> tuple[Row, ...]:
-    """Try each way that has such a wire, with as many rows as fit, or as were asked for."""
-    found: list[Row] = []
+    """Try each way that has such a wire, with as many rows as fit, or as many as requested."""
+    rows_tried: list[Row] = []
     refused: list[ConfigError] = []
     for stage, offload in ways:
         try:
             is_open = rows is None
-            found.append(
+            rows_tried.append(
                 search.largest(stage, offload) if is_open else search.row(stage, offload, rows)
             )
         except ConfigError as error:
             refused.append(error)
-    if not found:
+    if not rows_tried:
         raise refused[0]
-    return tuple(found)
+    return tuple(rows_tried)
 
 
-def _confirmed(found: tuple[Row, ...], search: Search, traced: Tracing) -> tuple[Row, ...]:
+def _confirmed(rows: tuple[Row, ...], search: Search, traced: Tracing) -> tuple[Row, ...]:
     """Trace the best row with as many rows as it has; take fewer where they do not fit after all.
 
     Bytes at an event grow along a line from one row to two. The most of several events is above it.
     """
-    while (best := best_of(found)) is not None and best.rows > 2:
+    while (best := best_of(rows)) is not None and best.rows > 2:
         search = replace(search, wires=(best.wire,))
-        exact = replace(search, one=traced(best.rows), two=None)
+        exact = replace(search, one_row=traced(best.rows), two_rows=None)
         row = exact.row(best.stage, best.offload, best.rows)
         if row.fits:
-            return tuple(row if each is best else each for each in found)
+            return tuple(row if other is best else other for other in rows)
         fewer = search.row(best.stage, best.offload, best.rows // 2)
-        found = tuple(fewer if each is best else each for each in found)
-    return found
+        rows = tuple(fewer if other is best else other for other in rows)
+    return rows
 
 
 def _compared(search: Search, row: Row) -> tuple[Row, ...]:
     """Try the same way on every wire; none where the stage, or the cluster, has but one."""
     if search.recipe.nodes == 1 or search.axes.are_used or search.kinds:
         return ()
-    found = search.over((*search.wires, *lossy()), row.stage, row.offload, row.rows)
-    found = [row if each.wire == row.wire else each for each in found]
-    return tuple(found) if len(found) > 1 else ()
+    rows = search.over((*search.wires, *lossy()), row.stage, row.offload, row.rows)
+    rows = [row if other.wire == row.wire else other for other in rows]
+    return tuple(rows) if len(rows) > 1 else ()
 
 
 def _wires(
     wire: Literal["auto"] | WireChoice, nodes: int, axes: ModelAxes
 ) -> tuple[Candidate, ...]:
     """Return the wires to try: with cp or ep the plain one: their data axis is no grid of nodes."""
-    found = candidates(wire, nodes=nodes)
+    wires = candidates(wire, nodes=nodes)
     is_grid = axes.cp == axes.ep == 1
-    plain = tuple(each for each in found if is_grid or each.wire.is_plain)
+    plain = tuple(candidate for candidate in wires if is_grid or candidate.wire.is_plain)
     if not plain:
-        got = f"wire {found[0].name} with cp {axes.cp} and ep {axes.ep}"
+        got = f"wire {wires[0].name} with cp {axes.cp} and ep {axes.ep}"
         hint = "leave the wire out, or cp and ep"
-        raise ConfigError("the exact wire beside cp and ep", got, hint=hint)
+        raise ConfigError("the exact wire with cp and ep", got, hint=hint)
     return plain
 
 
@@ -234,18 +232,18 @@ def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[t
         hint = "offload='auto' tries all of them"
         words = f"offload to be auto, {', '.join(OFFLOADS)}"
         raise ConfigError(words, repr(offload), hint=hint)
-    if any(each not in (0, 1, 2, 3) for each in stages):
+    if any(number not in (0, 1, 2, 3) for number in stages):
         hint = "stage='auto' tries all of them"
         raise ConfigError("stage to be auto, 0, 1, 2 or 3", repr(stage), hint=hint)
     words = (word,)
     if word == "auto":  # where the CPU computes, its memory is no other tier
         words = ("none", "disk") if device_type == "cpu" else tuple(OFFLOADS)
-    found = [(s, o) for s, o in WAYS if s in stages and o in words]
-    if not found:
+    ways = [(s, o) for s, o in WAYS if s in stages and o in words]
+    if not ways:
         hint = "optimizer needs stage 1 to 3, cpu and disk need stage 3"
         got = f"stage {stage}"
         raise ConfigError(f"offload={offload!r} at a stage that has it", got, hint=hint)
-    return found
+    return ways
 
 
 def _check(where: Cluster, **counts: int | str) -> None:
@@ -263,7 +261,7 @@ def _calibration(where: Cluster, sample: Sample) -> Calibration:
     if where.machine is not None:
         name = where.machine if isinstance(where.machine, str) else where.machine.name
         hint = "leave out calibrate or Cluster.machine"
-        raise ConfigError(wanted, f"one beside machine {name!r}", hint=hint)
+        raise ConfigError(wanted, f"one with machine {name!r}", hint=hint)
     if where.device_type != "cpu" or where.nodes > 1:
         got = f"{where.nodes} nodes" if where.nodes > 1 else "one for GPUs"
         hint = "step times of GPUs and of several nodes come from data sheets: --cluster h100-80"
@@ -272,12 +270,12 @@ def _calibration(where: Cluster, sample: Sample) -> Calibration:
 
 
 def _model(
-    given: nn.Module | str | os.PathLike[str], seq: int, *, recompute: bool
+    model: nn.Module | str | os.PathLike[str], seq: int, *, recompute: bool
 ) -> tuple[str, nn.Module]:
     """Return the name of a model and the model, without values if it was named."""
-    if isinstance(given, nn.Module):
-        return type(given).__name__, given.train()
-    name = os.fspath(given)
+    if isinstance(model, nn.Module):
+        return type(model).__name__, model.train()
+    name = os.fspath(model)
     refuse(name, seq)
     with torch.device("meta"):
         module = build_model(name, seq)

@@ -12,11 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from onefold.planner.calibration import Calibration
-from onefold.planner.mixed_plan import MixedPlan, row_lines, sampler_of
 from onefold.planner.planned_axes import ModelAxes
 from onefold.planner.search import Row, Search
-from onefold.planner.show import memory_table, short_table, traffic_table, wire_lines
-from onefold.planner.show_axes import axis_lines, mesh_of, mesh_words
+from onefold.planner.show import (
+    MixedPlan,
+    axis_lines,
+    memory_table,
+    mesh_of,
+    mesh_words,
+    row_lines,
+    sampler_of,
+    short_table,
+    traffic_table,
+    wire_lines,
+)
 from onefold.text import counted, format_bytes, shell_lines, wrapped
 
 FOLDER = "PATH"
@@ -42,7 +51,7 @@ class Plan:
     estimates: the parts of the plan that are not exact.
     calibration: the measurements behind step times of this machine.
     wires: the way to take on every wire, exact and lossy, if the wire was left open.
-    mixed: on several kinds of devices, the split of rows and states beside the equal one.
+    mixed: on several kinds of devices, the split of rows and states, and the equal one.
     """
 
     model: str
@@ -60,7 +69,7 @@ class Plan:
     @property
     def numel(self) -> int:
         """Parameters of the model."""
-        return self.search.one.numel
+        return self.search.one_row.numel
 
     @property
     def world_size(self) -> int:
@@ -281,9 +290,9 @@ class Plan:
             yield "step times: name a machine with --cluster, as in --cluster h100-80"
         places = {place for row in self.rows for place in row.unchecked}
         if places:
-            given = {place: flag for place, flag in SIZE_FLAGS.items() if place in places}
-            flags = " and ".join(f"{flag} SIZE" for flag in given.values())
-            yield f"?: {' and '.join(given)} of a node not checked: pass {flags}"
+            flag_of = {place: flag for place, flag in SIZE_FLAGS.items() if place in places}
+            flags = " and ".join(f"{flag} SIZE" for flag in flag_of.values())
+            yield f"?: {' and '.join(flag_of)} of a node not checked: pass {flags}"
 
 
 def _named(row: Row) -> str:

@@ -8,15 +8,14 @@ from typing import Any
 
 from onefold.config import stage_of
 from onefold.errors import ConfigError
-from onefold.planner.anatomy import Anatomy
 from onefold.planner.candidates import EXACT_WIRE, OFFLOADS, Candidate
 from onefold.planner.composed import ComposedJob
 from onefold.planner.composition import Composition, Place, compose
-from onefold.planner.conditions import Conditions
+from onefold.planner.costs import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit
-from onefold.planner.planned_axes import ModelAxes
+from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
@@ -28,7 +27,7 @@ GROUPS = {
     "activations": ("activation",),
     "logits": ("logits",),
     "gather window": ("unsharded",),
-    "second shard": ("secondary",),
+    "secondary shards": ("secondary",),
     "buffers": ("wire", "staging", "buffer", "batch"),
 }
 """The ledger's kinds by the names that people use."""
@@ -133,7 +132,8 @@ class Row:
 class Search:
     """A model and a cluster, for which ways to train are tried.
 
-    one, two: traces of micro-batches of one row (or of all rows, if `two` is None) and of two rows.
+    one_row, two_rows: traces of micro-batches of one row and of two; if `two_rows` is None, the
+        first is of all rows.
     recipe: the ranks, the device and the precision. Each way adds its stage, offload and wire.
     room: bytes of each "device", and of each "host" and its "disk" for all its ranks; a place that
         is left out is not checked.
@@ -141,8 +141,8 @@ class Search:
     kinds, exact: several kinds of devices, for which `room` and `machine` are those of the first.
     """
 
-    one: Trace
-    two: Trace | None
+    one_row: Trace
+    two_rows: Trace | None
     recipe: Recipe
     room: Mapping[str, int]
     machine: Machine | None
@@ -160,7 +160,7 @@ class Search:
 
     def over(self, wires: Sequence[Candidate], stage: int, offload: str, rows: int) -> list[Row]:
         """Try each wire that such a recipe can have; `ConfigError` if there is none."""
-        found: dict[Recipe, Row] = {}
+        tried: dict[Recipe, Row] = {}
         refused: ConfigError | None = None
         rank = self.axes.data(self.recipe)
         way = replace(rank, stage=stage_of(stage), offload=OFFLOADS[offload])
@@ -170,11 +170,11 @@ class Search:
             except ConfigError as error:
                 refused = refused or error
                 continue
-            if recipe not in found:
-                found[recipe] = self._row(wire, recipe, offload, rows)
-        if refused is not None and not found:
+            if recipe not in tried:
+                tried[recipe] = self._row(wire, recipe, offload, rows)
+        if refused is not None and not tried:
             raise refused
-        return list(found.values())
+        return list(tried.values())
 
     def _row(self, wire: Candidate, recipe: Recipe, offload: str, rows: int) -> Row:
         trace = self.trace_of(rows)
@@ -183,10 +183,10 @@ class Search:
             job = ComposedJob(
                 self.axes, self.anatomy, self.recipe, rows * self.tokens, place.conditions.itemsize
             )
-            made, step = compose(trace, job, recipe, place)
-            found = made.ranks[made.fullest].forecast
+            composition, step = compose(trace, job, recipe, place)
+            fullest = composition.ranks[composition.fullest].forecast
             number = recipe.stage.number
-            return Row(number, offload, rows, found, self.room, step, wire, made)
+            return Row(number, offload, rows, fullest, self.room, step, wire, composition)
         if self.kinds:
             split = self.job(recipe, rows).best()
             held, number = split.tightest, recipe.stage.number
@@ -194,12 +194,12 @@ class Search:
             return Row(
                 number, offload, rows, held.forecast, room, split.step, wire, mixed=split
             )  # fmt: skip
-        found = forecast(trace, recipe, accumulate=self.accumulate)
+        step_bytes = forecast(trace, recipe, accumulate=self.accumulate)
         step = None
         if self.machine is not None:
             work = trace.work(rows * self.tokens)
             step = simulate(work, recipe, self.machine, self.conditions)
-        return Row(recipe.stage.number, offload, rows, found, self.room, step, wire)
+        return Row(recipe.stage.number, offload, rows, step_bytes, self.room, step, wire)
 
     def job(self, recipe: Recipe, rows: int) -> MixedJob:
         """Return the job of `rows` rows a rank in the mean on all kinds of devices."""
@@ -214,7 +214,7 @@ class Search:
     def conditions(self) -> Conditions:
         """The micro-batches, and the dtype of products and messages."""
         compute = self.recipe.precision.compute
-        first = next((member for unit in self.one.units for member in unit.members), None)
+        first = next((member for unit in self.one_row.units for member in unit.members), None)
         itemsize = compute.itemsize if compute else first.itemsize if first else 4
         return Conditions(
             accumulate=self.accumulate, dtype=DTYPES.get(itemsize, "fp32"),
@@ -223,15 +223,15 @@ class Search:
 
     def trace_of(self, rows: int) -> Trace:
         """Return the trace of that many rows."""
-        return self.one if self.two is None else self.one.at_rows(self.two, rows)
+        return self.one_row if self.two_rows is None else self.one_row.at_rows(self.two_rows, rows)
 
     def largest(self, stage: int, offload: str) -> Row:
         """Try as many rows as fit, in powers of two, on every wire: some leave room for more."""
-        found = self.over(self.wires, stage, offload, 1)
-        return preferred([self._grown(row) for row in found])
+        rows = self.over(self.wires, stage, offload, 1)
+        return preferred([self._grown(row) for row in rows])
 
     def _grown(self, best: Row) -> Row:
-        while best.fits and self.two is not None and best.rows < MAX_ROWS:
+        while best.fits and self.two_rows is not None and best.rows < MAX_ROWS:
             (more,) = self.over((best.wire,), best.stage, best.offload, 2 * best.rows)
             if not more.fits:
                 break

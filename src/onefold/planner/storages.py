@@ -6,13 +6,13 @@ and the module keep, but no memory that a kernel takes and returns inside one ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +20,95 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from onefold.errors import OnefoldError
-from onefold.planner.meta_cache import MetaCache, key_of
 from onefold.planner.work import Work
+
+Key = tuple[Any, ...]
+
+_TENSORS = (Tensor, nn.Parameter)
+_PLAIN = (
+    bool, int, float, str, type(None),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+class Like(NamedTuple):
+    """A tensor that has its storage to itself."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: object) -> Like | None:
+        """Describe `value`; None unless it is a plain tensor over the whole of a storage."""
+        if type(value) is not Tensor or not _is_plain(value) or value.storage_offset() != 0:
+            return None
+        like = Like(tuple(value.shape), value.stride(), value.dtype)
+        own, needed = value.untyped_storage(), like.made().untyped_storage()
+        return like if own.nbytes() == needed.nbytes() else None
+
+    def made(self) -> Tensor:
+        """Make a new one."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class MetaCache:
+    """The outputs and the work of operations, by operation and arguments."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, tuple[tuple[Like, ...], bool, Work]] = {}
+
+    def recall(self, key: Key) -> tuple[Any, Work] | None:
+        """Return new tensors like the outputs, and the work; None if they are not known."""
+        known = self._found.get(key)
+        if known is None:
+            return None
+        likes, is_one, work = known
+        outputs = tuple(like.made() for like in likes)
+        return outputs[0] if is_one else outputs, work
+
+    def keep(self, key: Key, inputs: set[int], out: Any, work: Work) -> None:
+        """Remember outputs, unless they share storages or lie in storages that were `given`."""
+        is_one = isinstance(out, Tensor)
+        outs = (out,) if is_one else out
+        if type(outs) is not tuple:
+            return
+        likes = tuple(like for like in map(Like.of, outs) if like is not None)
+        if len(likes) == len(outs):
+            storages = {tensor.untyped_storage()._cdata for tensor in outs}
+            if len(storages - inputs) == len(outs):
+                self._found[key] = likes, is_one, work
+
+
+def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
+    """Describe a call; None if its result depends on more than shapes and plain values."""
+    key, named = _described(args), _described(kwargs.values())
+    return None if key is None or named is None else (func, key, *kwargs, named)
+
+
+def _described(values: Iterable[Any]) -> Key | None:
+    parts: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind in _TENSORS and _is_plain(value):
+            parts.append((tuple(value.shape), value.stride(), value.storage_offset(), value.dtype))
+        elif kind in _PLAIN:
+            parts.append((kind, value))  # 1, 1.0 and True are equal, and not the same
+        elif kind in (tuple, list) and (inner := _described(value)) is not None:
+            parts.append((kind, inner))
+        else:
+            return None
+    return tuple(parts)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return True if shape, strides and dtype describe the tensor completely."""
+    is_strided = tensor.is_meta and tensor.layout is torch.strided
+    return is_strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+# storages
+
 
 ATEN = torch.ops.aten
 
@@ -94,15 +181,15 @@ class Storages(TorchDispatchMode):
                 self._count(tensor, func)
             return known
         out = func(*args, **kwargs)
-        given = _storages((args, kwargs))
+        inputs = _storages((args, kwargs))
         for tensor in tree_iter(out):
             if not isinstance(tensor, Tensor):
                 continue
-            if not may_alias or tensor.untyped_storage()._cdata not in given:
+            if not may_alias or tensor.untyped_storage()._cdata not in inputs:
                 self._count(tensor, func)
         work = work_of_call(func, args, kwargs, out)
         if key is not None:
-            self._cache.keep(key, given, out, work)
+            self._cache.keep(key, inputs, out, work)
         return out, work
 
     def _count(self, tensor: Tensor, func: Any) -> None:
@@ -131,10 +218,10 @@ class Storages(TorchDispatchMode):
 
         "Are all ...?" is yes and "is any ...?" no. Everything else depends on values.
         """
-        asked = self._scalars.get(tensor.untyped_storage()._cdata, "a tensor")
-        if asked in ("all", "any", "isnan", "isinf", "is_nonzero"):
-            return asked == "all"
-        raise Untraceable(f"the forward depends on the value of {asked}")
+        origin = self._scalars.get(tensor.untyped_storage()._cdata, "a tensor")
+        if origin in ("all", "any", "isnan", "isinf", "is_nonzero"):
+            return origin == "all"
+        raise Untraceable(f"the forward depends on the value of {origin}")
 
 
 def work_of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
@@ -146,9 +233,9 @@ def work_of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     if products is not None:
         return Work(flops=float(products(*args, **kwargs, out_val=out)), num_kernels=1)
     moved = [t.nbytes for t in tree_iter((args, kwargs, out)) if isinstance(t, Tensor)]
-    made = next((t.numel() for t in tree_iter(out) if isinstance(t, Tensor)), 0)
+    numel = next((t.numel() for t in tree_iter(out) if isinstance(t, Tensor)), 0)
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    drawn = float(made) if draws else 0.0
+    drawn = float(numel) if draws else 0.0
     return Work(nbytes=float(sum(moved)), drawn=drawn, num_kernels=1)
 
 
@@ -197,27 +284,27 @@ class _Kernels(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **options}
-            if self._has_kernel(given):
-                return _fused_attention(given)
+            attention: dict[str, Any] = {**dict(zip(names, args, strict=False)), **options}
+            if self._has_kernel(attention):
+                return _fused_attention(attention)
         if func in _GROUPED and args[0].is_meta and args[0].dim() == 2 and args[1].dim() == 3:
             return args[0] @ args[1][0]  # on `meta` for bf16 alone; rows of all groups count once
         return func(*args, **options)
 
-    def _has_kernel(self, given: dict[str, Any]) -> bool:
-        query, mask = given["query"], given.get("attn_mask")
+    def _has_kernel(self, attention: dict[str, Any]) -> bool:
+        query, mask = attention["query"], attention.get("attn_mask")
         if not query.is_meta or query.dim() != 4:
             return False
-        if self._device_type == "cpu" and given.get("dropout_p", 0.0) > 0:
+        if self._device_type == "cpu" and attention.get("dropout_p", 0.0) > 0:
             return False
         return mask is None or not mask.requires_grad
 
 
-def _fused_attention(given: dict[str, Any]) -> Tensor:
-    query, mask = given["query"], given.get("attn_mask")
+def _fused_attention(attention: dict[str, Any]) -> Tensor:
+    query, mask = attention["query"], attention.get("attn_mask")
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)
     return ATEN._scaled_dot_product_flash_attention_for_cpu(
-        query, given["key"], given["value"], 0.0, given.get("is_causal", False), attn_mask=mask,
-        scale=given.get("scale"),
+        query, attention["key"], attention["value"], 0.0, attention.get("is_causal", False),
+        attn_mask=mask, scale=attention.get("scale"),
     )[0]  # fmt: skip

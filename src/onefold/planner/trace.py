@@ -67,22 +67,22 @@ class Trace:
         if rows == 1:
             return self
 
-        def line(one: int, two: int) -> int:
-            return int(one + (two - one) * (rows - 1))
+        def line(first: int, two: int) -> int:
+            return int(first + (two - first) * (rows - 1))
 
         events = tuple(
             replace(
-                one, now=line(one.now, other.now), peak=line(one.peak, other.peak),
-                logits=line(one.logits, other.logits),
+                first, now=line(first.now, second.now), peak=line(first.peak, second.peak),
+                logits=line(first.logits, second.logits),
             )
-            for one, other in zip(self.events, two.events, strict=True)
+            for first, second in zip(self.events, two.events, strict=True)
         )  # fmt: skip
         units = tuple(
             replace(
-                one, forward=one.forward.at_rows(other.forward, rows),
-                backward=one.backward.at_rows(other.backward, rows),
+                first, forward=first.forward.at_rows(second.forward, rows),
+                backward=first.backward.at_rows(second.backward, rows),
             )
-            for one, other in zip(self.units, two.units, strict=True)
+            for first, second in zip(self.units, two.units, strict=True)
         )  # fmt: skip
         batch = line(self.batch_nbytes, two.batch_nbytes)
         return Trace(units, events, batch, self.buffers_nbytes)

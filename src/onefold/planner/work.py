@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from onefold.planner.costs import Cost, LinkGroup, gather_cost, reduce_cost
+
 if TYPE_CHECKING:
-    from onefold.planner.planned_axes import AxisMessage
+    from onefold.planner.machines import Machine
     from onefold.recipe import Member
 
 
@@ -42,6 +44,48 @@ class Work(NamedTuple):
 NO_WORK = Work()
 
 
+class AxisMessage(NamedTuple):
+    """A message of a unit on a model axis: its bytes on this rank, and how often a micro-batch.
+
+    A send is one to the next or previous rank of the pipeline.
+    """
+
+    axis: str
+    nbytes: float
+    group: LinkGroup
+    forward: int = 0
+    backward: int = 0
+
+    def cost(self, machine: Machine) -> Cost:
+        """Return the cost of one message.
+
+        An all-reduce is a reduce-scatter and an all-gather. In an all-to-all each rank sends
+        straight to every other one.
+        """
+        if self.axis == "tp":
+            over = self.nbytes, self.group, machine
+            return reduce_cost(*over).then(gather_cost(*over))
+        if self.axis == "pp":  # of two ranks, a "gather" sends half
+            return gather_cost(2 * self.nbytes, self.group, machine, is_straight=True)
+        return gather_cost(self.nbytes, self.group, machine, is_straight=True)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends for one message, by the closed form."""
+        ranks = self.group.ranks
+        share = (ranks - 1) / ranks
+        return self.nbytes * {"tp": 2 * share, "pp": 1.0}.get(self.axis, share)
+
+    def sent_nbytes(self, recompute: float = 0.0) -> float:
+        """Bytes that this rank sends in a micro-batch; recompute repeats forward's messages."""
+        return self.sent * (self.forward * (1 + recompute) + self.backward)
+
+    @property
+    def is_hidden(self) -> bool:
+        """True if compute goes on meanwhile: sends of a pipeline that is full."""
+        return self.axis == "pp"
+
+
 @dataclass(frozen=True, slots=True)
 class UnitWork:
     """One unit: parameters that travel together, and the work between two gathers.
@@ -56,7 +100,7 @@ class UnitWork:
     members: tuple[Member, ...] = ()  # empty where no module is known
     is_narrowed: bool = True  # False: its products stay in bf16 where others are in fp8
     is_recomputed: bool = True  # where blocks are recomputed at all
-    messages: tuple[AxisMessage, ...] = ()  # on model axes (planner/planned_axes.py)
+    messages: tuple[AxisMessage, ...] = ()  # on model axes
     data_ranks: int = 0  # of the data axis, where it is not the recipe's: that of experts
 
     @property

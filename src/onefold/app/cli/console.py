@@ -17,7 +17,7 @@ from onefold.app.train.checkpoints import Resumed
 from onefold.app.train.corpus import Corpus
 from onefold.app.train.course import Progress, TrainObserver, TrainResult
 from onefold.app.train.job import Job
-from onefold.app.train.memory_table import RankMemory
+from onefold.app.train.memory_table import MeasuredMemory
 from onefold.recording.closed_form import KINDS
 from onefold.text import (
     WIDTH,
@@ -170,7 +170,7 @@ def _text_lines(text: str) -> list[str]:
     return [line[start : start + WIDTH] for start in range(0, len(line), WIDTH)]
 
 
-def _named(kind: str, memory: RankMemory) -> str:
+def _named(kind: str, memory: MeasuredMemory) -> str:
     """Return the kind, and its tiers if it is not on the device."""
     tiers = memory.tiers.get(kind, [])
     return kind if tiers in ([], ["device"]) else f"{kind} on {' and '.join(tiers)}"

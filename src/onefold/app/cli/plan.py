@@ -209,8 +209,7 @@ def _size(flag: str, text: str | None) -> int | None:
 
 def _curve(made: Plan) -> list[dict[str, float]]:
     """Return the tokens/s per device of the best plan on more and more nodes, and its goodput."""
-    from onefold.planner.goodput import goodput
-    from onefold.planner.simulate import scaling_curve
+    from onefold.planner.simulate import goodput, scaling_curve
 
     row, search, machine = made.best, made.search, made.search.machine
     if row is None or machine is None:

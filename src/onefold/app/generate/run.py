@@ -16,14 +16,13 @@ from onefold.app.generate.meter import Passes, PassMeter, copy_rate, disk_rate, 
 from onefold.app.generate.request import GenerateJob
 from onefold.app.generate.sources import Source
 from onefold.app.generate.tokens import Bytes, Streamer, Tokens, Words
-from onefold.app.train.memory_table import RankMemory, measure
+from onefold.app.train.memory_table import MeasuredMemory, measure
 from onefold.app.train.sample import TEMPERATURE
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, listed
 from onefold.planner.models.gpt import GPT, VOCAB
 from onefold.planner.models.loader import logits_of
-from onefold.planner.passes import Use, streamed_nbytes
-from onefold.planner.storage_uses import verb_of
+from onefold.planner.passes import Use, streamed_nbytes, verb_of
 from onefold.recipe import Recipe
 from onefold.text import format_bytes
 from onefold.wire.world import World
@@ -78,7 +77,7 @@ class Generated:
     num_units: int
     stay_nbytes: int  # unsharded bytes of units that stay
     expected_nbytes: int  # that a pass reads on this rank, by the closed form
-    memory: list[RankMemory]  # by rank
+    memory: list[MeasuredMemory]  # by rank
     notes: list[str]
 
     @property

@@ -1,4 +1,4 @@
-"""Measure one rank of a calibration beside its peers: a micro-batch, collectives, AdamW, random
+"""Measure one rank of a calibration among its peers: a micro-batch, collectives, AdamW, random
 numbers, and full steps of the model.
 
 A rank with one thread uses its processor time, which stands still while other processes have the
@@ -11,10 +11,10 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 import torch
@@ -24,14 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import onefold
 from onefold.config import PrecisionChoice, StageNumber, precision_of
 from onefold.errors import OnefoldError, expected
-from onefold.planner.calibration import (
-    Collective,
-    MicroBatch,
-    Speeds,
-    TransferRate,
-    Whole,
-    speeds_of,
-)
+from onefold.planner.calibration import Speeds, Transfer, Whole, contention_of, link_of, rate_of
 from onefold.planner.models.gpt import VOCAB
 from onefold.planner.models.loader import build_model, described, recompute
 from onefold.planner.storages import work_of_call
@@ -64,46 +57,42 @@ DEVIATION = 1.4826  # standard deviations of a normal value in its median absolu
 def main(folder: str) -> int:
     """Measure as `ASKED` says. Rank 0 writes `ANSWER`; a rank that fails writes `FAILED`."""
     end_with_starter()
-    asked = json.loads(Path(folder, ASKED).read_text())
+    request = json.loads(Path(folder, ASKED).read_text())
     try:
         with joined(use_gpus=False) as world:
-            found = measure(world, asked)
+            speeds = measure(world, request)
     except Exception as error:
         why = str(error) if isinstance(error, OnefoldError) else described(error)
         if not isinstance(error, OnefoldError):
             hint = "it is called with tokens [batch, seq] and gives logits or a loss"
-            why = expected(f"{asked['name']} to run a micro-batch", why, hint=hint)
+            why = expected(f"{request['name']} to run a micro-batch", why, hint=hint)
         Path(folder, FAILED).write_text(why)
         return 1
     if world.rank == 0:
-        Path(folder, ANSWER).write_text(json.dumps(asdict(found)))
+        Path(folder, ANSWER).write_text(json.dumps(asdict(speeds)))
     return 0
 
 
-def measure(world: World, asked: dict[str, Any]) -> Speeds:
+def measure(world: World, request: dict[str, Any]) -> Speeds:
     """Return the mean speeds of all ranks. A collective."""
-    compute = precision_of(asked["precision"]).compute
-    tokens = torch.randint(VOCAB, (asked["rows"], asked["seq"]))
-    module = _module(asked, compute)
+    compute = precision_of(request["precision"]).compute
+    tokens = torch.randint(VOCAB, (request["rows"], request["seq"]))
+    module = _module(request, compute)
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     threads = torch.get_num_threads()
     clock = time.process_time if threads == 1 else time.perf_counter
-    ranks = _MeasuredRanks(world, asked["patience"], clock)
-    micro, spread = _micro_batch(ranks, module, tokens)
+    ranks = _MeasuredRanks(world, request["patience"], clock)
+    micro = _micro_batch(ranks, module, tokens)
     del module
-    gather = reduce = None
-    if world.world_size > 1:
-        gather = _collective(ranks, 3, _forward, dtype)
-        reduce = _collective(ranks, 2, _backward, dtype)
-    nbytes, seconds = _step(ranks, asked["precision"])
-    draw_rate = _draw_rate(ranks, dtype)
-    steps = (FEW, MANY) if world.world_size > 1 else (FEW,)
-    wholes = tuple(_full_step(ranks, asked, tokens, each, micro.seconds) for each in steps)
-    own = Speeds(
-        world.world_size, threads, usable_cores(), asked["dtype"], micro, nbytes, seconds,
-        spread, gather, reduce, wholes, draw_rate=draw_rate,
+    has_peers = world.world_size > 1
+    speeds = Speeds(
+        ranks=world.world_size, threads=threads, dtype=request["dtype"], **micro,
+        **(_links(ranks, threads, dtype) if has_peers else {}),
+        optimizer=_optimizer_rate(ranks, request["precision"]), draws=_draw_rate(ranks, dtype),
     )  # fmt: skip
-    return speeds_of(_mean(world.gather(asdict(own))))
+    steps = (FEW, MANY) if has_peers else (FEW,)
+    wholes = (_full_step(ranks, request, tokens, way, speeds.seconds) for way in steps)
+    return replace(speeds, wholes=tuple(wholes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +105,13 @@ class _MeasuredRanks:
 
     def repeat(self, most: int, seconds: float, take: Callable[[], T]) -> list[T]:
         """Take a measurement up to `most` times, fewer where time runs out."""
-        begun, found = time.perf_counter(), []
-        while len(found) < most:
+        begun, results = time.perf_counter(), list[T]()
+        while len(results) < most:
             elapsed = max(self.world.gather(time.perf_counter() - begun))
-            if len(found) >= LEAST and elapsed > seconds * self.patience:
+            if len(results) >= LEAST and elapsed > seconds * self.patience:
                 break
-            found.append(take())
-        return found
+            results.append(take())
+        return results
 
     def timed(self, action: Callable[[], object]) -> float:
         """Return the seconds of one call, by this rank's clock."""
@@ -130,28 +119,22 @@ class _MeasuredRanks:
         action()
         return self.clock() - begun
 
-
-def _mean(values: Sequence[Any]) -> Any:
-    """Average every float of equal nested dicts and tuples."""
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _mean([value[key] for value in values]) for key in first}
-    if isinstance(first, tuple):
-        return [_mean(each) for each in zip(*values, strict=True)]
-    return sum(values) / len(values) if isinstance(first, float) else first
+    def mean(self, *values: float) -> list[float]:
+        """Return the mean of each value over all ranks."""
+        return [fmean(column) for column in zip(*self.world.gather(values), strict=True)]
 
 
 # the micro-batch
 
 
-def _module(asked: dict[str, Any], compute: torch.dtype | None) -> nn.Module:
+def _module(request: dict[str, Any], compute: torch.dtype | None) -> nn.Module:
     """Build the model with random values, unsharded on every rank."""
-    if asked["pickled"] is None:
-        module = build_model(asked["name"], asked["seq"])
-        if asked["recompute"]:
-            recompute(module, asked["name"])
+    if request["pickled"] is None:
+        module = build_model(request["name"], request["seq"])
+        if request["recompute"]:
+            recompute(module, request["name"])
     else:
-        module = torch.load(asked["pickled"], weights_only=False)
+        module = torch.load(request["pickled"], weights_only=False)
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         module.to_empty(device="cpu")
         with torch.no_grad():
@@ -188,13 +171,11 @@ class Clocked(TorchDispatchMode):
         return out
 
 
-def _micro_batch(
-    ranks: _MeasuredRanks, module: nn.Module, tokens: Tensor
-) -> tuple[MicroBatch, float]:
+def _micro_batch(ranks: _MeasuredRanks, module: nn.Module, tokens: Tensor) -> dict[str, Any]:
     """Measure a micro-batch of `tokens`, and one so short that only the host takes time.
 
     Seconds of the long one that are neither inside a kernel nor of the host, as for memory that is
-    freed or cached twice, are added to its kernels in proportion. Returns the spread too.
+    freed or cached twice, are added to its kernels in proportion.
     """
     brief = _passes(ranks, partial(train_once, module, tokens[:1, :SHORT]), SHORT_SECONDS)
     long = _passes(ranks, partial(train_once, module, tokens), MICRO_SECONDS)
@@ -202,20 +183,20 @@ def _micro_batch(
     host_of_brief = max(0.0, median(brief.plain) - sum(brief.inside))
     host = min(seconds / 2, host_of_brief * len(long.work) / max(1, len(brief.work)))
     scale = (seconds - host) / inside if inside else 1.0
-    products, attention, rest, _ = (scale * each for each in long.inside)
-    deviation = median(abs(each - seconds) for each in long.plain)
-    micro = MicroBatch(
-        seconds=seconds,
-        flops=sum(each.flops for each in long.work),
-        product_seconds=products,
-        attention_flops=sum(each.attention_flops for each in long.work),
-        attention_seconds=attention,
-        nbytes=sum(each.nbytes for each in long.work if not each.drawn),
-        memory_seconds=rest,
-        num_kernels=len(long.work),
-        host_seconds=host,
+    deviation = median(abs(taken - seconds) for taken in long.plain)
+    spread = DEVIATION * deviation / seconds
+    seconds, host, spread, *inside_means = ranks.mean(
+        seconds, host, spread, *(scale * part for part in long.inside)
     )
-    return micro, DEVIATION * deviation / seconds
+    flops = sum(work.flops for work in long.work)
+    attended = sum(work.attention_flops for work in long.work)
+    moved = sum(work.nbytes for work in long.work if not work.drawn)
+    products, attention, rest, _ = inside_means
+    return {
+        "seconds": seconds, "flops": flops, "attention_flops": attended, "spread": spread,
+        "products": rate_of(flops, products), "attention": rate_of(attended, attention),
+        "memory": rate_of(moved, rest), "kernel_seconds": host / max(1, len(long.work)),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,17 +273,22 @@ def _backward(module: nn.Module, x: Tensor) -> Callable[[], object]:
     return module(x).float().sum().backward
 
 
-def _collective(
-    ranks: _MeasuredRanks, stage: StageNumber, ready: Ready, dtype: torch.dtype
-) -> Collective:
-    """Measure the collective of small and of large units, through the engine."""
-    small = _transfer(ranks, stage, ready, _stack(SMALL_ROWS, SMALL_UNITS, dtype))
-    return Collective(small, _transfer(ranks, stage, ready, _stack(LARGE_ROWS, LARGE_UNITS, dtype)))
+def _links(ranks: _MeasuredRanks, threads: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Measure gathers and reductions of small and of large units, through the engine."""
+    n, stacks = ranks.world.world_size, ((SMALL_ROWS, SMALL_UNITS), (LARGE_ROWS, LARGE_UNITS))
+    small, large = (_transfer(ranks, 3, _forward, _stack(*sizes, dtype)) for sizes in stacks)
+    gather, gather_hop = link_of(small, large, n)
+    small, large_sum = (_transfer(ranks, 2, _backward, _stack(*sizes, dtype)) for sizes in stacks)
+    reduce, reduce_hop = link_of(small, large_sum, n)
+    return {
+        "gather": gather, "reduce": reduce, "hop_seconds": (gather_hop + reduce_hop) / 2,
+        "contention": contention_of((large, large_sum), usable_cores() / n, threads),
+    }  # fmt: skip
 
 
 def _transfer(
     ranks: _MeasuredRanks, stage: StageNumber, ready: Ready, plain: nn.Sequential
-) -> TransferRate:
+) -> Transfer:
     """Return the seconds per unit that a sharded copy of a stack takes beyond the plain one."""
     units, weight = len(plain), plain[0].weight
     assert isinstance(weight, Tensor), "a unit has a weight"
@@ -325,14 +311,14 @@ def _transfer(
         ready(module, x)()
     sharded, alone = fastest(module), fastest(plain)
     wall, cpu = (max(a - b, 1e-9) / units for a, b in zip(sharded, alone, strict=True))
-    return TransferRate(float(weight.nbytes), max(wall, cpu), cpu)
+    return Transfer(float(weight.nbytes), *ranks.mean(max(wall, cpu), cpu))
 
 
 # the optimizer, random numbers, full steps
 
 
-def _step(ranks: _MeasuredRanks, precision: PrecisionChoice) -> tuple[float, float]:
-    """Return the bytes that AdamW moves and the seconds of a step, states on the device."""
+def _optimizer_rate(ranks: _MeasuredRanks, precision: PrecisionChoice) -> float:
+    """Return the bytes that AdamW moves in a second, states on the device."""
     rows = LARGE_ROWS * ranks.world.world_size
     module = _stack(rows, LARGE_UNITS, torch.float32)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
@@ -348,9 +334,9 @@ def _step(ranks: _MeasuredRanks, precision: PrecisionChoice) -> tuple[float, flo
         optimizer.zero_grad()
         return seconds
 
-    found = ranks.repeat(REPEATS, REPEAT_SECONDS, take)
-    moved = 28 if precision is None else 30  # bytes per own element: planner/conditions.py
-    return float(LARGE_ROWS * LARGE_UNITS * ROW * moved), median(found[1:])
+    (seconds,) = ranks.mean(median(ranks.repeat(REPEATS, REPEAT_SECONDS, take)[1:]))
+    moved = 28 if precision is None else 30  # bytes per own element: planner/work.py
+    return rate_of(float(LARGE_ROWS * LARGE_UNITS * ROW * moved), seconds)
 
 
 def _draw_rate(ranks: _MeasuredRanks, dtype: torch.dtype) -> float:
@@ -360,12 +346,13 @@ def _draw_rate(ranks: _MeasuredRanks, dtype: torch.dtype) -> float:
     def take() -> float:
         return ranks.timed(lambda: room.bernoulli_(0.9)) - ranks.timed(room.zero_)
 
-    return DRAWN / max(median(ranks.repeat(REPEATS, REPEAT_SECONDS, take)), 1e-9)
+    seconds = median(ranks.repeat(REPEATS, REPEAT_SECONDS, take))
+    return ranks.mean(DRAWN / max(seconds, 1e-9))[0]
 
 
 def _full_step(
     ranks: _MeasuredRanks,
-    asked: dict[str, Any],
+    request: dict[str, Any],
     tokens: Tensor,
     way: tuple[StageNumber, int],
     micro_seconds: float,
@@ -377,11 +364,15 @@ def _full_step(
     no rank waits.
     """
     stage, accumulate = way
-    plain = _module(asked, precision_of(asked["precision"]).compute)
-    module = _module(asked, None)
+    plain = _module(request, precision_of(request["precision"]).compute)
+    module = _module(request, None)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
     onefold.shard(
-        module, optimizer, stage=stage, mesh=ranks.world.group.handle, precision=asked["precision"]
+        module,
+        optimizer,
+        stage=stage,
+        mesh=ranks.world.group.handle,
+        precision=request["precision"],
     )
 
     def step() -> None:
@@ -398,5 +389,5 @@ def _full_step(
         alone = ranks.timed(partial(train_once, plain, tokens))
         return ranks.timed(step) / alone
 
-    found = ranks.repeat(MOST, WHOLE_SECONDS, take)
-    return Whole(stage, accumulate, median(found[1:]) * micro_seconds)
+    (ratio,) = ranks.mean(median(ranks.repeat(MOST, WHOLE_SECONDS, take)[1:]))
+    return Whole(stage, accumulate, ratio * micro_seconds)

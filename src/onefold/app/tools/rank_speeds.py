@@ -25,9 +25,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from onefold.app.tools.bandwidth import BandwidthRow, in_rounds, waiter
 from onefold.errors import OnefoldError, expected, listed
 from onefold.fit.bounds import RankMemory
-from onefold.fit.share_weights import PARTS, weights_of
+from onefold.fit.shares import PARTS, weights_of
 from onefold.layout.row_split import RankTime, rows_of
-from onefold.planner.mixed_plan import runs_of
+from onefold.planner.show import runs_of
 from onefold.text import columns, format_bytes, format_rate, wrapped
 from onefold.tier.host import MIB, free_host_nbytes
 from onefold.wire.ranks import local_place

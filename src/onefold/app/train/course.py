@@ -8,7 +8,7 @@ from typing import Self
 from onefold.app.train.checkpoints import Resumed
 from onefold.app.train.corpus import Corpus
 from onefold.app.train.job import Job
-from onefold.app.train.memory_table import RankMemory
+from onefold.app.train.memory_table import MeasuredMemory
 from onefold.app.train.prediction import Prediction
 
 
@@ -51,7 +51,7 @@ class TrainResult:
     text: str  # generated; empty if none was asked for
     num_parameters: int
     offload: str  # the plan for the tiers of rank 0; empty: all on the device
-    memory: list[RankMemory]  # per rank
+    memory: list[MeasuredMemory]  # per rank
     stage0: dict[str, int]  # bytes by kind that each rank would hold at stage 0
     predicted: Prediction | None  # of rank 0; None on others, and without a trace
     report: str  # the page about the run; empty without one, or without a step

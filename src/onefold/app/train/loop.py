@@ -18,7 +18,7 @@ from onefold.app.train.course import Progress, TrainObserver, TrainResult
 from onefold.app.train.deal import RowDeal
 from onefold.app.train.deal import preflight as preflight_deal
 from onefold.app.train.job import Job
-from onefold.app.train.memory_table import RankMemory, measure
+from onefold.app.train.memory_table import MeasuredMemory, measure
 from onefold.app.train.prediction import predict, trace_of
 from onefold.app.train.run_record import RunRecorder, write_report
 from onefold.app.train.sample import generate
@@ -28,7 +28,7 @@ from onefold.app.train.trained_axes import preflight as preflight_axes
 from onefold.config import Offload, check_offload, offload_of, precision_of, stage_of
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
-from onefold.fit.share_weights import AUTO, weights_of
+from onefold.fit.shares import AUTO, weights_of
 from onefold.planner.models.loader import (
     build_model,
     check_compiler,
@@ -180,7 +180,7 @@ class Trainer:
         )
         stateful = {"windows": self.windows, "scaler": self.scaler, **self.deal.stateful}
         self.checkpoints = Checkpoints(job, world, self.module, self.optimizer, stateful)
-        self.memory: RankMemory | None = None  # at the end of the last step
+        self.memory: MeasuredMemory | None = None  # at the end of the last step
 
     def step(self, step: int) -> Tensor:
         """Take one optimizer step; return a loss whose mean over ranks is the batch's."""

@@ -22,7 +22,7 @@ from onefold.recording.report import Report
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
+class MeasuredMemory:
     """Bytes on one rank at the end of a step, before `zero_grad`, and at the peak."""
 
     rank: int
@@ -39,10 +39,10 @@ class RankMemory:
         return all(self.now.get(kind, 0) == nbytes for kind, nbytes in self.expected.items())
 
 
-def measure(recipe: Recipe, report: Report) -> RankMemory:
+def measure(recipe: Recipe, report: Report) -> MeasuredMemory:
     """Return the bytes of a rank's report beside the closed form."""
     on_disk = sum(tiers["disk"].now for tiers in report.memory.values() if "disk" in tiers)
-    return RankMemory(
+    return MeasuredMemory(
         rank=report.rank,
         now={kind: report.nbytes(kind) for kind in report.memory},
         peak={

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from onefold.app.train.corpus import own_rows
 from onefold.app.train.job import Job
 from onefold.config import precision_of
-from onefold.planner.byte_counter import ACTIVATION, LOGITS, Moment
+from onefold.planner.byte_hands import ACTIVATION, LOGITS, Moment
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace

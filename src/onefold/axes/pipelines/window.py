@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from onefold.engine.engine import Engine
 from onefold.errors import ConfigError
-from onefold.fit.engines import memory_of, trained_units
-from onefold.fit.kept_units import choose_windows
+from onefold.fit.kept_units import choose_windows, memory_of, trained_units
 from onefold.text import parse_nbytes
 
 Window = int | str | None

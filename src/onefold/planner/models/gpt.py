@@ -50,7 +50,7 @@ class Projection(nn.Linear):
         nn.init.normal_(self.weight, std=self.gain / sqrt(self.in_features))
 
 
-class Table(nn.Embedding):
+class SmallTable(nn.Embedding):
     """An embedding that starts small, so that the residual stream does too."""
 
     def reset_parameters(self) -> None:
@@ -99,8 +99,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, max_seq: int) -> None:
         super().__init__()
-        self.tokens = Table(VOCAB, config.width)
-        self.positions = Table(max_seq, config.width)
+        self.tokens = SmallTable(VOCAB, config.width)
+        self.positions = SmallTable(max_seq, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = Projection(config.width, VOCAB)

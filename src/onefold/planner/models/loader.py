@@ -39,7 +39,7 @@ def refuse(model: str, seq: int) -> None:
         known = f"a model that is {', '.join(PRESETS)}, a config.json or module:function"
         close = get_close_matches(model, PRESETS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "a function has a colon: module:function"
-        raise _refusal(known, repr(model), hint=hint)
+        raise ConfigError(known, repr(model), hint=hint)
 
 
 def build_model(model: str, seq: int, *, is_cut: bool = False) -> nn.Module:
@@ -65,7 +65,7 @@ def recompute(model: nn.Module, name: str) -> None:
     elif callable(switch):
         switch()
     else:
-        raise _refusal(
+        raise ConfigError(
             "a preset or a Hugging Face model to recompute activations of",
             repr(name),
             hint="call torch.utils.checkpoint in the module's own forward",
@@ -76,7 +76,7 @@ def check_compiler() -> None:
     """Raise `ConfigError` where torch.compile has no C++ compiler to make CPU code with."""
     compiler = os.environ.get("CXX", "g++")
     if not torch.cuda.is_available() and shutil.which(compiler) is None:
-        raise _refusal(
+        raise ConfigError(
             "a C++ compiler for torch.compile",
             f"no {compiler!r} on the PATH",
             hint="install g++, name another compiler in CXX, or leave --compile out",
@@ -100,7 +100,7 @@ def logits_of(module: nn.Module, tokens: Tensor) -> Tensor:
     logits = getattr(output, "logits", output)
     shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(shape, list) or shape[:-1] != list(tokens.shape) or shape[-1] < VOCAB:
-        raise _refusal(
+        raise ConfigError(
             f"the model to give logits {[*tokens.shape, VOCAB]} or wider for its tokens",
             shape,
             hint="return [batch, positions, vocabulary] logits, or an object with .logits; "
@@ -114,26 +114,26 @@ def load_function(name: str) -> Callable[[], Any]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         hint = "it names a function that is called without arguments, as in package.models:build"
-        raise _refusal("module:function", repr(name), hint=hint)
+        raise ConfigError("module:function", repr(name), hint=hint)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = import_module(module_name)
+        function: Any = import_module(module_name)
         for part in function_name.split("."):
-            found = getattr(found, part)
+            function = getattr(function, part)
     except (Exception, SystemExit) as error:
-        raise _refusal(
+        raise ConfigError(
             f"{name!r} to import",
             described(error),
             hint="name an importable module and a function in it, as in package.models:build",
         ) from error
-    if not callable(found):
-        raise _refusal(
+    if not callable(function):
+        raise ConfigError(
             f"{name!r} to be a function",
-            f"type {type(found).__name__}",
+            f"type {type(function).__name__}",
             hint="it is called without arguments and returns a torch.nn.Module",
         )
-    return found
+    return function
 
 
 def call_function(name: str, function: Callable[[], Any], wanted: type | tuple[type, ...]) -> Any:
@@ -144,15 +144,11 @@ def call_function(name: str, function: Callable[[], Any], wanted: type | tuple[t
         result = function()
     except Exception as error:
         hint = "it is called without arguments"
-        raise _refusal(meaning, described(error), hint=hint) from error
+        raise ConfigError(meaning, described(error), hint=hint) from error
     if not isinstance(result, kinds):
         hint = "return the module itself"
-        raise _refusal(meaning, f"type {type(result).__name__}", hint=hint)
+        raise ConfigError(meaning, f"type {type(result).__name__}", hint=hint)
     return result
-
-
-def _refusal(what: str, got: object, *, hint: str) -> ConfigError:
-    return ConfigError(what, got, hint=hint)
 
 
 def described(error: BaseException) -> str:
@@ -183,19 +179,19 @@ def _check_config(model: str, seq: int) -> None:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise _refusal(
+        raise ConfigError(
             f"a readable Hugging Face config.json at {str(path)!r}",
             described(error),
             hint="pass the config.json itself, or the folder that holds it",
         ) from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise _refusal(
+        raise ConfigError(
             f"{str(path)!r} to have a model_type",
             "a file without it",
             hint="pass the config.json of a Hugging Face causal language model",
         )
     if find_spec("transformers") is None:
-        raise _refusal(
+        raise ConfigError(
             "the transformers package, to build a model from config.json",
             "an environment without it",
             hint='pip install "onefold[hf]"',
@@ -208,12 +204,12 @@ def _check_numbers(path: Path, config: dict[str, Any], seq: int) -> None:
     vocab = config.get("vocab_size", VOCAB)
     if isinstance(vocab, int) and vocab < VOCAB:
         hint = "tokens are bytes: set vocab_size to 256 or more"
-        raise _refusal(f"{str(path)!r} to have {VOCAB} tokens", vocab, hint=hint)
+        raise ConfigError(f"{str(path)!r} to have {VOCAB} tokens", vocab, hint=hint)
     limit = config.get("max_position_embeddings") or config.get("n_positions") or seq
     if isinstance(limit, int) and limit < seq:
         hint = f"pass --seq {limit} or less"
         what = f"rows of at most {limit} tokens for {str(path)!r}"
-        raise _refusal(what, f"--seq {seq}", hint=hint)
+        raise ConfigError(what, f"--seq {seq}", hint=hint)
 
 
 def _from_config(model: str, seq: int) -> nn.Module:
@@ -226,7 +222,7 @@ def _from_config(model: str, seq: int) -> nn.Module:
             config.use_cache = False
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:
-        raise _refusal(
+        raise ConfigError(
             f"{model!r} to describe a causal language model",
             described(error),
             hint="AutoModelForCausalLM.from_config must be able to build it",

@@ -21,7 +21,9 @@ class SameOnAll(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
             whole = [Replicate()]
-            return tuple(DTensor.from_local(each, mesh, whole, run_check=False) for each in inputs)
+            return tuple(
+                DTensor.from_local(tensor, mesh, whole, run_check=False) for tensor in inputs
+            )
 
         def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:  # noqa: ARG001 - torch's names
             return output.to_local()
