@@ -100,3 +100,37 @@ def test_a_run_under_several_shares_predicts_the_highest_peaks_of_all():
     assert facts.predicted_peaks() == {"weight": 5, "grad": 1, "all": 7}
     facts.end_backward(accumulates=True)
     assert facts.predicted_peaks() == {"weight": 10, "grad": 2, "all": 14}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_that_fails_leaves_the_next_one_to_its_own_caller(stage):
+    """`accumulate` around a pipeline's step that fails says nothing about the step after it."""
+
+    def body(rank: int) -> None:
+        module = onefold.shard(seeded(lambda: nn.Linear(4, 4)), stage=stage)
+        driver = StageDriver(engine_of(module), frozenset(), splits=False)
+
+        def step(*, fails: bool = False) -> bool:
+            driver.begin(trains=True)
+            with driver.backward():
+                loss = module(torch.ones(2, 4)).sum()
+                if fails:
+                    raise ZeroDivisionError
+                loss.backward()
+            return driver.end(reduces=True)
+
+        with pytest.raises(ZeroDivisionError), onefold.accumulate(module):
+            step(fails=True)
+        assert step(), "outside of accumulate it is reduced"
+        driver.finish()
+        assert torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+        module.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            step(fails=True)
+        with onefold.accumulate(module):
+            assert not step(), "inside accumulate it rests"
+        assert step()
+        driver.finish()
+        assert torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 4.0))
+
+    run_ranks(3, body)

@@ -17,7 +17,8 @@ class Drive:
     keeps: units that stay unsharded between forwards and backwards.
     frees_in_backward: units that `keeps` leaves out are freed as backward leaves them, not at once.
     rests: units whose gradients wait on their rank until the driver starts reductions.
-    accumulates: the micro-batch is not the last one of a step.
+    accumulates: the caller says that the micro-batch is not the last one of a step.
+    reduces_later: the driver itself starts the reductions of its micro-batches, at their end.
     walks_apart: micro-batches of one step are interleaved: each backward is that of one forward,
         and a forward that trains does not end `keeps`.
     repeats: another micro-batch walks the units of the one before.
@@ -30,11 +31,17 @@ class Drive:
     frees_in_backward: bool = False
     rests: frozenset[int] = frozenset()
     accumulates: bool = False
+    reduces_later: bool = False
     walks_apart: bool = False
     repeats: bool = False
     more_to_come: bool = False
     joins_backwards: bool = False
     is_suspended: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """True if the micro-batch is the last one that adds to the gradients of a step."""
+        return not (self.accumulates or self.reduces_later)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,7 @@ class StageDrives:
         resting = everything if splits else frozenset[int]() if reduces_all else window
         before = replace(caller, keeps=frozenset())
         step = replace(
-            before, keeps=window, rests=everything, walks_apart=True,
-            accumulates=trains or caller.accumulates,
-        )  # fmt: skip
+            before, keeps=window, rests=everything, walks_apart=True, reduces_later=trains
+        )
         backward, split = replace(step, rests=resting), replace(step, keeps=everything)
         return StageDrives(before, step, backward, split, replace(before, rests=resting))

@@ -267,7 +267,7 @@ class Engine:
         """Autograd is done: reshard every unit, finish every reduction."""
         reductions, defers = self.schedule.reductions, self.schedule.reductions.defers
         driven = self.schedule.driven
-        self.facts.end_backward(accumulates=driven.accumulates)
+        self.facts.end_backward(accumulates=not driven.is_last)
         actions = self.schedule.end_backward()
         for call in self.schedule.ended:
             self.marks.leave(call)

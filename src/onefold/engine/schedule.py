@@ -190,7 +190,7 @@ class Schedule:
     def begin_backward(self, trained: Sequence[int]) -> None:
         """Autograd reaches this module's graph. `trained`: parameters of each unit that train."""
         self.is_backward = True
-        self.reductions.begin(trained, self.driven.rests, is_last=not self.driven.accumulates)
+        self.reductions.begin(trained, self.driven.rests, is_last=self.driven.is_last)
         self.successors.begin(Phase.BACKWARD)
 
     def expect_backward(self, call: Call) -> None:
