@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
 
 from onefold.compose.build import build
 from onefold.compose.coding import code_frozen
-from onefold.compose.resolve import Asked, Choices, examine, examine_together, resolve
+from onefold.compose.resolve import Choices, examine, examine_together, resolve
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
@@ -24,7 +25,7 @@ from onefold.inference.keeping import keeping
 from onefold.inference.stream import examine_stream
 from onefold.layered.choice import describe_accumulation, with_kept
 from onefold.layout.ledger import Kind
-from onefold.layout.units import UnitChoice
+from onefold.layout.units import ModuleTree, UnitChoice
 from onefold.mixed.speeds import measure, row_shares
 from onefold.recording.report import Report, copied, snapshot, unit_lines
 from onefold.wire import ranks as meshes
@@ -108,16 +109,15 @@ def _shard(
     limit = as_timeout(timeout)
     ranks = meet(meshes.resolve(mesh, limit or TIMEOUT), limit)
 
-    def examine_mine() -> Asked:
-        return examine(module, optimizer, choices, ranks.everyone)
-
     with announcing(ranks.everyone):
-        asked = examine_together(ranks, examine_mine, module)
+        tree = ModuleTree.of(module)
+        examine_mine = partial(examine, tree, optimizer, choices, ranks.everyone)
+        asked = examine_together(ranks, examine_mine, tree)
         frozen = asked.recipe.precision.frozen
         if frozen is not None:
-            optimizers = asked.parts.optimizers
-            together(ranks.everyone, lambda: code_frozen(module, optimizers, frozen))
-            asked = examine_together(ranks, examine_mine, module)
+            code = partial(code_frozen, tree, asked.parts.optimizers, frozen)
+            together(ranks.everyone, code)
+            asked = examine_together(ranks, examine_mine, tree)
         build(asked.parts, resolve(asked, ranks))
     if choices.shares == AUTO:
         measure(module)  # rows by speed are suggested beside shares by memory

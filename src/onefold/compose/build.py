@@ -33,7 +33,7 @@ from onefold.engine.registry import ENGINE
 from onefold.engine.run_facts import RunFacts
 from onefold.layout import packed
 from onefold.layout.ledger import Ledger
-from onefold.layout.units import Owned, UnitPlan, plan_units
+from onefold.layout.units import ModuleTree, Owned, UnitPlan, plan_units
 from onefold.planner.expectation import Expectation
 from onefold.recipe import Recipe
 from onefold.tier.device import DeviceStore
@@ -84,7 +84,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     axes = model_axes.join(_members(parts, resolved, None), group, shards, device.type)
     context = _context(resolved, store, ledger, tiers, axes)
     context, contexts = _contexts(parts, resolved, context)
-    source: Source = (initialisers_of(parts.module), parts.module.__dict__.pop(PROMISED, None))
+    source: Source = (initialisers_of(parts.tree), parts.tree.root.__dict__.pop(PROMISED, None))
     originals = [owned.parameter for owned in parts.parameters]
     for owned in parts.parameters:
         if owned.is_packed and owned.table is None:
@@ -92,26 +92,27 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
                 packed.prepare_module(part, owned.parameter)
     notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
     engine = Engine(
-        parts.module,
+        parts.tree.root,
         partial(_units, parts, contexts, source),
         context,
         recipe=recipe,
         facts=RunFacts("; ".join(filter(None, notes)), [expectation.peaks]),
         build_adapters=partial(_adapters, resolved),
     )
-    _cast_buffers(parts.module, resolved, group, source)
+    _cast_buffers(parts.tree, resolved, group, source)
     together(group, partial(_install, parts, engine, originals))
     ledger.forget_traffic()
 
 
 def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:
     """Let the module and its optimizers refer to the engine."""
-    parts.module.__dict__[ENGINE] = engine
+    module = parts.tree.root
+    module.__dict__[ENGINE] = engine
     kind = InferenceHooks if engine.recipe.inference else ModuleHooks
-    install(engine, parts.module, {at: plan.modules for at, plan in enumerate(parts.plans)}, kind)
-    guards.install(parts.module, engine)
-    show_whole(parts.module, engine)
-    compare_first_batches(parts.module, engine.group)
+    install(engine, module, {at: plan.modules for at, plan in enumerate(parts.plans)}, kind)
+    guards.install(parts.tree, engine)
+    show_whole(module, engine)
+    compare_first_batches(module, engine.group)
     _join_optimizers(parts, engine, originals)
 
 
@@ -203,9 +204,10 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     tiers = replace(engine.context.tiers, weight=store, state=store, scratch=None)
     axes = AxesOfCuts(holders=engine.context.holders)
     context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers, axes)
-    source: Source = (initialisers_of(module), None)
+    tree = ModuleTree.of(module)
+    source: Source = (initialisers_of(tree), None)
     units: list[Unit] = []
-    for plan in plan_units(module):
+    for plan in plan_units(tree):
         added = (o for o in plan.members if id(o.parameter) not in engine.by_sharded)
         members = [owned for owned in added if owned.table is None]
         check_adapters(members, recipe)
@@ -216,7 +218,7 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
             units.append(Unit(plan, context, index, engine, keeps_gradients=keeps))
             _fill(units[-1], plan, context, source)
             hook(engine, {index: plan.modules})
-    guards.guard_parts(module, engine)
+    guards.guard_parts(tree.modules, engine)
     return units
 
 
@@ -237,20 +239,17 @@ def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
     return_free_memory()
 
 
-def _cast_buffers(module: nn.Module, resolved: Resolved, group: Group, source: Source) -> None:
+def _cast_buffers(tree: ModuleTree, resolved: Resolved, group: Group, source: Source) -> None:
     """Give buffers the values of rank 0, in the dtype of `Precision.buffers`."""
-    materialise_buffers(module, resolved.device, *source)
-    for part in module.modules():
+    materialise_buffers(tree, resolved.device, *source)
+    dtype, cast = resolved.recipe.precision.buffers, dict[int, torch.Tensor]()
+    for part in tree.modules:
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = buffer.to(resolved.device)
-    agree_on_values(module.buffers(), group)
-    dtype: torch.dtype | None = resolved.recipe.precision.buffers
-    if dtype is not None:
-        for part in module.modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    part._buffers[name] = buffer.to(dtype)
+                is_cast = buffer.is_floating_point() and dtype is not None
+                part._buffers[name] = buffer.to(resolved.device, dtype if is_cast else None)
+                cast[id(part._buffers[name])] = part._buffers[name]
+    agree_on_values(cast.values(), group)
 
 
 def _join_optimizers(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:

@@ -14,7 +14,7 @@ from onefold.errors import ConfigError
 from onefold.layout import packed
 from onefold.layout.cut import Shares
 from onefold.layout.model_axes import is_owned
-from onefold.layout.units import Owned
+from onefold.layout.units import ModuleTree, Owned
 from onefold.recipe import Recipe
 
 _WRAPPERS = (
@@ -45,43 +45,43 @@ def as_list(optimizer: object) -> list[Optimizer]:
     return optimizers
 
 
-def check_module(module: object) -> None:
+def check_module(tree: ModuleTree) -> None:
     """Raise `ConfigError` unless this is a module that is not sharded yet."""
-    if not isinstance(module, nn.Module):
+    kind = type(tree.root).__name__
+    if not tree.parts:
         raise ConfigError(
             "a torch.nn.Module to shard",
-            f"a {type(module).__name__}",
+            f"a {kind}",
             hint="onefold.shard(module, optimizer)",
         )
-    for part in module.modules():
-        wrappers = [kind.__name__ for kind in type(part).__mro__ if _is_wrapper(kind)]
+    for part in tree.modules:
+        wrappers = [base.__name__ for base in type(part).__mro__ if _is_wrapper(base)]
         if wrappers:
             raise ConfigError(
                 "a module that no other library makes data-parallel",
                 f"one of {wrappers[0]}",
                 hint="pass the plain module: onefold.shard averages gradients over the ranks",
             )
-    _check_one_device(module)
-    if any(is_sharded(part) for part in module.modules()):
+        _check_one_device(part)
+    if any(map(is_sharded, tree.modules)):
         raise ConfigError(
-            f"a {type(module).__name__} that is not sharded yet",
+            f"a {kind} that is not sharded yet",
             "one that onefold.shard has sharded already, whole or in part",
             hint="call onefold.shard once, on the outermost module",
         )
 
 
-def _check_one_device(module: nn.Module) -> None:
+def _check_one_device(part: nn.Module) -> None:
     """Raise `ConfigError` for a model that Accelerate has dispatched to several devices."""
-    for part in module.modules():
-        devices = part.__dict__.get("hf_device_map")
-        found = set(map(str, devices.values())) if isinstance(devices, dict) else set[str]()
-        if len(found) > 1 or "disk" in found:
-            raise ConfigError(
-                "a model on one device",
-                f"one that from_pretrained dispatched to {', '.join(sorted(found))}",
-                hint='load it without device_map="auto", or with device_map={"": device} of '
-                "this rank; onefold.shard cuts it over the ranks",
-            )
+    placed = part.__dict__.get("hf_device_map")
+    devices = set(map(str, placed.values())) if isinstance(placed, dict) else set[str]()
+    if len(devices) > 1 or "disk" in devices:
+        raise ConfigError(
+            "a model on one device",
+            f"one that from_pretrained dispatched to {', '.join(sorted(devices))}",
+            hint='load it without device_map="auto", or with device_map={"": device} of '
+            "this rank; onefold.shard cuts it over the ranks",
+        )
 
 
 def check_parameters(parameters: Sequence[Owned]) -> None:

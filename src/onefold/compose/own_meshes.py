@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch.distributed as dist
-from torch import nn
 
 from onefold.errors import ConfigError
-from onefold.layout.units import Owned, UnitPlan
+from onefold.layout.units import ModuleTree, Owned, UnitPlan
 from onefold.recipe import Recipe
 from onefold.unit.context import OwnMesh
 from onefold.wire import ranks as meshes
@@ -73,10 +72,10 @@ def members_of(plan: UnitPlan, own: Group, everyone: Group) -> tuple[int, ...]:
     return tuple(known.index(rank) for rank in found)
 
 
-def places_of(root: nn.Module, plans: Sequence[UnitPlan], everyone: Group) -> list[MeshPlace]:
+def places_of(tree: ModuleTree, plans: Sequence[UnitPlan], everyone: Group) -> list[MeshPlace]:
     """Describe the units that may differ from rank to rank, for `clash_of`."""
     experts: dict[int, object] = {}
-    for part in root.modules():
+    for part in tree.modules:
         own = part.__dict__.get(EXPERTS)
         if own is not None:
             experts |= {id(parameter): own for parameter in part.parameters()}
@@ -191,10 +190,10 @@ def check_adapters(members: Sequence[Owned], recipe: Recipe) -> None:
             )
 
 
-def connect_experts(root: nn.Module, ranks: Ranks) -> None:
+def connect_experts(tree: ModuleTree, ranks: Ranks) -> None:
     """Connect the ranks of expert axes, each axis once, if all of them have met. A collective."""
     known, found = set(ranks.everyone.global_ranks()), dict[tuple[int, ...], Group]()
-    for name, part in root.named_modules():
+    for name, part in tree.parts:
         if EXPERTS not in part.__dict__:
             continue
         spread = cast("OnAxis", part)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from onefold.compose import checks, own_meshes
@@ -38,12 +37,12 @@ from onefold.fit.residents import with_residents
 from onefold.fit.share_weights import AUTO, is_auto, unless_even, weights_of
 from onefold.fit.shares import choose
 from onefold.layout.units import (
+    ModuleTree,
     Owned,
     UnitChoice,
     UnitPlan,
     owned_parameters,
     plan_units,
-    uncompiled,
 )
 from onefold.planner.expectation import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
@@ -72,7 +71,7 @@ class Choices:
 class ModuleParts:
     """The objects that a recipe is about."""
 
-    module: nn.Module
+    tree: ModuleTree
     optimizers: list[Optimizer]
     parameters: list[Owned]
     plans: list[UnitPlan]
@@ -127,7 +126,7 @@ class Resolved:
     any_offloads: bool = False  # some rank's state leaves the device
 
 
-def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group) -> Asked:
+def examine(tree: ModuleTree, optimizer: object, choices: Choices, data: Group) -> Asked:
     """Check one rank's arguments without touching anything; `data` is the group to shard over."""
     opens_stage = choices.stage == "auto"
     row = stage_of(3 if opens_stage else choices.stage)  # stage 3 has every tier
@@ -135,19 +134,18 @@ def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group)
     tiers = offload_of(choices.offload)
     check_offload(tiers, row)
     optimizers = checks.as_list(optimizer)
-    module = uncompiled(module)
-    checks.check_module(module)
-    parameters = owned_parameters(module)
+    checks.check_module(tree)
+    parameters = owned_parameters(tree)
     checks.check_parameters(parameters)
     checks.check_optimizers(optimizers, parameters)
     is_inference = choices.inference is not None
     opens_shares = is_auto(choices.shares)
     shares = None if opens_shares or choices.shares is None else weights_of(choices.shares)
-    model_axes.claim(module, parameters, data)
+    model_axes.claim(tree, parameters, data)
     others = {"shares=": choices.shares, "onefold.stream": choices.inference}
     model_axes.check_choices(parameters, optimizers, others=others)
     plans = plan_units(
-        module, choices.units, tiers.tile or 0, tiles_tables=is_inference, parameters=parameters
+        tree, choices.units, tiers.tile or 0, tiles_tables=is_inference, parameters=parameters
     )
     _order_members(plans, optimizers)
     recipe = Recipe(
@@ -164,7 +162,7 @@ def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group)
             for index, plan in enumerate(plans)
         ),
     )  # fmt: skip
-    parts = ModuleParts(module, optimizers, parameters, plans)
+    parts = ModuleParts(tree, optimizers, parameters, plans)
     names_wire = isinstance(choices.wire, str)
     return Asked(parts, recipe, opens_stage, names_wire, opens_shares)
 
@@ -189,12 +187,10 @@ def _order_members(plans: Sequence[UnitPlan], optimizers: Sequence[Optimizer]) -
         plan.members.sort(key=lambda owned: group_of.get(id(owned.parameter), len(group_of)))
 
 
-def examine_together(
-    ranks: Ranks, examine_mine: Callable[[], Asked], module: object = None
-) -> Asked:
+def examine_together(ranks: Ranks, examine_mine: Callable[[], Asked], tree: ModuleTree) -> Asked:
     """Examine on every rank, and compare; every rank raises if one differs or fails.
 
-    Ranks of the model axes of `module` compare, too.
+    Ranks of the model axes of the module compare, too.
     """
     group, own = ranks.everyone, list[Asked]()
 
@@ -203,7 +199,7 @@ def examine_together(
         device = device_of(asked.parts.parameters, group, ranks.mesh)
         asked = replace(asked, recipe=_on_ranks(asked.recipe, ranks), device=device)
         own.append(asked)
-        places = own_meshes.places_of(asked.parts.module, asked.parts.plans, group)
+        places = own_meshes.places_of(tree, asked.parts.plans, group)
         return _Said(asked.digest(), places, _tiers_in(asked.recipe.offload))
 
     def judge(axis: Group, said: Sequence[_Said]) -> Failure | None:
@@ -213,7 +209,7 @@ def examine_together(
         digests = [rank.digest for rank in said]
         return difference(axis, digests, "module and choices", hint, ConfigError)
 
-    axes = [group, *model_axes.axes_of(module)]
+    axes = [group, *model_axes.axes_of(tree)]
     said = collect(axes, examine_and_describe, ConfigError, judge)
     return replace(own[0], tiers=tuple(rank.tiers for rank in said))
 
@@ -274,7 +270,7 @@ def resolve(asked: Asked, ranks: Ranks) -> Resolved:
     )
     recipe = with_residents(replace(recipe, units=units))
     own = own_meshes.meet_all(parts.plans, found)
-    own_meshes.connect_experts(parts.module, found)
+    own_meshes.connect_experts(parts.tree, found)
     any_offloads = any(tiers != _tiers_in(Offload()) for tiers in asked.tiers)
     return Resolved(
         recipe, found, device, own, why_stage, why_fraction, why_stepper, why_shares, any_offloads

@@ -11,7 +11,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.hooks import hook
 from onefold.engine.structure import rename
 from onefold.errors import StateError
-from onefold.layout.units import uncompiled
+from onefold.layout.units import ModuleTree, uncompiled
 
 ENGINE = "_onefold_engine"
 """The attribute of a sharded root module that holds its engine."""
@@ -76,5 +76,5 @@ def _unwrapped(module: nn.Module) -> Engine | None:
     guards.guard_root(module)
     hook(engine, {}, root=module)
     engine.note_structure()
-    rename(engine, module)
+    rename(engine, ModuleTree.of(module))
     return engine

@@ -43,7 +43,7 @@ class Anatomy:
     @staticmethod
     def of(module: nn.Module, units: Sequence[UnitWork]) -> Anatomy:
         """Read a module, whose values are not needed, and the units of its trace."""
-        from onefold.layout.units import owned_parameters, repeated_blocks
+        from onefold.layout.units import ModuleTree, owned_parameters, repeated_blocks
 
         blocks = repeated_blocks(module)
         names = {part: name for name, part in module.named_modules()}
@@ -57,7 +57,9 @@ class Anatomy:
             width=max(lengths, key=lambda length: (lengths[length], -length), default=0),
             heads=heads,
             kv_heads=_number(module, blocks, KV_HEADS) or heads,
-            tied=frozenset(o.fqn for o in owned_parameters(module) if len(o.owners) > 1),
+            tied=frozenset(
+                o.fqn for o in owned_parameters(ModuleTree.of(module)) if len(o.owners) > 1
+            ),
             experts=max(experts, default=0),
             active=_number(module, blocks, ACTIVE) or 1,
         )

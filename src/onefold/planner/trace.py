@@ -26,7 +26,7 @@ from onefold.engine.calls import Call
 from onefold.engine.hooks import install
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
-from onefold.layout.units import UnitChoice, UnitPlan, plan_units, uncompiled
+from onefold.layout.units import ModuleTree, UnitChoice, UnitPlan, plan_units, uncompiled
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.work import ModelWork, UnitWork, Work
@@ -119,7 +119,7 @@ def trace(
     skeleton = without_values(module)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
-    tracer = _Tracer(skeleton, plan_units(skeleton, units), precision or Precision())
+    tracer = _Tracer(skeleton, plan_units(ModuleTree.of(skeleton), units), precision or Precision())
     storages = tracer.storages = Storages(device_type, tracer.note_work)
     for tensor in (*skeleton.parameters(), *skeleton.buffers(), *tensors_in(inputs)):
         storages.ignore(tensor)
