@@ -307,7 +307,9 @@ def _notes(engine: Engine) -> tuple[str, ...]:
             f"{most} backwards ran before a step without onefold.accumulate, and each one sent its "
             "gradients: put all but the last inside `with onefold.accumulate(module):`"
         )
-    later = [p for unit in engine.units[engine.num_planned :] for p in unit.parameters if p.places]
+    later = [
+        p for unit in engine.units[len(engine.recipe.units) :] for p in unit.parameters if p.places
+    ]
     if later:
         numel = sum(math.prod(parameter.slot.shape) for parameter in later)
         notes.append(

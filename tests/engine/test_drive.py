@@ -11,12 +11,12 @@ from torch import nn
 
 import onefold
 from onefold.axes.pipelines.driver import StageDriver
-from onefold.engine.actions import Action
 from onefold.engine.driving import Drive
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.registry import engine_of
 from onefold.engine.run_facts import RunFacts
 from onefold.engine.schedule import Schedule
+from onefold.engine.walks import Action
 from onefold.planner.replay import Replay, plain_events
 from tests.support.ranks import run_ranks, seeded
 
@@ -94,9 +94,12 @@ def test_a_driver_that_ends_takes_back_its_own_choices_alone():
 
 def test_a_run_under_several_shares_predicts_the_highest_peaks_of_all():
     def peaks(**by_kind: int) -> Any:
-        return lambda *, accumulates: {k: n * (1 + accumulates) for k, n in by_kind.items()}
+        def predict(*, accumulates: bool) -> dict[str, int]:
+            return {kind: nbytes * (1 + accumulates) for kind, nbytes in by_kind.items()}
 
-    facts = RunFacts("", [peaks(weight=3, all=7), peaks(weight=5, grad=1, all=6)])
+        return SimpleNamespace(peaks=predict)
+
+    facts = RunFacts(predictions=[peaks(weight=3, all=7), peaks(weight=5, grad=1, all=6)])
     assert facts.predicted_peaks() == {"weight": 5, "grad": 1, "all": 7}
     facts.end_backward(accumulates=True)
     assert facts.predicted_peaks() == {"weight": 10, "grad": 2, "all": 14}

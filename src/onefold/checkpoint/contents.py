@@ -34,6 +34,7 @@ from onefold.checkpoint.quantised import notes_of
 from onefold.checkpoint.storage import bytes_of, read_object
 from onefold.engine.engine import Engine
 from onefold.engine.structure import rename
+from onefold.layout.units import ModuleTree
 from onefold.unit.parameter import UnitParameter
 
 MODEL, MASTER, OPTIM, RANK = "model", "master", "optim", "rank"
@@ -71,7 +72,7 @@ class ShardedModel:
     def __post_init__(self) -> None:
         """Take names from `module`, maybe a wrapper. A collective where adapters came."""
         self.engine.note_structure()
-        rename(self.engine, self.module)
+        rename(self.engine, ModuleTree.of(self.module))
         for name, parameter in self.module.named_parameters():
             if id(parameter) not in self.engine.by_sharded:
                 raise refusal(

@@ -26,8 +26,7 @@ from onefold.engine.adapters import show_whole
 from onefold.engine.coupled import check_separable
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
-from onefold.engine.hooks import ModuleHooks, hook, install
-from onefold.engine.inference_hooks import InferenceHooks
+from onefold.engine.hooks import InferenceHooks, ModuleHooks, hook, install
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
 from onefold.engine.run_facts import RunFacts
@@ -73,14 +72,15 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     for optimizer in parts.optimizers:
         check_separable(optimizer, recipe)
     group, shards = ranks.everyone, ranks.shards(are_replicas=recipe.are_replicas)
-    expectation = Expectation.of(recipe, shards.rank)
-    ledger = Ledger(advise=expectation.smallest_change)
-    store = DeviceStore(device, is_read_into=recipe.reads_directly)
     budget = budget_of(recipe, parts.plans, parts.optimizers, shards.rank)
-    is_agreed = resolved.any_offloads or recipe.offload != Offload()
-    tiers = build_tiers(recipe, budget, store, ledger, group, is_agreed=is_agreed)
     rests = describe(recipe, budget, resolved.why_fraction)
     LOG.info("rank %d: %s", group.rank, rests or "all state rests on the device")
+    notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
+    facts = RunFacts("; ".join(filter(None, notes)), [Expectation.of(recipe, shards.rank)])
+    ledger = Ledger(advise=facts.smallest_change)
+    store = DeviceStore(device, is_read_into=recipe.reads_directly)
+    is_agreed = resolved.any_offloads or recipe.offload != Offload()
+    tiers = build_tiers(recipe, budget, store, ledger, group, is_agreed=is_agreed)
     axes = model_axes.join(_members(parts, resolved, None), group, shards, device.type)
     context = _context(resolved, store, ledger, tiers, axes)
     context, contexts = _contexts(parts, resolved, context)
@@ -90,15 +90,10 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
         if owned.is_packed and owned.table is None:
             for part, _ in owned.owners:
                 packed.prepare_module(part, owned.parameter)
-    notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
     engine = Engine(
-        parts.tree.root,
-        partial(_units, parts, contexts, source),
-        context,
-        recipe=recipe,
-        facts=RunFacts("; ".join(filter(None, notes)), [expectation.peaks]),
-        build_adapters=partial(_adapters, resolved),
-    )
+        parts.tree.root, partial(_units, parts, contexts, source), context, recipe=recipe,
+        facts=facts, build_adapters=partial(_adapters, resolved),
+    )  # fmt: skip
     _cast_buffers(parts.tree, resolved, group, source)
     together(group, partial(_install, parts, engine, originals))
     ledger.forget_traffic()

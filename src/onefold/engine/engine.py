@@ -15,24 +15,23 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from onefold.engine.activations import saved_activations_of
-from onefold.engine.calls import Call
 from onefold.engine.driving import Drive
 from onefold.engine.hands import Hands, facts_of
-from onefold.engine.marks import Marks
 from onefold.engine.pipelined import Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
-from onefold.engine.run_facts import Peaks, RunFacts
+from onefold.engine.run_facts import Marks, Prediction, RunFacts
 from onefold.engine.schedule import Schedule
-from onefold.engine.structure import follow
-from onefold.engine.successors import Phase
+from onefold.engine.structure import follow, rename
+from onefold.engine.walks import Call, Phase
 from onefold.engine.watch import announce_end, in_backward, watch_outputs
 from onefold.errors import StateError, expected
+from onefold.layout.units import ModuleTree
 from onefold.recipe import Recipe
 from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient
@@ -61,7 +60,6 @@ class Engine:
         self.marks = Marks(context.ledger, context.phase)
         policy = self.policy = policy_of(recipe)
         units = self.units = build(self)  # units refer to the engine, weakly
-        self.num_planned = len(units)  # adapters that join later come after these
         self.saved = saved_activations_of(module, units, context)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         self.schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
@@ -69,6 +67,7 @@ class Engine:
         self.hands = Hands(self.schedule, units, context.routes.rest)
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
+        self._edits: WeakKeyDictionary[Call, int] = WeakKeyDictionary()  # of the weights till then
         self._is_torn = False  # a backward failed after it had stepped units
         self._is_checked = False
 
@@ -104,7 +103,7 @@ class Engine:
         index, is_recorded = self._index[unit], torch.is_grad_enabled()
         call, actions = self.schedule.use(index, is_recorded=is_recorded)
         self.hands.do(actions)
-        call.note_edits(unit.edits_at_rest())
+        self._edits[call] = unit.edits_at_rest()
         watch_outputs(ref(self), [call], outputs)
 
     def note_reduced(self, gradient: UnitGradient) -> None:
@@ -183,7 +182,7 @@ class Engine:
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self._follow()  # a part of the module is called, not the root
         call, actions = self.schedule.enter(index, phase)
-        call.note_edits(self.units[index].edits_at_rest())
+        self._edits[call] = self.units[index].edits_at_rest()
         self.hands.do(actions)
         if not self.is_unsharded:
             verb = "recompute" if phase is Phase.BACKWARD else "forward"
@@ -241,7 +240,7 @@ class Engine:
             return
         self.begin_backward()
         unit = self.units[call.unit]
-        if call.edits != unit.edits_at_rest():
+        if self._edits[call] != unit.edits_at_rest():
             raise StateError(
                 f"the weights of unit {unit.name!r} to be the same in backward as in forward",
                 "weights that changed in between",
@@ -276,7 +275,7 @@ class Engine:
         self.hands.do(actions)
         if not defers:
             gradients = enumerate(self.gradients.values())
-            reductions.note_unused({index for index, each in gradients if each.is_unused})
+            reductions.note_unused({index for index, gradient in gradients if gradient.is_unused})
         self.marks.end()
 
     def abort_backward(self) -> None:
@@ -306,7 +305,7 @@ class Engine:
         """Reduce gradients of an accumulation that ended without its last micro-batch."""
         for gradient in self.gradients.values():
             gradient.check_whole()
-        if any(each.partial or each.reduction.waits for each in self.gradients.values()):
+        if any(grad.partial or grad.reduction.waits for grad in self.gradients.values()):
             self.hands.do(self.schedule.complete(self._trained()))
 
     def start_reductions(self) -> None:
@@ -353,11 +352,11 @@ class Engine:
         self.schedule.stepped()
         self.marks.end()
 
-    def recut(self, context: Context, recipe: Recipe, peaks: Peaks) -> None:
+    def recut(self, context: Context, recipe: Recipe, prediction: Prediction) -> None:
         """Go on under other shares, to which units have moved their rows already."""
         self.context, self.recipe = context, recipe
         self.gradients = {unit: unit.gradient for unit in self.units}
-        self.facts.predictions.append(peaks)
+        self.facts.predictions.append(prediction)
         if self.saved is not None:
             self.saved.keep([unit.weight.tensor for unit in self.units])
 
@@ -365,9 +364,11 @@ class Engine:
         """Send no adapters for a state dict while `are_known` says that rank 0 has them whole."""
         self.are_adapters_known = are_known
 
-    def follow_to(self, module: nn.Module) -> None:
-        """Take a module as the root from now on, as its wrapper was removed."""
+    def take_root(self, module: nn.Module) -> None:
+        """Go on with a module as the root, as its wrapper was removed: names are those in it."""
         self.module = ref(module)
+        self.note_structure()
+        rename(self, ModuleTree.of(module))
 
     def add(self, units: list[Unit]) -> None:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""

@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onefold.engine.blocks import reserve_slots
+from onefold.engine.coupled import share_losses
 from onefold.engine.engine import Engine
-from onefold.engine.finite import are_gradients_finite
 from onefold.engine.flat_groups import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
-from onefold.engine.own_state import OwnStates, own_state
+from onefold.engine.optimizer_state import OwnStates, common_state, own_state, stepped_state
+from onefold.engine.precision import are_gradients_finite
 from onefold.engine.rules import (
     Rule,
     may_fuse,
@@ -37,8 +38,6 @@ from onefold.engine.rules import (
     steps_elements,
     whole_matrices,
 )
-from onefold.engine.searching import share_losses
-from onefold.engine.waiting_state import common_state, stepped_state
 from onefold.errors import ConfigError, StateError
 from onefold.layout.ledger import StateBytes
 from onefold.unit.parameter import UnitParameter

@@ -24,14 +24,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import replace
 
-from onefold.engine.actions import NO_UNIT, Action, Verb
-from onefold.engine.calls import Call, OpenCalls
 from onefold.engine.driving import Drive
-from onefold.engine.early_steps import EarlySteps
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
-from onefold.engine.successors import Phase, Successors
-from onefold.engine.uses import ModuleUses
+from onefold.engine.walks import (
+    NO_UNIT,
+    Action,
+    Call,
+    EarlySteps,
+    ModuleUses,
+    OpenCalls,
+    Phase,
+    Successors,
+    Verb,
+)
 
 
 class Schedule:

@@ -203,8 +203,7 @@ class _Reshare:
         for unit in _moving(engine):
             self._move(unit, unit.spec.on(self.context, by_rows=_is_by_rows(unit)))
         expectation = Expectation.of(recipe, self.context.rank)
-        engine.recut(self.context, recipe, expectation.peaks)
-        engine.ledger.ask(expectation.smallest_change)
+        engine.recut(self.context, recipe, expectation)
         for each in states:
             each.finish()
 

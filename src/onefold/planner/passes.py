@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any, cast
 
-from onefold.engine.actions import Action, Verb
-from onefold.engine.calls import Call
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
-from onefold.engine.successors import Phase
+from onefold.engine.walks import Action, Call, Phase, Verb
 from onefold.fit.residents import stack_nbytes
 from onefold.layout.cut import cut_of
 from onefold.layout.flat import UnitBytes, unit_bytes

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from onefold.config import Precision
-from onefold.engine.calls import Call
 from onefold.engine.hooks import install
+from onefold.engine.walks import Call
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
 from onefold.layout.units import ModuleTree, UnitChoice, UnitPlan, plan_units, uncompiled
