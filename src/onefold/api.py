@@ -112,13 +112,13 @@ def _shard(
     with announcing(ranks.everyone):
         tree = ModuleTree.of(module)
         examine_mine = partial(examine, tree, optimizer, choices, ranks.everyone)
-        asked = examine_together(ranks, examine_mine, tree)
-        frozen = asked.recipe.precision.frozen
+        arguments = examine_together(ranks, examine_mine, tree)
+        frozen = arguments.recipe.precision.frozen
         if frozen is not None:
-            code = partial(code_frozen, tree, asked.parts.optimizers, frozen)
+            code = partial(code_frozen, tree, arguments.parts.optimizers, frozen)
             together(ranks.everyone, code)
-            asked = examine_together(ranks, examine_mine, tree)
-        build(asked.parts, resolve(asked, ranks))
+            arguments = examine_together(ranks, examine_mine, tree)
+        build(arguments.parts, resolve(arguments, ranks))
     if choices.shares == AUTO:
         measure(module)  # rows by speed are suggested beside shares by memory
     return module
@@ -167,9 +167,9 @@ def stream(
     """
     ranks = meet(meshes.resolve(mesh, TIMEOUT), None)
     with announcing(ranks.everyone):
-        asked, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
-        build(asked.parts, resolve(asked, ranks))
-    notes = [f"{each.fqn} rests exact: {each.reason}" for each in exact]
+        arguments, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
+        build(arguments.parts, resolve(arguments, ranks))
+    notes = [f"{weight.fqn} rests exact: {weight.reason}" for weight in exact]
     engine_of(module).facts.add_notes(*notes)
     return module
 
@@ -282,20 +282,20 @@ def report(module: nn.Module) -> Report:
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:
     """Predicted peaks by kind; averages and anchors, which no plan knows, as they are."""
-    found = with_kept(engine, engine.facts.predicted_peaks())
+    peaks = with_kept(engine, engine.facts.predicted_peaks())
     most_kept = engine.facts.most_kept
-    more = most_kept - found.get(Kind.UNSHARDED, 0)
-    if more > 0 and found:
-        found = {**found, Kind.UNSHARDED: most_kept, "all": found["all"] + more}
+    more = most_kept - peaks.get(Kind.UNSHARDED, 0)
+    if more > 0 and peaks:
+        peaks = {**peaks, Kind.UNSHARDED: most_kept, "all": peaks["all"] + more}
     for added in (Kind.AVERAGE, Kind.ANCHOR):
         nbytes = sum(
             usage.now
             for (kind, tier), usage in engine.ledger.usage.items()
             if kind is added and tier != "disk"
         )
-        if nbytes and found:
-            found = {**found, added: nbytes, "all": found["all"] + nbytes}
-    return found
+        if nbytes and peaks:
+            peaks = {**peaks, added: nbytes, "all": peaks["all"] + nbytes}
+    return peaks
 
 
 def _notes(engine: Engine) -> tuple[str, ...]:

@@ -154,23 +154,23 @@ def _contexts(
     parts: ModuleParts, resolved: Resolved, context: Context
 ) -> tuple[Context, list[Context]]:
     """Give each unit the context of its ranks, and the module's the routes of all of them."""
-    made: dict[UnitRanks, Context] = {}
-    for unit, each in zip(resolved.recipe.units, resolved.own, strict=True):
-        if each is not None and each not in made:
-            recipe, own, group = resolved.recipe.on(unit.ranks), each.own, each.ranks.everyone
-            divisor = len(own.members) * own.sources
+    contexts: dict[UnitRanks | None, Context] = {}
+    for unit, mine in zip(resolved.recipe.units, resolved.own, strict=True):
+        if mine is not None and mine not in contexts:
+            recipe, group = resolved.recipe.on(unit.ranks), mine.ranks.everyone
+            divisor = len(mine.own.members) * mine.own.sources
             links = Links(resolved.device, context.ledger, recipe.precision.reduce, divisor)
-            axes = model_axes.join(
-                _members(parts, resolved, each), group, group, recipe.device_type, context.everyone
-            )
-            made[each] = replace(
-                context, routes=routes_of(recipe, each.ranks, links), shares=None, own=own,
-                mesh=_mesh(recipe, each.ranks), meshes=axes.meshes, holders=context.everyone,
+            members = _members(parts, resolved, mine)
+            axes = model_axes.join(members, group, group, recipe.device_type, context.everyone)
+            contexts[mine] = replace(
+                context, routes=routes_of(recipe, mine.ranks, links), shares=None, own=mine.own,
+                mesh=_mesh(recipe, mine.ranks), meshes=axes.meshes, holders=context.everyone,
             )  # fmt: skip
-    if made:
-        others = tuple(each.routes for each in made.values())
+    if contexts:
+        others = tuple(apart.routes for apart in contexts.values())
         context = replace(context, routes=replace(context.routes, others=others))
-    return context, [context if each is None else made[each] for each in resolved.own]
+    contexts[None] = context
+    return context, [contexts[ranks] for ranks in resolved.own]
 
 
 def _units(
@@ -224,8 +224,8 @@ def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
         move(owned, context.store.device)
     originals = [owned.parameter for owned in plan.members]
     values = source[1]
-    given = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}
-    own = [owned for owned in plan.members if owned.fqn not in given]
+    promised = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}
+    own = [owned for owned in plan.members if owned.fqn not in promised]
     agree_on_values([owned.values.detach() for owned in own], context.routes.group)
     plain = [owned.values.detach() for owned in own if owned.model and owned.model.is_plain]
     agree_on_values(plain, context.everyone)
@@ -254,7 +254,7 @@ def _join_optimizers(parts: ModuleParts, engine: Engine, originals: list[nn.Para
         id(original): sharded[owned.fqn]
         for original, owned in zip(originals, parts.parameters, strict=True)
     }
-    for each in parts.optimizers:
-        replace_parameters(each, replaced, originals)
-        bind(each, engine)
+    for optimizer in parts.optimizers:
+        replace_parameters(optimizer, replaced, originals)
+        bind(optimizer, engine)
     adopt_later(engine)

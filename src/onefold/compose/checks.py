@@ -32,16 +32,16 @@ def as_list(optimizer: object) -> list[Optimizer]:
     """Return the optimizers of `shard(optimizer=)`; raise `ConfigError` for other objects."""
     if optimizer is None:
         return []
-    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    values = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers: list[Optimizer] = []
-    for each in given:
-        if not isinstance(each, Optimizer):
+    for value in values:
+        if not isinstance(value, Optimizer):
             raise ConfigError(
                 "optimizer to be a torch.optim.Optimizer",
-                f"a {type(each).__name__}",
+                f"a {type(value).__name__}",
                 hint="onefold.shard(module, optimizer, stage=3)",
             )
-        optimizers.append(each)
+        optimizers.append(value)
     return optimizers
 
 
@@ -134,9 +134,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned
         for owned in parameters:
             check_state(owned.fqn, owned.parameter, optimizer)
     trained = [owned for owned in parameters if owned.parameter.requires_grad]
-    held_ids = {
-        id(t) for each in optimizers for group in each.param_groups for t in group["params"]
-    }
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held_ids = {id(tensor) for group in groups for tensor in group["params"]}
     if optimizers and trained and not any(id(owned.parameter) in held_ids for owned in trained):
         raise ConfigError(
             "an optimizer of parameters that train",

@@ -109,7 +109,7 @@ def join(
     one copy of the states, `holders` all ranks together, if they are known. Raises `ConfigError`,
     on all these ranks, for axes that overlap.
     """
-    found: dict[DeviceMesh, DeviceMesh] = {}
+    joined: dict[DeviceMesh, DeviceMesh] = {}
     firsts = {o.model.mesh: o for o in reversed(parameters) if o.model is not None}
     if not firsts:
         return AxesOfCuts()
@@ -127,10 +127,10 @@ def join(
         names = mesh.mesh_dim_names or tuple(f"model{axis}" for axis in range(mesh.ndim))
         if shards.handle is not None:
             groups = [*mesh.get_all_groups(), shards.handle]
-            found[mesh] = DeviceMesh.from_group(
+            joined[mesh] = DeviceMesh.from_group(
                 groups, device, mesh=_grid(mesh, shards), mesh_dim_names=(*names, "fsdp")
             )
-    return AxesOfCuts(found, holders or Group.over(sorted(everyone)))
+    return AxesOfCuts(joined, holders or Group.over(sorted(everyone)))
 
 
 def _grid(mesh: DeviceMesh, data: Group) -> torch.Tensor:

@@ -179,20 +179,20 @@ class Walk:
         with self._lock:
             saved.is_reached = True
             saved.come(self.scratch)
-            ahead = [each for each in _alive(self._ahead) if not each.is_reached]
-            nbytes = sum(each.nbytes for each in ahead)
+            ahead = [saved for saved in _alive(self._ahead) if not saved.is_reached]
+            nbytes = sum(saved.nbytes for saved in ahead)
             while self._waiting and nbytes < self._window:
-                for each in _alive([self._waiting.pop()]):
-                    if not each.is_reached:
-                        each.come(self.scratch)
-                        ahead.append(each)
-                        nbytes += each.nbytes
-            self._ahead = [ref(each) for each in ahead]
+                for saved in _alive([self._waiting.pop()]):
+                    if not saved.is_reached:
+                        saved.come(self.scratch)
+                        ahead.append(saved)
+                        nbytes += saved.nbytes
+            self._ahead = [ref(saved) for saved in ahead]
 
 
 def _alive(known: Iterable[ref[SavedBytes]]) -> list[SavedBytes]:
     """Return the stretches that a graph still refers to."""
-    return [saved for saved in (each() for each in known) if saved is not None]
+    return [saved for saved in (alive() for alive in known) if saved is not None]
 
 
 class SavedView:
@@ -288,11 +288,11 @@ class SavedActivations:
         Nothing leaves in evaluation, or in the recompute of a root that is checkpointed itself.
         """
         hooks = None
-        is_nested = any(each is not None for each in self._begun)
+        is_nested = any(begun is not None for begun in self._begun)
         if torch.is_grad_enabled() and not is_nested and not in_backward():
             hooks = saved_tensors_hooks(self.pack, _unpack)
-            buffers = (each for named in self._named for each in named.values())
-            addresses = {_address(each) for each in buffers if each is not None}
+            buffers = (buffer for named in self._named for buffer in named.values())
+            addresses = {_address(buffer) for buffer in buffers if buffer is not None}
             self._staying = addresses | self._weights
             self._walk = Walk(self._scratch, self.limits.window)
             hooks.__enter__()

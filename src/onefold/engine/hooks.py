@@ -138,8 +138,8 @@ def install(
     kind: type[ModuleHooks] = ModuleHooks,
 ) -> None:  # fmt: skip
     """Hook every module that uses a unit, and the root."""
-    made = hook(engine, users, root=module, kind=kind)
-    made[0].others = made[1:]
+    hooks = hook(engine, users, root=module, kind=kind)
+    hooks[0].others = hooks[1:]
 
 
 def hook(

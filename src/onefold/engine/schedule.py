@@ -354,9 +354,9 @@ class Schedule:
         if phase is Phase.BACKWARD and self.policy.prefetches_late:
             self._late = to_gather
         else:
-            for each in to_gather:
-                self._gather(each, out, is_ahead=True)
-        out += [(Verb.FETCH, each) for each in to_fetch if each not in self._fresh]
+            for successor in to_gather:
+                self._gather(successor, out, is_ahead=True)
+        out += [(Verb.FETCH, successor) for successor in to_fetch if successor not in self._fresh]
         out.append((Verb.SHOW, unit))
         self._shown.add(unit)
 
@@ -380,7 +380,7 @@ class Schedule:
 
     def _has_room(self, unit: int) -> bool:
         cap, units = self.policy.cap, self._unsharded | {unit}
-        return cap is None or sum(self.units[each].nbytes for each in units) <= cap
+        return cap is None or sum(self.units[alive].nbytes for alive in units) <= cap
 
     def _make_room(self, unit: int, out: list[Action]) -> None:
         """Free units that are not in use, gathered ahead or kept, until `unit` fits."""

@@ -47,7 +47,7 @@ def follow(engine: Followed) -> None:
     tensors = {fqn: tensor for fqn, tensor, *_ in tree.parameters()}
     kept = {id(tensor) for tensor in tensors.values()}
     added = [fqn for fqn, tensor in tensors.items() if id(tensor) not in engine.by_sharded]
-    known = [each for each in engine.by_sharded.items() if not each[1].is_table]
+    known = [entry for entry in engine.by_sharded.items() if not entry[1].is_table]
     gone = [parameter for key, parameter in known if key not in kept and parameter.places]
     if not added and not gone:
         return
@@ -87,8 +87,8 @@ def rename(engine: Followed, tree: ModuleTree) -> None:
 
 def _is_replaced(parameter: UnitParameter) -> bool:
     """True if another tensor is in one of the parameter's places."""
-    found = [parameters.get(name) for parameters, name in parameter.places]
-    return any(tensor is not None and tensor is not parameter.sharded for tensor in found)
+    shown = [parameters.get(name) for parameters, name in parameter.places]
+    return any(tensor is not None and tensor is not parameter.sharded for tensor in shown)
 
 
 def is_frozen(parameter: UnitParameter) -> bool:

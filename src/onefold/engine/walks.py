@@ -209,14 +209,14 @@ class Successors:
             if phase is Phase.FORWARD:
                 self._after[Phase.BACKWARD].setdefault(unit, last)
         self._last[phase] = unit
-        found: list[int] = []
+        successors: list[int] = []
         seen, after = {unit}, self._after[phase].get(unit)
-        while after is not None and after not in seen and len(found) < number:
+        while after is not None and after not in seen and len(successors) < number:
             seen.add(after)
             if after not in without:
-                found.append(after)
+                successors.append(after)
             after = self._after[phase].get(after)
-        return found
+        return successors
 
 
 MAX_PENDING = 2
@@ -239,7 +239,7 @@ class EarlySteps:
     ) -> None:
         """Note reduced `units`, and step all with which backward is through."""
         self._due += units
-        for unit in [each for each in self._due if is_through(each)]:
+        for unit in [due for due in self._due if is_through(due)]:
             self._due.remove(unit)
             if len(self._stepped) >= MAX_PENDING:
                 out.append((Verb.WAIT_STEP, self._stepped[-MAX_PENDING]))

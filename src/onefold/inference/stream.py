@@ -9,7 +9,7 @@ from torch import nn
 
 from onefold.compose import checks
 from onefold.compose.coding import KeptExact, code_for_products
-from onefold.compose.resolve import Asked, Choices, examine, examine_together
+from onefold.compose.resolve import Arguments, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.errors import ConfigError
 from onefold.fit.bounds import RankMemory
@@ -27,7 +27,7 @@ MIN_TILE_NBYTES = 1 << 20
 
 def examine_stream(
     module: nn.Module, ranks: Ranks, *, budget: int | None, rest: str | None, offload: object
-) -> tuple[Asked, list[KeptExact]]:
+) -> tuple[Arguments, list[KeptExact]]:
     """Check the arguments on all ranks, freeze the module and pack its weights. A collective.
 
     Returns the module's recipe, and the matrices that could not be packed.
@@ -43,10 +43,10 @@ def examine_stream(
         exact = together(data, lambda: code_for_products(tree.root, rest, device.type), ConfigError)
     if budget is None:
         budget = RankMemory(device, local_place(data)[1], data).room_to_keep()
-    asked = examine_together(
+    arguments = examine_together(
         ranks, lambda: examine(tree, None, _tiled(tree, budget, rest, offload), data), tree
     )
-    return asked, exact
+    return arguments, exact
 
 
 def recipe_of_stream(
@@ -68,12 +68,12 @@ def recipe_of_stream(
         module.__dict__[PROMISED] = _Unread()
         code_for_products(module, rest, ranks.device_type)
         del module.__dict__[PROMISED]
-    asked = examine(tree, None, _tiled(tree, budget, rest, offload), Group.of(None))
+    arguments = examine(tree, None, _tiled(tree, budget, rest, offload), Group.of(None))
     recipe = replace(
-        asked.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
+        arguments.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
         device_type=ranks.device_type,
     )  # fmt: skip
-    return with_residents(recipe), asked.parts.plans
+    return with_residents(recipe), arguments.parts.plans
 
 
 class _Unread:
