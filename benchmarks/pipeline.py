@@ -42,8 +42,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onefold
+from onefold.engine.driving import Verb
 from onefold.engine.registry import engine_of
-from onefold.engine.walks import Verb
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guides" / "pipeline.md"
 SCHEDULES = (

@@ -255,9 +255,9 @@ def report(module: nn.Module) -> Report:
     Not a collective. It waits for steps that run in the background, whose buffers do not rest.
     """
     engine = engine_of(module)
-    for unit, gradient in engine.gradients.items():
+    for unit in engine.units:
         unit.join_step()
-        gradient.drop_cleared()
+        unit.gradient.drop_cleared()
     return Report(
         stage=engine.recipe.stage.number,
         rank=engine.group.rank,

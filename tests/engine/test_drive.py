@@ -11,12 +11,11 @@ from torch import nn
 
 import onefold
 from onefold.axes.pipelines.driver import StageDriver
-from onefold.engine.driving import Drive
+from onefold.engine.driving import Action, Drive
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.registry import engine_of
 from onefold.engine.run_facts import RunFacts
 from onefold.engine.schedule import Schedule
-from onefold.engine.walks import Action
 from onefold.planner.replay import Replay, plain_events
 from tests.support.ranks import run_ranks, seeded
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.engine.driving import Drive
+from onefold.engine.driving import Action, Drive, Verb
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.schedule import Schedule
-from onefold.engine.walks import MAX_PENDING, Action, Call, Phase, Verb
+from onefold.engine.walks import MAX_PENDING, Call, Phase
 
 STAGE_3 = Policy(
     frees_after_forward=True, frees_after_backward=True, keeps_bytes=False, defers_reduction=False

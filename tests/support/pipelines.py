@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import onefold
+from onefold.engine.driving import Verb
 from onefold.engine.registry import engine_of
-from onefold.engine.walks import Verb
 from tests.support.ranks import seeded
 
 SCHEDULES: dict[str, Any] = {

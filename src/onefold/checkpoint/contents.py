@@ -250,8 +250,8 @@ def collect(model: ShardedModel) -> dict[str, Any]:
             if (entry := optimizer.state.get(parameter.sharded))
         }
         found[OPTIM] = {"state": state, "param_groups": [_named(g, model) for g in model.groups()]}
-    for gradient in model.engine.gradients.values():
-        means, partial = gradient.accumulated()
+    for unit in model.engine.units:
+        means, partial = unit.gradient.accumulated()
         for parameter, mean in means.items():
             found.setdefault(GRAD, {})[parameter.fqn] = parameter.wrap(mean)
         for parameter, grad in partial.items():

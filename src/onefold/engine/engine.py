@@ -63,7 +63,6 @@ class Engine:
         self.saved = saved_activations_of(module, units, context)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         self.schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
-        self.gradients = {unit: unit.gradient for unit in units}
         self.hands = Hands(self.schedule, units, context.routes.rest)
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
@@ -150,8 +149,8 @@ class Engine:
         for stepper in list(self.hands.steppers):
             stepper.recover()
         self._follow()
-        for unit, gradient in self.gradients.items():
-            gradient.drop_cleared()
+        for unit in self.units:
+            unit.gradient.drop_cleared()
             unit.forget()
 
     def note_structure(self) -> None:
@@ -206,7 +205,7 @@ class Engine:
 
         Not in recompute, which torch ends by an exception: the call that it repeats is open.
         """
-        if not in_backward() and self.gradients[self.units[index]].trainable():
+        if not in_backward() and self.units[index].gradient.trainable():
             self.schedule.hold(index)
 
     # backward
@@ -215,10 +214,10 @@ class Engine:
         """The first node of this module's graph is about to run; queue `end_backward`."""
         if self.schedule.is_backward:
             return
-        is_first = not any(gradient.shown for gradient in self.gradients.values())
+        is_first = not any(unit.gradient.shown for unit in self.units)
         self.facts.begin_backward(is_first=is_first)
-        for gradient in self.gradients.values():
-            gradient.begin()
+        for unit in self.units:
+            unit.gradient.begin()
         if self.hands.noise is not None:
             self.hands.noise.begin()
         self.schedule.begin_backward(self._trained())
@@ -228,7 +227,7 @@ class Engine:
 
     def _trained(self) -> list[int]:
         """Parameters of each unit that have gradients to reduce."""
-        return [len(gradient.trainable()) for gradient in self.gradients.values()]
+        return [len(unit.gradient.trainable()) for unit in self.units]
 
     def expect_backward(self, call: Call) -> None:
         """Note that backward, if it runs, will announce `call`: its outputs are watched."""
@@ -259,7 +258,7 @@ class Engine:
         flying = self.schedule.reductions.may_land
         if flying is not None and self.hands.has_landed(flying):
             self.hands.do(self.schedule.landed())
-        self.gradients[parameter.unit].note_fired(parameter)
+        parameter.unit.gradient.note_fired(parameter)
         self.hands.do(self.schedule.gradient(self._index[parameter.unit], id(parameter)))
 
     def end_backward(self) -> None:
@@ -274,20 +273,20 @@ class Engine:
             self.units[index].gradient.rest_partial()
         self.hands.do(actions)
         if not defers:
-            gradients = enumerate(self.gradients.values())
-            reductions.note_unused({index for index, gradient in gradients if gradient.is_unused})
+            units = enumerate(self.units)
+            reductions.note_unused({index for index, unit in units if unit.gradient.is_unused})
         self.marks.end()
 
     def abort_backward(self) -> None:
         """An exception ended backward: drop its gradients, reshard every unit."""
         self._is_torn = self._is_torn or bool(self.schedule.early_steps)
         self.hands.take_stepped()
-        for gradient in self.gradients.values():
-            gradient.discard()
+        for unit in self.units:
+            unit.gradient.discard()
         self.hands.do(self.schedule.abort_backward())
         self.hands.drain()
-        for gradient in self.gradients.values():
-            gradient.lose()
+        for unit in self.units:
+            unit.gradient.lose()
         self.rest()
         self.marks.end()
 
@@ -303,9 +302,9 @@ class Engine:
 
     def complete(self) -> None:
         """Reduce gradients of an accumulation that ended without its last micro-batch."""
-        for gradient in self.gradients.values():
-            gradient.check_whole()
-        if any(grad.partial or grad.reduction.waits for grad in self.gradients.values()):
+        for unit in self.units:
+            unit.gradient.check_whole()
+        if any(unit.gradient.partial or unit.gradient.reduction.waits for unit in self.units):
             self.hands.do(self.schedule.complete(self._trained()))
 
     def start_reductions(self) -> None:
@@ -313,9 +312,9 @@ class Engine:
 
         `schedule.finish` waits for all of it.
         """
-        for gradient in self.gradients.values():
-            gradient.check_whole()
-            gradient.drop_cleared()
+        for unit in self.units:
+            unit.gradient.check_whole()
+            unit.gradient.drop_cleared()
         self.hands.do(self.schedule.start(self._trained()))
 
     def before_step(self) -> None:
@@ -327,8 +326,8 @@ class Engine:
         self.marks.begin("step")
         self.rest()
         self.context.check_device_tags()
-        for gradient in self.gradients.values():
-            gradient.drop_cleared()
+        for unit in self.units:
+            unit.gradient.drop_cleared()
         self.complete()
         if self.hands.noise is not None:
             self.hands.noise.end_step()
@@ -355,7 +354,6 @@ class Engine:
     def recut(self, context: Context, recipe: Recipe, prediction: Prediction) -> None:
         """Go on under other shares, to which units have moved their rows already."""
         self.context, self.recipe = context, recipe
-        self.gradients = {unit: unit.gradient for unit in self.units}
         self.facts.predictions.append(prediction)
         if self.saved is not None:
             self.saved.keep([unit.weight.tensor for unit in self.units])
@@ -377,7 +375,6 @@ class Engine:
         for unit in units:
             self._index[unit] = len(self.units)
             self.units.append(unit)  # the list of `hands`, too
-            self.gradients[unit] = unit.gradient
             self.by_sharded |= {id(p.sharded): p for p in unit.parameters}
         if self.saved is not None:
             self.saved.keep([unit.weight.tensor for unit in units])

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
+from onefold.engine.driving import Action, Verb
 from onefold.engine.forward_threads import current_forward
 from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
-from onefold.engine.walks import Action, Verb
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence, Set
 
+from onefold.engine.driving import Action, Verb
 from onefold.engine.policy import Policy, UnitFacts
-from onefold.engine.walks import Action, Verb
 
 
 class Reductions:

@@ -24,20 +24,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import replace
 
-from onefold.engine.driving import Drive
+from onefold.engine.driving import NO_UNIT, Action, Drive, Verb
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
-from onefold.engine.walks import (
-    NO_UNIT,
-    Action,
-    Call,
-    EarlySteps,
-    ModuleUses,
-    OpenCalls,
-    Phase,
-    Successors,
-    Verb,
-)
+from onefold.engine.walks import Call, EarlySteps, ModuleUses, OpenCalls, Phase, Successors
 
 
 class Schedule:

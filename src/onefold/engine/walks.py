@@ -1,6 +1,5 @@
 """The things that a schedule keeps between events, each about one question. No torch here.
 
-Verb, Action    the actions that it returns
 Call, OpenCalls which calls of modules backward will reach, and is not through with
 ModuleUses      how many modules of each unit run, and which have run
 Successors      the order in which the last walk used units, so the next gather starts early
@@ -10,36 +9,11 @@ EarlySteps      which offloaded units backward steps, and how many at a time
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from enum import IntEnum, StrEnum, auto
+from enum import StrEnum
 from itertools import pairwise
 from weakref import WeakSet
 
-from onefold.engine.driving import Drive
-
-
-class Verb(IntEnum):
-    """One thing to do with one unit; with `NO_UNIT`, with none."""
-
-    FETCH = auto()  # bring this rank's rows near, if they rest in another tier
-    FILL = auto()  # begin to fill the node's second shard of weights
-    GATHER = auto()  # begin to gather the unsharded weights
-    SHOW = auto()  # wait for that gather, let modules see unsharded parameters
-    HIDE = auto()  # let modules see sharded parameters again
-    FREE = auto()  # hide, and free the unsharded weights
-    INVALIDATE = auto()  # hide; unsharded weights may not be read until the next gather
-    REDUCE = auto()  # begin the reduction of gradients
-    LAND = auto()  # wait for its first hop
-    KEEP_SUMS = auto()  # the node's sums rest until the last micro-batch
-    FOLLOW = auto()  # show the averaged gradient, or begin the second hop
-    FINISH = auto()  # wait for the second hop, show the averaged gradient
-    WAIT_STEP = auto()  # wait for the background step of the unit
-    STEP = auto()  # begin the step of the unit in the background
-    REST = auto()  # no message follows for now: free the buffers kept for the next
-
-
-Action = tuple[Verb, int]
-
-NO_UNIT = -1
+from onefold.engine.driving import Action, Drive, Verb
 
 
 class Call:

@@ -144,11 +144,11 @@ def _rest(engine: Engine) -> _Ready:
     engine.rest()
     if any(unit.gradient.reduction.waits for unit in engine.units):
         engine.complete()
-    for unit, gradient in engine.gradients.items():
+    for unit in engine.units:
         unit.wait_step()
         unit.check_untouched()
         unit.refresh_master()
-        gradient.drop_cleared()
+        unit.gradient.drop_cleared()
     gradients = {unit: unit.gradient.accumulated() for unit in _moving(engine)}
     return _Ready(engine, OptimizerStates.of(engine), gradients)
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from onefold.engine import blocked_adam, blocks
+from onefold.engine.driving import Action, Verb
 from onefold.engine.policy import Policy
-from onefold.engine.walks import Action, Verb
 from onefold.planner.byte_counter import ByteCounter
 from onefold.planner.message_counts import PlannedUnit
 from onefold.planner.replay import Event, EventKind

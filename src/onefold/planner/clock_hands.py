@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from onefold.engine.walks import Action, Verb
+from onefold.engine.driving import Action, Verb
 from onefold.planner.clock_streams import Streams
 from onefold.planner.conditions import Conditions
 from onefold.planner.costs import costs_of

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any, cast
 
+from onefold.engine.driving import Action, Verb
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
-from onefold.engine.walks import Action, Call, Phase, Verb
+from onefold.engine.walks import Call, Phase
 from onefold.fit.residents import stack_nbytes
 from onefold.layout.cut import cut_of
 from onefold.layout.flat import UnitBytes, unit_bytes

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from onefold.engine.driving import Drive, StageDrives
+from onefold.engine.driving import Action, Drive, StageDrives
 from onefold.engine.schedule import Schedule
-from onefold.engine.walks import Action, Call, Phase
+from onefold.engine.walks import Call, Phase
 
 
 class EventKind(StrEnum):
