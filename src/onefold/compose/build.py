@@ -242,8 +242,8 @@ def _cast_buffers(tree: ModuleTree, resolved: Resolved, group: Group, source: So
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 is_cast = buffer.is_floating_point() and dtype is not None
-                part._buffers[name] = buffer.to(resolved.device, dtype if is_cast else None)
-                cast[id(part._buffers[name])] = part._buffers[name]
+                moved = buffer.to(resolved.device, dtype if is_cast else buffer.dtype)
+                part._buffers[name] = cast[id(moved)] = moved
     agree_on_values(cast.values(), group)
 
 
