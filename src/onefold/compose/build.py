@@ -26,7 +26,7 @@ from onefold.engine.adapters import show_whole
 from onefold.engine.coupled import check_separable
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
-from onefold.engine.hooks import InferenceHooks, ModuleHooks, hook, install
+from onefold.engine.hooks import InferenceHooks, ModuleHooks, hook
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
 from onefold.engine.run_facts import RunFacts
@@ -104,7 +104,8 @@ def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) 
     module = parts.tree.root
     module.__dict__[ENGINE] = engine
     kind = InferenceHooks if engine.recipe.inference else ModuleHooks
-    install(engine, module, {at: plan.modules for at, plan in enumerate(parts.plans)}, kind)
+    users = {index: plan.modules for index, plan in enumerate(parts.plans)}
+    hook(engine, users, root=module, kind=kind)
     guards.install(parts.tree, engine)
     show_whole(module, engine)
     compare_first_batches(module, engine.group)

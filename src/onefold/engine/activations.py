@@ -125,6 +125,11 @@ class SavedBytes:
                 near, self._near = self._near, None
         del near  # see [Note: locking]
 
+    def reach(self, scratch: Scratch) -> None:
+        """Backward needs the bytes now: they come near, and are not read ahead again."""
+        self.is_reached = True
+        self.come(scratch)
+
     def come(self, scratch: Scratch) -> None:
         """Keep the bytes near if they have not left, else begin to read them."""
         with self._lock:
@@ -177,17 +182,16 @@ class Walk:
         if saved.is_reached:
             return
         with self._lock:
-            saved.is_reached = True
-            saved.come(self.scratch)
-            ahead = [saved for saved in _alive(self._ahead) if not saved.is_reached]
-            nbytes = sum(saved.nbytes for saved in ahead)
+            saved.reach(self.scratch)
+            ahead = [stretch for stretch in _alive(self._ahead) if not stretch.is_reached]
+            nbytes = sum(stretch.nbytes for stretch in ahead)
             while self._waiting and nbytes < self._window:
-                for saved in _alive([self._waiting.pop()]):
-                    if not saved.is_reached:
-                        saved.come(self.scratch)
-                        ahead.append(saved)
-                        nbytes += saved.nbytes
-            self._ahead = [ref(saved) for saved in ahead]
+                for stretch in _alive([self._waiting.pop()]):
+                    if not stretch.is_reached:
+                        stretch.come(self.scratch)
+                        ahead.append(stretch)
+                        nbytes += stretch.nbytes
+            self._ahead = [ref(stretch) for stretch in ahead]
 
 
 def _alive(known: Iterable[ref[SavedBytes]]) -> list[SavedBytes]:

@@ -58,14 +58,18 @@ class ModuleHooks:
     """The two hooks of one module that uses units, or is the root."""
 
     def __init__(
-        self, engine: ModuleEvents, module: nn.Module, units: dict[int, int], *, is_root: bool
-    ) -> None:
-        """`units`: for each unit that the module uses, how many modules use it."""
+        self, engine: ModuleEvents, module: nn.Module, units: dict[int, int],
+        others: list[ModuleHooks], *, is_root: bool,
+    ) -> None:  # fmt: skip
+        """`units`: for each unit that the module uses, how many modules use it.
+
+        `others`: hooks of modules that are not the root, hooked with this one or after it.
+        """
         self.engine = engine
         self.units = units
         self.is_root = is_root
         self.compute = engine.context.compute
-        self.others: list[ModuleHooks] = []  # of the root: the hooks of its parts
+        self.others = others
         # calls that run, and the next autograd node at their start
         self._running = ThreadStack[tuple[list[Any], int]]()
         self._module = ref(module)
@@ -133,32 +137,30 @@ class ModuleHooks:
             engine.end_forward()
 
 
-def install(
-    engine: ModuleEvents, module: nn.Module, users: Mapping[int, list[nn.Module]],
-    kind: type[ModuleHooks] = ModuleHooks,
-) -> None:  # fmt: skip
-    """Hook every module that uses a unit, and the root."""
-    hooks = hook(engine, users, root=module, kind=kind)
-    hooks[0].others = hooks[1:]
-
-
 def hook(
     engine: ModuleEvents, users: Mapping[int, list[nn.Module]], root: nn.Module | None = None,
     kind: type[ModuleHooks] = ModuleHooks,
-) -> list[ModuleHooks]:  # fmt: skip
-    """Hook every module that uses a unit; with `root` also the root, which comes first."""
+) -> None:  # fmt: skip
+    """Hook every module that uses a unit; with `root` also the root."""
     by_module: dict[nn.Module, dict[int, int]] = {} if root is None else {root: {}}
     for unit, modules in users.items():
         for user in modules:
             by_module.setdefault(user, {})[unit] = len(modules)
-    return [kind(engine, user, units, is_root=user is root) for user, units in by_module.items()]
+    others: list[ModuleHooks] = []
+    for user, units in by_module.items():
+        hooks = kind(engine, user, units, others, is_root=user is root)
+        if user is not root:
+            others.append(hooks)
 
 
 class InferenceHooks(ModuleHooks):
     """The two hooks of one module; those of parts are gone once all weights have come to stay."""
 
-    def __init__(self, engine: Engine, module: nn.Module, units: dict[int, int], *, is_root: bool):
-        super().__init__(engine, module, units, is_root=is_root)
+    def __init__(
+        self, engine: ModuleEvents, module: nn.Module, units: dict[int, int],
+        others: list[ModuleHooks], *, is_root: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(engine, module, units, others, is_root=is_root)
         self._entered: list[tuple[bool, bool]] = []  # there was work to do; grad mode was on
         self._are_parts_called = True
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from onefold.config import Precision
-from onefold.engine.hooks import install
+from onefold.engine.hooks import hook
 from onefold.engine.walks import Call
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
@@ -181,7 +181,8 @@ class _Tracer:
         self._is_backward = False
         self._units = [self._unit(index, plan, precision) for index, plan in enumerate(plans)]
         self._forward, self._backward = ([Work()] * len(plans) for _ in range(2))
-        install(self, module, {index: plan.modules for index, plan in enumerate(plans)})
+        users = {index: plan.modules for index, plan in enumerate(plans)}
+        hook(self, users, root=module)
 
     def _unit(self, index: int, plan: UnitPlan, precision: Precision) -> UnitWork:
         members: list[Member] = []
