@@ -25,7 +25,8 @@ from onefold.inference.keeping import keeping
 from onefold.inference.stream import examine_stream
 from onefold.layered.choice import describe_accumulation, with_kept
 from onefold.layout.ledger import Kind
-from onefold.layout.units import ModuleTree, UnitChoice
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import UnitChoice
 from onefold.mixed.speeds import measure, row_shares
 from onefold.recording.report import Report, copied, snapshot, unit_lines
 from onefold.wire import ranks as meshes

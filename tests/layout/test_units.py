@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from onefold.errors import ConfigError
-from onefold.layout.units import ModuleTree, owned_parameters, plan_units
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import owned_parameters, plan_units
 from tests.support.models import Model
 
 

@@ -23,7 +23,8 @@ from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, TierError
 from onefold.fit.bounds import ACTIVATIONS_SHARE
 from onefold.layout.flat import unit_bytes
-from onefold.layout.units import ModuleTree, plan_units
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import plan_units
 from onefold.planner.estimate import estimated
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.models.gpt import GPT, GPTConfig

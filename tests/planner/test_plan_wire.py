@@ -21,7 +21,8 @@ from onefold import Wire
 from onefold.config import Offload, Precision, precision_of, stage_of
 from onefold.errors import ConfigError
 from onefold.fit.bounds import ACTIVATIONS_SHARE
-from onefold.layout.units import ModuleTree, plan_units
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import plan_units
 from onefold.planner.candidates import candidates
 from onefold.planner.estimate import estimated
 from onefold.planner.machines import machine_of

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onefold.config import Precision, stage_of
-from onefold.layout.units import ModuleTree, plan_units
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import plan_units
 from onefold.planner.conditions import Conditions
 from onefold.planner.costs import CPU_RATES, GPU_NBYTES, seconds_of
 from onefold.planner.estimate import estimated

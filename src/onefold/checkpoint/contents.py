@@ -34,7 +34,7 @@ from onefold.checkpoint.quantised import notes_of
 from onefold.checkpoint.storage import bytes_of, read_object
 from onefold.engine.engine import Engine
 from onefold.engine.structure import rename
-from onefold.layout.units import ModuleTree
+from onefold.layout.module_tree import ModuleTree
 from onefold.unit.parameter import UnitParameter
 
 MODEL, MASTER, OPTIM, RANK = "model", "master", "optim", "rank"

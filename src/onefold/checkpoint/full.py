@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from onefold.engine.registry import engine_of
 from onefold.errors import StateError
-from onefold.layout.units import uncompiled
+from onefold.layout.module_tree import uncompiled
 from onefold.unit.decoded import DecodedWeight
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from onefold.checkpoint.agreement import refusal, together
 from onefold.checkpoint.contents import GRAD, MASTER, MODEL, OPTIM, PARTIAL, ShardedModel
 from onefold.engine.registry import engine_of
-from onefold.layout.units import uncompiled
+from onefold.layout.module_tree import uncompiled
 from onefold.wire.collectives import Group
 
 Modules = nn.Module | Sequence[nn.Module]

@@ -32,7 +32,8 @@ from onefold.engine.registry import ENGINE
 from onefold.engine.run_facts import RunFacts
 from onefold.layout import packed
 from onefold.layout.ledger import Ledger
-from onefold.layout.units import ModuleTree, Owned, UnitPlan, plan_units
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import Owned, UnitPlan, plan_units
 from onefold.planner.expectation import Expectation
 from onefold.recipe import Recipe
 from onefold.tier.device import DeviceStore

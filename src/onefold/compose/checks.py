@@ -14,7 +14,8 @@ from onefold.errors import ConfigError
 from onefold.layout import packed
 from onefold.layout.cut import Shares
 from onefold.layout.model_axes import is_owned
-from onefold.layout.units import ModuleTree, Owned
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import Owned
 from onefold.recipe import Recipe
 
 _WRAPPERS = (

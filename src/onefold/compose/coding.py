@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from onefold.engine.joining import replace_parameters
 from onefold.errors import ConfigError
 from onefold.layout.cut import Box
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.packed import CodedWeight
-from onefold.layout.units import ModuleTree, Owned, owned_parameters
+from onefold.layout.units import Owned, owned_parameters
 from onefold.unit.formats import described, encode
 from onefold.unit.init import PROMISED, Values
 

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from onefold.engine.rules import steps_elements, whole_matrices
 from onefold.errors import ConfigError
 from onefold.layout.model_axes import ModelCut
-from onefold.layout.units import ModuleTree, Owned
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import Owned
 from onefold.wire.collectives import Group
 
 HOOKED = "_is_hooked"

@@ -13,7 +13,8 @@ from typing import Any, Protocol, cast
 import torch.distributed as dist
 
 from onefold.errors import ConfigError
-from onefold.layout.units import ModuleTree, Owned, UnitPlan
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import Owned, UnitPlan
 from onefold.recipe import Recipe
 from onefold.unit.context import OwnMesh
 from onefold.wire import ranks as meshes

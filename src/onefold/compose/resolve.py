@@ -37,14 +37,8 @@ from onefold.fit.choices import least_fraction, lowest_stage
 from onefold.fit.residents import with_residents
 from onefold.fit.share_weights import AUTO, is_auto, unless_even, weights_of
 from onefold.fit.shares import choose
-from onefold.layout.units import (
-    ModuleTree,
-    Owned,
-    UnitChoice,
-    UnitPlan,
-    owned_parameters,
-    plan_units,
-)
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.planner.expectation import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group

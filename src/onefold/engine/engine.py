@@ -31,7 +31,7 @@ from onefold.engine.structure import follow, rename
 from onefold.engine.walks import Call, Phase
 from onefold.engine.watch import announce_end, in_backward, watch_outputs
 from onefold.errors import StateError, expected
-from onefold.layout.units import ModuleTree
+from onefold.layout.module_tree import ModuleTree
 from onefold.recipe import Recipe
 from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from onefold.engine.engine import NO_COPY, Engine
 from onefold.errors import StateError
-from onefold.layout.units import ModuleTree
+from onefold.layout.module_tree import ModuleTree
 from onefold.unit.parameter import UnitParameter
 
 GENERATES_TOGETHER = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}

@@ -10,7 +10,7 @@ from onefold.engine import guards
 from onefold.engine.engine import Engine
 from onefold.engine.hooks import hook
 from onefold.errors import StateError
-from onefold.layout.units import uncompiled
+from onefold.layout.module_tree import uncompiled
 
 ENGINE = "_onefold_engine"
 """The attribute of a sharded root module that holds its engine."""

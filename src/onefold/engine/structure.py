@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from onefold.errors import StateError
-from onefold.layout.units import ModuleTree, owned_parameters
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import owned_parameters
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group

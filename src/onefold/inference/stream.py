@@ -14,7 +14,8 @@ from onefold.config import Inference, Offload, Precision, nearest_word, offload_
 from onefold.errors import ConfigError
 from onefold.fit.bounds import RankMemory
 from onefold.fit.residents import with_residents
-from onefold.layout.units import ModuleTree, UnitPlan, repeated_blocks
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import UnitPlan, repeated_blocks
 from onefold.recipe import Recipe
 from onefold.unit.init import PROMISED, Values
 from onefold.wire.collectives import Group

@@ -8,9 +8,8 @@ parameter is found by identity and belongs to the first unit that owns it.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 from onefold.errors import ConfigError
 from onefold.layout import packed
 from onefold.layout.model_axes import ModelCut, local_of
+from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.layout.packed import Place
 
 TABLE_NBYTES = 1 << 20
@@ -131,44 +131,6 @@ class UnitPlan:
     def joins(self, other: UnitPlan) -> bool:
         """True if the same modules use both units, so that both are gathered for them."""
         return bool(self.modules) and self.modules is other.modules
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile(module)` has wrapped; any other module as it is."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing is compiled
-    wrapper = getattr(dynamo, "OptimizedModule", ())
-    while isinstance(module, wrapper):
-        module = module.get_submodule("_orig_mod")
-    return module
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModuleTree:
-    """A module and all modules inside it, each once, walked once: [(fqn, module)], root first.
-
-    An object that is no module has no parts.
-    """
-
-    root: nn.Module
-    parts: tuple[tuple[str, nn.Module], ...]
-
-    @staticmethod
-    def of(root: Any) -> ModuleTree:
-        """Walk over a module, or over the one that `torch.compile` has wrapped."""
-        root = uncompiled(root)
-        return ModuleTree(root, tuple(root.named_modules()) if isinstance(root, nn.Module) else ())
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The root and all modules inside."""
-        return [module for _, module in self.parts]
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter, nn.Module, str]]:
-        """Yield fqn, parameter, module and attribute name for every place of every parameter."""
-        for prefix, module in self.parts:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    yield f"{prefix}.{name}".lstrip("."), parameter, module, name
 
 
 def owned_parameters(tree: ModuleTree) -> list[Owned]:

@@ -43,7 +43,8 @@ class Anatomy:
     @staticmethod
     def of(module: nn.Module, units: Sequence[UnitWork]) -> Anatomy:
         """Read a module, whose values are not needed, and the units of its trace."""
-        from onefold.layout.units import ModuleTree, owned_parameters, repeated_blocks
+        from onefold.layout.module_tree import ModuleTree
+        from onefold.layout.units import owned_parameters, repeated_blocks
 
         blocks = repeated_blocks(module)
         names = {part: name for name, part in module.named_modules()}

@@ -13,7 +13,8 @@ from torch import nn
 
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
 from onefold.errors import ConfigError
-from onefold.layout.units import ModuleTree, plan_units
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import plan_units
 from onefold.planner.anatomy import Anatomy
 from onefold.planner.calibrate import Sample
 from onefold.planner.calibrate import calibrate as measured_here

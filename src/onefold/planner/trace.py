@@ -26,7 +26,8 @@ from onefold.engine.hooks import hook
 from onefold.engine.walks import Call
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
-from onefold.layout.units import ModuleTree, UnitChoice, UnitPlan, plan_units, uncompiled
+from onefold.layout.module_tree import ModuleTree, uncompiled
+from onefold.layout.units import UnitChoice, UnitPlan, plan_units
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.work import ModelWork, UnitWork, Work

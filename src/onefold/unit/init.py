@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from onefold.errors import ConfigError
 from onefold.layout.cut import Box
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.packed import CodedWeight
-from onefold.layout.units import ModuleTree, Owned, UnitPlan
+from onefold.layout.units import Owned, UnitPlan
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket
 
