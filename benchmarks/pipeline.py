@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onefold
-from onefold.engine.actions import Verb
+from onefold.engine.driving import Verb
 from onefold.engine.registry import engine_of
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guides" / "pipeline.md"

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
 
 from onefold.compose.build import build
 from onefold.compose.coding import code_frozen
-from onefold.compose.resolve import Asked, Choices, examine, examine_together, resolve
+from onefold.compose.resolve import Choices, examine, examine_together, resolve
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
@@ -24,6 +25,7 @@ from onefold.inference.keeping import keeping
 from onefold.inference.stream import examine_stream
 from onefold.layered.choice import describe_accumulation, with_kept
 from onefold.layout.ledger import Kind
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitChoice
 from onefold.mixed.speeds import measure, row_shares
 from onefold.recording.report import Report, copied, snapshot, unit_lines
@@ -108,17 +110,16 @@ def _shard(
     limit = as_timeout(timeout)
     ranks = meet(meshes.resolve(mesh, limit or TIMEOUT), limit)
 
-    def examine_mine() -> Asked:
-        return examine(module, optimizer, choices, ranks.everyone)
-
     with announcing(ranks.everyone):
-        asked = examine_together(ranks, examine_mine, module)
-        frozen = asked.recipe.precision.frozen
+        tree = ModuleTree.of(module)
+        examine_mine = partial(examine, tree, optimizer, choices, ranks.everyone)
+        arguments = examine_together(ranks, examine_mine, tree)
+        frozen = arguments.recipe.precision.frozen
         if frozen is not None:
-            optimizers = asked.parts.optimizers
-            together(ranks.everyone, lambda: code_frozen(module, optimizers, frozen))
-            asked = examine_together(ranks, examine_mine, module)
-        build(asked.parts, resolve(asked, ranks))
+            code = partial(code_frozen, tree, arguments.parts.optimizers, frozen)
+            together(ranks.everyone, code)
+            arguments = examine_together(ranks, examine_mine, tree)
+        build(arguments.parts, resolve(arguments, ranks))
     if choices.shares == AUTO:
         measure(module)  # rows by speed are suggested beside shares by memory
     return module
@@ -167,9 +168,9 @@ def stream(
     """
     ranks = meet(meshes.resolve(mesh, TIMEOUT), None)
     with announcing(ranks.everyone):
-        asked, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
-        build(asked.parts, resolve(asked, ranks))
-    notes = [f"{each.fqn} rests exact: {each.reason}" for each in exact]
+        arguments, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
+        build(arguments.parts, resolve(arguments, ranks))
+    notes = [f"{weight.fqn} rests exact: {weight.reason}" for weight in exact]
     engine_of(module).facts.add_notes(*notes)
     return module
 
@@ -255,9 +256,9 @@ def report(module: nn.Module) -> Report:
     Not a collective. It waits for steps that run in the background, whose buffers do not rest.
     """
     engine = engine_of(module)
-    for unit, gradient in engine.gradients.items():
+    for unit in engine.units:
         unit.join_step()
-        gradient.drop_cleared()
+        unit.gradient.drop_cleared()
     return Report(
         stage=engine.recipe.stage.number,
         rank=engine.group.rank,
@@ -282,20 +283,20 @@ def report(module: nn.Module) -> Report:
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:
     """Predicted peaks by kind; averages and anchors, which no plan knows, as they are."""
-    found = with_kept(engine, engine.facts.predicted_peaks())
+    peaks = with_kept(engine, engine.facts.predicted_peaks())
     most_kept = engine.facts.most_kept
-    more = most_kept - found.get(Kind.UNSHARDED, 0)
-    if more > 0 and found:
-        found = {**found, Kind.UNSHARDED: most_kept, "all": found["all"] + more}
+    more = most_kept - peaks.get(Kind.UNSHARDED, 0)
+    if more > 0 and peaks:
+        peaks = {**peaks, Kind.UNSHARDED: most_kept, "all": peaks["all"] + more}
     for added in (Kind.AVERAGE, Kind.ANCHOR):
         nbytes = sum(
             usage.now
             for (kind, tier), usage in engine.ledger.usage.items()
             if kind is added and tier != "disk"
         )
-        if nbytes and found:
-            found = {**found, added: nbytes, "all": found["all"] + nbytes}
-    return found
+        if nbytes and peaks:
+            peaks = {**peaks, added: nbytes, "all": peaks["all"] + nbytes}
+    return peaks
 
 
 def _notes(engine: Engine) -> tuple[str, ...]:
@@ -307,7 +308,9 @@ def _notes(engine: Engine) -> tuple[str, ...]:
             f"{most} backwards ran before a step without onefold.accumulate, and each one sent its "
             "gradients: put all but the last inside `with onefold.accumulate(module):`"
         )
-    later = [p for unit in engine.units[engine.num_planned :] for p in unit.parameters if p.places]
+    later = [
+        p for unit in engine.units[len(engine.recipe.units) :] for p in unit.parameters if p.places
+    ]
     if later:
         numel = sum(math.prod(parameter.slot.shape) for parameter in later)
         notes.append(

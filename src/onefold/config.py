@@ -224,11 +224,11 @@ class Offload:
     @property
     def paths(self) -> list[Path]:
         """The folders of the disk tier."""
-        given = self.disk
-        if given is None:
+        folders = self.disk
+        if folders is None:
             return []
-        several = [given] if isinstance(given, str | os.PathLike) else list(given)
-        return [Path(os.path.abspath(each)) for each in several]
+        several = [folders] if isinstance(folders, str | os.PathLike) else list(folders)
+        return [Path(os.path.abspath(folder)) for folder in several]
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,7 +251,7 @@ class Recipe:
         lines += [repr(self.inference)] if self.inference else []
         for choice in (self.precision, self.offload, self.wire):
             kind = type(choice).__name__
-            names = [each.name for each in fields(choice) if each.name != "disk"]
+            names = [option.name for option in fields(choice) if option.name != "disk"]
             lines += [f"{kind}.{name}={getattr(choice, name)!r}" for name in names]
         lines += [f"shares={self.shares}"] if self.shares else []
         return lines + [
@@ -266,7 +266,7 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, words and numbers, for JSON."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain = {choice.name: getattr(self, choice.name) for choice in fields(self)}
         offload = asdict(self.offload) | {"disk": list(map(str, self.offload.paths)) or None}
         return plain | {
             "stage": self.stage.number,
@@ -327,25 +327,20 @@ def _dtype(word: str | None) -> Any:
 
 
 def _plain(unit: UnitRecipe) -> dict[str, Any]:
-    members = [
-        [each.fqn, list(each.shape), _word(each.dtype), _word(each.compute_dtype),
-         each.requires_grad, each.is_packed, each.decoded_nbytes, each.stack_nbytes, each.cut]
-        for each in unit.members
-    ]  # fmt: skip
-    return {
-        "name": unit.name, "members": members, "tile_nbytes": unit.tile_nbytes,
-        "is_offloaded": unit.is_offloaded, "is_joined": unit.is_joined, "stays": unit.stays,
-        "ranks": unit.ranks,
-    }  # fmt: skip
+    words = [
+        {"dtype": _word(m.dtype), "compute_dtype": _word(m.compute_dtype)} for m in unit.members
+    ]
+    members = [asdict(m) | word for m, word in zip(unit.members, words, strict=True)]
+    return asdict(unit) | {"members": members}
 
 
 def _unit(plain: Mapping[str, Any]) -> UnitRecipe:
-    members = tuple(
-        Member(fqn, tuple(shape), _dtype(dtype), _dtype(compute), *flags)
-        for fqn, shape, dtype, compute, *flags in plain["members"]
-    )
-    is_joined, stays = plain.get("is_joined", False), plain.get("stays", False)
-    return UnitRecipe(
-        plain["name"], members, plain["tile_nbytes"], plain["is_offloaded"], is_joined, stays,
-        plain.get("ranks", 0),
-    )  # fmt: skip
+    return UnitRecipe(**{**plain, "members": tuple(map(_member, plain["members"]))})
+
+
+def _member(plain: Mapping[str, Any] | Sequence[Any]) -> Member:
+    """Rebuild a member from its fields by name, or from the first ones in order (older files)."""
+    names = (field.name for field in fields(Member))
+    values = plain if isinstance(plain, Mapping) else dict(zip(names, plain, strict=False))
+    dtypes = {name: _dtype(values[name]) for name in ("dtype", "compute_dtype")}
+    return Member(**{**values, **dtypes, "shape": tuple(values["shape"])})

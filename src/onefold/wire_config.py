@@ -62,12 +62,12 @@ class Wire:
 
     def __post_init__(self) -> None:
         for name, known in (("weights", WEIGHT_CODECS), ("gradients", CODECS)):
-            given = getattr(self, name)
-            words = given if isinstance(given, tuple) else (given,)
+            codec = getattr(self, name)
+            words = codec if isinstance(codec, tuple) else (codec,)
             if len(words) > 2 or not words:
                 raise ConfigError(
                     f"Wire.{name} to be one codec, or two: (inside the node, between nodes)",
-                    repr(given),
+                    repr(codec),
                     hint=f'Wire({name}=("exact", "int8"))',
                 )
             for word in words:

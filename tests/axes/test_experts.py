@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.compose import own_meshes
-from onefold.engine.finite import are_gradients_finite
+from onefold.engine.precision import are_gradients_finite
 from onefold.engine.registry import engine_of
 from onefold.layout.cut import MAX_IMBALANCE, cut_of
 from onefold.wire import transport

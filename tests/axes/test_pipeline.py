@@ -15,7 +15,7 @@ from torch.distributed.pipelining import stage as stages
 
 import onefold
 from onefold.engine import pipelined
-from onefold.engine.actions import Verb
+from onefold.engine.driving import Verb
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
 from tests.support.pipelines import (

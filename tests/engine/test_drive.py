@@ -11,8 +11,7 @@ from torch import nn
 
 import onefold
 from onefold.axes.pipelines.driver import StageDriver
-from onefold.engine.actions import Action
-from onefold.engine.driving import Drive
+from onefold.engine.driving import Action, Drive
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.registry import engine_of
 from onefold.engine.run_facts import RunFacts
@@ -95,9 +94,46 @@ def test_a_driver_that_ends_takes_back_its_own_choices_alone():
 
 def test_a_run_under_several_shares_predicts_the_highest_peaks_of_all():
     def peaks(**by_kind: int) -> Any:
-        return lambda *, accumulates: {k: n * (1 + accumulates) for k, n in by_kind.items()}
+        def predict(*, accumulates: bool) -> dict[str, int]:
+            return {kind: nbytes * (1 + accumulates) for kind, nbytes in by_kind.items()}
 
-    facts = RunFacts("", [peaks(weight=3, all=7), peaks(weight=5, grad=1, all=6)])
+        return SimpleNamespace(peaks=predict)
+
+    facts = RunFacts(predictions=[peaks(weight=3, all=7), peaks(weight=5, grad=1, all=6)])
     assert facts.predicted_peaks() == {"weight": 5, "grad": 1, "all": 7}
     facts.end_backward(accumulates=True)
     assert facts.predicted_peaks() == {"weight": 10, "grad": 2, "all": 14}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_that_fails_leaves_the_next_one_to_its_own_caller(stage):
+    """`accumulate` around a pipeline's step that fails says nothing about the step after it."""
+
+    def body(rank: int) -> None:
+        module = onefold.shard(seeded(lambda: nn.Linear(4, 4)), stage=stage)
+        driver = StageDriver(engine_of(module), frozenset(), splits=False)
+
+        def step(*, fails: bool = False) -> bool:
+            driver.begin(trains=True)
+            with driver.backward():
+                loss = module(torch.ones(2, 4)).sum()
+                if fails:
+                    raise ZeroDivisionError
+                loss.backward()
+            return driver.end(reduces=True)
+
+        with pytest.raises(ZeroDivisionError), onefold.accumulate(module):
+            step(fails=True)
+        assert step(), "outside of accumulate it is reduced"
+        driver.finish()
+        assert torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+        module.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            step(fails=True)
+        with onefold.accumulate(module):
+            assert not step(), "inside accumulate it rests"
+        assert step()
+        driver.finish()
+        assert torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 4.0))
+
+    run_ranks(3, body)

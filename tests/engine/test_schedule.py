@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.engine.actions import Action, Verb
-from onefold.engine.calls import Call
-from onefold.engine.driving import Drive
-from onefold.engine.early_steps import MAX_PENDING
+from onefold.engine.driving import Action, Drive, Verb
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.schedule import Schedule
-from onefold.engine.successors import Phase
+from onefold.engine.walks import MAX_PENDING, Call, Phase
 
 STAGE_3 = Policy(
     frees_after_forward=True, frees_after_backward=True, keeps_bytes=False, defers_reduction=False

@@ -21,6 +21,7 @@ from onefold import Wire
 from onefold.config import Offload, Precision, precision_of, stage_of
 from onefold.errors import ConfigError
 from onefold.fit.bounds import ACTIVATIONS_SHARE
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import plan_units
 from onefold.planner.candidates import candidates
 from onefold.planner.machines import machine_of
@@ -166,7 +167,7 @@ def test_between_nodes_a_plan_tells_what_was_counted_at_the_sockets_of_hosts():
     with torch.device("meta"):
         module = wire.GPT(wire.MODEL, wire.SEQ)
     chosen = precision_of("bf16")
-    seen = estimated(plan_units(without_values(module)), 0, chosen)
+    seen = estimated(plan_units(ModuleTree.of(without_values(module))), 0, chosen)
     every = [line.split(" | ") for line in wire.PAGE.read_text().splitlines()]
     rows = [row for row in every if len(row) > 3 and row[3].endswith("%")]
     measured = {row[0].strip("| "): float(row[1]) for row in rows}
@@ -195,7 +196,7 @@ def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(m
         recipe = recipe_of((2, 2), stage, name)
         return forecast(estimated(plans, 0, Precision()), recipe).memory_nbytes
 
-    plans = plan_units(without_values(Net()))
+    plans = plan_units(ModuleTree.of(without_values(Net())))
     needs_flat = forecast(estimated(plans, 0, Precision()), Recipe(world_size=4)).memory_nbytes
 
     def body(rank: int, name: str) -> tuple[int, str]:
@@ -312,7 +313,7 @@ def test_the_plan_on_the_page_is_what_a_plan_tells():
     assert f"<!-- plan: begin -->\n{block}\n<!-- plan: end -->" in page
 
 
-_PLANS = plan_units(without_values(Net()))
+_PLANS = plan_units(ModuleTree.of(without_values(Net())))
 
 
 @settings(max_examples=15, deadline=None)

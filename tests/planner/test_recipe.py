@@ -75,6 +75,21 @@ def test_a_recipe_survives_json(stage, precision, offload, wire, has_axes, share
     assert again.digest() == recipe.digest()
 
 
+def test_members_are_stored_by_name_and_recipes_that_list_their_values_still_load():
+    member = Member(
+        "a.weight", (3, 2), torch.bfloat16, torch.float32, False, True, 7, 5, "Shard(0)"
+    )
+    recipe = Recipe(units=(UnitRecipe("a", (member,), is_joined=True, ranks=2),))
+    plain = json.loads(json.dumps(recipe.as_dict()))
+    (unit,) = plain["units"]
+    assert unit["members"][0]["decoded_nbytes"] == 7
+    values = ["a.weight", [3, 2], "bfloat16", "float32", False, True, 7, 5, "Shard(0)"]
+    older = {"name": "a", "members": [values], "tile_nbytes": 0, "is_offloaded": False}
+    assert Recipe.from_dict(plain | {"units": [older]}).units[0].members == (member,)
+    oldest = older | {"members": [values[:6]]}
+    assert Recipe.from_dict(plain | {"units": [oldest]}).units[0].members[0].stack_nbytes == 0
+
+
 def test_a_digest_names_the_field_that_differs():
     recipe = Recipe(world_size=4, local_world_size=2, has_axes=True, units=(UNIT,))
     others = {

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.engine.actions import Verb
+from onefold.engine.driving import Verb
 from onefold.engine.registry import engine_of
 from tests.support.ranks import seeded
 

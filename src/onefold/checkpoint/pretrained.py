@@ -34,7 +34,7 @@ from onefold.engine.registry import engine_of, find_engine
 from onefold.errors import CheckpointError, StateError, listed
 from onefold.layout import packed
 from onefold.layout.cut import Box, spans_of
-from onefold.layout.units import uncompiled
+from onefold.layout.module_tree import uncompiled
 from onefold.unit.decoded import DecodedWeight
 from onefold.unit.init import PROMISED
 

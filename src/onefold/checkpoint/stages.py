@@ -31,11 +31,11 @@ from onefold.checkpoint.contents import (
 )
 from onefold.checkpoint.directory import OptimizerRecord
 from onefold.engine.engine import Engine
+from onefold.engine.optimizer_state import common_state
 from onefold.engine.registry import engine_of
 from onefold.engine.structure import rename
-from onefold.engine.waiting_state import common_state
 from onefold.errors import CheckpointError
-from onefold.layout.units import uncompiled
+from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.unit.parameter import UnitParameter
 from onefold.wire.collectives import Group
 
@@ -62,7 +62,7 @@ class ShardedModel:
     def __post_init__(self) -> None:
         """Take names from `module`, maybe a wrapper. A collective where adapters came."""
         self.engine.note_structure()
-        rename(self.engine, self.module)
+        rename(self.engine, ModuleTree.of(self.module))
         for name, parameter in self.module.named_parameters():
             if id(parameter) not in self.engine.by_sharded:
                 raise CheckpointError(
@@ -358,8 +358,8 @@ def collect_state(model: ShardedModel) -> dict[str, Any]:
             if (entry := optimizer.state.get(parameter.sharded))
         }
         saved[OPTIM] = {"state": state, "param_groups": [_named(g, model) for g in model.groups()]}
-    for gradient in model.engine.gradients.values():
-        means, partial = gradient.accumulated()
+    for unit in model.engine.units:
+        means, partial = unit.gradient.accumulated()
         for parameter, mean in means.items():
             saved.setdefault(GRAD, {})[parameter.fqn] = parameter.wrap(mean)
         for parameter, grad in partial.items():

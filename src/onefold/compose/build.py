@@ -26,13 +26,13 @@ from onefold.engine.adapters import show_whole
 from onefold.engine.coupled import check_separable
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
-from onefold.engine.hooks import ModuleHooks, hook, install
-from onefold.engine.inference_hooks import InferenceHooks
+from onefold.engine.hooks import InferenceHooks, ModuleHooks, hook
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
 from onefold.engine.run_facts import RunFacts
 from onefold.layout import packed
 from onefold.layout.ledger import Ledger
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import Owned, UnitPlan, plan_units
 from onefold.planner.memory import Expectation
 from onefold.recipe import Recipe
@@ -73,45 +73,43 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     for optimizer in parts.optimizers:
         check_separable(optimizer, recipe)
     group, shards = ranks.everyone, ranks.shards(are_replicas=recipe.are_replicas)
-    expectation = Expectation.of(recipe, shards.rank)
-    ledger = Ledger(advise=expectation.smallest_change)
-    store = DeviceStore(device, is_read_into=recipe.reads_directly)
     budget = budget_of(recipe, parts.plans, parts.optimizers, shards.rank)
-    is_agreed = resolved.any_offloads or recipe.offload != Offload()
-    tiers = build_tiers(recipe, budget, store, ledger, group, is_agreed=is_agreed)
     rests = describe(recipe, budget, resolved.why_fraction)
     LOG.info("rank %d: %s", group.rank, rests or "all state rests on the device")
+    notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
+    facts = RunFacts("; ".join(filter(None, notes)), [Expectation.of(recipe, shards.rank)])
+    ledger = Ledger(advise=facts.smallest_change)
+    store = DeviceStore(device, is_read_into=recipe.reads_directly)
+    is_agreed = resolved.any_offloads or recipe.offload != Offload()
+    tiers = build_tiers(recipe, budget, store, ledger, group, is_agreed=is_agreed)
     axes = model_axes.join(_members(parts, resolved, None), group, shards, device.type)
     context = _context(resolved, store, ledger, tiers, axes)
     context, contexts = _contexts(parts, resolved, context)
-    source: Source = (initialisers_of(parts.module), parts.module.__dict__.pop(PROMISED, None))
+    source: Source = (initialisers_of(parts.tree), parts.tree.root.__dict__.pop(PROMISED, None))
     originals = [owned.parameter for owned in parts.parameters]
     for owned in parts.parameters:
         if owned.is_packed and owned.table is None:
             for part, _ in owned.owners:
                 packed.prepare_module(part, owned.parameter)
-    notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
     engine = Engine(
-        parts.module,
-        partial(_units, parts, contexts, source),
-        context,
-        recipe=recipe,
-        facts=RunFacts("; ".join(filter(None, notes)), [expectation.peaks]),
-        build_adapters=partial(_adapters, resolved),
-    )
-    _cast_buffers(parts.module, resolved, group, source)
+        parts.tree.root, partial(_units, parts, contexts, source), context, recipe=recipe,
+        facts=facts, build_adapters=partial(_adapters, resolved),
+    )  # fmt: skip
+    _cast_buffers(parts.tree, resolved, group, source)
     together(group, partial(_install, parts, engine, originals))
     ledger.forget_traffic()
 
 
 def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:
     """Let the module and its optimizers refer to the engine."""
-    parts.module.__dict__[ENGINE] = engine
+    module = parts.tree.root
+    module.__dict__[ENGINE] = engine
     kind = InferenceHooks if engine.recipe.inference else ModuleHooks
-    install(engine, parts.module, {at: plan.modules for at, plan in enumerate(parts.plans)}, kind)
-    guards.install(parts.module, engine)
-    show_whole(parts.module, engine)
-    compare_first_batches(parts.module, engine.group)
+    users = {index: plan.modules for index, plan in enumerate(parts.plans)}
+    hook(engine, users, root=module, kind=kind)
+    guards.install(parts.tree, engine)
+    show_whole(module, engine)
+    compare_first_batches(module, engine.group)
     _join_optimizers(parts, engine, originals)
 
 
@@ -158,23 +156,23 @@ def _contexts(
     parts: ModuleParts, resolved: Resolved, context: Context
 ) -> tuple[Context, list[Context]]:
     """Give each unit the context of its ranks, and the module's the routes of all of them."""
-    made: dict[UnitRanks, Context] = {}
-    for unit, each in zip(resolved.recipe.units, resolved.own, strict=True):
-        if each is not None and each not in made:
-            recipe, own, group = resolved.recipe.on(unit.ranks), each.own, each.ranks.everyone
-            divisor = len(own.members) * own.sources
+    contexts: dict[UnitRanks | None, Context] = {}
+    for unit, mine in zip(resolved.recipe.units, resolved.own, strict=True):
+        if mine is not None and mine not in contexts:
+            recipe, group = resolved.recipe.on(unit.ranks), mine.ranks.everyone
+            divisor = len(mine.own.members) * mine.own.sources
             links = Links(resolved.device, context.ledger, recipe.precision.reduce, divisor)
-            axes = model_axes.join(
-                _members(parts, resolved, each), group, group, recipe.device_type, context.everyone
-            )
-            made[each] = replace(
-                context, routes=routes_of(recipe, each.ranks, links), shares=None, own=own,
-                mesh=_mesh(recipe, each.ranks), meshes=axes.meshes, holders=context.everyone,
+            members = _members(parts, resolved, mine)
+            axes = model_axes.join(members, group, group, recipe.device_type, context.everyone)
+            contexts[mine] = replace(
+                context, routes=routes_of(recipe, mine.ranks, links), shares=None, own=mine.own,
+                mesh=_mesh(recipe, mine.ranks), meshes=axes.meshes, holders=context.everyone,
             )  # fmt: skip
-    if made:
-        others = tuple(each.routes for each in made.values())
+    if contexts:
+        others = tuple(apart.routes for apart in contexts.values())
         context = replace(context, routes=replace(context.routes, others=others))
-    return context, [context if each is None else made[each] for each in resolved.own]
+    contexts[None] = context
+    return context, [contexts[ranks] for ranks in resolved.own]
 
 
 def _units(
@@ -203,9 +201,10 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     tiers = replace(engine.context.tiers, weight=store, state=store, scratch=None)
     axes = AxesOfCuts(holders=engine.context.holders)
     context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers, axes)
-    source: Source = (initialisers_of(module), None)
+    tree = ModuleTree.of(module)
+    source: Source = (initialisers_of(tree), None)
     units: list[Unit] = []
-    for plan in plan_units(module):
+    for plan in plan_units(tree):
         added = (o for o in plan.members if id(o.parameter) not in engine.by_sharded)
         members = [owned for owned in added if owned.table is None]
         check_adapters(members, recipe)
@@ -216,7 +215,7 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
             units.append(Unit(plan, context, index, engine, keeps_gradients=keeps))
             _fill(units[-1], plan, context, source)
             hook(engine, {index: plan.modules})
-    guards.guard_parts(module, engine)
+    guards.guard_parts(tree.modules, engine)
     return units
 
 
@@ -227,8 +226,8 @@ def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
         move(owned, context.store.device)
     originals = [owned.parameter for owned in plan.members]
     values = source[1]
-    given = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}
-    own = [owned for owned in plan.members if owned.fqn not in given]
+    promised = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}
+    own = [owned for owned in plan.members if owned.fqn not in promised]
     agree_on_values([owned.values.detach() for owned in own], context.routes.group)
     plain = [owned.values.detach() for owned in own if owned.model and owned.model.is_plain]
     agree_on_values(plain, context.everyone)
@@ -237,20 +236,17 @@ def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
     return_free_memory()
 
 
-def _cast_buffers(module: nn.Module, resolved: Resolved, group: Group, source: Source) -> None:
+def _cast_buffers(tree: ModuleTree, resolved: Resolved, group: Group, source: Source) -> None:
     """Give buffers the values of rank 0, in the dtype of `Precision.buffers`."""
-    materialise_buffers(module, resolved.device, *source)
-    for part in module.modules():
+    materialise_buffers(tree, resolved.device, *source)
+    dtype, cast = resolved.recipe.precision.buffers, dict[int, torch.Tensor]()
+    for part in tree.modules:
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = buffer.to(resolved.device)
-    agree_on_values(module.buffers(), group)
-    dtype: torch.dtype | None = resolved.recipe.precision.buffers
-    if dtype is not None:
-        for part in module.modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    part._buffers[name] = buffer.to(dtype)
+                is_cast = buffer.is_floating_point() and dtype is not None
+                moved = buffer.to(resolved.device, dtype if is_cast else buffer.dtype)
+                part._buffers[name] = cast[id(moved)] = moved
+    agree_on_values(cast.values(), group)
 
 
 def _join_optimizers(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:
@@ -260,7 +256,7 @@ def _join_optimizers(parts: ModuleParts, engine: Engine, originals: list[nn.Para
         id(original): sharded[owned.fqn]
         for original, owned in zip(originals, parts.parameters, strict=True)
     }
-    for each in parts.optimizers:
-        replace_parameters(each, replaced, originals)
-        bind(each, engine)
+    for optimizer in parts.optimizers:
+        replace_parameters(optimizer, replaced, originals)
+        bind(optimizer, engine)
     adopt_later(engine)

@@ -14,6 +14,7 @@ from onefold.errors import ConfigError
 from onefold.layout import packed
 from onefold.layout.cut import Shares
 from onefold.layout.model_axes import is_owned
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import Owned
 from onefold.recipe import Recipe
 
@@ -32,56 +33,56 @@ def as_list(optimizer: object) -> list[Optimizer]:
     """Return the optimizers of `shard(optimizer=)`; raise `ConfigError` for other objects."""
     if optimizer is None:
         return []
-    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    values = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers: list[Optimizer] = []
-    for each in given:
-        if not isinstance(each, Optimizer):
+    for value in values:
+        if not isinstance(value, Optimizer):
             raise ConfigError(
                 "optimizer to be a torch.optim.Optimizer",
-                f"a {type(each).__name__}",
+                f"a {type(value).__name__}",
                 hint="onefold.shard(module, optimizer, stage=3)",
             )
-        optimizers.append(each)
+        optimizers.append(value)
     return optimizers
 
 
-def check_module(module: object) -> None:
+def check_module(tree: ModuleTree) -> None:
     """Raise `ConfigError` unless this is a module that is not sharded yet."""
-    if not isinstance(module, nn.Module):
+    kind = type(tree.root).__name__
+    if not tree.parts:
         raise ConfigError(
             "a torch.nn.Module to shard",
-            f"a {type(module).__name__}",
+            f"a {kind}",
             hint="onefold.shard(module, optimizer)",
         )
-    for part in module.modules():
-        wrappers = [kind.__name__ for kind in type(part).__mro__ if _is_wrapper(kind)]
+    for part in tree.modules:
+        wrappers = [base.__name__ for base in type(part).__mro__ if _is_wrapper(base)]
         if wrappers:
             raise ConfigError(
                 "a module that no other library makes data-parallel",
                 f"one of {wrappers[0]}",
                 hint="pass the plain module: onefold.shard averages gradients over the ranks",
             )
-    _check_one_device(module)
-    if any(is_sharded(part) for part in module.modules()):
+        _check_one_device(part)
+    if any(map(is_sharded, tree.modules)):
         raise ConfigError(
-            f"a {type(module).__name__} that is not sharded yet",
+            f"a {kind} that is not sharded yet",
             "one that onefold.shard has sharded already, whole or in part",
             hint="call onefold.shard once, on the outermost module",
         )
 
 
-def _check_one_device(module: nn.Module) -> None:
+def _check_one_device(part: nn.Module) -> None:
     """Raise `ConfigError` for a model that Accelerate has dispatched to several devices."""
-    for part in module.modules():
-        devices = part.__dict__.get("hf_device_map")
-        found = set(map(str, devices.values())) if isinstance(devices, dict) else set[str]()
-        if len(found) > 1 or "disk" in found:
-            raise ConfigError(
-                "a model on one device",
-                f"one that from_pretrained dispatched to {', '.join(sorted(found))}",
-                hint='load it without device_map="auto", or with device_map={"": device} of '
-                "this rank; onefold.shard cuts it over the ranks",
-            )
+    placed = part.__dict__.get("hf_device_map")
+    devices = set(map(str, placed.values())) if isinstance(placed, dict) else set[str]()
+    if len(devices) > 1 or "disk" in devices:
+        raise ConfigError(
+            "a model on one device",
+            f"one that from_pretrained dispatched to {', '.join(sorted(devices))}",
+            hint='load it without device_map="auto", or with device_map={"": device} of '
+            "this rank; onefold.shard cuts it over the ranks",
+        )
 
 
 def check_parameters(parameters: Sequence[Owned]) -> None:
@@ -134,9 +135,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned
         for owned in parameters:
             check_state(owned.fqn, owned.parameter, optimizer)
     trained = [owned for owned in parameters if owned.parameter.requires_grad]
-    held_ids = {
-        id(t) for each in optimizers for group in each.param_groups for t in group["params"]
-    }
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held_ids = {id(tensor) for group in groups for tensor in group["params"]}
     if optimizers and trained and not any(id(owned.parameter) in held_ids for owned in trained):
         raise ConfigError(
             "an optimizer of parameters that train",

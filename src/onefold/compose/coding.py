@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from onefold.engine.joining import replace_parameters
 from onefold.errors import ConfigError
 from onefold.layout.cut import Box
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.packed import CodedWeight
 from onefold.layout.units import Owned, owned_parameters
 from onefold.unit.formats import described, encode
@@ -38,20 +39,20 @@ class KeptExact:
     reason: str
 
 
-def code_frozen(module: nn.Module, optimizers: Sequence[Optimizer], word: str) -> None:
+def code_frozen(tree: ModuleTree, optimizers: Sequence[Optimizer], word: str) -> None:
     """Replace each frozen weight of plain Linears by its bytes, in modules and optimizers."""
-    for owned in owned_parameters(module):
+    for owned in owned_parameters(tree):
         parameter = owned.parameter
         is_frozen_matrix = parameter.dim() == 2 and not parameter.requires_grad
         if not is_frozen_matrix or owned.is_packed or not parameter.is_floating_point():
             continue
         if not all(isinstance(part, nn.Linear) and name == "weight" for part, name in owned.owners):
             continue
-        if parameter.is_meta or PROMISED in module.__dict__:
+        if parameter.is_meta or PROMISED in tree.root.__dict__:
             raise _without_values(owned.fqn, "Precision(frozen=)")
         coded = _replace(owned, _coded(parameter, described(parameter, word)))
-        for each in optimizers:
-            replace_parameters(each, {id(parameter): coded}, [parameter])
+        for optimizer in optimizers:
+            replace_parameters(optimizer, {id(parameter): coded}, [parameter])
 
 
 def code_for_products(module: nn.Module, rest: str, device_type: str = "cpu") -> list[KeptExact]:
@@ -77,7 +78,7 @@ def code_for_products(module: nn.Module, rest: str, device_type: str = "cpu") ->
     promised: Values | None = module.__dict__.get(PROMISED)
     coding = None if promised is None else CodedValues(promised)
     kept: list[KeptExact] = []
-    for owned in owned_parameters(module):
+    for owned in owned_parameters(ModuleTree.of(module)):
         parameter = owned.parameter
         if parameter.dim() < 2 or owned.is_packed:
             continue

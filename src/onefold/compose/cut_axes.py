@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from onefold.engine.rules import steps_elements, whole_matrices
 from onefold.errors import ConfigError
 from onefold.layout.model_axes import ModelCut
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import Owned
 from onefold.wire.collectives import Group
 
@@ -34,7 +34,7 @@ class AxesOfCuts:
     holders: Group | None = None
 
 
-def claim(module: nn.Module, parameters: Sequence[Owned], data: Group) -> None:
+def claim(tree: ModuleTree, parameters: Sequence[Owned], data: Group) -> None:
     """Check the cuts of all parameters; find one for those that transformers leaves plain."""
     cuts = [owned for owned in parameters if owned.model is not None]
     for owned in cuts:
@@ -45,7 +45,7 @@ def claim(module: nn.Module, parameters: Sequence[Owned], data: Group) -> None:
         return
     first = beyond[0]
     assert first.model is not None, "it has a cut"
-    is_planned = any(part.__dict__.get(HOOKED) for part in module.modules())
+    is_planned = any(part.__dict__.get(HOOKED) for part in tree.modules)
     for owned in parameters:
         if owned.model is not None:
             continue
@@ -93,10 +93,9 @@ def check_choices(
                 raise whole_matrices(owned.fqn, str(owned.model), optimizer)
 
 
-def axes_of(module: object) -> list[Group]:
+def axes_of(tree: ModuleTree) -> list[Group]:
     """The ranks of every model axis that has cut parameters of a module."""
-    parameters = module.parameters() if isinstance(module, nn.Module) else ()
-    cuts = [cut for parameter in parameters if (cut := ModelCut.of(parameter)) is not None]
+    cuts = [cut for _, parameter, *_ in tree.parameters() if (cut := ModelCut.of(parameter))]
     meshes = dict.fromkeys(cut.mesh for cut in cuts)
     return [Group.of(mesh.get_group(axis)) for mesh in meshes for axis in range(mesh.ndim)]
 
@@ -111,7 +110,7 @@ def join(
     one copy of the states, `holders` all ranks together, if they are known. Raises `ConfigError`,
     on all these ranks, for axes that overlap.
     """
-    found: dict[DeviceMesh, DeviceMesh] = {}
+    joined: dict[DeviceMesh, DeviceMesh] = {}
     firsts = {o.model.mesh: o for o in reversed(parameters) if o.model is not None}
     if not firsts:
         return AxesOfCuts()
@@ -129,10 +128,10 @@ def join(
         names = mesh.mesh_dim_names or tuple(f"model{axis}" for axis in range(mesh.ndim))
         if shards.handle is not None:
             groups = [*mesh.get_all_groups(), shards.handle]
-            found[mesh] = DeviceMesh.from_group(
+            joined[mesh] = DeviceMesh.from_group(
                 groups, device, mesh=_grid(mesh, shards), mesh_dim_names=(*names, "fsdp")
             )
-    return AxesOfCuts(found, holders or Group.over(sorted(everyone)))
+    return AxesOfCuts(joined, holders or Group.over(sorted(everyone)))
 
 
 def _grid(mesh: DeviceMesh, data: Group) -> torch.Tensor:

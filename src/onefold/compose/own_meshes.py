@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch.distributed as dist
-from torch import nn
 
 from onefold.errors import ConfigError
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import Owned, UnitPlan
 from onefold.recipe import Recipe
 from onefold.unit.context import OwnMesh
@@ -61,8 +61,8 @@ def ranks_of(plan: UnitPlan) -> Ranks | None:
 
 def members_of(plan: UnitPlan, own: Group, everyone: Group) -> tuple[int, ...]:
     """Return the numbers of a mesh's ranks among all ranks; `ConfigError` if one is not there."""
-    known, found = everyone.global_ranks(), own.global_ranks()
-    outside = [rank for rank in found if rank not in known]
+    known, members = everyone.global_ranks(), own.global_ranks()
+    outside = [rank for rank in members if rank not in known]
     if outside:
         raise ConfigError(
             f"the mesh of unit {plan.name!r} to be a part of the ranks {known} of `mesh=`",
@@ -70,13 +70,13 @@ def members_of(plan: UnitPlan, own: Group, everyone: Group) -> tuple[int, ...]:
             where=f"rank {everyone.rank}",
             hint="pass the whole data axis as mesh=, and slices of it in units=",
         )
-    return tuple(known.index(rank) for rank in found)
+    return tuple(known.index(rank) for rank in members)
 
 
-def places_of(root: nn.Module, plans: Sequence[UnitPlan], everyone: Group) -> list[MeshPlace]:
+def places_of(tree: ModuleTree, plans: Sequence[UnitPlan], everyone: Group) -> list[MeshPlace]:
     """Describe the units that may differ from rank to rank, for `clash_of`."""
     experts: dict[int, object] = {}
-    for part in root.modules():
+    for part in tree.modules:
         own = part.__dict__.get(EXPERTS)
         if own is not None:
             experts |= {id(parameter): own for parameter in part.parameters()}
@@ -125,16 +125,16 @@ def clash_of(places: Sequence[Sequence[MeshPlace]]) -> ConfigError | None:
     `places`: of every rank; all ranks have the same units.
     """
     for rank, of_rank in enumerate(places):
-        names, first = ([place.unit for place in each] for each in (of_rank, places[0]))
+        names, first = ([place.unit for place in some] for some in (of_rank, places[0]))
         if names != first:
             wanted, hint = "the same experts to be spread on every rank", "distribute them on all"
             got = f"units {first} on rank 0, but {names} on rank {rank}"
             return ConfigError(wanted, got, hint=hint)
         for index, place in enumerate(of_rank):
             for other in place.members:
-                found = _difference(place, places[other][index], rank, other)
-                if found is not None:
-                    return found
+                difference = _difference(place, places[other][index], rank, other)
+                if difference is not None:
+                    return difference
     return None
 
 
@@ -162,7 +162,7 @@ def _difference(
 
 def meet_all(plans: Sequence[UnitPlan], ranks: Ranks) -> tuple[UnitRanks | None, ...]:
     """Connect the ranks of every unit's own mesh, each mesh once. A collective."""
-    found: dict[tuple[int, ...], UnitRanks] = {}
+    by_members: dict[tuple[int, ...], UnitRanks] = {}
     result: list[UnitRanks | None] = []
     for plan in plans:
         own = ranks_of(plan)
@@ -172,10 +172,11 @@ def meet_all(plans: Sequence[UnitPlan], ranks: Ranks) -> tuple[UnitRanks | None,
         if own is None or is_whole:
             result.append(None)
             continue
-        if members not in found:
+        if members not in by_members:
             own = replace(own, everyone=meet_part(own.everyone, ranks), phase=ranks.phase)
-            found[members] = UnitRanks(own, OwnMesh(members, everyone.world_size // len(members)))
-        result.append(found[members])
+            mesh = OwnMesh(members, everyone.world_size // len(members))
+            by_members[members] = UnitRanks(own, mesh)
+        result.append(by_members[members])
     return tuple(result)
 
 
@@ -191,15 +192,15 @@ def check_adapters(members: Sequence[Owned], recipe: Recipe) -> None:
             )
 
 
-def connect_experts(root: nn.Module, ranks: Ranks) -> None:
+def connect_experts(tree: ModuleTree, ranks: Ranks) -> None:
     """Connect the ranks of expert axes, each axis once, if all of them have met. A collective."""
-    known, found = set(ranks.everyone.global_ranks()), dict[tuple[int, ...], Group]()
-    for name, part in root.named_modules():
+    known, groups = set(ranks.everyone.global_ranks()), dict[tuple[int, ...], Group]()
+    for name, part in tree.parts:
         if EXPERTS not in part.__dict__:
             continue
         spread = cast("OnAxis", part)
         group: Group = spread.axis.group
         members = tuple(group.global_ranks())
-        if members not in found:
-            found[members] = meet_part(group, ranks) if known.issuperset(members) else group
-        spread.connect(name, found[members])
+        if members not in groups:
+            groups[members] = meet_part(group, ranks) if known.issuperset(members) else group
+        spread.connect(name, groups[members])

@@ -8,11 +8,11 @@ resolve             settle what was left open: stepper, axes, stage, wire, fract
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from onefold.compose import checks, own_meshes
@@ -43,14 +43,8 @@ from onefold.fit.shares import (
     unless_even,
     weights_of,
 )
-from onefold.layout.units import (
-    Owned,
-    UnitChoice,
-    UnitPlan,
-    owned_parameters,
-    plan_units,
-    uncompiled,
-)
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.planner.memory import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group
@@ -78,7 +72,7 @@ class Choices:
 class ModuleParts:
     """The objects that a recipe is about."""
 
-    module: nn.Module
+    tree: ModuleTree
     optimizers: list[Optimizer]
     parameters: list[Owned]
     plans: list[UnitPlan]
@@ -89,7 +83,7 @@ RankTiers = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Arguments:
     """Arguments that were found sound on this rank: a recipe with open choices."""
 
     parts: ModuleParts
@@ -109,7 +103,7 @@ class Asked:
         """One line for each choice that ranks must share. A rank's tiers are its own."""
         shares = repr(AUTO) if self.opens_shares else self.recipe.shares
         lines = self.recipe.digest()
-        return [f"shares={shares}", *(each for each in lines if not each.startswith(_OWN_CHOICES))]
+        return [f"shares={shares}", *(line for line in lines if not line.startswith(_OWN_CHOICES))]
 
 
 _OWN_CHOICES = (
@@ -131,9 +125,10 @@ class Resolved:
     why_stepper: str = ""
     why_shares: str = ""
     any_offloads: bool = False  # some rank's state leaves the device
+    has_room: bool = False  # for even shares, as was seen when the stage was chosen
 
 
-def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group) -> Asked:
+def examine(tree: ModuleTree, optimizer: object, choices: Choices, data: Group) -> Arguments:
     """Check one rank's arguments without touching anything; `data` is the group to shard over."""
     opens_stage = choices.stage == "auto"
     row = stage_of(3 if opens_stage else choices.stage)  # stage 3 has every tier
@@ -141,19 +136,18 @@ def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group)
     tiers = offload_of(choices.offload)
     check_offload(tiers, row)
     optimizers = checks.as_list(optimizer)
-    module = uncompiled(module)
-    checks.check_module(module)
-    parameters = owned_parameters(module)
+    checks.check_module(tree)
+    parameters = owned_parameters(tree)
     checks.check_parameters(parameters)
     checks.check_optimizers(optimizers, parameters)
     is_inference = choices.inference is not None
     opens_shares = is_auto(choices.shares)
     shares = None if opens_shares or choices.shares is None else weights_of(choices.shares)
-    model_axes.claim(module, parameters, data)
+    model_axes.claim(tree, parameters, data)
     others = {"shares=": choices.shares, "onefold.stream": choices.inference}
     model_axes.check_choices(parameters, optimizers, others=others)
     plans = plan_units(
-        module, choices.units, tiers.tile or 0, tiles_tables=is_inference, parameters=parameters
+        tree, choices.units, tiers.tile or 0, tiles_tables=is_inference, parameters=parameters
     )
     _order_members(plans, optimizers)
     recipe = Recipe(
@@ -170,17 +164,17 @@ def examine(module: nn.Module, optimizer: object, choices: Choices, data: Group)
             for index, plan in enumerate(plans)
         ),
     )  # fmt: skip
-    parts = ModuleParts(module, optimizers, parameters, plans)
+    parts = ModuleParts(tree, optimizers, parameters, plans)
     names_wire = isinstance(choices.wire, str)
-    return Asked(parts, recipe, opens_stage, names_wire, opens_shares)
+    return Arguments(parts, recipe, opens_stage, names_wire, opens_shares)
 
 
 def _member(owned: Owned, dtypes: Precision) -> Member:
-    found = Member.of(owned.fqn, owned.values, dtypes, is_packed=owned.is_packed)
+    member = Member.of(owned.fqn, owned.values, dtypes, is_packed=owned.is_packed)
     if owned.model is None:
-        return found
+        return member
     trains = owned.parameter.requires_grad  # a local tensor does not say so
-    return replace(found, requires_grad=trains, cut=str(owned.model))
+    return replace(member, requires_grad=trains, cut=str(owned.model))
 
 
 def _order_members(plans: Sequence[UnitPlan], optimizers: Sequence[Optimizer]) -> None:
@@ -196,21 +190,21 @@ def _order_members(plans: Sequence[UnitPlan], optimizers: Sequence[Optimizer]) -
 
 
 def examine_together(
-    ranks: Ranks, examine_mine: Callable[[], Asked], module: object = None
-) -> Asked:
+    ranks: Ranks, examine_mine: Callable[[], Arguments], tree: ModuleTree
+) -> Arguments:
     """Examine on every rank, and compare; every rank raises if one differs or fails.
 
-    Ranks of the model axes of `module` compare, too.
+    Ranks of the model axes of the module compare, too.
     """
-    group, own = ranks.everyone, list[Asked]()
+    group, own = ranks.everyone, list[Arguments]()
 
     def examine_and_describe() -> _Said:
-        asked = examine_mine()
-        device = device_of(asked.parts.parameters, group, ranks.mesh)
-        asked = replace(asked, recipe=_on_ranks(asked.recipe, ranks), device=device)
-        own.append(asked)
-        places = own_meshes.places_of(asked.parts.module, asked.parts.plans, group)
-        return _Said(asked.digest(), places, _tiers_in(asked.recipe.offload))
+        arguments = examine_mine()
+        device = device_of(arguments.parts.parameters, group, ranks.mesh)
+        arguments = replace(arguments, recipe=_on_ranks(arguments.recipe, ranks), device=device)
+        own.append(arguments)
+        places = own_meshes.places_of(tree, arguments.parts.plans, group)
+        return _Said(arguments.digest(), places, _tiers_in(arguments.recipe.offload))
 
     def judge(axis: Group, said: Sequence[_Said]) -> Failure | None:
         if axis is group and (clash := own_meshes.clash_of([rank.places for rank in said])):
@@ -219,7 +213,7 @@ def examine_together(
         digests = [rank.digest for rank in said]
         return difference(axis, digests, "module and choices", hint, ConfigError)
 
-    axes = [group, *model_axes.axes_of(module)]
+    axes = [group, *model_axes.axes_of(tree)]
     said = collect(axes, examine_and_describe, ConfigError, judge)
     return replace(own[0], tiers=tuple(rank.tiers for rank in said))
 
@@ -238,53 +232,106 @@ def _tiers_in(offload: Offload) -> RankTiers:
     return (*(getattr(offload, name) for name in names), bool(offload.paths))
 
 
-def resolve(asked: Asked, ranks: Ranks) -> Resolved:
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """The facts that settlers decide by."""
+
+    arguments: Arguments
+    alike: Group  # ranks that settle tiers together
+    memory: RankMemory
+
+
+def resolve(arguments: Arguments, ranks: Ranks) -> Resolved:
     """Settle every open choice, the same on all ranks. A collective where one is open."""
-    group, parts, recipe = ranks.everyone, asked.parts, asked.recipe
-    device = asked.device
+    group, device = ranks.everyone, arguments.device
     check_devices(device, group)
-    checks.check_mixed_tiers(asked.tiers, device.type, opens_stage=asked.opens_stage)
-    alike = Group.of(None) if asked.mixes_tiers else group  # ranks that settle tiers together
-    offload, why_stepper = stepper_of(recipe.offload, device, alike)
-    found = ranks if recipe.wire.is_plain else meet(two_axes_of_launcher(ranks, device))
-    recipe = replace(
-        _on_ranks(recipe, found), offload=offload, device_type=device.type,
-        num_moments=_num_moments(parts),
-    )  # fmt: skip
-    adapts = asked.names_wire or found.is_flat  # a script for nodes runs on one of them, too
-    memory, why_stage = RankMemory(device, local_place(group)[1], group), ""
-    has_room = False  # for even shares
-    if asked.opens_stage:
-        fitting = _stages(recipe, adapts=adapts)
-        chosen, why_stage = lowest_stage(fitting, partial(needs_of, micro_batches=2), memory)
-        recipe, has_room = chosen or _at_stage(recipe, STAGES[3], adapts=adapts), bool(chosen)
+    checks.check_mixed_tiers(arguments.tiers, device.type, opens_stage=arguments.opens_stage)
+    alike = Group.of(None) if arguments.mixes_tiers else group
+    task = _Task(arguments, alike, RankMemory(device, local_place(group)[1], group))
+    any_offloads = any(tiers != _tiers_in(Offload()) for tiers in arguments.tiers)
+    settled = Resolved(arguments.recipe, ranks, device, any_offloads=any_offloads)
+    for settle in _SETTLERS:
+        settled = settle(task, settled)
+    return settled
+
+
+def _settle_stepper(task: _Task, settled: Resolved) -> Resolved:
+    """Choose who steps states in CPU memory; count the moments that they have."""
+    recipe, device = settled.recipe, settled.device
+    offload, why = stepper_of(recipe.offload, device, task.alike)
+    moments = _num_moments(task.arguments.parts)
+    recipe = replace(recipe, offload=offload, device_type=device.type, num_moments=moments)
+    return replace(settled, recipe=recipe, why_stepper=why)
+
+
+def _settle_axes(_: _Task, settled: Resolved) -> Resolved:
+    """Take the hosts of the launcher for nodes, where the wire tells nodes apart."""
+    recipe, ranks = settled.recipe, settled.ranks
+    if not recipe.wire.is_plain:
+        ranks = meet(two_axes_of_launcher(ranks, settled.device))
+    return replace(settled, recipe=_on_ranks(recipe, ranks), ranks=ranks)
+
+
+def _settle_stage(task: _Task, settled: Resolved) -> Resolved:
+    """Choose the lowest stage that fits, if it is open, and the wire at the stage."""
+    recipe, arguments, why, has_room = settled.recipe, task.arguments, "", False
+    adapts = arguments.names_wire or settled.ranks.is_flat  # a script for nodes runs on one, too
+    if arguments.opens_stage:
+        needs = partial(needs_of, micro_batches=2)
+        lowest, why = lowest_stage(_stages(recipe, adapts=adapts), needs, task.memory)
+        recipe, has_room = lowest or _at_stage(recipe, STAGES[3], adapts=adapts), bool(lowest)
     else:
         recipe = _at_stage(recipe, recipe.stage, adapts=adapts)
-    if asked.mixes_tiers and recipe.keeps_weights:
+    if arguments.mixes_tiers and recipe.keeps_weights:
         raise checks.mixed_tiers("the same tiers on every rank, for a second shard in each node")
-    lies = (each.nbytes for each in parts.parameters if each.parameter.device == device)
-    held = {memory.near: sum(lies)}
-    measures = asked.opens_shares and not has_room
-    recipe, why_shares = choose(recipe, needs_of, memory, held, is_auto=measures)
-    why_fraction = ""
-    if recipe.offload.fraction == "auto" and recipe.offload.optimizer != "device":
-        rank = found.shards(are_replicas=recipe.are_replicas).rank
-        states = budget_of(recipe, parts.plans, parts.optimizers, rank).states
-        fractions = collect(alike, partial(least_fraction, recipe, states, needs_of, memory))
-        fraction, why_fraction = max(fractions)  # that of the rank with the least room
-        recipe = replace(recipe, offload=replace(recipe.offload, fraction=fraction))
-    chosen_units = recipe.offloaded_units([unit.numel for unit in recipe.units])
-    units = tuple(
-        replace(unit, is_offloaded=is_chosen)
-        for unit, is_chosen in zip(recipe.units, chosen_units, strict=True)
+    return replace(settled, recipe=recipe, why_stage=why, has_room=has_room)
+
+
+def _settle_shares(task: _Task, settled: Resolved) -> Resolved:
+    """Choose shares by memory, if they are open and even ones may not fit."""
+    parameters, memory = task.arguments.parts.parameters, task.memory
+    here = (owned.nbytes for owned in parameters if owned.parameter.device == settled.device)
+    is_auto = task.arguments.opens_shares and not settled.has_room
+    recipe, why = choose(
+        settled.recipe, needs_of, memory, {memory.near: sum(here)}, is_auto=is_auto
     )
-    recipe = with_residents(replace(recipe, units=units))
-    own = own_meshes.meet_all(parts.plans, found)
-    own_meshes.connect_experts(parts.module, found)
-    any_offloads = any(tiers != _tiers_in(Offload()) for tiers in asked.tiers)
-    return Resolved(
-        recipe, found, device, own, why_stage, why_fraction, why_stepper, why_shares, any_offloads
-    )
+    return replace(settled, recipe=recipe, why_shares=why)
+
+
+def _settle_fraction(task: _Task, settled: Resolved) -> Resolved:
+    """Choose how much of the states leaves the device: as the rank with the least room needs."""
+    recipe, parts = settled.recipe, task.arguments.parts
+    if recipe.offload.fraction != "auto" or recipe.offload.optimizer == "device":
+        return settled
+    rank = settled.ranks.shards(are_replicas=recipe.are_replicas).rank
+    states = budget_of(recipe, parts.plans, parts.optimizers, rank).states
+    least = partial(least_fraction, recipe, states, needs_of, task.memory)
+    fraction, why = max(collect(task.alike, least))
+    recipe = replace(recipe, offload=replace(recipe.offload, fraction=fraction))
+    return replace(settled, recipe=recipe, why_fraction=why)
+
+
+def _settle_units(_: _Task, settled: Resolved) -> Resolved:
+    """Choose the units whose states leave the device, and those that stay unsharded."""
+    recipe = settled.recipe
+    are_offloaded = recipe.offloaded_units([unit.numel for unit in recipe.units])
+    pairs = zip(recipe.units, are_offloaded, strict=True)
+    units = tuple(replace(unit, is_offloaded=is_offloaded) for unit, is_offloaded in pairs)
+    return replace(settled, recipe=with_residents(replace(recipe, units=units)))
+
+
+def _settle_own_meshes(task: _Task, settled: Resolved) -> Resolved:
+    """Connect the ranks of units and experts that have a mesh of their own."""
+    own = own_meshes.meet_all(task.arguments.parts.plans, settled.ranks)
+    own_meshes.connect_experts(task.arguments.parts.tree, settled.ranks)
+    return replace(settled, own=own)
+
+
+_SETTLERS: tuple[Callable[[_Task, Resolved], Resolved], ...] = (
+    _settle_stepper, _settle_axes, _settle_stage, _settle_shares, _settle_fraction, _settle_units,
+    _settle_own_meshes,
+)  # fmt: skip
+"""One a choice, in the order in which they depend on one another."""
 
 
 def _on_ranks(recipe: Recipe, ranks: Ranks) -> Recipe:
@@ -301,19 +348,16 @@ def _at_stage(recipe: Recipe, stage: Stage, *, adapts: bool) -> Recipe:
     if recipe.world_size > 1:
         has_axes, offload = recipe.has_axes, recipe.offload
         wire = resolve_wire(recipe.wire, stage, offload, has_axes=has_axes, adapts=adapts)
-    found = replace(recipe, stage=stage, wire=wire)
-    checks.check_shares(found.shares, found)
-    return replace(found, shares=unless_even(found.shares))
+    recipe = replace(recipe, stage=stage, wire=wire)
+    checks.check_shares(recipe.shares, recipe)
+    return replace(recipe, shares=unless_even(recipe.shares))
 
 
 def _stages(recipe: Recipe, *, adapts: bool) -> Iterator[Recipe]:
     """The recipe at each stage that can have its tiers and its wire."""
     for stage in STAGES.values():
-        try:
-            found = _at_stage(recipe, stage, adapts=adapts)
-        except ConfigError:
-            continue
-        yield found
+        with suppress(ConfigError):
+            yield _at_stage(recipe, stage, adapts=adapts)
 
 
 def _num_moments(parts: ModuleParts) -> int:

@@ -97,7 +97,7 @@ def _cpu_rate(cores: tuple[int, ...]) -> float:
     count = torch.ones(())
 
     def step(own: list[torch.Tensor]) -> None:
-        p, g, m, v = ([each] for each in own)
+        p, g, m, v = ([stream] for stream in own)
         torch._fused_adamw_(
             p, g, m, v, [], [count], lr=1e-9, beta1=0.9, beta2=0.95, weight_decay=0.0, eps=1e-8,
             amsgrad=False, maximize=False, grad_scale=None, found_inf=None,

@@ -77,7 +77,7 @@ def budget_of(
         has_master = held.has_master or (unit.is_offloaded and copies and plan.is_trained)
         states = [itemsize] if has_master else []
         stepped = recipe.precision.master if held.has_master else plan.dtype
-        states += [each.itemsize for each in moments_of(plan, stepped, optimizers).values()]
+        states += [moment.itemsize for moment in moments_of(plan, stepped, optimizers).values()]
         needs[offload.parameters] += whole_pages(numel * plan.dtype.itemsize)
         nbytes = sum(whole_pages(numel * itemsize) for itemsize in states)
         needs[offload.optimizer if unit.is_offloaded else "device"] += nbytes
@@ -90,12 +90,12 @@ def moments_of(
 ) -> dict[str, torch.dtype]:
     """Return the states that the optimizers will keep for each element of a unit, by name."""
     members = {id(owned.parameter) for owned in plan.members if owned.parameter.requires_grad}
-    found: dict[str, torch.dtype] = {}
+    moments: dict[str, torch.dtype] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if steps_elements(optimizer) and any(id(p) in members for p in group["params"]):
-                found |= moments_after_first_step(rule_of(optimizer, group), stepped)
-    return found
+                moments |= moments_after_first_step(rule_of(optimizer, group), stepped)
+    return moments
 
 
 def check_budget(budget: Budget, offload: Offload, memory: RankMemory) -> None:
@@ -131,10 +131,10 @@ def check_budget(budget: Budget, offload: Offload, memory: RankMemory) -> None:
                 "memory; name a folder on a disk",
                 stacklevel=7,
             )
-        each, free = budget.disk // len(paths), memory.free("disk", [path])
-        if each > free:
+        share, free = budget.disk // len(paths), memory.free("disk", [path])
+        if share > free:
             raise TierError(
-                f"{each:,} bytes of disk at {path} for offloaded states",
+                f"{share:,} bytes of disk at {path} for offloaded states",
                 f"{free:,} free for each of {ranks} ranks here",
                 where=where,
                 hint="free space there, name another path as well, or offload less (fraction=)",
@@ -203,7 +203,7 @@ def _build(
         stores["disk"] = FileStore(group.rank, slots)
     elif "disk" in tiers:
         stores["disk"] = DiskStore(offload.paths, group.rank, budget.disk)
-    is_far = any(each.is_far for each in stores.values())
+    is_far = any(tier.is_far for tier in stores.values())
     num_near = max(1, len(cores) - 1)  # and whoever waits
     num_steppers = max(num_near, NUM_DISK_STEPPERS) if is_far else num_near
     step_device: StepDevice = HostStep(slots)

@@ -125,6 +125,11 @@ class SavedBytes:
                 near, self._near = self._near, None
         del near  # see [Note: locking]
 
+    def reach(self, scratch: Scratch) -> None:
+        """Backward needs the bytes now: they come near, and are not read ahead again."""
+        self.is_reached = True
+        self.come(scratch)
+
     def come(self, scratch: Scratch) -> None:
         """Keep the bytes near if they have not left, else begin to read them."""
         with self._lock:
@@ -177,22 +182,21 @@ class Walk:
         if saved.is_reached:
             return
         with self._lock:
-            saved.is_reached = True
-            saved.come(self.scratch)
-            ahead = [each for each in _alive(self._ahead) if not each.is_reached]
-            nbytes = sum(each.nbytes for each in ahead)
+            saved.reach(self.scratch)
+            ahead = [stretch for stretch in _alive(self._ahead) if not stretch.is_reached]
+            nbytes = sum(stretch.nbytes for stretch in ahead)
             while self._waiting and nbytes < self._window:
-                for each in _alive([self._waiting.pop()]):
-                    if not each.is_reached:
-                        each.come(self.scratch)
-                        ahead.append(each)
-                        nbytes += each.nbytes
-            self._ahead = [ref(each) for each in ahead]
+                for stretch in _alive([self._waiting.pop()]):
+                    if not stretch.is_reached:
+                        stretch.come(self.scratch)
+                        ahead.append(stretch)
+                        nbytes += stretch.nbytes
+            self._ahead = [ref(stretch) for stretch in ahead]
 
 
 def _alive(known: Iterable[ref[SavedBytes]]) -> list[SavedBytes]:
     """Return the stretches that a graph still refers to."""
-    return [saved for saved in (each() for each in known) if saved is not None]
+    return [saved for saved in (alive() for alive in known) if saved is not None]
 
 
 class SavedView:
@@ -288,11 +292,11 @@ class SavedActivations:
         Nothing leaves in evaluation, or in the recompute of a root that is checkpointed itself.
         """
         hooks = None
-        is_nested = any(each is not None for each in self._begun)
+        is_nested = any(begun is not None for begun in self._begun)
         if torch.is_grad_enabled() and not is_nested and not in_backward():
             hooks = saved_tensors_hooks(self.pack, _unpack)
-            buffers = (each for named in self._named for each in named.values())
-            addresses = {_address(each) for each in buffers if each is not None}
+            buffers = (buffer for named in self._named for buffer in named.values())
+            addresses = {_address(buffer) for buffer in buffers if buffer is not None}
             self._staying = addresses | self._weights
             self._walk = Walk(self._scratch, self.limits.window)
             hooks.__enter__()

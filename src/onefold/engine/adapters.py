@@ -53,14 +53,14 @@ def _is_of_adapter(name: str, root: nn.Module, sharded: nn.Parameter) -> bool:
 
 def _adapted_embeddings(root: nn.Module) -> set[int]:
     """The ids of weights of embeddings and heads under LoRA: PEFT saves those, too."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in ("get_input_embeddings", "get_output_embeddings"):
         find: Any = getattr(root, name, None)
         layer = find() if callable(find) else None
         if getattr(layer, "lora_A", None) is not None:
             base: Any = getattr(layer, "base_layer", None)
-            found.update(map(id, base.parameters()))
-    return found
+            ids.update(map(id, base.parameters()))
+    return ids
 
 
 Merges = list[tuple[nn.Module, list[str]]]
@@ -87,14 +87,14 @@ def warn_of_lost_merges(before: Merges) -> None:
 @torch.no_grad()
 def gathered(parameters: Iterable[UnitParameter]) -> dict[UnitParameter, Tensor]:
     """Return plain tensors [all rows] on every rank: one message for each dtype. A collective."""
-    found: dict[UnitParameter, Tensor] = {}
+    whole: dict[UnitParameter, Tensor] = {}
     by_dtype: dict[torch.dtype, list[UnitParameter]] = {}
     for parameter in dict.fromkeys(parameters):
         parameter.unit.wait_step()
         by_dtype.setdefault(parameter.local.dtype, []).append(parameter)
     for members in by_dtype.values():
-        found |= _gathered_alike(members)
-    return found
+        whole |= _gathered_alike(members)
+    return whole
 
 
 def _gathered_alike(members: list[UnitParameter]) -> dict[UnitParameter, Tensor]:

@@ -85,8 +85,8 @@ class BlockedAdam:
         return is_narrow or self._native(stepped, grad, weight) is not None
 
     def _native(self, stepped: Tensor, grad: Tensor, weight: Tensor) -> AdamKernel | None:
-        found = self._kernel
-        return found if found is not None and found.takes(stepped, grad, weight) else None
+        kernel = self._kernel
+        return kernel if kernel is not None and kernel.takes(stepped, grad, weight) else None
 
     def step(self, stepped: Tensor, grad: Tensor, weight: Tensor, state: dict[str, Any]) -> None:
         """Step `stepped` [numel] by `grad` [numel] of its dtype or a narrower one, in place.
@@ -121,7 +121,7 @@ class BlockedAdam:
     def _scratch_for(self, stepped: Tensor, numel: int) -> Tensor:
         """Return memory like `stepped` of at least `numel`, uninitialised: one a thread."""
         kind = (stepped.dtype, stepped.device)
-        found: Tensor | None = getattr(self._scratch, "tensor", None)
-        if found is None or (found.dtype, found.device) != kind or len(found) < numel:
-            found = self._scratch.tensor = stepped.new_empty(numel)
-        return found
+        scratch: Tensor | None = getattr(self._scratch, "tensor", None)
+        if scratch is None or (scratch.dtype, scratch.device) != kind or len(scratch) < numel:
+            scratch = self._scratch.tensor = stepped.new_empty(numel)
+        return scratch

@@ -47,7 +47,11 @@ class Segment:
     state: State  # all states; the step updates here the states that are one number
     is_new: bool  # stepped for the first time: the rule makes the states
     owner: Buffer | None  # of the gradient's bytes; its bytes are counted until the step is over
-    before: State = field(default_factory=dict)  # the numbers, as each block finds them
+    before: State = field(init=False)  # the numbers, as each block finds them
+
+    def __post_init__(self) -> None:
+        numbers = [name for name in self.state if name not in self.moments]
+        self.before = {name: _copied(self.state[name]) for name in numbers}
 
     @property
     def stop(self) -> int:
@@ -74,9 +78,6 @@ class UnitStep:
             self._ready = torch.Event(device)
             self._ready.record()
         ordered = sorted(segments, key=lambda segment: segment.start)
-        for segment in ordered:
-            numbers = [name for name in segment.state if name not in segment.moments]
-            segment.before = {name: _copied(segment.state[name]) for name in numbers}
         self._tasks: list[Task] = []
         numel = len(unit.weight.tensor)
         for start in range(0, numel, BLOCK_NUMEL):

@@ -3,6 +3,8 @@
 D-Adaptation and Prodigy estimate one learning rate from all parameters, and global clipping takes
 one norm. Where ranks step different parameters, each rank would compute another number. A probe
 finds such a class by its behaviour: it steps two small parameters together and apart.
+
+At stage 0 LBFGS searches over all parameters: `share_losses` lets ranks search alike.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.optim import LBFGS, Optimizer
 from onefold.engine.rules import unhooked_step
 from onefold.errors import ConfigError
 from onefold.recipe import Recipe
+from onefold.wire.collectives import Group
 
 SCALES = (1.0, 3.0, 0.5, 40.0, 2.0, 0.1)
 """Gradients of the probe's steps, relative to one another: a sudden one is clipped."""
@@ -114,3 +117,20 @@ def _is_plain(value: object) -> bool:
         return all(map(_is_plain, value))
     is_number = isinstance(value, Tensor) and value.numel() == 1 and value.is_leaf
     return is_number or value is None or isinstance(value, bool | int | float | str)
+
+
+def share_losses(
+    group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let a step's closure return the mean loss of all ranks, so that all search alike."""
+    optimizer, *rest = args
+    closure = rest[0] if rest else kwargs.get("closure")
+    if closure is None or group.world_size == 1:
+        return None
+
+    def mean_loss() -> Tensor:
+        with torch.enable_grad():
+            loss = torch.as_tensor(closure()).detach()
+        return group.all_reduced(loss) / group.world_size
+
+    return (optimizer, mean_loss), {k: v for k, v in kwargs.items() if k != "closure"}

@@ -1,4 +1,7 @@
-"""The choices of whoever drives a schedule: one frozen value for the events that follow.
+"""What goes into a schedule and what comes out: choices of its driver, and actions.
+
+Actions are executed on tensors, on byte counters or on clocks. The choices of whoever drives are
+one frozen value for the events that follow.
 
 A plain loop drives by the default. `onefold.accumulate`, `generating`, `unsharded`, a pipeline,
 layered order and the planner's replay hand over other values, each at a boundary between two events
@@ -8,6 +11,32 @@ layered order and the planner's replay hand over other values, each at a boundar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum, auto
+
+
+class Verb(IntEnum):
+    """One thing to do with one unit; with `NO_UNIT`, with none."""
+
+    FETCH = auto()  # bring this rank's rows near, if they rest in another tier
+    FILL = auto()  # begin to fill the node's second shard of weights
+    GATHER = auto()  # begin to gather the unsharded weights
+    SHOW = auto()  # wait for that gather, let modules see unsharded parameters
+    HIDE = auto()  # let modules see sharded parameters again
+    FREE = auto()  # hide, and free the unsharded weights
+    INVALIDATE = auto()  # hide; unsharded weights may not be read until the next gather
+    REDUCE = auto()  # begin the reduction of gradients
+    LAND = auto()  # wait for its first hop
+    KEEP_SUMS = auto()  # the node's sums rest until the last micro-batch
+    FOLLOW = auto()  # show the averaged gradient, or begin the second hop
+    FINISH = auto()  # wait for the second hop, show the averaged gradient
+    WAIT_STEP = auto()  # wait for the background step of the unit
+    STEP = auto()  # begin the step of the unit in the background
+    REST = auto()  # no message follows for now: free the buffers kept for the next
+
+
+Action = tuple[Verb, int]
+
+NO_UNIT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +46,8 @@ class Drive:
     keeps: units that stay unsharded between forwards and backwards.
     frees_in_backward: units that `keeps` leaves out are freed as backward leaves them, not at once.
     rests: units whose gradients wait on their rank until the driver starts reductions.
-    accumulates: the micro-batch is not the last one of a step.
+    accumulates: the caller says that the micro-batch is not the last one of a step.
+    reduces_later: the driver itself starts the reductions of its micro-batches, at their end.
     walks_apart: micro-batches of one step are interleaved: each backward is that of one forward,
         and a forward that trains does not end `keeps`.
     repeats: another micro-batch walks the units of the one before.
@@ -30,11 +60,17 @@ class Drive:
     frees_in_backward: bool = False
     rests: frozenset[int] = frozenset()
     accumulates: bool = False
+    reduces_later: bool = False
     walks_apart: bool = False
     repeats: bool = False
     more_to_come: bool = False
     joins_backwards: bool = False
     is_suspended: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """True if the micro-batch is the last one that adds to the gradients of a step."""
+        return not (self.accumulates or self.reduces_later)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +105,7 @@ class StageDrives:
         resting = everything if splits else frozenset[int]() if reduces_all else window
         before = replace(caller, keeps=frozenset())
         step = replace(
-            before, keeps=window, rests=everything, walks_apart=True,
-            accumulates=trains or caller.accumulates,
-        )  # fmt: skip
+            before, keeps=window, rests=everything, walks_apart=True, reduces_later=trains
+        )
         backward, split = replace(step, rests=resting), replace(step, keeps=everything)
         return StageDrives(before, step, backward, split, replace(before, rests=resting))

@@ -141,13 +141,13 @@ class MovingAverage:
         """
         averages: dict[str, Tensor] = state_dict["averages"]
         rows = self._rows()
-        given = {name: tuple(value.shape) for name, value in averages.items()}
+        shapes = {name: tuple(value.shape) for name, value in averages.items()}
         wanted = {parameter.fqn: parameter.shape for parameter, _ in rows}
-        for name in sorted(given.keys() | wanted.keys()):
-            if given.get(name) != wanted.get(name):
+        for name in sorted(shapes.keys() | wanted.keys()):
+            if shapes.get(name) != wanted.get(name):
                 raise self._error(
                     f"the average of parameter {name!r} of shape {wanted.get(name)}",
-                    f"shape {given.get(name)}",
+                    f"shape {shapes.get(name)}",
                     "the state is of another configuration of this module",
                 )
         for parameter, own in rows:
@@ -221,6 +221,6 @@ def _buffer_of(unit: Unit) -> Buffer:
     if is_number and dtype.itemsize < torch.float32.itemsize:
         dtype = torch.float32
     ledger = unit.context.ledger
-    made = Buffer(len(stepped), dtype, Kind.AVERAGE, unit.state_store, ledger)
-    unit.averages.append(ref(made))
-    return made
+    average = Buffer(len(stepped), dtype, Kind.AVERAGE, unit.state_store, ledger)
+    unit.averages.append(ref(average))
+    return average

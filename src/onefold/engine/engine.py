@@ -15,25 +15,24 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from onefold.engine.activations import saved_activations_of
-from onefold.engine.calls import Call
 from onefold.engine.companions import Companions
 from onefold.engine.driving import Drive
 from onefold.engine.hands import Hands, facts_of
-from onefold.engine.marks import Marks
 from onefold.engine.pipelined import Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
-from onefold.engine.run_facts import Peaks, RunFacts
+from onefold.engine.run_facts import Marks, Prediction, RunFacts
 from onefold.engine.schedule import Schedule
-from onefold.engine.structure import follow
-from onefold.engine.successors import Phase
+from onefold.engine.structure import follow, rename
+from onefold.engine.walks import Call, Phase
 from onefold.engine.watch import announce_end, in_backward, watch_outputs
 from onefold.errors import StateError, expected
+from onefold.layout.module_tree import ModuleTree
 from onefold.recipe import Recipe
 from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient
@@ -62,15 +61,14 @@ class Engine:
         self.marks = Marks(context.ledger, context.phase)
         policy = self.policy = policy_of(recipe)
         units = self.units = build(self)  # units refer to the engine, weakly
-        self.num_planned = len(units)  # adapters that join later come after these
         self.saved = saved_activations_of(module, units, context)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         self.schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
-        self.gradients = {unit: unit.gradient for unit in units}
         self.hands = Hands(self.schedule, units, context.routes.rest)
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
         self.companions = Companions()  # averages and islands
+        self._edits: WeakKeyDictionary[Call, int] = WeakKeyDictionary()  # of the weights till then
         self._is_torn = self._is_checked = False  # torn: a backward failed after it stepped units
 
     # drivers
@@ -104,7 +102,7 @@ class Engine:
         index, is_recorded = self._index[unit], torch.is_grad_enabled()
         call, actions = self.schedule.use(index, is_recorded=is_recorded)
         self.hands.do(actions)
-        call.note_edits(unit.edits.at_rest())
+        self._edits[call] = unit.edits.at_rest()
         watch_outputs(ref(self), [call], outputs)
 
     def note_reduced(self, gradient: UnitGradient) -> None:
@@ -151,8 +149,8 @@ class Engine:
         for stepper in list(self.hands.steppers):
             stepper.recover()
         self._follow()
-        for unit, gradient in self.gradients.items():
-            gradient.drop_cleared()
+        for unit in self.units:
+            unit.gradient.drop_cleared()
             unit.forget()
 
     def note_structure(self) -> None:
@@ -183,7 +181,7 @@ class Engine:
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self._follow()  # a part of the module is called, not the root
         call, actions = self.schedule.enter(index, phase)
-        call.note_edits(self.units[index].edits.at_rest())
+        self._edits[call] = self.units[index].edits.at_rest()
         self.hands.do(actions)
         if not self.is_unsharded:
             verb = "recompute" if phase is Phase.BACKWARD else "forward"
@@ -207,7 +205,7 @@ class Engine:
 
         Not in recompute, which torch ends by an exception: the call that it repeats is open.
         """
-        if not in_backward() and self.gradients[self.units[index]].trainable():
+        if not in_backward() and self.units[index].gradient.trainable():
             self.schedule.hold(index)
 
     # backward
@@ -216,10 +214,10 @@ class Engine:
         """The first node of this module's graph is about to run; queue `end_backward`."""
         if self.schedule.is_backward:
             return
-        is_first = not any(gradient.shown for gradient in self.gradients.values())
+        is_first = not any(unit.gradient.shown for unit in self.units)
         self.facts.begin_backward(is_first=is_first)
-        for gradient in self.gradients.values():
-            gradient.begin()
+        for unit in self.units:
+            unit.gradient.begin()
         if self.hands.noise is not None:
             self.hands.noise.begin()
         self.schedule.begin_backward(self._trained())
@@ -229,7 +227,7 @@ class Engine:
 
     def _trained(self) -> list[int]:
         """Parameters of each unit that have gradients to reduce."""
-        return [len(gradient.trainable()) for gradient in self.gradients.values()]
+        return [len(unit.gradient.trainable()) for unit in self.units]
 
     def expect_backward(self, call: Call) -> None:
         """Note that backward, if it runs, will announce `call`: its outputs are watched."""
@@ -241,7 +239,7 @@ class Engine:
             return
         self.begin_backward()
         unit = self.units[call.unit]
-        if call.edits != unit.edits.at_rest():
+        if self._edits[call] != unit.edits.at_rest():
             raise StateError(
                 f"the weights of unit {unit.name!r} to be the same in backward as in forward",
                 "weights that changed in between",
@@ -260,14 +258,14 @@ class Engine:
         flying = self.schedule.reductions.may_land
         if flying is not None and self.hands.has_landed(flying):
             self.hands.do(self.schedule.landed())
-        self.gradients[parameter.unit].note_fired(parameter)
+        parameter.unit.gradient.note_fired(parameter)
         self.hands.do(self.schedule.gradient(self._index[parameter.unit], id(parameter)))
 
     def end_backward(self) -> None:
         """Autograd is done: reshard every unit, finish every reduction."""
         reductions, defers = self.schedule.reductions, self.schedule.reductions.defers
         driven = self.schedule.driven
-        self.facts.end_backward(accumulates=driven.accumulates)
+        self.facts.end_backward(accumulates=not driven.is_last)
         actions = self.schedule.end_backward()
         for call in self.schedule.ended:
             self.marks.leave(call)
@@ -275,20 +273,20 @@ class Engine:
             self.units[index].gradient.rest_partial()
         self.hands.do(actions)
         if not defers:
-            gradients = enumerate(self.gradients.values())
-            reductions.note_unused({index for index, each in gradients if each.is_unused})
+            units = enumerate(self.units)
+            reductions.note_unused({index for index, unit in units if unit.gradient.is_unused})
         self.marks.end()
 
     def abort_backward(self) -> None:
         """An exception ended backward: drop its gradients, reshard every unit."""
         self._is_torn = self._is_torn or bool(self.schedule.early_steps)
         self.hands.take_stepped()
-        for gradient in self.gradients.values():
-            gradient.discard()
+        for unit in self.units:
+            unit.gradient.discard()
         self.hands.do(self.schedule.abort_backward())
         self.hands.drain()
-        for gradient in self.gradients.values():
-            gradient.lose()
+        for unit in self.units:
+            unit.gradient.lose()
         self.rest()
         self.marks.end()
 
@@ -304,9 +302,9 @@ class Engine:
 
     def complete(self) -> None:
         """Reduce gradients of an accumulation that ended without its last micro-batch."""
-        for gradient in self.gradients.values():
-            gradient.check_whole()
-        if any(each.partial or each.reduction.waits for each in self.gradients.values()):
+        for unit in self.units:
+            unit.gradient.check_whole()
+        if any(unit.gradient.partial or unit.gradient.reduction.waits for unit in self.units):
             self.hands.do(self.schedule.complete(self._trained()))
 
     def start_reductions(self) -> None:
@@ -314,9 +312,9 @@ class Engine:
 
         `schedule.finish` waits for all of it.
         """
-        for gradient in self.gradients.values():
-            gradient.check_whole()
-            gradient.drop_cleared()
+        for unit in self.units:
+            unit.gradient.check_whole()
+            unit.gradient.drop_cleared()
         self.hands.do(self.schedule.start(self._trained()))
 
     def before_step(self) -> None:
@@ -328,8 +326,8 @@ class Engine:
         self.marks.begin("step")
         self.rest()
         self.context.tags.check()
-        for gradient in self.gradients.values():
-            gradient.drop_cleared()
+        for unit in self.units:
+            unit.gradient.drop_cleared()
         self.complete()
         if self.hands.noise is not None:
             self.hands.noise.end_step()
@@ -353,11 +351,10 @@ class Engine:
         self.schedule.stepped()
         self.marks.end()
 
-    def recut(self, context: Context, recipe: Recipe, peaks: Peaks) -> None:
+    def recut(self, context: Context, recipe: Recipe, prediction: Prediction) -> None:
         """Go on under other shares, to which units have moved their rows already."""
         self.context, self.recipe = context, recipe
-        self.gradients = {unit: unit.gradient for unit in self.units}
-        self.facts.predictions.append(peaks)
+        self.facts.predictions.append(prediction)
         if self.saved is not None:
             self.saved.keep([unit.weight.tensor for unit in self.units])
 
@@ -365,9 +362,11 @@ class Engine:
         """Send no adapters for a state dict while `are_known` says that rank 0 has them whole."""
         self.are_adapters_known = are_known
 
-    def follow_to(self, module: nn.Module) -> None:
-        """Take a module as the root from now on, as its wrapper was removed."""
+    def take_root(self, module: nn.Module) -> None:
+        """Go on with a module as the root, as its wrapper was removed: names are those in it."""
         self.module = ref(module)
+        self.note_structure()
+        rename(self, ModuleTree.of(module))
 
     def add(self, units: list[Unit]) -> None:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""
@@ -376,7 +375,6 @@ class Engine:
         for unit in units:
             self._index[unit] = len(self.units)
             self.units.append(unit)  # the list of `hands`, too
-            self.gradients[unit] = unit.gradient
             self.by_sharded |= {id(p.sharded): p for p in unit.parameters}
         if self.saved is not None:
             self.saved.keep([unit.weight.tensor for unit in units])

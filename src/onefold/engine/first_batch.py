@@ -82,9 +82,9 @@ def _warn_of_others(root: nn.Module, arguments: object, group: Group) -> None:
                 stacklevel=2,
             )
             return
-        found = [each for each, _ in getattr(node, "next_functions", ()) if each not in seen]
-        seen.update(found)
-        nodes += found
+        inputs = [before for before, _ in getattr(node, "next_functions", ())]
+        nodes += [before for before in inputs if before not in seen]
+        seen.update(inputs)
 
 
 def _compare(group: Group, batch: str, generator: str) -> None:
@@ -108,13 +108,13 @@ def _first_equal(values: Iterable[str]) -> tuple[int, int] | None:
 
 def digest_of(arguments: object) -> str:
     """A digest of the tensors in a forward's arguments; "" if there are none."""
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     is_empty = True
     for tensor in tensors_in(arguments):
         if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided:
-            found.update(_bytes_of(tensor))
+            digest.update(_bytes_of(tensor))
             is_empty = False
-    return "" if is_empty else found.hexdigest()
+    return "" if is_empty else digest.hexdigest()
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

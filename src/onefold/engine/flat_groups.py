@@ -265,11 +265,11 @@ class FlatStep:
 
 def _by_unit(groups: list[list[UnitParameter]]) -> dict[Unit, list[list[UnitParameter]]]:
     """Return each unit's parameters by optimizer group, units in the order of the module."""
-    found: dict[Unit, list[list[UnitParameter]]] = {}
+    by_unit: dict[Unit, list[list[UnitParameter]]] = {}
     for index, group in enumerate(groups):
         for parameter in group:
-            found.setdefault(parameter.unit, [[] for _ in groups])[index].append(parameter)
-    return found
+            by_unit.setdefault(parameter.unit, [[] for _ in groups])[index].append(parameter)
+    return by_unit
 
 
 def _segment(flat: FlatGroup, rule: Rule) -> Segment:

@@ -67,9 +67,9 @@ class ForwardThread(Thread):
         """Run to the next halt, or to the end. Raises the error of the forward."""
         self._switch()
         while self._asked is not None:
-            asked, self._asked = self._asked, None
+            request, self._asked = self._asked, None
             try:
-                asked()
+                request()
             except BaseException as error:
                 self._refused = error
             self._switch()
@@ -108,12 +108,12 @@ class ForwardThread(Thread):
 @contextmanager
 def thread_of(forward: Callable[[], Any]) -> Iterator[ForwardThread]:
     """Make a thread for a forward. Both end with the block."""
-    made = ForwardThread(forward)
-    made.start()
+    thread = ForwardThread(forward)
+    thread.start()
     try:
-        yield made
+        yield thread
     finally:
-        made.end()
+        thread.end()
 
 
 def current_forward() -> ForwardThread | None:

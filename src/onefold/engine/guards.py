@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from onefold.engine.engine import NO_COPY, Engine
 from onefold.errors import StateError
+from onefold.layout.module_tree import ModuleTree
 from onefold.unit.parameter import UnitParameter
 
 GENERATES_TOGETHER = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}
@@ -27,14 +28,14 @@ without the second it does not trace the module.
 """
 
 
-def install(module: nn.Module, engine: Engine) -> None:
-    """Guard the module and its parts.
+def install(tree: ModuleTree, engine: Engine) -> None:
+    """Guard a module and its parts.
 
     Shapes are checked where each submodule loads. Names are checked for the module as a whole,
     before torch's own method runs: its hooks do not know whether the caller asked for strictness.
     """
-    guard_parts(module, engine)
-    guard_root(module)
+    guard_parts(tree.modules, engine)
+    guard_root(tree.root)
 
 
 def guard_root(module: nn.Module) -> None:
@@ -43,9 +44,9 @@ def guard_root(module: nn.Module) -> None:
     module.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoWrapper()
 
 
-def guard_parts(module: nn.Module, engine: Engine) -> None:
-    """Guard the parts of the module that are not guarded yet."""
-    for part in module.modules():
+def guard_parts(parts: Iterable[nn.Module], engine: Engine) -> None:
+    """Guard those of a module's parts that are not guarded yet."""
+    for part in parts:
         if "_apply" not in part.__dict__:
             _put_first(part, "_apply", _Unpickled(_apply, ref(part), ref(engine)))
             part.__dict__["__deepcopy__"] = _refuse_copy

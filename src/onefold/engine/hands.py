@@ -7,7 +7,7 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
-from onefold.engine.actions import Action, Verb
+from onefold.engine.driving import Action, Verb
 from onefold.engine.forward_threads import current_forward
 from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
@@ -122,7 +122,7 @@ class Hands:
 def facts_of(unit: Unit) -> UnitFacts:
     """Return the facts about a unit that a schedule decides by."""
     return UnitFacts(
-        nbytes=sum(each.tensor.nbytes for each in (unit.unsharded, *unit.decoded)),
+        nbytes=sum(buffer.tensor.nbytes for buffer in (unit.unsharded, *unit.decoded)),
         is_resident=unit.is_resident,
         is_tiled=unit.is_tiled,
         is_offloaded=unit.steps_in_blocks,

@@ -8,6 +8,9 @@ would run collectives while it compiles, and bake the state of units into a grap
 that torch calls back is disabled for it: a graph ends there, or does not see it at all, as around a
 compiled unit. `torch.compiler.disable` would import dynamo with onefold; `torch._disable_dynamo`
 does so at the first call.
+
+A module that evaluates and never trains (`onefold.stream`) has `InferenceHooks`: its weights come
+and go between forwards, so no graph may refer to them, and forwards record none.
 """
 
 from __future__ import annotations
@@ -15,16 +18,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from onefold.engine.engine import Engine
 from onefold.engine.forward_threads import ThreadStack
 from onefold.engine.precision import cast_floating
 from onefold.engine.watch import BackwardEvents, now, tensors_in, watch_outputs
-from onefold.errors import WireError
+from onefold.errors import StateError, WireError
+from onefold.unit.dtensors import without_backward
 
 
 class ModuleEvents(BackwardEvents, Protocol):
@@ -52,14 +58,18 @@ class ModuleHooks:
     """The two hooks of one module that uses units, or is the root."""
 
     def __init__(
-        self, engine: ModuleEvents, module: nn.Module, units: dict[int, int], *, is_root: bool
-    ) -> None:
-        """`units`: for each unit that the module uses, how many modules use it."""
+        self, engine: ModuleEvents, module: nn.Module, units: dict[int, int],
+        others: list[ModuleHooks], *, is_root: bool,
+    ) -> None:  # fmt: skip
+        """`units`: for each unit that the module uses, how many modules use it.
+
+        `others`: hooks of modules that are not the root, hooked with this one or after it.
+        """
         self.engine = engine
         self.units = units
         self.is_root = is_root
         self.compute = engine.context.compute
-        self.others: list[ModuleHooks] = []  # of the root: the hooks of its parts
+        self.others = others
         # calls that run, and the next autograd node at their start
         self._running = ThreadStack[tuple[list[Any], int]]()
         self._module = ref(module)
@@ -127,22 +137,81 @@ class ModuleHooks:
             engine.end_forward()
 
 
-def install(
-    engine: ModuleEvents, module: nn.Module, users: Mapping[int, list[nn.Module]],
-    kind: type[ModuleHooks] = ModuleHooks,
-) -> None:  # fmt: skip
-    """Hook every module that uses a unit, and the root."""
-    made = hook(engine, users, root=module, kind=kind)
-    made[0].others = made[1:]
-
-
 def hook(
     engine: ModuleEvents, users: Mapping[int, list[nn.Module]], root: nn.Module | None = None,
     kind: type[ModuleHooks] = ModuleHooks,
-) -> list[ModuleHooks]:  # fmt: skip
-    """Hook every module that uses a unit; with `root` also the root, which comes first."""
+) -> None:  # fmt: skip
+    """Hook every module that uses a unit; with `root` also the root."""
     by_module: dict[nn.Module, dict[int, int]] = {} if root is None else {root: {}}
     for unit, modules in users.items():
         for user in modules:
             by_module.setdefault(user, {})[unit] = len(modules)
-    return [kind(engine, user, units, is_root=user is root) for user, units in by_module.items()]
+    others: list[ModuleHooks] = []
+    for user, units in by_module.items():
+        hooks = kind(engine, user, units, others, is_root=user is root)
+        if user is not root:
+            others.append(hooks)
+
+
+class InferenceHooks(ModuleHooks):
+    """The two hooks of one module; those of parts are gone once all weights have come to stay."""
+
+    def __init__(
+        self, engine: ModuleEvents, module: nn.Module, units: dict[int, int],
+        others: list[ModuleHooks], *, is_root: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(engine, module, units, others, is_root=is_root)
+        self._entered: list[tuple[bool, bool]] = []  # there was work to do; grad mode was on
+        self._are_parts_called = True
+
+    @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        engine, records = cast("Engine", self.engine), torch.is_grad_enabled()
+        units = range(len(engine.units)) if self.is_root else self.units
+        has_work = not engine.is_settled(units)
+        self._entered.append((has_work, records))
+        if has_work and self.is_root:
+            self._follow_parts(are_called=True)
+        if records:
+            torch._C._set_grad_enabled(False)
+        return super().pre_forward(module, args, kwargs) if has_work else None
+
+    @torch._disable_dynamo
+    def post_forward(self, module: nn.Module, args: object, outputs: object) -> Any:
+        has_work, records = self._entered.pop() if self._entered else (False, False)
+        try:
+            if has_work:
+                super().post_forward(module, args, outputs)
+            if self.is_root and sys.exception() is not None:
+                cast("Engine", self.engine).rest()  # a disk that failed may serve the next pass
+            elif self.is_root and has_work:
+                settled = cast("Engine", self.engine)
+                self._follow_parts(are_called=not settled.is_settled(range(len(settled.units))))
+        finally:
+            if records:
+                torch._C._set_grad_enabled(True)
+        return tree_map_only(Tensor, _checked, outputs) if records else None
+
+    def _follow_parts(self, *, are_called: bool) -> None:
+        """Hook the parts of the module only while a forward has work for them: hooks take time."""
+        if are_called != self._are_parts_called:
+            self._are_parts_called = are_called
+            for part in self.others:
+                (part.register if are_called else part.unregister)()
+
+
+def _checked(output: Tensor) -> Tensor:
+    if not (output.is_floating_point() or output.is_complex()):
+        return output
+    anchor = torch.empty(0, requires_grad=True)  # autograd asks an input whether to run
+    return without_backward(output, _no_backward, anchor)
+
+
+def _no_backward() -> StateError:
+    return StateError(
+        "a forward alone of a module that onefold.stream streams",
+        "a backward through it",
+        hint="onefold.shard trains a module: its weights rest in the same tiers",
+    )

@@ -71,7 +71,7 @@ class _Adoption:
                 where=f"rank {engine.group.rank}",
                 hint="onefold.shard trains a module: its weights rest in the same tiers",
             )
-        if any(each in engine.by_sharded for each in held):
+        if any(key in engine.by_sharded for key in held):
             check_separable(optimizer, engine.recipe)
             bind(optimizer, engine)
 
@@ -79,7 +79,7 @@ class _Adoption:
 def _ids_of(engine: Engine) -> set[int]:
     """Ids of both forms of all parameters: modules of units that stay show the unsharded one."""
     parameters = [parameter for unit in engine.units for parameter in unit.parameters]
-    return {id(shown) for each in parameters for shown in (each.sharded, each.unsharded)}
+    return {id(shown) for p in parameters for shown in (p.sharded, p.unsharded)}
 
 
 def adopt_later(engine: Engine) -> None:

@@ -8,6 +8,7 @@ element is updated once and each rank keeps 1/N of the state. A step sends 3(N-1
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ class MatrixStep:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for unit, members in self._entered.items():
                 self._return_rows(unit, members)
-            for parameter in (parameter for each in self._entered.values() for parameter in each):
+            for parameter in itertools.chain.from_iterable(self._entered.values()):
                 stepped = self._unsharded.get(parameter)
                 if stepped is not None:
                     self._state[parameter] = state.get(stepped, {})
@@ -113,7 +114,7 @@ class MatrixStep:
         self, unit: Unit, members: list[UnitParameter], rows: dict[UnitParameter, Tensor]
     ) -> dict[UnitParameter, Tensor]:
         """Return the unsharded tensors of this rank's parameters, from every rank's rows."""
-        found = {p: rows[p] for p in members if self._owner[p] < 0}
+        unowned = {p: rows[p] for p in members if self._owner[p] < 0}
         by_owner = self._by_owner(unit, members)
         mine = by_owner[unit.context.rank]
         sent = [[rows[p] for p in owned] for owned in by_owner]
@@ -123,8 +124,8 @@ class MatrixStep:
             pieces = [
                 pieces[i].view(p.slot.piece_shape(rank)) for rank, pieces in enumerate(from_ranks)
             ]
-            found[p] = torch.cat(pieces, p.slot.dim)
-        return found
+            unowned[p] = torch.cat(pieces, p.slot.dim)
+        return unowned
 
     def _return_rows(self, unit: Unit, members: list[UnitParameter]) -> None:
         rank, by_owner = unit.context.rank, self._by_owner(unit, members)
@@ -146,14 +147,14 @@ def _exchange(unit: Unit, sent: list[list[Tensor]], numels: list[list[int]]) -> 
     if not any(sent) and not any(numels):
         return [[] for _ in sent]
     context, empty = unit.context, unit.stepped.new_empty(0)
-    flat = torch.cat([empty, *[tensor.reshape(-1) for each in sent for tensor in each]])
-    numels_sent = [sum(tensor.numel() for tensor in each) for each in sent]
-    numels_received = [sum(each) for each in numels]
+    flat = torch.cat([empty, *[tensor.reshape(-1) for tensors in sent for tensor in tensors]])
+    numels_sent = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+    numels_received = [sum(counts) for counts in numels]
     received = flat.new_empty(sum(numels_received))
     context.transport.group.all_to_all(received, flat, numels_received, numels_sent).wait()
     context.ledger.sent("whole_matrix", (len(flat) - numels_sent[context.rank]) * flat.itemsize)
     parts = received.split(numels_received)
-    return [list(part.split(each)) for part, each in zip(parts, numels, strict=True)]
+    return [list(part.split(counts)) for part, counts in zip(parts, numels, strict=True)]
 
 
 def _free(unsharded: nn.Parameter) -> None:

@@ -145,8 +145,8 @@ class NoiseScale:
 
 
 def _squared(values: Tensor) -> Tensor:
-    found = torch.view_as_real(values) if values.is_complex() else values
-    dense = found if found.layout is torch.strided else found.to_dense()
+    real = torch.view_as_real(values) if values.is_complex() else values
+    dense = real if real.layout is torch.strided else real.to_dense()
     dtype = torch.promote_types(dense.dtype, torch.float32)
     norm = torch.linalg.vector_norm(dense.detach().reshape(-1), dtype=dtype)
     return norm.double().square()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onefold.engine.blocks import reserve_slots
+from onefold.engine.coupled import share_losses
 from onefold.engine.engine import Engine
-from onefold.engine.finite import are_gradients_finite
 from onefold.engine.flat_groups import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
-from onefold.engine.own_state import OwnStates, own_state
+from onefold.engine.optimizer_state import OwnStates, common_state, own_state, stepped_state
+from onefold.engine.precision import are_gradients_finite
 from onefold.engine.rules import (
     Rule,
     may_fuse,
@@ -37,51 +38,12 @@ from onefold.engine.rules import (
     steps_elements,
     whole_matrices,
 )
-from onefold.engine.searching import share_losses
-from onefold.engine.waiting_state import common_state, stepped_state
 from onefold.errors import ConfigError, StateError
 from onefold.layout.ledger import Account, Kind
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
 State = dict[str, Any]
-
-
-class StepStrategy(Protocol):
-    """The tensors that replace sharded parameters in an optimizer's groups while it steps."""
-
-    rounded: set[Unit]
-    """Units that `enter` has stepped, and rounded from their masters already."""
-
-    def import_state(self, parameter: UnitParameter, state: State) -> None:
-        """Take over per-parameter state: own rows, unsharded, or shown like the parameter."""
-        ...
-
-    def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
-        """Return the parameters whose state this rank keeps: own rows of all, or some unsharded."""
-        ...
-
-    def keeper_of(self, parameter: UnitParameter) -> int | None:
-        """Return the rank that keeps the parameter's state; None: this one, or all."""
-        ...
-
-    def forget(self) -> None:
-        """Drop all states; others will be imported before the next step."""
-        ...
-
-    def enter(
-        self, groups: list[list[UnitParameter]], rules: Sequence[Rule]
-    ) -> list[dict[Tensor, State]]:
-        """Return, for each group, the tensors to step with their `.grad`, and their states."""
-        ...
-
-    def leave(self, state: dict[Tensor, State]) -> dict[UnitParameter, State]:
-        """Keep the states after the step; return those that parameters show."""
-        ...
-
-    def recover(self) -> None:
-        """After a step that raised, bring changes of the tensors' gradients to the parameters."""
-        ...
 
 
 class OptimizerBinding:
@@ -93,7 +55,7 @@ class OptimizerBinding:
         self.is_elementwise = steps_elements(optimizer)
         # its closure runs in the midst of a step, so it steps the sharded parameters themselves
         self._searches = isinstance(optimizer, torch.optim.LBFGS)
-        self._strategy: StepStrategy = FlatStep() if self.is_elementwise else MatrixStep()
+        self._strategy: FlatStep | MatrixStep = FlatStep() if self.is_elementwise else MatrixStep()
         self._shown: dict[Tensor, State] = {}
         self._common: dict[Any, Any] = {}  # state that belongs to no parameter
         self._is_entered = False
@@ -119,10 +81,9 @@ class OptimizerBinding:
         )
         engine.hands.steppers.add(self)
         self._reserve(optimizer)
-        found = [
-            self.parameter(tensor) for group in optimizer.param_groups for tensor in group["params"]
-        ]
-        self.kept_here([p for p in found if p and p.sharded.requires_grad])
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        held = filter(None, map(self.parameter, tensors))
+        self.kept_here([p for p in held if p.sharded.requires_grad])
 
     def _check_tiers(self, optimizer: Optimizer, engine: Engine) -> None:
         if not self.is_elementwise and any(unit.steps_in_blocks for unit in engine.units):
@@ -143,8 +104,8 @@ class OptimizerBinding:
         if not self.is_elementwise:
             return
         for group in optimizer.param_groups:
-            found = [self.parameter(tensor) for tensor in group["params"]]
-            held = [p for p in found if p and p.unit.steps_in_blocks and p.sharded.requires_grad]
+            own = filter(None, map(self.parameter, group["params"]))
+            held = [p for p in own if p.unit.steps_in_blocks and p.sharded.requires_grad]
             for dtype in {parameter.unit.stepped.dtype for parameter in held}:
                 wanted = moments_after_first_step(rule_of(optimizer, group), dtype)
                 for unit in dict.fromkeys(p.unit for p in held if p.unit.stepped.dtype == dtype):
@@ -159,11 +120,8 @@ class OptimizerBinding:
         after.move_to_end(self._post.id, last=False)
 
     def parameter(self, tensor: Tensor) -> UnitParameter | None:
-        for engine in self.engines:
-            found = engine.by_sharded.get(id(tensor))
-            if found is not None:
-                return found
-        return None
+        owners = (engine.by_sharded.get(id(tensor)) for engine in self.engines)
+        return next(filter(None, owners), None)
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Return those of the optimizer's parameters whose state this rank keeps."""
@@ -248,9 +206,7 @@ class OptimizerBinding:
         if any(tensor.requires_grad for tensor in held):
             return
         for engine in self.engines:
-            steppers = [
-                each for each in engine.hands.steppers if isinstance(each, OptimizerBinding)
-            ]
+            steppers = [s for s in engine.hands.steppers if isinstance(s, OptimizerBinding)]
             for parameter in engine.by_sharded.values():
                 if _grad(parameter) is not None and not any(s.holds(parameter) for s in steppers):
                     raise StateError(

@@ -1,4 +1,4 @@
-"""Cast the arguments of a unit's forward; scale the loss by a number that all ranks agree on."""
+"""Cast the arguments of a unit's forward; agree on all ranks whether gradients are finite."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from onefold.engine.engine import Engine
 from onefold.unit.dtensors import ShardedParameter
 from onefold.wire.collectives import Group
 
@@ -66,3 +67,26 @@ class GradScaler(torch.amp.GradScaler):
             for verdict in verdicts.values():
                 group.all_reduce_max(verdict)
         return verdicts
+
+
+def are_gradients_finite(engine: Engine) -> bool:
+    """Return False if a gradient is not finite on some rank: then on all. A collective.
+
+    A rank sees its own rows only, so it asks the others. A GPU's host waits for the answer. This
+    reads the gradients as they are now, also where they were cleared, zeroed or unscaled since the
+    reduction, or stepped by another optimizer.
+    """
+    if not engine.units:
+        return True
+    is_bad = torch.zeros(1, device=engine.context.store.device)
+    for unit in engine.units:
+        for parameter in unit.parameters:
+            rows = parameter.own_grad()
+            if rows is not None:
+                for bound in torch.aminmax(rows):  # both are NaN if an element is
+                    is_bad += bound.isfinite().logical_not()
+    engine.context.everyone.all_reduce_max(is_bad)
+    is_finite = not is_bad.item()
+    for unit in engine.units if not is_finite else ():
+        unit.gradient.reduction.feedback.forget(unit.parameters)
+    return is_finite

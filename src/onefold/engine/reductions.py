@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence, Set
 
-from onefold.engine.actions import Action, Verb
+from onefold.engine.driving import Action, Verb
 from onefold.engine.policy import Policy, UnitFacts
 
 
@@ -55,7 +55,7 @@ class Reductions:
 
         Gradients of the units in `without` rest.
         """
-        self._trained = [0 if unit in without else each for unit, each in enumerate(trained)]
+        self._trained = [0 if unit in without else number for unit, number in enumerate(trained)]
         self.is_last = is_last
 
     def note_gradient(self, unit: int, member: int, out: list[Action], *, waits: bool) -> None:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from onefold.engine import guards
 from onefold.engine.engine import Engine
 from onefold.engine.hooks import hook
-from onefold.engine.structure import rename
 from onefold.errors import StateError
-from onefold.layout.units import uncompiled
+from onefold.layout.module_tree import uncompiled
 
 ENGINE = "_onefold_engine"
 """The attribute of a sharded root module that holds its engine."""
@@ -55,8 +54,8 @@ def is_sharded(module: object) -> TypeGuard[nn.Module]:
 
 def _held_by(wrapper: nn.Module) -> Engine | None:
     """Return the engine of the only sharded module inside."""
-    found = {part.__dict__[ENGINE] for part in wrapper.modules() if is_sharded(part)}
-    return found.pop() if len(found) == 1 else None
+    engines = {part.__dict__[ENGINE] for part in wrapper.modules() if is_sharded(part)}
+    return engines.pop() if len(engines) == 1 else None
 
 
 def _unwrapped(module: nn.Module) -> Engine | None:
@@ -72,9 +71,7 @@ def _unwrapped(module: nn.Module) -> Engine | None:
     if root is not None and not all(id(parameter) in mine for parameter in root.parameters()):
         return None
     module.__dict__[ENGINE] = engine
-    engine.follow_to(module)
     guards.guard_root(module)
     hook(engine, {}, root=module)
-    engine.note_structure()
-    rename(engine, module)
+    engine.take_root(module)
     return engine

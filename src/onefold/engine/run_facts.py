@@ -1,13 +1,28 @@
-"""The facts about a run that only a report reads; no decision depends on them."""
+"""Facts about a run for reports and recordings; no decision depends on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
-Peaks = Callable[..., dict[str, int]]
-"""Predicts the most bytes by kind; `accumulates`: steps have several micro-batches."""
+from onefold.engine.walks import Call
+from onefold.layout.ledger import Ledger
+from onefold.layout.observer import Span, Stream
+from onefold.wire.lanes import CALL, PhaseNow
+
+
+class Prediction(Protocol):
+    """What the planner says about the run under one recipe."""
+
+    def peaks(self, *, accumulates: bool) -> dict[str, int]:
+        """Return the most bytes by kind; `accumulates`: steps have several micro-batches."""
+        ...
+
+    def smallest_change(self, shortage: int) -> str:
+        """Say what would hold so many bytes less."""
+        ...
+
 
 Subject = TypeVar("Subject")
 
@@ -24,7 +39,7 @@ class RunFacts:
     """
 
     description: str = ""
-    predictions: list[Peaks] = field(default_factory=list[Peaks])
+    predictions: list[Prediction] = field(default_factory=list[Prediction])
     notes: tuple[str, ...] = ()
     most_kept: int = 0
     most_backwards: int = 0
@@ -58,11 +73,53 @@ class RunFacts:
     def predicted_peaks(self) -> dict[str, int]:
         """Return the highest prediction: one for all the shares that the run has had."""
         highest: dict[str, int] = {}
-        for predict in self.predictions:
-            for kind, nbytes in predict(accumulates=self._has_accumulated).items():
+        for prediction in self.predictions:
+            for kind, nbytes in prediction.peaks(accumulates=self._has_accumulated).items():
                 highest[kind] = max(nbytes, highest.get(kind, 0))
         return highest
+
+    def smallest_change(self, shortage: int) -> str:
+        """Say what would hold so many bytes less than the run does now."""
+        return self.predictions[-1].smallest_change(shortage)
 
     def about(self, subject: type[Subject]) -> Subject:
         """Return the record that another room keeps of the run: the first call makes it."""
         return self._subjects.setdefault(subject, subject())
+
+
+class Marks:
+    """Tells lanes and observers when a phase of a step runs, and observers when a call computes."""
+
+    def __init__(self, ledger: Ledger, lanes: PhaseNow) -> None:
+        self._ledger = ledger
+        self._lanes = lanes
+        self._phase: Span | None = None
+        self._calls: WeakKeyDictionary[Call, Span] = WeakKeyDictionary()
+
+    def begin(self, phase: str, lane: str = CALL) -> None:
+        """Begin a phase: "forward", "backward" or "step". End one that was left open."""
+        self.end()
+        self._lanes.begin(lane)
+        if phase == "backward":
+            self._ledger.begin_backward()
+        if self._ledger.observer is not None:
+            self._phase = self._ledger.observer.begin(Stream.PHASE, phase, "")
+
+    def end(self) -> None:
+        """End the phase."""
+        self._lanes.begin(CALL)
+        phase, self._phase = self._phase, None
+        if phase is not None:
+            phase.end()
+
+    def enter(self, call: Call, verb: str, unit: str) -> None:
+        """Begin the compute of a call, whose unit is unsharded now."""
+        if self._ledger.observer is not None:
+            self._calls[call] = self._ledger.observer.begin(Stream.COMPUTE, verb, unit)
+
+    def leave(self, call: Call) -> None:
+        """End the compute of a call: its forward, or its part of backward."""
+        if self._calls:
+            begun = self._calls.pop(call, None)
+            if begun is not None:
+                begun.end()

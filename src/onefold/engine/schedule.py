@@ -24,14 +24,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import replace
 
-from onefold.engine.actions import NO_UNIT, Action, Verb
-from onefold.engine.calls import Call, OpenCalls
-from onefold.engine.driving import Drive
-from onefold.engine.early_steps import EarlySteps
+from onefold.engine.driving import NO_UNIT, Action, Drive, Verb
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
-from onefold.engine.successors import Phase, Successors
-from onefold.engine.uses import ModuleUses
+from onefold.engine.walks import Call, EarlySteps, ModuleUses, OpenCalls, Phase, Successors
 
 
 class Schedule:
@@ -190,7 +186,7 @@ class Schedule:
     def begin_backward(self, trained: Sequence[int]) -> None:
         """Autograd reaches this module's graph. `trained`: parameters of each unit that train."""
         self.is_backward = True
-        self.reductions.begin(trained, self.driven.rests, is_last=not self.driven.accumulates)
+        self.reductions.begin(trained, self.driven.rests, is_last=self.driven.is_last)
         self.successors.begin(Phase.BACKWARD)
 
     def expect_backward(self, call: Call) -> None:
@@ -348,9 +344,9 @@ class Schedule:
         if phase is Phase.BACKWARD and self.policy.prefetches_late:
             self._late = to_gather
         else:
-            for each in to_gather:
-                self._gather(each, out, is_ahead=True)
-        out += [(Verb.FETCH, each) for each in to_fetch if each not in self._fresh]
+            for successor in to_gather:
+                self._gather(successor, out, is_ahead=True)
+        out += [(Verb.FETCH, successor) for successor in to_fetch if successor not in self._fresh]
         out.append((Verb.SHOW, unit))
         self._shown.add(unit)
 
@@ -374,7 +370,7 @@ class Schedule:
 
     def _has_room(self, unit: int) -> bool:
         cap, units = self.policy.cap, self._unsharded | {unit}
-        return cap is None or sum(self.units[each].nbytes for each in units) <= cap
+        return cap is None or sum(self.units[alive].nbytes for alive in units) <= cap
 
     def _make_room(self, unit: int, out: list[Action]) -> None:
         """Free units that are not in use, gathered ahead or kept, until `unit` fits."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from onefold.errors import StateError
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import owned_parameters
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -43,10 +44,11 @@ def follow(engine: Followed) -> None:
     module = engine.module()
     if module is None or engine.is_unsharded:
         return
-    tensors = _parameters(module)
+    tree = ModuleTree.of(module)
+    tensors = {fqn: tensor for fqn, tensor, *_ in tree.parameters()}
     kept = {id(tensor) for tensor in tensors.values()}
     added = [fqn for fqn, tensor in tensors.items() if id(tensor) not in engine.by_sharded]
-    known = [each for each in engine.by_sharded.items() if not each[1].is_table]
+    known = [entry for entry in engine.by_sharded.items() if not entry[1].is_table]
     gone = [parameter for key, parameter in known if key not in kept and parameter.places]
     if not added and not gone:
         return
@@ -67,13 +69,13 @@ def follow(engine: Followed) -> None:
             engine.add(engine.build_adapters(engine))
     for unit in engine.units if not engine.hands.steppers else ():
         unit.drop_master()
-    rename(engine, module)
+    rename(engine, tree)
 
 
-def rename(engine: Followed, root: nn.Module) -> None:
-    """Give every parameter its name, and its places, in `root`: wrappers change both."""
+def rename(engine: Followed, tree: ModuleTree) -> None:
+    """Give every parameter its name, and its places, in a module: wrappers change both."""
     names: dict[str, str] = {}
-    for owned in owned_parameters(root):
+    for owned in owned_parameters(tree):
         parameter = engine.by_sharded.get(id(owned.parameter))
         if parameter is not None:
             names[parameter.fqn] = owned.fqn
@@ -84,19 +86,10 @@ def rename(engine: Followed, root: nn.Module) -> None:
         table.rename(f"{names.get(holder, holder)}.{name}".lstrip("."))
 
 
-def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {
-        f"{prefix}.{name}".lstrip("."): tensor
-        for prefix, part in module.named_modules()
-        for name, tensor in part._parameters.items()
-        if tensor is not None
-    }
-
-
 def _is_replaced(parameter: UnitParameter) -> bool:
     """True if another tensor is in one of the parameter's places."""
-    found = [parameters.get(name) for parameters, name in parameter.places]
-    return any(tensor is not None and tensor is not parameter.sharded for tensor in found)
+    shown = [parameters.get(name) for parameters, name in parameter.places]
+    return any(tensor is not None and tensor is not parameter.sharded for tensor in shown)
 
 
 def is_frozen(parameter: UnitParameter) -> bool:

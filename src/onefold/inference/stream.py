@@ -9,12 +9,13 @@ from torch import nn
 
 from onefold.compose import checks
 from onefold.compose.coding import KeptExact, code_for_products
-from onefold.compose.resolve import Asked, Choices, examine, examine_together
+from onefold.compose.resolve import Arguments, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.errors import ConfigError
 from onefold.fit.bounds import RankMemory
 from onefold.fit.kept_units import with_residents
-from onefold.layout.units import UnitPlan, repeated_blocks, uncompiled
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import UnitPlan, repeated_blocks
 from onefold.recipe import Recipe
 from onefold.unit.init import PROMISED, Values
 from onefold.wire.collectives import Group
@@ -27,28 +28,26 @@ MIN_TILE_NBYTES = 1 << 20
 
 def examine_stream(
     module: nn.Module, ranks: Ranks, *, budget: int | None, rest: str | None, offload: object
-) -> tuple[Asked, list[KeptExact]]:
+) -> tuple[Arguments, list[KeptExact]]:
     """Check the arguments on all ranks, freeze the module and pack its weights. A collective.
 
     Returns the module's recipe, and the matrices that could not be packed.
     """
-    data = ranks.everyone
+    data, tree = ranks.everyone, ModuleTree.of(module)
     choices = examine_together(
-        ranks, lambda: examine(module, None, _checked(module, budget, rest, offload), data), module
+        ranks, lambda: examine(tree, None, _checked(tree, budget, rest, offload), data), tree
     )
-    for parameter in uncompiled(module).parameters():
+    for _, parameter, *_ in tree.parameters():
         parameter.requires_grad_(False)
     device, exact = choices.device, list[KeptExact]()
     if rest is not None:
-        exact = together(
-            data, lambda: code_for_products(uncompiled(module), rest, device.type), ConfigError
-        )
+        exact = together(data, lambda: code_for_products(tree.root, rest, device.type), ConfigError)
     if budget is None:
         budget = RankMemory(device, local_place(data)[1], data).room_to_keep()
-    asked = examine_together(
-        ranks, lambda: examine(module, None, _tiled(module, budget, rest, offload), data), module
+    arguments = examine_together(
+        ranks, lambda: examine(tree, None, _tiled(tree, budget, rest, offload), data), tree
     )
-    return asked, exact
+    return arguments, exact
 
 
 def recipe_of_stream(
@@ -62,19 +61,20 @@ def recipe_of_stream(
         budget: bytes of device memory for weights, as of `stream`, and likewise:
         rest, offload: see there.
     """
-    _checked(module, budget, rest, offload)
-    for parameter in module.parameters():
+    tree = ModuleTree.of(module)
+    _checked(tree, budget, rest, offload)
+    for _, parameter, *_ in tree.parameters():
         parameter.requires_grad_(False)
     if rest is not None:
         module.__dict__[PROMISED] = _Unread()
         code_for_products(module, rest, ranks.device_type)
         del module.__dict__[PROMISED]
-    asked = examine(module, None, _tiled(module, budget, rest, offload), Group.of(None))
+    arguments = examine(tree, None, _tiled(tree, budget, rest, offload), Group.of(None))
     recipe = replace(
-        asked.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
+        arguments.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
         device_type=ranks.device_type,
     )  # fmt: skip
-    return with_residents(recipe), asked.parts.plans
+    return with_residents(recipe), arguments.parts.plans
 
 
 class _Unread:
@@ -84,9 +84,9 @@ class _Unread:
         return True
 
 
-def _checked(module: nn.Module, budget: int | None, rest: str | None, offload: object) -> Choices:
+def _checked(tree: ModuleTree, budget: int | None, rest: str | None, offload: object) -> Choices:
     """The choices, without touching anything; `ConfigError` for some that cannot work."""
-    checks.check_module(module)
+    checks.check_module(tree)
     if budget is not None and (type(budget) is not int or budget < 1):
         raise ConfigError(
             "budget to be a number of bytes, or None",
@@ -100,16 +100,16 @@ def _checked(module: nn.Module, budget: int | None, rest: str | None, offload: o
             hint=nearest_word(rest, ("int8", "int4")) or "int8 loses least",
         )
     reads_files = offload == "disk"
-    tiers = _files_of(module, rest) if reads_files else _tiers_of(offload)
+    tiers = _files_of(tree, rest) if reads_files else _tiers_of(offload)
     return Choices(
         stage=3, offload=tiers, precision=Precision(frozen=rest),
         inference=Inference(budget or 0, reads_files=reads_files),
     )  # fmt: skip
 
 
-def _files_of(module: nn.Module, rest: str | None) -> Offload:
+def _files_of(tree: ModuleTree, rest: str | None) -> Offload:
     """The folder of the files that the module was promised, for weights that rest in them."""
-    values: Values | None = uncompiled(module).__dict__.get(PROMISED)
+    values: Values | None = tree.root.__dict__.get(PROMISED)
     if values is None or rest is not None:
         raise ConfigError(
             "a folder for the disk tier",
@@ -134,12 +134,12 @@ def _tiers_of(offload: object) -> Offload:
     )
 
 
-def _tiled(module: nn.Module, budget: int, rest: str | None, offload: object) -> Choices:
+def _tiled(tree: ModuleTree, budget: int, rest: str | None, offload: object) -> Choices:
     """The choices; large tables and heads in row blocks, unless the budget holds all weights."""
-    choices = _checked(module, budget, rest, offload)
-    parameters = list(uncompiled(module).parameters())
+    choices = _checked(tree, budget, rest, offload)
+    parameters = list(tree.root.parameters())
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    blocks = repeated_blocks(uncompiled(module))
+    blocks = repeated_blocks(tree.root)
     if total <= budget or not blocks:
         return choices
     largest = max(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)

@@ -20,7 +20,8 @@ from onefold.layered.chain import NotAChain
 from onefold.layered.choice import Accumulation, Order
 from onefold.layered.orders import Forward, Layered, run_loop
 from onefold.layered.random_streams import RandomStreams
-from onefold.layout.units import repeated_blocks, uncompiled
+from onefold.layout.module_tree import uncompiled
+from onefold.layout.units import repeated_blocks
 
 Loss = Callable[[Any, Any], Tensor]
 

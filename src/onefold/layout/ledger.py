@@ -138,10 +138,6 @@ class Ledger:
         """Count a step that no rank takes."""
         self.skipped += 1
 
-    def ask(self, advise: Callable[[int], str]) -> None:
-        """Ask `advise` what would hold so many bytes less, from now on."""
-        self.advise = advise
-
     def begin_backward(self) -> None:
         """Note that gradients are new: the next optimizer step is not part of the last one."""
         self._stepped.clear()

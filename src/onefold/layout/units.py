@@ -8,7 +8,6 @@ parameter is found by identity and belongs to the first unit that owns it.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from torch import nn
 from onefold.errors import ConfigError
 from onefold.layout import packed
 from onefold.layout.model_axes import ModelCut, local_of
+from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.layout.packed import Place
 
 TABLE_NBYTES = 1 << 20
@@ -133,34 +133,23 @@ class UnitPlan:
         return bool(self.modules) and self.modules is other.modules
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile(module)` has wrapped; any other module as it is."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing is compiled
-    wrapper = getattr(dynamo, "OptimizedModule", ())
-    while isinstance(module, wrapper):
-        module = module.get_submodule("_orig_mod")
-    return module
-
-
-def owned_parameters(root: nn.Module) -> list[Owned]:
+def owned_parameters(tree: ModuleTree) -> list[Owned]:
     """Every parameter of the tree once, in registration order, with all its owners.
 
     A packed weight is followed by its side tables.
     """
-    groups: dict[int, list[Owned]] = {}
-    for prefix, module in root.named_modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            fqn = f"{prefix}.{name}" if prefix else name
-            is_packed = packed.is_packed(parameter)
-            if id(parameter) not in groups:
-                owned = Owned(fqn, parameter, [], is_packed, model=ModelCut.of(parameter))
-                groups[id(parameter)] = [owned, *_tables(module, name, fqn)]
-            owned, *tables = groups[id(parameter)]
-            for member in (owned, *tables):
-                member.owners.append((module, name))
-            if is_packed:
-                _add_other_places(owned, tables, module, name)
-    return [owned for group in groups.values() for owned in group]
+    by_id: dict[int, list[Owned]] = {}
+    for fqn, parameter, module, name in tree.parameters():
+        is_packed = packed.is_packed(parameter)
+        if id(parameter) not in by_id:
+            owned = Owned(fqn, parameter, [], is_packed, model=ModelCut.of(parameter))
+            by_id[id(parameter)] = [owned, *_tables(module, name, fqn)]
+        owned, *tables = by_id[id(parameter)]
+        for member in (owned, *tables):
+            member.owners.append((module, name))
+        if is_packed:
+            _add_other_places(owned, tables, module, name)
+    return [owned for members in by_id.values() for owned in members]
 
 
 def _tables(module: nn.Module, name: str, fqn: str) -> list[Owned]:
@@ -181,31 +170,32 @@ def _add_other_places(owned: Owned, tables: list[Owned], module: nn.Module, name
 
 
 def plan_units(
-    root: nn.Module,
+    tree: ModuleTree,
     choice: UnitChoice = None,
     tile_nbytes: int = 0,
     *,
     tiles_tables: bool = False,
     parameters: list[Owned] | None = None,
 ) -> list[UnitPlan]:
-    """Group the parameters of `root` into units, in the order of the module tree.
+    """Group the parameters of a module tree into units, in its order.
 
     `choice`: None infers blocks; a list names them; a predicate is asked for every submodule. A
     mapping adds blocks with a mesh of their own to the inferred ones.
     `tile_nbytes`: weights of Linear and Embedding above it are units of their own, in row blocks.
     `tiles_tables`: weights of Embeddings alone are, too, from `TABLE_NBYTES` on. `parameters`:
-    those of `root`, where somebody has noted their cuts.
+    those of the tree, where somebody has noted their cuts.
     """
-    parameters = owned_parameters(root) if parameters is None else parameters
-    names = {module: name for name, module in root.named_modules()}
-    own = own_meshes(root, choice) if isinstance(choice, Mapping) else {}
-    blocks = _chosen_blocks(root, names, choice, own)
-    block_of = _innermost_block(blocks)
+    parameters = owned_parameters(tree) if parameters is None else parameters
+    names = {module: name for name, module in tree.parts}
+    own = own_meshes(tree, choice) if isinstance(choice, Mapping) else {}
+    insides = {b: list(b.modules()) for b in _chosen_blocks(tree.root, names, choice, own)}
+    block_of = _innermost_block(insides)
     mesh_of = {module: own.get(block) for module, block in block_of.items()}
     plans: list[UnitPlan] = []
     by_block: dict[nn.Module, UnitPlan] = {}
     rest: UnitPlan | None = None
-    rest_limit = _rest_limit([p for p in parameters if mesh_of.get(p.owners[0][0]) is None], blocks)
+    alike = [owned for owned in parameters if mesh_of.get(owned.owners[0][0]) is None]
+    rest_limit = _rest_limit(alike, insides.values())
     for owned in parameters:
         _check_one_mesh(owned, mesh_of)
         least = TABLE_NBYTES if tiles_tables and _is_table(owned) else tile_nbytes
@@ -260,10 +250,10 @@ def _add_callers(
             plan.modules.append(owner)
 
 
-def own_meshes(root: nn.Module, choice: Mapping[Any, object]) -> dict[nn.Module, object]:
+def own_meshes(tree: ModuleTree, choice: Mapping[Any, object]) -> dict[nn.Module, object]:
     """The modules that a mapping of `units` gives a mesh of their own, each with that mesh."""
     mesh_of: dict[nn.Module, object] = {}
-    inside = [module for module in root.modules() if module is not root]
+    inside = tree.modules[1:]
     for key, mesh in choice.items():
         if isinstance(key, nn.Module):
             chosen = [module for module in inside if module is key]
@@ -320,13 +310,14 @@ def _bad_units(got: str) -> ConfigError:
     )
 
 
-def _innermost_block(blocks: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:
+def _innermost_block(
+    insides: Mapping[nn.Module, Sequence[nn.Module]],
+) -> dict[nn.Module, nn.Module]:
     """For every module inside a block, the innermost block around it (outer blocks come first)."""
-    order = {block: len(list(block.modules())) for block in blocks}
-    inside: dict[nn.Module, nn.Module] = {}
-    for block in sorted(blocks, key=lambda block: -order[block]):
-        inside.update(dict.fromkeys(block.modules(), block))
-    return inside
+    innermost: dict[nn.Module, nn.Module] = {}
+    for block, inside in sorted(insides.items(), key=lambda entry: -len(entry[1])):
+        innermost.update(dict.fromkeys(inside, block))
+    return innermost
 
 
 def repeated_blocks(root: nn.Module) -> list[nn.Module]:
@@ -361,14 +352,16 @@ def _repeated_members(module: nn.Module) -> list[nn.Module]:
     return members
 
 
-def _rest_limit(parameters: Sequence[Owned], blocks: Sequence[nn.Module]) -> float:
+def _rest_limit(parameters: Sequence[Owned], insides: Iterable[Sequence[nn.Module]]) -> float:
     """Most bytes of a unit of other parameters: the largest block's; all bytes without blocks.
 
     `parameters` are those that every rank has alike: others do not count, so ranks agree.
+    `insides`: the modules of each block.
     """
     known = {id(owned.parameter): owned.nbytes for owned in parameters}
-    sizes = (sum(known.get(id(p), 0) for p in block.parameters()) for block in blocks)
-    return max(sizes, default=0) or float(sum(owned.nbytes for owned in parameters))
+    ids = [{id(p) for module in inside for p in module._parameters.values()} for inside in insides]
+    sizes = (sum(known.get(key, 0) for key in members) for members in ids)
+    return max(sizes, default=0) or float(sum(known.values()))
 
 
 def split(plan: UnitPlan) -> list[UnitPlan]:

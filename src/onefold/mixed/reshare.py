@@ -142,11 +142,11 @@ def _rest(engine: Engine) -> _Ready:
     engine.rest()
     if any(unit.gradient.reduction.waits for unit in engine.units):
         engine.complete()
-    for unit, gradient in engine.gradients.items():
+    for unit in engine.units:
         unit.wait_step()
         unit.check_untouched()
         unit.refresh_master()
-        gradient.drop_cleared()
+        unit.gradient.drop_cleared()
     gradients = {unit: unit.gradient.accumulated() for unit in _moving(engine)}
     return _Ready(engine, OptimizerStates.of(engine), gradients)
 
@@ -201,8 +201,7 @@ class _Reshare:
         for unit in _moving(engine):
             self._move(unit, unit.spec.on(self.context, by_rows=_is_by_rows(unit)))
         expectation = Expectation.of(recipe, self.context.rank)
-        engine.recut(self.context, recipe, expectation.peaks)
-        engine.ledger.ask(expectation.smallest_change)
+        engine.recut(self.context, recipe, expectation)
         for each in states:
             each.finish()
 

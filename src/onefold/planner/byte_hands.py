@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onefold.engine import blocked_adam, blocks
-from onefold.engine.actions import Action, Verb
+from onefold.engine.driving import Action, Verb
 from onefold.engine.policy import Policy
 from onefold.planner.message_counts import PlannedUnit
 from onefold.planner.replay import Event, EventKind

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from onefold.engine.actions import Action, Verb
+from onefold.engine.driving import Action, Verb
 from onefold.planner.costs import Conditions, Cost, costs_of
 from onefold.planner.machines import Machine
 from onefold.planner.replay import Event, EventKind

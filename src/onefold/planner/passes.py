@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from onefold.engine.actions import Action, Verb
-from onefold.engine.calls import Call
+from onefold.engine.driving import Action, Verb
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
-from onefold.engine.successors import Phase
+from onefold.engine.walks import Call, Phase
 from onefold.fit.kept_units import stack_nbytes
 from onefold.layout.cut import cut_of
 from onefold.layout.flat import UnitBytes, unit_bytes

@@ -178,8 +178,10 @@ class Anatomy:
     @staticmethod
     def of(module: nn.Module, units: Sequence[UnitWork]) -> Anatomy:
         """Read a module, whose values are not needed, and the units of its trace."""
+        from onefold.layout.module_tree import ModuleTree
         from onefold.layout.units import owned_parameters, repeated_blocks
 
+        owned = owned_parameters(ModuleTree.of(module))
         blocks = repeated_blocks(module)
         names = {part: name for name, part in module.named_modules()}
         anatomy = Anatomy(blocks=tuple(names[block] for block in blocks))
@@ -192,7 +194,7 @@ class Anatomy:
             width=max(lengths, key=lambda length: (lengths[length], -length), default=0),
             heads=heads,
             kv_heads=_number(module, blocks, KV_HEADS) or heads,
-            tied=frozenset(o.fqn for o in owned_parameters(module) if len(o.owners) > 1),
+            tied=frozenset(parameter.fqn for parameter in owned if len(parameter.owners) > 1),
             experts=max(experts, default=0),
             active=_number(module, blocks, ACTIVE) or 1,
         )

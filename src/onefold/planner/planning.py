@@ -13,6 +13,7 @@ from torch import nn
 
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
 from onefold.errors import ConfigError
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import plan_units
 from onefold.planner.calibration import Calibration, Sample
 from onefold.planner.calibration import calibrate as measured_here
@@ -109,7 +110,7 @@ def plan(  # noqa: PLR0913 - the contract
     exact, least = cache(traced), 1 if mixed else rows
     first, two, estimates = _traces(exact, least, is_open=batch == "auto" or bool(mixed))
     if first is None:
-        units = plan_units(without_values(module))
+        units = plan_units(ModuleTree.of(without_values(module)))
         exact = cache(lambda rows: estimated(units, rows * seq, chosen))
         first, two = exact(least), exact(2) if mixed else None
     anatomy = Anatomy()

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from onefold.engine.actions import Action
-from onefold.engine.calls import Call
-from onefold.engine.driving import Drive, StageDrives
+from onefold.engine.driving import Action, Drive, StageDrives
 from onefold.engine.schedule import Schedule
-from onefold.engine.successors import Phase
+from onefold.engine.walks import Call, Phase
 
 
 class EventKind(StrEnum):

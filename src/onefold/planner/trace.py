@@ -22,11 +22,12 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from onefold.config import Precision
-from onefold.engine.calls import Call
-from onefold.engine.hooks import install
+from onefold.engine.hooks import hook
+from onefold.engine.walks import Call
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
-from onefold.layout.units import UnitChoice, UnitPlan, plan_units, uncompiled
+from onefold.layout.module_tree import ModuleTree, uncompiled
+from onefold.layout.units import UnitChoice, UnitPlan, plan_units
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.work import ModelWork, UnitWork, Work
@@ -119,7 +120,7 @@ def trace(
     skeleton = without_values(module)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
-    tracer = _Tracer(skeleton, plan_units(skeleton, units), precision or Precision())
+    tracer = _Tracer(skeleton, plan_units(ModuleTree.of(skeleton), units), precision or Precision())
     storages = tracer.storages = Storages(device_type, tracer.note_work)
     for tensor in (*skeleton.parameters(), *skeleton.buffers(), *tensors_in(inputs)):
         storages.ignore(tensor)
@@ -181,7 +182,8 @@ class _Tracer:
         self._is_backward = False
         self._units = [self._unit(index, plan, precision) for index, plan in enumerate(plans)]
         self._forward, self._backward = ([Work()] * len(plans) for _ in range(2))
-        install(self, module, {index: plan.modules for index, plan in enumerate(plans)})
+        users = {index: plan.modules for index, plan in enumerate(plans)}
+        hook(self, users, root=module)
 
     def _unit(self, index: int, plan: UnitPlan, precision: Precision) -> UnitWork:
         members: list[Member] = []

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from onefold.errors import ConfigError
 from onefold.layout.cut import Box
+from onefold.layout.module_tree import ModuleTree
 from onefold.layout.packed import CodedWeight
 from onefold.layout.units import Owned, UnitPlan
 from onefold.wire.collectives import Group
@@ -44,14 +45,15 @@ Initialisers = dict[int, Callable[[nn.Module], object]]
 """By id of a module: the enclosing model's `_init_weights`, as Hugging Face's models define it."""
 
 
-def initialisers_of(root: nn.Module) -> Initialisers:
+def initialisers_of(tree: ModuleTree) -> Initialisers:
     """The `_init_weights` of the innermost model around each module, where there is one."""
-    initialisers: Initialisers = {}
-    for part in root.modules():
+    by_name: dict[str, Callable[[nn.Module], object]] = {}
+    for name, part in tree.parts:  # a module comes after the one around it
         own = getattr(part, "_init_weights", None)
-        if callable(own):
-            initialisers |= {id(module): own for module in part.modules()}
-    return initialisers
+        initialiser = own if callable(own) else by_name.get(name.rpartition(".")[0])
+        if initialiser is not None:
+            by_name[name] = initialiser
+    return {id(part): by_name[name] for name, part in tree.parts if name in by_name}
 
 
 def materialise(
@@ -85,10 +87,10 @@ def materialise(
 
 
 def materialise_buffers(
-    root: nn.Module, device: torch.device, initialisers: Initialisers, values: Values | None = None
+    tree: ModuleTree, device: torch.device, initialisers: Initialisers, values: Values | None = None
 ) -> None:
     """Initialise modules that have buffers on `meta`; then fill those that `values` has."""
-    for prefix, module in root.named_modules():
+    for prefix, module in tree.parts:
         names = {
             name: f"{prefix}.{name}" if prefix else name
             for name, buffer in module._buffers.items()

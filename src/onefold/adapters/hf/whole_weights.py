@@ -157,7 +157,7 @@ def _has_shards(module: nn.Module) -> bool:
 
 
 def _edits(engine: Engine) -> int:
-    return sum(unit.edits_at_rest() for unit in engine.units)
+    return sum(unit.edits.at_rest() for unit in engine.units)
 
 
 def _show_whole(

@@ -39,11 +39,11 @@ class StageDriver:
 
     def begin(self, *, trains: bool) -> None:
         """The schedule's step starts; `trains`: backwards follow."""
-        engine, driven = self.engine, self.engine.schedule.driven
-        if driven.walks_apart:  # the last step failed, and has not ended
-            driven = self._drives.before
+        engine = self.engine
+        # the other choices may be those of a step that failed, and has not ended
+        caller = Drive(accumulates=engine.schedule.driven.accumulates)
         self._drives = StageDrives.of(
-            driven, len(engine.units), self.window, trains=trains, **self._choices
+            caller, len(engine.units), self.window, trains=trains, **self._choices
         )
         engine.drive(self._drives.step)
         engine.prepare()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from onefold.axes.sequence.attention_calls import Calls, PlainCalls
 from onefold.axes.sequence.split import MARK, SequenceSplit
 from onefold.errors import ConfigError
-from onefold.layout.units import uncompiled
+from onefold.layout.module_tree import uncompiled
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
 

@@ -1,0 +1,236 @@
+"""The things that a schedule keeps between events, each about one question. No torch here.
+
+Call, OpenCalls which calls of modules backward will reach, and is not through with
+ModuleUses      how many modules of each unit run, and which have run
+Successors      the order in which the last walk used units, so the next gather starts early
+EarlySteps      which offloaded units backward steps, and how many at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from enum import StrEnum
+from itertools import pairwise
+from weakref import WeakSet
+
+from onefold.engine.driving import Action, Drive, Verb
+
+
+class Call:
+    """One forward of a module that uses a unit, from its start until backward is through with it.
+
+    `walk` tells the forwards of the root apart.
+    """
+
+    __slots__ = ("__weakref__", "finished", "started", "unit", "walk")
+
+    def __init__(self, unit: int, started: int, walk: int = 0) -> None:
+        self.unit = unit
+        self.started = self.finished = started
+        self.walk = walk
+
+    def finish(self, clock: int) -> None:
+        """The forward is over."""
+        self.finished = clock
+
+
+class OpenCalls:
+    """The calls that backward will reach, by unit.
+
+    A backward may reach the calls of several forwards of the root, as of siamese networks. Where a
+    pipeline drives, each backward is that of one forward, and others wait for theirs.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        self._calls: list[WeakSet[Call]] = [WeakSet() for _ in range(num_units)]
+        self._begun: list[Call] = []  # backward has reached them, and is not through with them
+        self.walk = 0  # the forward of the root that runs, or whose backward runs
+
+    def grow(self, num_units: int) -> None:
+        """More units came."""
+        self._calls += [WeakSet() for _ in range(num_units)]
+
+    def add(self, call: Call) -> None:
+        """Backward will reach a call."""
+        self._calls[call.unit].add(call)
+
+    def begin_walk(self, clock: int) -> None:
+        """A forward of the root starts."""
+        self.walk = clock
+
+    def reach(self, call: Call) -> list[Call]:
+        """Backward reaches a call; return the calls that it is through with, for `close`."""
+        self.walk = call.walk
+        return [other for other in self._begun if other.started > call.finished]
+
+    def begin(self, call: Call) -> None:
+        """Backward begins with a call."""
+        self._begun.append(call)
+
+    def begun_units(self) -> set[int]:
+        """Units of calls that backward has reached, and is not through with."""
+        return {call.unit for call in self._begun}
+
+    def has_begun(self, call: Call) -> bool:
+        """True if backward has reached the call, and is not through with it."""
+        return call in self._begun
+
+    def close(self, call: Call) -> None:
+        """Backward is through with a call."""
+        self._begun.remove(call)
+        self._calls[call.unit].discard(call)
+
+    def has(self, unit: int, driven: Drive) -> bool:
+        """True if this backward will reach the unit."""
+        calls = [c for c in self._calls[unit] if not driven.walks_apart or c.walk == self.walk]
+        return driven.more_to_come or bool(calls)
+
+    def end(self, driven: Drive) -> list[Call]:
+        """A backward is over: it reaches no further call. Return those that it was not through."""
+        for calls in self._calls:
+            kept = [call for call in calls if driven.walks_apart and call.walk != self.walk]
+            calls.clear()
+            calls.update(kept)
+        ended, self._begun = self._begun, []
+        return ended
+
+
+class ModuleUses:
+    """For each unit: how many of its modules run, and which have run."""
+
+    def __init__(self, num_units: int) -> None:
+        self._running = [0] * num_units
+        self._over: list[set[Hashable]] = [set() for _ in range(num_units)]
+
+    def grow(self, num_units: int) -> None:
+        """More units came."""
+        self._running += [0] * num_units
+        self._over += [set() for _ in range(num_units)]
+
+    def begin(self) -> None:
+        """A forward of the root starts, or is over: no module runs."""
+        self._running = [0] * len(self._running)
+        for over in self._over:
+            over.clear()
+
+    def enter(self, unit: int) -> None:
+        """A module that uses the unit starts."""
+        self._running[unit] += 1
+
+    def leave(self, unit: int) -> bool:
+        """A module is over; return True if no other one that uses the unit runs."""
+        self._running[unit] -= 1
+        return self._running[unit] <= 0
+
+    def note(self, unit: int, module: Hashable, num_modules: int) -> bool:
+        """Note that a module has run (None: it failed); return True if all have."""
+        over = self._over[unit]
+        if module is not None:
+            over.add(module)
+        are_over = len(over) >= num_modules
+        if are_over:
+            over.clear()
+        return are_over
+
+    def is_running(self, unit: int) -> bool:
+        """True if a module that uses the unit runs."""
+        return bool(self._running[unit])
+
+    def is_between(self, unit: int) -> bool:
+        """True if either none of the unit's modules has run or all have, and none runs."""
+        return self._running[unit] == 0 and not self._over[unit]
+
+
+class Phase(StrEnum):
+    """A walk over the units; each phase has an order of its own."""
+
+    FORWARD = "forward"
+    EVALUATION = "evaluation"
+    BACKWARD = "backward"  # recompute belongs to it: it uses units in backward's order
+
+
+class Successors:
+    """The successor of each unit in each phase, learned from the last walk."""
+
+    def __init__(self, units: Sequence[int], *, is_cyclic: bool = False) -> None:
+        """`is_cyclic`: a walk follows the one before without a pause, as tokens do."""
+        self._is_cyclic = is_cyclic
+        forward = dict(pairwise([*units, *units[:1]] if is_cyclic else units))
+        self._after: dict[Phase, dict[int, int]] = {
+            Phase.FORWARD: dict(forward),
+            Phase.EVALUATION: dict(forward),
+            Phase.BACKWARD: {after: before for before, after in forward.items()},
+        }
+        self._last: dict[Phase, int | None] = dict.fromkeys(Phase)
+
+    def begin(self, phase: Phase) -> None:
+        """A new walk starts; its first unit has no predecessor."""
+        if not self._is_cyclic:
+            self._last[phase] = None
+
+    def enter(
+        self, unit: int, phase: Phase, number: int, without: Set[int] = frozenset()
+    ) -> list[int]:
+        """Note that `unit` is used now; return up to `number` units that the last walk used next.
+
+        None if it was used just before. `without`: units to pass over, as they are there already.
+        """
+        last = self._last[phase]
+        if last == unit:
+            return []
+        if last is not None:
+            self._after[phase][last] = unit
+            if phase is Phase.FORWARD:
+                self._after[Phase.BACKWARD].setdefault(unit, last)
+        self._last[phase] = unit
+        successors: list[int] = []
+        seen, after = {unit}, self._after[phase].get(unit)
+        while after is not None and after not in seen and len(successors) < number:
+            seen.add(after)
+            if after not in without:
+                successors.append(after)
+            after = self._after[phase].get(after)
+        return successors
+
+
+MAX_PENDING = 2
+"""Units whose background steps may be under way during backward: each holds its gradient until its
+step is over. Where the tier is slower than backward, all units would otherwise pile up."""
+
+
+class EarlySteps:
+    """Steps reduced units once backward is through with them."""
+
+    def __init__(self) -> None:
+        self._due: list[int] = []  # reduced; stepped once backward is through with them
+        self._stepped: list[int] = []  # since the optimizer's last step
+
+    def __bool__(self) -> bool:
+        return bool(self._stepped)
+
+    def step(
+        self, units: Iterable[int], is_through: Callable[[int], bool], out: list[Action]
+    ) -> None:
+        """Note reduced `units`, and step all with which backward is through."""
+        self._due += units
+        for unit in [due for due in self._due if is_through(due)]:
+            self._due.remove(unit)
+            if len(self._stepped) >= MAX_PENDING:
+                out.append((Verb.WAIT_STEP, self._stepped[-MAX_PENDING]))
+            self._stepped.append(unit)
+            out.append((Verb.STEP, unit))
+
+    def take(self) -> set[int]:
+        """The optimizer's step begins: return the units that were stepped already."""
+        stepped, self._stepped = set(self._stepped), []
+        return stepped
+
+    def skip(self, unit: int) -> None:
+        """A step was not necessary: no rank has a gradient for the unit."""
+        if unit in self._stepped:
+            self._stepped.remove(unit)
+
+    def forget(self) -> None:
+        """Backward has failed."""
+        self._due.clear()
+        self._stepped.clear()
