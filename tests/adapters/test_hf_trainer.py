@@ -426,7 +426,7 @@ def _refusals(rank: int, folder: Path) -> None:
         'device_map="auto"': spread,
         "resize_token_embeddings before": resize,
         "copy a module before onefold.shard": lambda: copy.deepcopy(build().model),
-        "CallbackChoices(stage=3": two_choices,
+        "ShardChoices(stage=3": two_choices,
         "stage 2": other_choices,
         "after the last change of the model": before_peft,
         "tensors that the model does not have": of_another,
@@ -442,7 +442,7 @@ def _refusals(rank: int, folder: Path) -> None:
         patch.setenv("WORLD_SIZE", "4")
         build()
     with pytest.raises(onefold.ConfigError, match=r"scaler decides on each rank alone"):
-        from onefold.adapters.hf.training_arguments import autocast_of
+        from onefold.adapters.hf.conflicts import autocast_of
 
         autocast_of("fp16", None)
 

@@ -41,24 +41,24 @@ def warn_if_untested(*packages: str) -> None:
 @cache
 def _warn_once(package: str) -> None:
     try:
-        found = version(package)
+        installed = version(package)
     except PackageNotFoundError:
         return
-    warning = outside(package, found)
+    warning = outside(package, installed)
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)  # of the line that calls our caller
 
 
-def outside(package: str, found: str) -> str:
+def outside(package: str, installed: str) -> str:
     """Return the warning for version `found` of a package, or "" if that version is tested.
 
     Raises: KeyError: the package is not in `TESTED`.
     """
     floor, above = TESTED[package]
-    if _release(floor) <= _release(found) < _release(above):
+    if _release(floor) <= _release(installed) < _release(above):
         return ""
     return (
-        f"Onefold is tested with {package} from {floor} up to, not including, {above}; {found} is "
+        f"Onefold is tested with {package} from {floor} up to, not including, {above}; {installed} is "
         f"installed. Names that Onefold relies on may have changed. To be safe: "
         f"pip install '{package}>={floor},<{above}'"
     )

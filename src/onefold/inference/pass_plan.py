@@ -111,12 +111,12 @@ def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
         step = prompt
     held = pass_bytes(recipe, step.uses)
     planner = _Batches(ask, recipe, held, prompt, step)
-    one = planner.at(1)
-    best = planner.at(ask.batch) if ask.batch else one if estimates else planner.best()
+    single = planner.at(1)
+    best = planner.at(ask.batch) if ask.batch else single if estimates else planner.best()
     return InferencePlan(
         ask, recipe, sum(p.numel() for p in module.parameters()), held,
-        sum(unit.stays for unit in recipe.units), planner.largest_read, planner.kv_nbytes, one,
-        best, planner.missing(one if ask.batch is None else best), estimates,
+        sum(unit.stays for unit in recipe.units), planner.largest_read, planner.kv_nbytes, single,
+        best, planner.missing(single if ask.batch is None else best), estimates,
     )  # fmt: skip
 
 
@@ -134,17 +134,17 @@ def _of_a_decoder(module: nn.Module, tokens: torch.Tensor, *, is_step: bool) -> 
 
 def _in_order(recipe: Recipe) -> tuple[Use, ...]:
     """Uses of units one after the other, as in the module tree."""
-    found: list[Use] = []
+    uses: list[Use] = []
     waiting: list[Use] = []
     for index, unit in enumerate(recipe.units):
         if unit.tile_nbytes:
-            found.append(Use(index, "rows" if index == 0 else "blocks"))
+            uses.append(Use(index, "rows" if index == 0 else "blocks"))
             continue
         if not unit.is_joined:
-            found, waiting = found + waiting, []
-        found.append(Use(index, "enter", index))
+            uses, waiting = uses + waiting, []
+        uses.append(Use(index, "enter", index))
         waiting.append(Use(index, "leave", index))
-    return tuple(found + waiting)
+    return tuple(uses + waiting)
 
 
 class _Batches:
@@ -178,13 +178,13 @@ class _Batches:
 
     def best(self) -> BatchPlan:
         """Return the batch that fits from which on twice as many gain little; 1 if none fits."""
-        found, batch = self.at(1), 2
+        plan, batch = self.at(1), 2
         while batch <= MAX_BATCH and self._memory(batch) <= self._ask.memory:
             more = self.at(batch)
-            if more.tokens_per_s < WORTH * found.tokens_per_s:
+            if more.tokens_per_s < WORTH * plan.tokens_per_s:
                 break
-            found, batch = more, 2 * batch
-        return found
+            plan, batch = more, 2 * batch
+        return plan
 
     def missing(self, plan: BatchPlan) -> dict[str, int]:
         """Return the bytes that are short at a batch, by place."""

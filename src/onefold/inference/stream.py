@@ -45,10 +45,10 @@ def examine_stream(
         )
     if budget is None:
         budget = RankMemory(device, local_place(data)[1], data).room_to_keep()
-    asked = examine_together(
+    examined = examine_together(
         ranks, lambda: examine(module, None, _tiled(module, budget, rest, offload), data), module
     )
-    return asked, exact
+    return examined, exact
 
 
 def recipe_of_stream(
@@ -69,12 +69,12 @@ def recipe_of_stream(
         module.__dict__[PROMISED] = _Unread()
         code_for_products(module, rest, ranks.device_type)
         del module.__dict__[PROMISED]
-    asked = examine(module, None, _tiled(module, budget, rest, offload), Group.of(None))
+    examined = examine(module, None, _tiled(module, budget, rest, offload), Group.of(None))
     recipe = replace(
-        asked.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
+        examined.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
         device_type=ranks.device_type,
     )  # fmt: skip
-    return with_residents(recipe), asked.parts.plans
+    return with_residents(recipe), examined.parts.plans
 
 
 class _Unread:

@@ -156,13 +156,13 @@ def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
         Kind.UNSHARDED: gathered_units(engine).most(known.kept),
         Kind.PARTIAL_GRAD: min(peaks.get(Kind.PARTIAL_GRAD, 0) + more[0], more[1]),
     }
-    found = peaks | {kind: max(peaks.get(kind, 0), nbytes) for kind, nbytes in most.items()}
+    predicted = peaks | {kind: max(peaks.get(kind, 0), nbytes) for kind, nbytes in most.items()}
     if not engine.policy.defers_reduction:
         # reduced gradients come as the others go, where their memory does not stay
         come_late = () if engine.policy.keeps_gradients else (Kind.GRAD,)
-        kinds = sum(nbytes for kind, nbytes in found.items() if kind not in ("all", *come_late))
-        found["all"] = max(peaks["all"], kinds)
-    return found
+        kinds = sum(nbytes for kind, nbytes in predicted.items() if kind not in ("all", *come_late))
+        predicted["all"] = max(peaks["all"], kinds)
+    return predicted
 
 
 def describe_accumulation(engine: Engine) -> list[str]:

@@ -62,7 +62,7 @@ class RandomStreams:
         self._set(self._begun[0])
 
     def _states(self) -> list[Tensor]:
-        return [each.get_state() for each in self._generators]
+        return [generator.get_state() for generator in self._generators]
 
     def _set(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):

@@ -38,18 +38,18 @@ def overlaps(old: Sequence[Range], new: Sequence[Range]) -> list[tuple[int, int,
     >>> overlaps([(0, 4), (8, 12)], [(2, 9)])
     [(2, 0, 2), (4, 6, 1)]
     """
-    found: list[tuple[int, int, int]] = []
+    common: list[tuple[int, int, int]] = []
     i = j = at_old = at_new = 0
     while i < len(old) and j < len(new):
         (a, b), (c, d) = old[i], new[j]
         start, stop = max(a, c), min(b, d)
         if start < stop:
-            found.append((at_old + start - a, at_new + start - c, stop - start))
+            common.append((at_old + start - a, at_new + start - c, stop - start))
         if b <= d:
             i, at_old = i + 1, at_old + b - a
         else:
             j, at_new = j + 1, at_new + d - c
-    return found
+    return common
 
 
 def move(items: Sequence[Rows], context: Context, name: str) -> int:

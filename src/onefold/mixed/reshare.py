@@ -67,24 +67,24 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
     engine = engine_of(module)
     group, hint = engine.group, "call onefold.reshare with the same shares on every rank"
     with announcing(group):
-        asked, *_ = same(
+        weights, *_ = same(
             group, lambda: _checked(engine, shares), "`shares`", hint=hint, kind=ConfigError
         )
         ready = _rest(engine)
-        recipe = _recipe(engine, asked)
+        recipe = _recipe(engine, weights)
         if recipe.shares != engine.recipe.shares:
             _Reshare.of(engine, ready, recipe, collect(group, ready.notes)).run()
 
 
 def _checked(engine: Engine, shares: object) -> Shares | str:
     """Put the argument into values."""
-    asked = AUTO if is_auto(shares) else None if shares is None else weights_of(shares)
+    weights = AUTO if is_auto(shares) else None if shares is None else weights_of(shares)
     _check_state(engine)
     ranks = engine.recipe.shard_world
-    if isinstance(asked, tuple) and len(asked) != ranks:
+    if isinstance(weights, tuple) and len(weights) != ranks:
         wanted = f"`shares` with one weight for each of {ranks} ranks"
         raise ConfigError(wanted, repr(shares), hint="in rank order")
-    return asked if isinstance(asked, str) else unless_even(asked)
+    return weights if isinstance(weights, str) else unless_even(weights)
 
 
 def _check_state(engine: Engine) -> None:
@@ -111,15 +111,15 @@ def _check_state(engine: Engine) -> None:
         raise StateError("a module whose rows may move", got, where=where, hint=hint)
 
 
-def _recipe(engine: Engine, asked: Shares | str) -> Recipe:
+def _recipe(engine: Engine, weights: Shares | str) -> Recipe:
     """The recipe under other shares, for which every rank has room. A collective."""
     held: dict[str, int] = {}
     is_cpu = engine.recipe.device_type == "cpu"
     for (_, tier), usage in engine.ledger.usage.items():
         place = "cpu" if is_cpu and tier == "device" else tier
         held[place] = held.get(place, 0) + usage.now
-    measures = isinstance(asked, str)
-    wanted = replace(engine.recipe, shares=None if isinstance(asked, str) else asked)
+    measures = isinstance(weights, str)
+    wanted = replace(engine.recipe, shares=None if isinstance(weights, str) else weights)
     memory = RankMemory(engine.context.store.device, local_place(engine.group)[1], engine.group)
     return choose(wanted, needs_of, memory, held, is_auto=measures)[0]
 
@@ -134,7 +134,7 @@ class _Ready:
 
     def notes(self) -> tuple[list[dict[str, Entry]], list[str]]:
         """What this rank has of each parameter, beside its weight, by name."""
-        means = [p.fqn for found, _ in self.gradients.values() for p in found]
+        means = [p.fqn for gradients, _ in self.gradients.values() for p in gradients]
         return [states.describe() for states in self.states], means
 
 
@@ -270,16 +270,16 @@ class _Reshare:
         self, unit: Unit, spec: UnitSpec, items: list[Rows]
     ) -> Mapping[UnitParameter, Tensor]:
         """Add the rows of mean gradients; return those after, by parameter."""
-        rank, found, own = spec.context.rest_rank, {}, self.ready.gradients[unit][0]
+        rank, after, own = spec.context.rest_rank, {}, self.ready.gradients[unit][0]
         for parameter in unit.parameters:
             if parameter.fqn in self.means:
                 slot = spec.rest.slots[parameter.index]
                 mean = own.get(parameter, parameter.local.new_empty(0)).reshape(-1)
-                found[parameter] = mean.new_zeros(slot.piece_numel(rank))
+                after[parameter] = mean.new_zeros(slot.piece_numel(rank))
                 if slot.replicated:
-                    found[parameter].copy_(mean)
-                items.append(Rows(parameter.slot, slot, mean, found[parameter]))
-        return found
+                    after[parameter].copy_(mean)
+                items.append(Rows(parameter.slot, slot, mean, after[parameter]))
+        return after
 
 
 def _is_by_rows(unit: Unit) -> bool:

@@ -200,13 +200,13 @@ def _without_rows(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value[:0] if value.dim() else value
     if isinstance(value, MutableMapping):
-        made = copy(value)
-        for key, each in value.items():
-            made[key] = _without_rows(each)
-        return made
+        batch = copy(value)
+        for key, entry in value.items():
+            batch[key] = _without_rows(entry)
+        return batch
     if not isinstance(value, list | tuple):
         return value
-    if not any(isinstance(each, Tensor | MutableMapping | list | tuple) for each in value):
+    if not any(isinstance(entry, Tensor | MutableMapping | list | tuple) for entry in value):
         return value[:0]  # strings, which torch does not stack
-    items = [_without_rows(each) for each in value]
+    items = [_without_rows(entry) for entry in value]
     return type(value)(*items) if type(value) not in (list, tuple) else type(value)(items)

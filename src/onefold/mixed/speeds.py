@@ -73,19 +73,19 @@ def measure(module: nn.Module) -> RowSpeeds:
     engine = engine_of(module)
     root = engine.module()
     assert root is not None, "engine_of found it through the module"
-    found: RowSpeeds | None = root.__dict__.get(SPEEDS)
-    if found is None:
-        found = root.__dict__[SPEEDS] = RowSpeeds(engine)
-        found.count_rows(root)
-    found.watch(engine.ledger)
-    return found
+    speeds: RowSpeeds | None = root.__dict__.get(SPEEDS)
+    if speeds is None:
+        speeds = root.__dict__[SPEEDS] = RowSpeeds(engine)
+        speeds.count_rows(root)
+    speeds.watch(engine.ledger)
+    return speeds
 
 
 def row_shares(engine: Engine) -> tuple[float, ...]:
     """Return the weights that `measure` has found so far; equal ones where nobody measures."""
     root = engine.module()
-    found: RowSpeeds | None = None if root is None else root.__dict__.get(SPEEDS)
-    return even(engine.group.world_size) if found is None else found.shares
+    speeds: RowSpeeds | None = None if root is None else root.__dict__.get(SPEEDS)
+    return even(engine.group.world_size) if speeds is None else speeds.shares
 
 
 class RowSpeeds:
@@ -218,13 +218,13 @@ class RowSpeeds:
             return
         ticket, everyone = pending
         ticket.wait()
-        found = everyone.view(self.group.world_size, -1).tolist()
-        times = [RankTime(fixed, per_row) for fixed, per_row, _, _ in found]
-        now = [int(rows) for _, _, rows, _ in found]
+        speeds = everyone.view(self.group.world_size, -1).tolist()
+        times = [RankTime(fixed, per_row) for fixed, per_row, _, _ in speeds]
+        now = [int(rows) for _, _, rows, _ in speeds]
         total = sum(now)
         is_partial = total < self._total  # the last batch of an epoch: too few rows to divide well
         self._total = total
-        if total and not is_partial and all(is_ready for *_, is_ready in found):
+        if total and not is_partial and all(is_ready for *_, is_ready in speeds):
             self.shares = tuple(rows / total for rows in balance(times, now))
 
 

@@ -10,9 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.adapters.hf.accelerate_state import AdoptedModels
-from onefold.adapters.hf.conflicts import refuse_device_map, refuse_other_engines
-from onefold.adapters.hf.prepared import COMPUTE, is_prepared, mark_prepared
+from onefold.adapters.hf.conflicts import COMPUTE, refuse_device_map, refuse_other_engines
 from onefold.adapters.hf.whole_weights import WholeWeights
+from onefold.adapters.hf.wrap import (
+    cast_outputs,
+    is_prepared,
+    mark_prepared,
+    run_under_autocast,
+)
 from onefold.adapters.versions import warn_if_untested
 from onefold.api import shard
 from onefold.config import precision_of
@@ -124,8 +129,8 @@ def _check_precision(accelerator: Any, precision: Any) -> None:
             f"'fp16', which Accelerate ignores there ({source})",
             hint="mixed_precision='bf16'; or 'no' with precision='fp16' and onefold.GradScaler",
         )
-    wanted, given = COMPUTE[mixed], precision_of(precision).compute
-    if wanted is not None and given not in (None, wanted):
+    wanted, compute = COMPUTE[mixed], precision_of(precision).compute
+    if wanted is not None and compute not in (None, wanted):
         raise ConfigError(
             f"precision to mean the same as mixed_precision={mixed!r} ({source})",
             f"precision={precision!r}",
@@ -161,8 +166,6 @@ def _check_ranks(accelerator: Any, model: nn.Module) -> None:
 
 def _honour_precision(accelerator: Any, model: nn.Module, precision: Any) -> None:
     """Do for mixed precision what Accelerate leaves out for a module that is prepared."""
-    from onefold.adapters.hf.autocast import cast_outputs, run_under_autocast
-
     if accelerator.scaler is not None and not isinstance(accelerator.scaler, GradScaler):
         handler = accelerator.scaler_handler
         options = handler.to_kwargs() if handler is not None else {}

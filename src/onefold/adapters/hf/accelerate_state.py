@@ -54,11 +54,11 @@ class LocalState:
         """The state is saved: leave it out of the next `state_dict()`."""
         self._is_elsewhere = True
 
-    def _after_state_dict(self, optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if not self._is_elsewhere:
-            return found
+            return state_dict
         self._is_elsewhere = False
-        return {**found, "state": {}, _ELSEWHERE: True}
+        return {**state_dict, "state": {}, _ELSEWHERE: True}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if _ELSEWHERE in state_dict:
@@ -80,13 +80,10 @@ class _Adopted:
     model: ReferenceType[nn.Module]
     states: tuple[LocalState, ...]
 
-    def alive(self) -> tuple[nn.Module, list[Optimizer]] | None:
-        """Return the model and its optimizers; None if it is gone."""
-        model = self.model()
-        if model is None:
-            return None
-        found = [state.optimizer() for state in self.states]
-        return model, [optimizer for optimizer in found if optimizer is not None]
+    def alive(self) -> tuple[nn.Module | None, list[Optimizer]]:
+        """Return the model, None if it is gone, and its optimizers."""
+        optimizers = (state.optimizer() for state in self.states)
+        return self.model(), [optimizer for optimizer in optimizers if optimizer is not None]
 
 
 class _LastHook:
@@ -125,7 +122,7 @@ class AdoptedModels:
 
     def add(self, model: nn.Module, optimizer: object) -> None:
         """Save and load one more sharded model, with its optimizers."""
-        states = tuple(LocalState(each) for each in as_list(optimizer))
+        states = tuple(LocalState(part) for one_optimizer in as_list(optimizer))
         self._adopted.append(_Adopted(ref(model), states))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -140,10 +137,9 @@ class AdoptedModels:
     def _save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Save every adopted model. A collective."""
         for number, adopted in enumerate(self._adopted):
-            found = adopted.alive()
-            if found is None or not _has(models, found[0]):
+            model, optimizers = adopted.alive()
+            if model is None or not _has(models, model):
                 continue
-            model, optimizers = found
             group = engine_of(model).group
             folder = Path(output_dir) / _FOLDER / str(number)
             before = agreement.first(group, lambda folder=folder: _saves(folder))
@@ -153,17 +149,15 @@ class AdoptedModels:
             for state in adopted.states:
                 state.note_elsewhere()
         if len(weights) == len(models):  # else another hook has sorted them out
-            weights[:] = [
-                each for each, model in zip(weights, models, strict=True) if not is_sharded(model)
-            ]
+            pairs = zip(weights, models, strict=True)
+            weights[:] = [state for state, model in pairs if not is_sharded(model)]
 
     def _load(self, models: list[nn.Module], input_dir: str) -> None:
         """Load every adopted model, and leave the others to Accelerate. A collective."""
         for number, adopted in enumerate(self._adopted):
-            found = adopted.alive()
-            if found is None:
+            model, optimizers = adopted.alive()
+            if model is None:
                 continue
-            model, optimizers = found
             folder = Path(input_dir) / _FOLDER / str(number)
             saves = agreement.first(engine_of(model).group, lambda folder=folder: _saves(folder))
             if saves or _has(models, model):  # a hook may have taken out a model that it has loaded
@@ -172,7 +166,7 @@ class AdoptedModels:
 
 
 def _has(models: list[nn.Module], model: nn.Module) -> bool:
-    return any(each is model for each in models)
+    return any(other is model for other in models)
 
 
 def _saves(folder: Path) -> list[tuple[int, str]]:

@@ -50,16 +50,16 @@ class WholeWeights:
 
         `folder` must be on a file system that all ranks see.
         """
-        found = module.__dict__.get(WHOLE)
-        if found is None:
-            found = module.__dict__[WHOLE] = WholeWeights(module, folder)
-            alive = ref(found)
+        whole = module.__dict__.get(WHOLE)
+        if whole is None:
+            whole = module.__dict__[WHOLE] = WholeWeights(module, folder)
+            alive = ref(whole)
             module.register_state_dict_post_hook(partial(_show_whole, alive))
             engine_of(module).ask_of_adapters(partial(_is_current, alive))
             if callable(getattr(module, "save_pretrained", None)):
                 module.__dict__["save_pretrained"] = partial(_save_pretrained, ref(module), alive)
-        found._folder = folder / _FOLDER
-        return found
+        whole._folder = folder / _FOLDER
+        return whole
 
     @property
     def is_current(self) -> bool:
@@ -107,15 +107,15 @@ class WholeWeights:
                 state[name] = self._values[name]
 
     def _map(self, module: nn.Module) -> None:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         with ExitStack() as files:
             for path in sorted(self._folder.glob("*.safetensors")):
                 file = files.enter_context(safe_open(path, "pt"))
-                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         fqns = engine_of(module).by_sharded
         named = module.named_parameters(remove_duplicate=False)
         names = {name: fqns[id(parameter)].fqn for name, parameter in named}
-        self._values = {name: found[fqn] for name, fqn in names.items() if fqn in found}
+        self._values = {name: tensors[fqn] for name, fqn in names.items() if fqn in tensors}
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -182,9 +182,9 @@ def _save_pretrained(
     assert module is not None, "a method outlived its module"
     assert whole is not None, "a module outlived its weights"
     save: Callable[..., Any] = partial(type(module).save_pretrained, module)  # type: ignore[attr-defined]
-    given = kwargs.get("state_dict")
+    state_dict = kwargs.get("state_dict")
     engine = engine_of(module)
-    if given is not None or not _has_shards(module):
+    if state_dict is not None or not _has_shards(module):
         return save(*args, **kwargs)
     if whole.is_current:
         return save(*args, **kwargs) if engine.group.rank == 0 else None

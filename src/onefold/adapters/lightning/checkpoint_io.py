@@ -79,8 +79,8 @@ def read(
     """
     group = engine_of(module).group
     draft = _beside(path, "new")
-    found = draft if draft.exists() and not path.exists() else path
-    extra = load(found, module, list(optimizers) or None)
+    source = draft if draft.exists() and not path.exists() else path
+    extra = load(source, module, list(optimizers) or None)
     mine = extra.get(_KEY) if isinstance(extra, dict) else None
     packed = group.gather(mine)[0]  # of rank 0
     if not isinstance(packed, bytes):
@@ -104,11 +104,11 @@ def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -
         >>> with onefold.lightning.as_file("last.ckpt") as file:
         ...     module = MyModule.load_from_checkpoint(file)
     """
-    found = find(Path(path).absolute())[0]
-    extra = inspect(found.path, verify=False).extra
+    directory = find(Path(path).absolute())[0]
+    extra = inspect(directory.path, verify=False).extra
     if not isinstance(extra, dict) or _KEY not in extra:
         raise _of_another(Path(path))
-    metadata = read_metadata(found)
+    metadata = read_metadata(directory)
     weights: dict[str, Any] = {
         name: torch.empty(saved.size, dtype=saved.properties.dtype)
         for name, saved in metadata.state_dict_metadata.items()
@@ -116,7 +116,7 @@ def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -
     }
     try:
         with planning():
-            reader = Reader(found, metadata)
+            reader = Reader(directory, metadata)
             dcp.load(weights, storage_reader=reader, planner=ReadPlanner(), no_dist=True)
     except CheckpointException as error:
         raise first_failure(error, Group.of(None)) from error
