@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onefold.adapters.deepspeed.convert import from_deepspeed
-    from onefold.api import accumulate, generating, report, shard, stream, unsharded
+    from onefold.api import accumulate, report, shard, stream, unsharded
     from onefold.axes.clipping import clip_grad_norm_
     from onefold.axes.pipelines.drive import pipeline
     from onefold.axes.sequence.splitting import split_sequence
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
         TierError,
         WireError,
     )
+    from onefold.inference.keeping import generating
     from onefold.layered.accumulate import accumulate_layers
-    from onefold.layered.noise_report import measure_noise
+    from onefold.layered.choice import measure_noise
     from onefold.mixed.reshare import reshare
     from onefold.mixed.sampler import RowSampler
     from onefold.mixed.weighing import weigh
@@ -51,7 +52,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "accumulate": "onefold.api",
-    "generating": "onefold.api",
+    "generating": "onefold.inference.keeping",
     "report": "onefold.api",
     "shard": "onefold.api",
     "stream": "onefold.api",
@@ -83,7 +84,7 @@ _HOMES = {
     "GradScaler": "onefold.engine.precision",
     "pipeline": "onefold.axes.pipelines.drive",
     "accumulate_layers": "onefold.layered.accumulate",
-    "measure_noise": "onefold.layered.noise_report",
+    "measure_noise": "onefold.layered.choice",
     "Cluster": "onefold.planner.planning",
     "ModelAxes": "onefold.planner.planned_axes",
     "Plan": "onefold.planner.result",

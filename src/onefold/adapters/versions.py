@@ -58,8 +58,8 @@ def outside(package: str, installed: str) -> str:
     if _release(floor) <= _release(installed) < _release(above):
         return ""
     return (
-        f"Onefold is tested with {package} from {floor} up to, not including, {above}; {installed} is "
-        f"installed. Names that Onefold relies on may have changed. To be safe: "
+        f"Onefold is tested with {package} from {floor} up to, not including, {above}; "
+        f"{installed} is installed. Names that Onefold relies on may have changed. To be safe: "
         f"pip install '{package}>={floor},<{above}'"
     )
 

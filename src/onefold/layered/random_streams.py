@@ -39,8 +39,8 @@ class RandomStreams:
         begun = self._states()
         self._left: list[list[Tensor]] = [begun]
         for seed in seeds_of(number):
-            made = [torch.Generator(each.device).manual_seed(seed) for each in self._generators]
-            self._left.append([each.get_state() for each in made])
+            seeded = [torch.Generator(g.device).manual_seed(seed) for g in self._generators]
+            self._left.append([generator.get_state() for generator in seeded])
         self._begun = list(self._left)
 
     @contextmanager

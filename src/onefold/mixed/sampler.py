@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -145,7 +146,7 @@ class RowSampler(Sampler[list[int]]):
                 length zero. Models of transformers refuse such a batch: return the row with labels
                 of -100, so that none of its tokens counts.
         """
-        return _Collate(dataset, collate_fn, empty or _without_rows)
+        return partial(_collate, dataset, collate_fn, empty or _without_rows)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Return the position in the data, equal on every rank and for any number of ranks.
@@ -178,21 +179,10 @@ class RowSampler(Sampler[list[int]]):
             self._speeds.begin_at(self.shares)
 
 
-class _Collate:
-    """See `RowSampler.collate`; a class, so that workers can pickle it."""
-
-    def __init__(
-        self, dataset: Any, inner: Callable[[list[Any]], Any], empty: Callable[[Any], Any]
-    ) -> None:
-        self._dataset = dataset
-        self._inner = inner
-        self._empty = empty
-
-    def __call__(self, rows: list[Any]) -> Any:
-        """Collate rows."""
-        if rows:
-            return self._inner(rows)
-        return self._empty(self._inner([self._dataset[0]]))
+def _collate(
+    dataset: Any, inner: Callable[[list[Any]], Any], empty: Callable[[Any], Any], rows: list[Any]
+) -> Any:
+    return inner(rows) if rows else empty(inner([dataset[0]]))
 
 
 def _without_rows(value: Any) -> Any:

@@ -16,7 +16,9 @@ begins to train: the optimizers of a module may step one after the other.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -143,11 +145,11 @@ class RowSpeeds:
         if stream is Stream.PHASE:
             if verb != "forward" or torch.is_grad_enabled():
                 self._begin(verb)
-                return _Phase(self)
+                return _Span(self._end_phase)
         elif self._recorder is not None:
             return self._recorder.begin(stream, verb, unit)
         elif stream is Stream.COMPUTE and verb == "wait" and self._since is not None:
-            return _Wait(self)
+            return _Span(partial(self._waited, now()))
         return _UNTIMED
 
     def _begin(self, verb: str) -> None:
@@ -162,17 +164,15 @@ class RowSpeeds:
         if is_new and self._is_queued and is_due:
             self._recorder = Recorder(self._ledger, self._device)
 
-    def end_phase(self) -> None:
-        """The phase that began last is over."""
+    def _end_phase(self) -> None:
         if self._since is not None and self._first is not None:
             end = now()
             self._busy += end - self._since
             self._cpu = (end - self._first).cpu
             self._since = None
 
-    def waited(self, time: Times) -> None:
-        """This rank has waited for others."""
-        self._busy -= time
+    def _waited(self, since: Times) -> None:
+        self._busy -= now() - since
 
     # a step
 
@@ -232,38 +232,18 @@ _COMPUTES = ("forward", "backward", "recompute")
 _LABEL = "an exchange of speeds"
 
 
-class _Untimed:
-    """Something that is not measured; see `onefold.layout.observer.Span`."""
+class _Span:
+    """Calls back at its end; see `onefold.layout.observer.Span`."""
 
-    def end(self, nbytes: int = 0) -> None:
-        """Nothing to note."""
+    __slots__ = ("_note",)
 
-
-_UNTIMED = _Untimed()
-
-
-class _Phase:
-    """A forward, backward or step; see `onefold.layout.observer.Span`."""
-
-    __slots__ = ("_speeds",)
-
-    def __init__(self, speeds: RowSpeeds) -> None:
-        self._speeds = speeds
+    def __init__(self, note: Callable[[], None] | None = None) -> None:
+        self._note = note
 
     def end(self, nbytes: int = 0) -> None:
         """It is over."""
-        self._speeds.end_phase()
+        if self._note is not None:
+            self._note()
 
 
-class _Wait:
-    """A wait for a message; see `onefold.layout.observer.Span`."""
-
-    __slots__ = ("_since", "_speeds")
-
-    def __init__(self, speeds: RowSpeeds) -> None:
-        self._speeds = speeds
-        self._since = now()
-
-    def end(self, nbytes: int = 0) -> None:
-        """The message is there."""
-        self._speeds.waited(now() - self._since)
+_UNTIMED = _Span()

@@ -122,7 +122,7 @@ class AdoptedModels:
 
     def add(self, model: nn.Module, optimizer: object) -> None:
         """Save and load one more sharded model, with its optimizers."""
-        states = tuple(LocalState(part) for one_optimizer in as_list(optimizer))
+        states = tuple(LocalState(part) for part in as_list(optimizer))
         self._adopted.append(_Adopted(ref(model), states))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

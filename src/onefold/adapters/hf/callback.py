@@ -35,10 +35,10 @@ from onefold.adapters.hf.run_state import ResumeWithOnefoldCallback, RunState, f
 from onefold.adapters.hf.whole_weights import WholeWeights
 from onefold.adapters.hf.wrap import mark_prepared, run_under_autocast
 from onefold.adapters.versions import warn_if_untested
-from onefold.api import generating
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import StateError
+from onefold.inference.keeping import generating
 from onefold.layout.units import UnitChoice
 from onefold.wire_config import WireChoice
 

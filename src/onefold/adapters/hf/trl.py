@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from onefold.adapters.hf.wrap import adopt_frozen
 from onefold.adapters.versions import warn_if_untested
-from onefold.api import generating, unsharded
+from onefold.api import unsharded
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import StateError
+from onefold.inference.keeping import generating
 from onefold.unit.dtensors import ShardedParameter
 
 BACKEND = "_dist"
