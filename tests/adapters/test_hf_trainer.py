@@ -70,6 +70,20 @@ def test_every_stage_trains_as_ddp(world_size, reentrant, tmp_path):
     on_ranks(world_size, _stages, tmp_path, reentrant)
 
 
+def _reductions(rank: int, folder: Path) -> None:
+    for stage, times in ((1, 1), (2, 2)):
+        trainer = trainer_of(
+            folder, onefold.hf.Callback(stage=stage), gradient_accumulation_steps=2, max_steps=1
+        )
+        trainer.train()
+        report = onefold.report(trainer.model)
+        assert report.last_step["reduce_scatter"].calls == times * len(report.units)
+
+
+def test_stage_1_reduces_once_a_step_of_a_trainer_and_stage_2_each_micro_batch(tmp_path):
+    on_ranks(2, _reductions, tmp_path)
+
+
 # other models and arguments
 
 

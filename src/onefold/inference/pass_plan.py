@@ -77,9 +77,7 @@ class InferencePlan:
     @property
     def link(self) -> str:
         """The way of weights in a pass: "disk", "host", "ranks"; empty where nothing moves."""
-        near = "ranks" if self.recipe.rests_near else "host"
-        name = "disk" if self.recipe.offload.parameters == "disk" else near
-        return name if self.held.read else ""
+        return _link(self.recipe) if self.held.read else ""
 
 
 def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
@@ -225,20 +223,21 @@ class _Batches:
             parts["launches"] = launches
         else:
             parts = {name: seconds + launches for name, seconds in parts.items()}
-        name, rate = _link(self._recipe, machine)
-        parts[name] = self._held.read / rate
+        inside = machine.inside.nbytes_per_second * efficiency.link
+        rates = {"disk": machine.disk_rate, "host": machine.host_rate, "ranks": inside}
+        link = _link(self._recipe)
+        rate = rates[link]
+        parts[link] = self._held.read / rate
         first = self.largest_read / rate if self._held.read else 0.0
         bound = max(parts, key=lambda part: parts[part])
         return parts[bound] + first, bound
 
 
-def _link(recipe: Recipe, machine: Machine) -> tuple[str, float]:
-    """The way of weights in a pass, and bytes per second of one rank."""
+def _link(recipe: Recipe) -> str:
+    """The way of weights in a pass."""
     if recipe.offload.parameters == "disk":
-        return "disk", machine.disk_rate
-    if recipe.rests_near:
-        return "ranks", machine.inside.nbytes_per_second * machine.efficiency.link
-    return "host", machine.host_rate
+        return "disk"
+    return "ranks" if recipe.rests_near else "host"
 
 
 def _dtype(recipe: Recipe, machine: Machine) -> str:

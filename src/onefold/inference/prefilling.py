@@ -90,8 +90,7 @@ def _inputs(part: Tensor, end: int, mask: Tensor | None, names: Any) -> dict[str
 def _blocks(model: nn.Module) -> Sequence[nn.Module]:
     """The list of blocks: the one with the most parameters, the outermost of several."""
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
-    found = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=[model])
-    return list(found)
+    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[model]))
 
 
 def _lead(config: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -76,17 +77,15 @@ def move(items: Sequence[Rows], context: Context, name: str) -> int:
                 for _, to, numel in overlaps(item.old_slot.spans(rank), new):
                     targets[rank].append(_bytes(item.after[to : to + numel]))
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    message = torch.cat([nothing, *(part for each in sent for part in each)])
-    numels = [sum(map(len, each)) for each in targets]
+    message = torch.cat([nothing, *chain.from_iterable(sent)])
+    numels = [sum(map(len, parts)) for parts in targets]
     received = torch.empty(sum(numels), dtype=torch.uint8, device=device)
-    work = group.all_to_all(received, message, numels, [sum(map(len, each)) for each in sent])
+    work = group.all_to_all(received, message, numels, [sum(map(len, parts)) for parts in sent])
     label = f"reshare of unit {name!r} on {context.where}"
     Ticket(group.track([work], label), label=label).wait()
-    for each, part in zip(targets, received.split(numels), strict=True):
-        start = 0
-        for target in each:
-            target.copy_(part[start : start + len(target)])
-            start += len(target)
+    places = list(chain.from_iterable(targets))
+    for target, part in zip(places, received.split([len(p) for p in places]), strict=True):
+        target.copy_(part)
     context.ledger.sent(TRAFFIC, len(message))
     return len(message)
 

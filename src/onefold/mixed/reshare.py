@@ -188,25 +188,25 @@ class _Reshare:
         }
         for fqn, ranks in holders.items():
             for rank in ranks[:1]:
-                for found, each in zip(entries, own[rank][0], strict=True):
-                    if fqn in each:
-                        found[fqn] = each[fqn]
+                for wanted, held in zip(entries, own[rank][0], strict=True):
+                    if fqn in held:
+                        wanted[fqn] = held[fqn]
         means = {fqn for fqn, ranks in holders.items() if fqn in own[ranks[0]][1]}
         return _Reshare(engine, ready, recipe, context, entries, frozenset(means))
 
     @torch.no_grad()
     def run(self) -> None:
         """Move all units, one at a time: each holds its old and new rows together meanwhile."""
-        engine, recipe, states = self.engine, self.recipe, self.ready.states
-        for each in states:
-            each.take()
+        engine, recipe = self.engine, self.recipe
+        for states in self.ready.states:
+            states.take()
         for unit in _moving(engine):
             self._move(unit, unit.spec.on(self.context, by_rows=_is_by_rows(unit)))
         expectation = Expectation.of(recipe, self.context.rank)
         engine.recut(self.context, recipe, expectation.peaks)
         engine.ledger.ask(expectation.smallest_change)
-        for each in states:
-            each.finish()
+        for states in self.ready.states:
+            states.finish()
 
     def _move(self, unit: Unit, spec: UnitSpec) -> None:
         """Move the rows of one unit, and let all that refers to them follow."""
@@ -231,10 +231,10 @@ class _Reshare:
         shaped = {p: mean.view(p.local.shape) for p, mean in means.items()}
         unit.gradient.restore(shaped, partials)
         unit.gradient.reduction.feedback.give(residuals, spec.wire, rank)
-        for each, entries, own in zip(self.ready.states, self.entries, flats, strict=True):
+        for states, entries, own in zip(self.ready.states, self.entries, flats, strict=True):
             for parameter in unit.parameters:
                 if parameter.fqn in entries:
-                    each.give(parameter, entries[parameter.fqn], own)
+                    states.give(parameter, entries[parameter.fqn], own)
         items.clear()
         for allocation in left:
             allocation.discard()

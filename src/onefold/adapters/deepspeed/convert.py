@@ -285,10 +285,10 @@ def _wire(settings: Settings, stage: Any) -> Any:
     weights, gradients, has_second, is_mics = flags.values()
     if has_second and is_mics:
         name, got = f"{_ZERO}.mics_shard_size", f"zero_hpz_partition_size={size}"
-        _conflict(name, "no second shard of another kind", got, "keep one of them")
+        _conflict(name, "no secondary shards of another kind", got, "keep one of them")
     feedback = not _is_off(settings.values.get(f"{_ZERO}.zeropp_loco_param.*"))
     if feedback and not gradients:
-        name, hint = f"{_ZERO}.zeropp_loco_param", "it keeps what coded gradients round off"
+        name, hint = f"{_ZERO}.zeropp_loco_param", "it keeps what quantized gradients round off"
         _conflict(name, "zero_quantized_gradients", "exact gradients", hint)
     if weights and gradients and has_second and not feedback:
         return "zero++"  # a name adapts to a single node
@@ -302,7 +302,7 @@ def _wire(settings: Settings, stage: Any) -> Any:
 
 
 def _without_nodes(wire: Any) -> Any:
-    """Leave out the second shard inside a node, which the mesh of one host does not have."""
+    """Leave out secondary shards inside a node, which the mesh of one host does not have."""
     if not isinstance(wire, Wire) or not wire.secondary:
         return wire
     wire = replace(wire, secondary=None)

@@ -150,9 +150,9 @@ def _beside(path: Path, role: str) -> Path:
 
 
 def _packed(rest: dict[str, Any]) -> bytes:
-    written = io.BytesIO()
-    torch.save(rest, written)
-    return written.getvalue()
+    file = io.BytesIO()
+    torch.save(rest, file)
+    return file.getvalue()
 
 
 def _replace(path: Path, draft: Path) -> None:
