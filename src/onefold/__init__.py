@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from onefold.layered.accumulate import accumulate_layers
     from onefold.layered.choice import measure_noise
     from onefold.mixed.reshare import reshare
-    from onefold.mixed.sampler import RowSampler
-    from onefold.mixed.weighing import weigh
+    from onefold.mixed.sampler import RowSampler, weigh
     from onefold.outer.islands import Islands, islands
     from onefold.outer.meeting import Meeting
     from onefold.outer.periods import Periods
@@ -91,7 +90,7 @@ _HOMES = {
     "plan": "onefold.planner.planning",
     "reshare": "onefold.mixed.reshare",
     "split_sequence": "onefold.axes.sequence.splitting",
-    "weigh": "onefold.mixed.weighing",
+    "weigh": "onefold.mixed.sampler",
     "Wire": "onefold.wire_config",
 }
 

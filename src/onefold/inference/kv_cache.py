@@ -136,8 +136,7 @@ class KVCache(DynamicCache):
     def reset(self) -> None:
         """Forget all tokens; free their memory and disk space."""
         super().reset()
-        self._tiers.close()
-        self._tiers.divide_among(sum(isinstance(layer, KVLayer) for layer in self.layers))
+        self._tiers.close(sum(isinstance(layer, KVLayer) for layer in self.layers))
 
     def report(self) -> KVReport:
         """Return what is held, and what was read and written."""

@@ -162,12 +162,9 @@ class KVTiers:
         if self.files:
             self._disk = DiskScratch(self.files, self._workers, on_host, device, ledger, Kind.CACHE)
 
-    def divide_among(self, num_layers: int) -> None:
-        """Divide budgets evenly among so many layers."""
+    def close(self, num_layers: int) -> None:
+        """Free the files' space; start anew with this many layers, which hold no runs now."""
         self._num_layers = num_layers
-
-    def close(self) -> None:
-        """Free the files' space, and start anew. Layers must have given up their runs."""
         self.drop_ahead()
         self._closed_nbytes = self.moved_nbytes
         self._begin()

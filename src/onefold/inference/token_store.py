@@ -176,7 +176,7 @@ class LayerTokens:
                 with self._tiers.slots.lend(count * size) as slot:
                     flat = slot.tensor(count * size, torch.uint8)
                     self._lay(flat, *part)
-                    run.scratch.write(run.place, flat, _nothing, at).wait()
+                    run.scratch.write(run.place, flat, lambda: None, at).wait()
             run.fill(count)
             start += count
 
@@ -228,7 +228,3 @@ class LayerTokens:
         self.runs[-1].fill(-1)
         if self.runs[-1].filled == 0:
             self.runs.pop()
-
-
-def _nothing() -> None:
-    """Do nothing when a block has left its slot."""

@@ -55,19 +55,14 @@ def run_loop(
             losses.append(loss.detach())
             del loss
     except BaseException:
-        if window:
-            _free_all(engine)
+        if window:  # keep nothing unsharded
+            if engine.schedule.is_backward:
+                engine.abort_backward()
+            engine.rest()
         raise
     finally:
         engine.drive(before)
     return _sum(losses)
-
-
-def _free_all(engine: Engine) -> None:
-    """A micro-batch has failed: keep nothing unsharded."""
-    if engine.schedule.is_backward:
-        engine.abort_backward()
-    engine.rest()
 
 
 class Layered:

@@ -201,7 +201,8 @@ class _Reshare:
         for states in self.ready.states:
             states.take()
         for unit in _moving(engine):
-            self._move(unit, unit.spec.on(self.context, by_rows=_is_by_rows(unit)))
+            by_rows = unit.context.routes.hops is not None or unit.is_tiled
+            self._move(unit, unit.spec.on(self.context, by_rows=by_rows))
         expectation = Expectation.of(recipe, self.context.rank)
         engine.recut(self.context, recipe, expectation.peaks)
         engine.ledger.ask(expectation.smallest_change)
@@ -280,7 +281,3 @@ class _Reshare:
                     after[parameter].copy_(mean)
                 items.append(Rows(parameter.slot, slot, mean, after[parameter]))
         return after
-
-
-def _is_by_rows(unit: Unit) -> bool:
-    return unit.context.routes.hops is not None or unit.is_tiled

@@ -93,12 +93,11 @@ def row_shares(engine: Engine) -> tuple[float, ...]:
 class RowSpeeds:
     """The speeds of all ranks of one sharded module; an observer of its steps."""
 
-    def __init__(self, engine: Engine, every: int = EVERY) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.group: Group = engine.group
         self.shares = even(self.group.world_size)
         self._ledger = engine.ledger
         self._device = engine.context.store.device
-        self._every = every
         self._fit = AffineFit()
         self._num_steps = 0
         self._rows = self._last_rows = 0  # of this step, and of the one before
@@ -160,7 +159,7 @@ class RowSpeeds:
         is_new = self._first is None
         self._since = now()
         self._first = self._first or self._since
-        is_due = not self._fit.is_ready or self._num_steps % self._every == 0
+        is_due = not self._fit.is_ready or self._num_steps % EVERY == 0
         if is_new and self._is_queued and is_due:
             self._recorder = Recorder(self._ledger, self._device)
 
@@ -185,7 +184,7 @@ class RowSpeeds:
         self._last_rows = rows
         if self._num_steps > WARM_STEPS and seconds is not None:
             self._fit.note(rows, max(seconds, 0.0))
-        if self._num_steps % self._every == 0 and self.group.world_size > 1:
+        if self._num_steps % EVERY == 0 and self.group.world_size > 1:
             self._exchange()
 
     def _seconds(self) -> float | None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
@@ -51,11 +49,6 @@ class Sharding(ShardChoices):
                 f"precision={self.precision!r}",
                 hint='precision="bf16"',
             )
-
-    @property
-    def group_timeout(self) -> timedelta:
-        """The time that ranks wait for one another in the process group."""
-        return as_timeout(self.timeout) or default_pg_timeout
 
     def precision_with(self, plugin: Any) -> PrecisionChoice:
         """Return the precision that computes as Lightning's plugin does.
