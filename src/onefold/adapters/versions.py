@@ -24,16 +24,7 @@ TESTED: dict[str, tuple[str, str]] = {
 
 
 def warn_if_untested(*packages: str) -> None:
-    """Warn about packages whose installed version is outside the tested range.
-
-    Each package is warned about once in a process. A package that is not installed is passed over.
-
-    Args:
-        packages: names in `TESTED`.
-
-    Example:
-        >>> warn_if_untested("transformers", "accelerate")
-    """
+    """Warn, once in a process, about each installed package outside its range in `TESTED`."""
     for package in packages:
         _warn_once(package)
 
@@ -50,10 +41,7 @@ def _warn_once(package: str) -> None:
 
 
 def outside(package: str, installed: str) -> str:
-    """Return the warning for version `found` of a package, or "" if that version is tested.
-
-    Raises: KeyError: the package is not in `TESTED`.
-    """
+    """Return the warning for version `installed` of a package, or "" if that version is tested."""
     floor, above = TESTED[package]
     if _release(floor) <= _release(installed) < _release(above):
         return ""

@@ -56,11 +56,7 @@ def recipe_of_stream(
 ) -> tuple[Recipe, list[UnitPlan]]:
     """Return the recipe that `onefold.stream` would build, without ranks or values; and its units.
 
-    Args:
-        module: one on `meta`, which is changed: its parameters are frozen and packed.
-        ranks: its world sizes and its device are those of the plan.
-        budget: bytes of device memory for weights, as of `stream`, and likewise:
-        rest, offload: see there.
+    The module, on `meta`, is frozen and packed. World sizes and device are those of `ranks`.
     """
     _checked(module, budget, rest, offload)
     for parameter in module.parameters():

@@ -12,7 +12,7 @@ At stage 3, with m micro-batches, one gather of all weights of g bytes and one r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
@@ -30,27 +30,18 @@ Order = Literal["auto", "layers", "keep", "plain"]
 
 @dataclass(slots=True)
 class Accumulation:
-    """What is known of a module's accumulation, for the next step and the report.
+    """What is known of a module's accumulation, for the next step and the report."""
 
-    Attributes:
-        refused: why the module is no chain; None where it may be one.
-        is_proved: it was one.
-        border_nbytes: bytes of tensors between blocks of all micro-batches, in the last step.
-        sent_nbytes: bytes of the last step's gathers and reductions.
-        window: units that "keep" keeps.
-        kept: units that some step has kept.
-    """
-
-    refused: str | None = None
-    is_proved: bool = False
-    order: Order = "layers"
+    refused: str | None = None  # why the module is no chain; None where it may be one
+    is_proved: bool = False  # it was a chain
+    order: Order = "layers"  # of the last step
     num_microbatches: int = 0
-    border_nbytes: int = 0
-    sent_nbytes: tuple[int, int] = (0, 0)
-    window: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()
+    border_nbytes: int = 0  # of tensors between blocks, of all micro-batches of the last step
+    sent_nbytes: tuple[int, int] = (0, 0)  # by gathers and reductions of the last step
+    window: frozenset[int] = frozenset()  # units that "keep" keeps
+    kept: frozenset[int] = frozenset()  # units that some step has kept
     _picked: Order | None = None
-    _num_picks: int = field(default=0)
+    _num_picks: int = 0
 
     def sent(self, engine: Engine) -> tuple[int, int]:
         """Return the bytes that gathers and reductions have sent so far."""

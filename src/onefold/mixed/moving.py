@@ -56,10 +56,7 @@ def overlaps(old: Sequence[Range], new: Sequence[Range]) -> list[tuple[int, int,
 def move(items: Sequence[Rows], context: Context, name: str) -> int:
     """Fill the rows after from those before, of all ranks; return the bytes sent. A collective.
 
-    Args:
-        items: in the same order on every rank.
-        context: that of the unit.
-        name: of the unit, for errors.
+    `items` come in the same order on every rank. `name`: of the unit, for errors.
     """
     group, device = context.transport.group, context.store.device
     sent: list[list[Tensor]] = [[] for _ in range(group.world_size)]

@@ -23,7 +23,6 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 from transformers.trainer_utils import SaveStrategy
 
-from onefold.adapters.choices import ShardChoices
 from onefold.adapters.hf import events
 from onefold.adapters.hf.conflicts import (
     autocast_of,
@@ -34,6 +33,7 @@ from onefold.adapters.hf.conflicts import (
 from onefold.adapters.hf.run_state import ResumeWithOnefoldCallback, RunState, folders_of
 from onefold.adapters.hf.whole_weights import WholeWeights
 from onefold.adapters.hf.wrap import mark_prepared, run_under_autocast
+from onefold.adapters.shard_choices import ShardChoices
 from onefold.adapters.versions import warn_if_untested
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine.registry import engine_of, is_sharded

@@ -90,26 +90,18 @@ def _describe(engine: str, variable: str) -> str:
     names = [variable] + [name for name in _DETAILS if word in name and name in os.environ]
     place = f"the environment ({', '.join(f'{name}={os.environ[name]}' for name in names)})"
     file, line = _default_file(), f"distributed_type: {engine.upper().replace('-', '_')}"
-    if file is not None and line in _text(file):
+    if file is not None and os.access(file, os.R_OK) and line in file.read_text("utf-8"):
         place += f", which `accelerate launch` sets from {str(file)!r}"
     return place
 
 
 def _default_file() -> Path | None:
-    """Return the configuration that `accelerate config` has written, if there is one."""
+    """Return where `accelerate config` writes its configuration."""
     try:
         from accelerate.commands.config import default_config_file
     except ImportError:
         return None
-    file = Path(default_config_file)
-    return file if file.is_file() else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    return Path(default_config_file)
 
 
 def check_arguments(args: Any) -> None:

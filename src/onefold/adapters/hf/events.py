@@ -41,16 +41,9 @@ def meet(engine: Engine, place: str, value: Any = None) -> list[Any]:
 
 
 def agree(engine: Engine, event: str, step: int, control: Any) -> None:
-    """Set on every rank the flags that one rank has set. A collective.
+    """Set on every rank the flags of a `TrainerControl` that one rank has set. A collective.
 
-    Args:
-        engine: of the model that is trained.
-        event: where this rank is, as the error names it.
-        step: optimizer steps done.
-        control: a `TrainerControl`, changed in place.
-
-    Raises:
-        StateError: on every rank, if a rank is at another event.
+    Raises `StateError` on every rank, if a rank is at another event, or has done other steps.
     """
     mine = [bool(getattr(control, name)) for name in FLAGS]
     everyone = meet(engine, f"{event}, after {step} steps", mine)

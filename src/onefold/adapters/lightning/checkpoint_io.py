@@ -47,8 +47,7 @@ def write(
 ) -> None:
     """Save a sharded module, its optimizers, and the rest of rank 0. A collective.
 
-    Raises:
-        CheckpointError: on every rank, and a checkpoint of the same name stays.
+    Where it fails, every rank raises `CheckpointError`, and a checkpoint of the same name stays.
     """
     group = engine_of(module).group
     draft = _beside(path, "new")
@@ -66,16 +65,10 @@ def write(
 def read(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Load a sharded module and its optimizers in place; return the rest. A collective.
+    """Load a sharded module and its optimizers, if any, in place; return the rest. A collective.
 
-    Args:
-        path: a directory that `write` has written, at any number of ranks and stage.
-        module: the module that was sharded.
-        optimizers: none of them to load the weights alone.
-        weights_only: see `torch.load`; of the rest alone.
-
-    Raises:
-        CheckpointError: on every rank; no such checkpoint, or one of another model.
+    The directory may be of any number of ranks and stage. `weights_only`: see `torch.load`, of the
+    rest alone. Raises `CheckpointError` on every rank.
     """
     group = engine_of(module).group
     draft = _beside(path, "new")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from onefold import config
-from onefold.adapters.choices import ShardChoices
+from onefold.adapters.shard_choices import ShardChoices
 from onefold.config import Precision, PrecisionChoice
 from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded

@@ -152,10 +152,6 @@ class TrainerStrategy(DDPStrategy):
         """A single file's optimizer states are restored by Lightning."""
         return self._reads_file
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return sharded tensors: each rank has its own rows."""
-        return self._module.state_dict()
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return nothing: `save_checkpoint` saves the states of all ranks."""
         return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -38,8 +38,8 @@ class ShardChoices:
 
     def check(self, module: nn.Module) -> None:
         """Raise `ConfigError` if a module was sharded with other choices."""
-        known: Self | None = module.__dict__.get(CHOICES)
-        if known is not None:
+        known = module.__dict__.get(CHOICES)
+        if isinstance(known, type(self)):
             got, is_same = str(known), known == self
         else:
             recipe = engine_of(module).recipe
