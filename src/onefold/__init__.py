@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TierError,
         WireError,
     )
-    from onefold.inference.keeping import generating
+    from onefold.inference.stream import generating
     from onefold.layered.accumulate import accumulate_layers
     from onefold.layered.choice import measure_noise
     from onefold.mixed.reshare import reshare
@@ -51,7 +51,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "accumulate": "onefold.api",
-    "generating": "onefold.inference.keeping",
+    "generating": "onefold.inference.stream",
     "report": "onefold.api",
     "shard": "onefold.api",
     "stream": "onefold.api",

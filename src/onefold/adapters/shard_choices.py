@@ -39,7 +39,7 @@ class ShardChoices:
     def check(self, module: nn.Module) -> None:
         """Raise `ConfigError` if a module was sharded with other choices."""
         known = module.__dict__.get(CHOICES)
-        if isinstance(known, type(self)):
+        if type(known) is type(self):
             got, is_same = str(known), known == self
         else:
             recipe = engine_of(module).recipe

@@ -85,13 +85,13 @@ def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
 
     Raises `ConfigError` for a budget that is too small, as `onefold.stream` does.
     """
-    skeleton, coded = without_values(module).eval(), without_values(module).eval()
+    skeleton, packed = without_values(module).eval(), without_values(module).eval()
     ranks = Recipe(world_size=ask.ranks, local_world_size=ask.ranks, device_type=ask.device_type)
     offload = "disk:." if ask.offload == "disk" else ask.offload
     recipe, plans = recipe_of_stream(
-        coded, ranks, budget=ask.budget, rest=ask.rest, offload=offload
+        packed, ranks, budget=ask.budget, rest=ask.rest, offload=offload
     )
-    users = names_of_users(coded, plans)
+    users = names_of_users(packed, plans)
 
     def traced(seq: int, *, is_step: bool) -> ForwardTrace:
         tokens = torch.zeros(1, seq, dtype=torch.int64, device="meta")

@@ -18,8 +18,7 @@ from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError
 from onefold.layered.chain import NotAChain
 from onefold.layered.choice import Accumulation, Order
-from onefold.layered.orders import Forward, Layered, run_loop
-from onefold.layered.random_streams import RandomStreams
+from onefold.layered.orders import Forward, Layered, RandomStreams, run_loop
 from onefold.layout.units import repeated_blocks, uncompiled
 
 Loss = Callable[[Any, Any], Tensor]

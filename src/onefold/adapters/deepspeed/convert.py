@@ -151,9 +151,8 @@ def _read(config: object) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ConfigError("JSON", str(error), where=where, hint="comments are not JSON") from error
     if not isinstance(config_dict, dict):
-        raise ConfigError(
-            "a JSON object", f"a {type(config_dict).__name__}", where=where, hint='{"...": ...}'
-        )
+        got = f"a {type(config_dict).__name__}"
+        raise ConfigError("a JSON object", got, where=where, hint='{"...": ...}')
     return config_dict
 
 
@@ -201,14 +200,12 @@ def _conflict(name: str, wanted: str, got: object, hint: str) -> NoReturn:
 
 
 def _refuse(settings: Settings) -> None:
+    harmless = {"gradient_allreduce_op": "mean", "sequence_parallel_size": 1}
     for name, value in settings.values.items():
-        is_plain = name == "gradient_allreduce_op" and value == "mean"
-        is_alone = name == "sequence_parallel_size" and value == 1
-        if KEYS[name].fate is Fate.REFUSED and not (_is_off(value) or is_plain or is_alone):
-            what = name.removesuffix(".*")
-            raise ConfigError(
-                f"a configuration without {what!r}", repr(value), hint=KEYS[name].here
-            )
+        is_off = _is_off(value) or value == harmless.get(name)
+        if KEYS[name].fate is Fate.REFUSED and not is_off:
+            wanted = f"a configuration without {name.removesuffix('.*')!r}"
+            raise ConfigError(wanted, repr(value), hint=KEYS[name].here)
 
 
 def _stage(settings: Settings) -> Any:
@@ -241,9 +238,9 @@ def _precision(settings: Settings) -> Any:
 
 def _offload(settings: Settings, stage: Any) -> Any:
     tiers, paths = {}, []
-    for part, section, old in (
-        ("parameters", "offload_param", "cpu_offload_param"),
-        ("optimizer", "offload_optimizer", "cpu_offload"),
+    for part, section, old, stages in (
+        ("parameters", "offload_param", "cpu_offload_param", (3,)),
+        ("optimizer", "offload_optimizer", "cpu_offload", (1, 2, 3)),
     ):
         name = f"{_ZERO}.{section}.device"
         tier = settings.word(name, _TIERS) or "device"
@@ -251,9 +248,8 @@ def _offload(settings: Settings, stage: Any) -> Any:
             if tier != "device":
                 _conflict(f"{_ZERO}.{old}", "no second device", tier, f"leave {old} out")
             tier, name = "cpu", f"{_ZERO}.{old}"
-        needs = {"parameters": (3, "auto"), "optimizer": (1, 2, 3, "auto")}[part]
-        if tier != "device" and stage not in needs:
-            least = "stage 3" if part == "parameters" else "stage 1, 2 or 3"
+        if tier != "device" and stage not in (*stages, "auto"):
+            least = "stage 1, 2 or 3" if 1 in stages else "stage 3"
             _conflict(name, least, f"stage {stage}", f"raise {_ZERO}.stage, or leave it out")
         if tier == "disk":
             path_name = f"{_ZERO}.{section}.nvme_path"
@@ -274,14 +270,15 @@ def _wire(settings: Settings, stage: Any) -> Any:
     size = settings.get(f"{_ZERO}.zero_hpz_partition_size", int, 1)
     mics = settings.get(f"{_ZERO}.mics_shard_size", int, -1)
     flags = {
-        f"{_ZERO}.zero_quantized_weights": settings.flag(f"{_ZERO}.zero_quantized_weights"),
-        f"{_ZERO}.zero_quantized_gradients": settings.flag(f"{_ZERO}.zero_quantized_gradients"),
-        f"{_ZERO}.zero_hpz_partition_size": size > 1,
-        f"{_ZERO}.mics_shard_size": mics > 0,
+        "zero_quantized_weights": settings.flag(f"{_ZERO}.zero_quantized_weights"),
+        "zero_quantized_gradients": settings.flag(f"{_ZERO}.zero_quantized_gradients"),
+        "zero_hpz_partition_size": size > 1,
+        "mics_shard_size": mics > 0,
     }
     for name, is_set in flags.items():
         if is_set and stage not in (3, "auto"):
-            _conflict(name, "stage 3", f"stage {stage}", f"set {_ZERO}.stage to 3, or leave it out")
+            hint = f"set {_ZERO}.stage to 3, or leave it out"
+            _conflict(f"{_ZERO}.{name}", "stage 3", f"stage {stage}", hint)
     weights, gradients, has_second, is_mics = flags.values()
     if has_second and is_mics:
         name, got = f"{_ZERO}.mics_shard_size", f"zero_hpz_partition_size={size}"

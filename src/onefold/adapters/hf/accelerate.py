@@ -14,8 +14,8 @@ no such list for optimizers, so `LocalState` makes their part of that work an em
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, ref
@@ -243,19 +243,6 @@ class LocalState:
         self._is_elsewhere = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Adopted:
-    """One model and its optimizers; it keeps none of them alive."""
-
-    model: ReferenceType[nn.Module]
-    states: tuple[LocalState, ...]
-
-    def alive(self) -> tuple[nn.Module | None, list[Optimizer]]:
-        """Return the model, None if it is gone, and its optimizers."""
-        optimizers = (state.optimizer() for state in self.states)
-        return self.model(), [optimizer for optimizer in optimizers if optimizer is not None]
-
-
 class _LastHook:
     """Keeps one hook of an accelerator the last one: hooks of users work on all models."""
 
@@ -275,7 +262,7 @@ class AdoptedModels:
     """The sharded models of one accelerator, in the order in which they were adopted."""
 
     def __init__(self, accelerator: Any) -> None:
-        self._adopted: list[_Adopted] = []
+        self._adopted: list[tuple[ReferenceType[nn.Module], list[LocalState]]] = []
         self._gather_others = accelerator.get_state_dict
         accelerator.get_state_dict = self.get_state_dict
         saving = _LastHook(accelerator.register_save_state_pre_hook, self._save)
@@ -292,8 +279,7 @@ class AdoptedModels:
 
     def add(self, model: nn.Module, optimizer: object) -> None:
         """Save and load one more sharded model, with its optimizers."""
-        states = tuple(LocalState(part) for part in as_list(optimizer))
-        self._adopted.append(_Adopted(ref(model), states))
+        self._adopted.append((ref(model), [LocalState(part) for part in as_list(optimizer)]))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Gather a sharded model's tensors on rank 0, {} elsewhere; a collective.
@@ -304,19 +290,24 @@ class AdoptedModels:
             return full_state_dict(model)
         return self._gather_others(model, unwrap=unwrap)
 
+    def _alive(self, directory: str) -> Iterator[tuple[nn.Module, list[LocalState], Path]]:
+        """Yield the models that are alive, with their optimizers and the folder of each."""
+        for number, (alive, states) in enumerate(self._adopted):
+            model = alive()
+            if model is not None:
+                yield model, states, Path(directory) / _FOLDER / str(number)
+
     def _save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Save every adopted model. A collective."""
-        for number, adopted in enumerate(self._adopted):
-            model, optimizers = adopted.alive()
-            if model is None or not _has(models, model):
+        for model, states, folder in self._alive(output_dir):
+            if model not in models:
                 continue
             group = engine_of(model).group
-            folder = Path(output_dir) / _FOLDER / str(number)
-            before = agreement.first(group, lambda folder=folder: _saves(folder))
+            before = agreement.first(group, partial(_saves, folder))
             target = folder / f"save-{before[-1][0] + 1 if before else 1:08}"
-            save(target, model, optimizers)
-            agreement.first(group, lambda target=target: prune(target, keep=1))
-            for state in adopted.states:
+            save(target, model, _optimizers_of(states))
+            agreement.first(group, partial(prune, target, keep=1))
+            for state in states:
                 state.note_elsewhere()
         if len(weights) == len(models):  # else another hook has sorted them out
             pairs = zip(weights, models, strict=True)
@@ -324,19 +315,16 @@ class AdoptedModels:
 
     def _load(self, models: list[nn.Module], input_dir: str) -> None:
         """Load every adopted model, and leave the others to Accelerate. A collective."""
-        for number, adopted in enumerate(self._adopted):
-            model, optimizers = adopted.alive()
-            if model is None:
-                continue
-            folder = Path(input_dir) / _FOLDER / str(number)
-            saves = agreement.first(engine_of(model).group, lambda folder=folder: _saves(folder))
-            if saves or _has(models, model):  # a hook may have taken out a model that it has loaded
-                load(folder / saves[-1][1] if saves else folder, model, optimizers)
+        for model, states, folder in self._alive(input_dir):
+            saves = agreement.first(engine_of(model).group, partial(_saves, folder))
+            if saves or model in models:  # a hook may have taken out a model that it has loaded
+                load(folder / saves[-1][1] if saves else folder, model, _optimizers_of(states))
         models[:] = [model for model in models if not is_sharded(model)]
 
 
-def _has(models: list[nn.Module], model: nn.Module) -> bool:
-    return any(other is model for other in models)
+def _optimizers_of(states: list[LocalState]) -> list[Optimizer]:
+    alive = (state.optimizer() for state in states)
+    return [optimizer for optimizer in alive if optimizer is not None]
 
 
 def _saves(folder: Path) -> list[tuple[int, str]]:

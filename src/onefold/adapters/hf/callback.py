@@ -38,7 +38,7 @@ from onefold.adapters.versions import warn_if_untested
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import StateError
-from onefold.inference.keeping import generating
+from onefold.inference.stream import generating
 from onefold.layout.units import UnitChoice
 from onefold.wire_config import WireChoice
 

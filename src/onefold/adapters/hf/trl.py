@@ -15,7 +15,7 @@ from onefold.adapters.versions import warn_if_untested
 from onefold.api import unsharded
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import StateError
-from onefold.inference.keeping import generating
+from onefold.inference.stream import generating
 from onefold.unit.dtensors import ShardedParameter
 
 BACKEND = "_dist"
