@@ -62,7 +62,6 @@ class InferencePlan:
     numel: int
     held: PassBytes
     num_stay: int
-    largest_read: int  # of one unit
     kv_nbytes: int  # a token of one sequence
     one: BatchPlan
     best: BatchPlan
@@ -113,7 +112,7 @@ def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
     best = planner.at(ask.batch) if ask.batch else single if estimates else planner.best()
     return InferencePlan(
         ask, recipe, sum(p.numel() for p in module.parameters()), held,
-        sum(unit.stays for unit in recipe.units), planner.largest_read, planner.kv_nbytes, single,
+        sum(unit.stays for unit in recipe.units), planner.kv_nbytes, single,
         best, planner.missing(single if ask.batch is None else best), estimates,
     )  # fmt: skip
 
@@ -166,7 +165,7 @@ class _Batches:
             for unit in recipe.units
             if not unit.tile_nbytes
         ]
-        self.largest_read = max(reads, default=0)
+        self._largest_read = max(reads, default=0)
 
     def at(self, batch: int) -> BatchPlan:
         """Plan a batch."""
@@ -228,7 +227,7 @@ class _Batches:
         link = _link(self._recipe)
         rate = rates[link]
         parts[link] = self._held.read / rate
-        first = self.largest_read / rate if self._held.read else 0.0
+        first = self._largest_read / rate if self._held.read else 0.0
         bound = max(parts, key=lambda part: parts[part])
         return parts[bound] + first, bound
 

@@ -128,7 +128,6 @@ def _recipe(engine: Engine, weights: Shares | str) -> Recipe:
 class _Ready:
     """A module at rest, and the states of its optimizers."""
 
-    engine: Engine
     states: list[OptimizerStates]
     gradients: dict[Unit, tuple[dict[UnitParameter, Tensor], dict[UnitParameter, Tensor]]]
 
@@ -150,7 +149,7 @@ def _rest(engine: Engine) -> _Ready:
         unit.refresh_master()
         gradient.drop_cleared()
     gradients = {unit: unit.gradient.accumulated() for unit in _moving(engine)}
-    return _Ready(engine, OptimizerStates.of(engine), gradients)
+    return _Ready(OptimizerStates.of(engine), gradients)
 
 
 def _moving(engine: Engine) -> list[Unit]:
@@ -218,9 +217,7 @@ class _Reshare:
         left = [b.recut(numel, s) for b, s in zip(unit.row_buffers(), stores, strict=True)]
         items: list[Rows] = []
         for old, buffer in zip(before, buffers, strict=False):
-            items += [
-                self._rows(unit, spec, p, old[p.span], buffer.tensor) for p in unit.parameters
-            ]
+            items += [self._rows(spec, p, old[p.span], buffer.tensor) for p in unit.parameters]
         flats = [self._state_rows(unit, spec, at, items) for at in range(len(self.ready.states))]
         means = self._mean_rows(unit, spec, items)
         move(items, self.context, unit.name)
@@ -242,8 +239,8 @@ class _Reshare:
         unit.forget()
 
     def _rows(
-        self, unit: Unit, spec: UnitSpec, parameter: UnitParameter, before: Tensor, after: Tensor
-    ) -> Rows:  # fmt: skip
+        self, spec: UnitSpec, parameter: UnitParameter, before: Tensor, after: Tensor
+    ) -> Rows:
         """Rows of a parameter before, and their place in a flat tensor of the unit after."""
         slot, rank = spec.rest.slots[parameter.index], spec.context.rest_rank
         start = slot.shard_offsets[rank]
@@ -264,7 +261,7 @@ class _Reshare:
                     if name not in flats:
                         flats[name] = states.room(unit, name, dtype, numel)
                     before = states.rows(parameter, name, dtype)
-                    items.append(self._rows(unit, spec, parameter, before, flats[name]))
+                    items.append(self._rows(spec, parameter, before, flats[name]))
         return flats
 
     def _mean_rows(
