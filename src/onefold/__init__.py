@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.adapters.deepspeed.convert import from_deepspeed as from_deepspeed
     from onefold.api import accumulate as accumulate
-    from onefold.api import generating as generating
     from onefold.api import report as report
     from onefold.api import shard as shard
     from onefold.api import stream as stream
@@ -37,11 +36,12 @@ if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.errors import StateError as StateError
     from onefold.errors import TierError as TierError
     from onefold.errors import WireError as WireError
+    from onefold.inference.stream import generating as generating
     from onefold.layered.accumulate import accumulate_layers as accumulate_layers
-    from onefold.layered.noise_report import measure_noise as measure_noise
+    from onefold.layered.choice import measure_noise as measure_noise
     from onefold.mixed.reshare import reshare as reshare
     from onefold.mixed.sampler import RowSampler as RowSampler
-    from onefold.mixed.weighing import weigh as weigh
+    from onefold.mixed.sampler import weigh as weigh
     from onefold.outer.islands import islands as islands
     from onefold.planner.planning import plan as plan
     from onefold.recording.recorder import record as record
@@ -51,7 +51,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "onefold.adapters.deepspeed.convert": "from_deepspeed",
-    "onefold.api": "accumulate generating report shard stream unsharded",
+    "onefold.api": "accumulate report shard stream unsharded",
     "onefold.axes.clipping": "clip_grad_norm_",
     "onefold.axes.pipelines.drive": "pipeline",
     "onefold.axes.sequence.splitting": "split_sequence",
@@ -62,11 +62,11 @@ _HOMES = {
     "onefold.engine.ema": "ema",
     "onefold.engine.precision": "GradScaler",
     "onefold.errors": "CheckpointError ConfigError OnefoldError StateError TierError WireError",
+    "onefold.inference.stream": "generating",
     "onefold.layered.accumulate": "accumulate_layers",
-    "onefold.layered.noise_report": "measure_noise",
+    "onefold.layered.choice": "measure_noise",
     "onefold.mixed.reshare": "reshare",
-    "onefold.mixed.sampler": "RowSampler",
-    "onefold.mixed.weighing": "weigh",
+    "onefold.mixed.sampler": "RowSampler weigh",
     "onefold.outer.islands": "islands",
     "onefold.planner.planning": "plan",
     "onefold.recording.recorder": "record",

@@ -19,9 +19,7 @@ from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
-from onefold.fit.kept_units import gathered_units, units_to_keep
 from onefold.fit.shares import AUTO, SharesChoice
-from onefold.inference.keeping import keeping
 from onefold.inference.stream import examine_stream
 from onefold.layered.choice import describe_accumulation, with_kept
 from onefold.layout.ledger import Kind
@@ -215,39 +213,6 @@ def unsharded(module: nn.Module, writeback: bool = False) -> Iterator[None]:
     with whole_parameters.unsharded(engine, writeback=writeback):
         yield
     adapters.warn_of_lost_merges(merges)
-
-
-@contextmanager
-def generating(module: nn.Module, budget: int | None = None) -> Iterator[None]:
-    """Keep weights unsharded between forwards without gradients: to generate or evaluate.
-
-    A collective on entry. At stage 3 every forward gathers every unit, so that `generate` of n
-    tokens gathers n times. In this block each unit that fits is gathered once. The others are
-    gathered in every forward. Weights, tokens and training are the same, bit for bit, with and
-    without it. Kept weights are freed at the end of the block, and earlier where training goes on:
-    a forward with gradients, an optimizer step, a save or a load. Without sharded parameters
-    (stages 0 to 2) nothing changes.
-
-    Random number generators are the caller's: sampling advances the generator that dropout uses.
-
-    Args:
-        module: one that `shard` has sharded.
-        budget: bytes of unsharded weights, at most. Default, and upper limit: three quarters of
-            the free memory of the rank that has the least, where the others leave room for
-            activations and a cache of keys and values.
-
-    Raises:
-        StateError: inside a forward or backward of the module.
-        ConfigError: a budget that is no number of bytes.
-
-    Example:
-        >>> with onefold.generating(model):
-        ...     tokens = model.generate(prompt, max_new_tokens=100)
-    """
-    engine = engine_of(module)
-    kept = units_to_keep(engine, budget)
-    with keeping(engine, kept, gathered_units(engine).most(kept)):
-        yield
 
 
 def report(module: nn.Module) -> Report:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onefold.adapters.hf.accelerate import adopt
     from onefold.adapters.hf.callback import Callback
-    from onefold.adapters.hf.frozen import adopt_frozen
     from onefold.adapters.hf.mixin import TrainerMixin
     from onefold.adapters.hf.trl import adopt_trainer
+    from onefold.adapters.hf.wrap import adopt_frozen
     from onefold.inference.kv_cache import KVCache
     from onefold.inference.prefilling import prefill
 
@@ -25,7 +25,7 @@ _HOMES = {
     "KVCache": "onefold.inference.kv_cache",
     "TrainerMixin": "onefold.adapters.hf.mixin",
     "adopt": "onefold.adapters.hf.accelerate",
-    "adopt_frozen": "onefold.adapters.hf.frozen",
+    "adopt_frozen": "onefold.adapters.hf.wrap",
     "adopt_trainer": "onefold.adapters.hf.trl",
     "prefill": "onefold.inference.prefilling",
 }

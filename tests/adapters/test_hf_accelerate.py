@@ -121,6 +121,23 @@ def every_stage(rank: int) -> dict[Any, Any]:
     return found
 
 
+def reductions(rank: int) -> list[tuple[int, int]]:
+    """Reductions of the last step at stages 1 and 2, and units."""
+    counts = []
+    for stage in (1, 2):
+        loop = Loop(stage)
+        loop.epoch()
+        report = onefold.report(loop.plain)
+        counts.append((report.last_step["reduce_scatter"].calls, len(report.units)))
+        loop.accelerator.free_memory()
+    return counts
+
+
+def test_stage_1_reduces_once_a_step_of_accelerate_and_stage_2_each_micro_batch():
+    for (once, units), (twice, _) in run_forks(2, reductions):
+        assert (once, twice) == (units, 2 * units)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_norms_and_weights_are_those_of_ddp_at_every_stage(world_size):
     """With `sync_each_batch`, too, which reduces every micro-batch."""

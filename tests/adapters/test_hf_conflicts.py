@@ -10,7 +10,8 @@ from onefold import ConfigError
 from onefold.adapters.hf import conflicts
 from onefold.adapters.hf.conflicts import refuse_other_engines
 
-VARIABLES = (*conflicts._SWITCHES.values(), *conflicts._DETAILS)
+SWITCHES = [variable for _, variable, _ in conflicts._ENGINES]
+VARIABLES = (*SWITCHES, *conflicts._DETAILS)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def test_without_another_engine_nothing_is_raised(monkeypatch):
     refuse_other_engines(None, SimpleNamespace(fsdp=None, deepspeed=None))
 
 
-@pytest.mark.parametrize("variable", conflicts._SWITCHES.values())
+@pytest.mark.parametrize("variable", SWITCHES)
 def test_the_variable_of_a_launcher_is_named(monkeypatch, variable):
     monkeypatch.setenv(variable, "true")
     assert f"the environment ({variable}=true)" in refusal()

@@ -79,6 +79,20 @@ def test_every_stage_trains_as_ddp(world_size, reentrant, tmp_path):
     on_ranks(world_size, _stages, tmp_path, reentrant)
 
 
+def _reductions(rank: int, folder: Path) -> None:
+    for stage, times in ((1, 1), (2, 2)):
+        trainer = trainer_of(
+            folder, onefold.hf.Callback(stage=stage), gradient_accumulation_steps=2, max_steps=1
+        )
+        trainer.train()
+        report = onefold.report(trainer.model)
+        assert report.last_step["reduce_scatter"].calls == times * len(report.units)
+
+
+def test_stage_1_reduces_once_a_step_of_a_trainer_and_stage_2_each_micro_batch(tmp_path):
+    on_ranks(2, _reductions, tmp_path)
+
+
 # other models and arguments
 
 
@@ -435,7 +449,7 @@ def _refusals(rank: int, folder: Path) -> None:
         'device_map="auto"': spread,
         "resize_token_embeddings before": resize,
         "copy a module before onefold.shard": lambda: copy.deepcopy(build().model),
-        "CallbackChoices(stage=3": two_choices,
+        "ShardChoices(stage=3": two_choices,
         "stage 2": other_choices,
         "after the last change of the model": before_peft,
         "tensors that the model does not have": of_another,
@@ -451,7 +465,7 @@ def _refusals(rank: int, folder: Path) -> None:
         patch.setenv("WORLD_SIZE", "4")
         build()
     with pytest.raises(onefold.ConfigError, match=r"scaler decides on each rank alone"):
-        from onefold.adapters.hf.training_arguments import autocast_of
+        from onefold.adapters.hf.conflicts import autocast_of
 
         autocast_of("fp16", None)
 

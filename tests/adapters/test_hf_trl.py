@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import onefold
-from onefold.adapters.hf.prepared import mark_prepared
+from onefold.adapters.hf.wrap import mark_prepared
 from onefold.hf import Callback, adopt_frozen, adopt_trainer
 from tests.house.test_examples import alone, numbers, under_torchrun
 from tests.support.hf_ranks import run_forks

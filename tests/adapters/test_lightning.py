@@ -283,6 +283,17 @@ def test_losses_weights_and_validation_are_those_of_ddp(world_size, stages, opti
     on_ranks(world_size, _parity, stages, options)
 
 
+def _reductions() -> None:
+    for stage, times in ((1, 1), (2, 2)):
+        options = {"accumulate_grad_batches": 2, "limit_train_batches": 2, "limit_val_batches": 0}
+        report = onefold.report(fitted(Strategy(stage=stage), **options))
+        assert report.last_step["reduce_scatter"].calls == times * len(report.units)
+
+
+def test_stage_1_reduces_once_a_step_of_lightning_and_stage_2_each_micro_batch():
+    on_ranks(2, _reductions)
+
+
 def _two_optimizers() -> None:
     wanted = fitted(ddp_with_unused(), Game)
     for stage in (0, 2, 3):

@@ -23,7 +23,7 @@ def test_the_installed_version_is_a_tested_one(package):
 
 def test_the_package_asks_for_the_range_of_torch_that_is_tested():
     floor, above = versions.TESTED["torch"]
-    project = Path(__file__).parents[1] / "pyproject.toml"
+    project = Path(__file__).parents[2] / "pyproject.toml"
     asked = tomllib.loads(project.read_text())["project"]["dependencies"]
     assert f"torch>={floor},<{above}" in asked
 

@@ -354,10 +354,10 @@ def test_micro_batches_are_weighed_by_the_tokens_of_the_whole_step():
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])
 def test_another_divisor_does_not_pass(factor, monkeypatch):
-    from onefold.mixed import weighing
+    from onefold.mixed import sampler
 
-    right = weighing.mean_count
-    monkeypatch.setattr(weighing, "mean_count", lambda *given: right(*given) * factor)
+    right = sampler.mean_count
+    monkeypatch.setattr(sampler, "mean_count", lambda *given: right(*given) * factor)
     with pytest.raises(AssertionError):
         compare(Work(ignored=UNEVEN), 1, 2)
 

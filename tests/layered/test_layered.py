@@ -18,7 +18,7 @@ import onefold
 from onefold.engine.registry import engine_of
 from onefold.layered.accumulate import accumulate_layers
 from onefold.layered.choice import Accumulation
-from onefold.layered.random_streams import seeds_of
+from onefold.layered.orders import seeds_of
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.tier.disk import BlockFile
 from tests.support.free_memory import has_free

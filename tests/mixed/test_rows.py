@@ -276,8 +276,8 @@ def test_any_split_of_rows_gives_the_gradient_of_one_process(stage, counts, part
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_below_stage_3_ranks_may_run_different_numbers_of_micro_batches(stage):
+@pytest.mark.parametrize("stage", [0, 1])
+def test_at_stages_0_and_1_ranks_may_run_different_numbers_of_micro_batches(stage):
     batch = token_batches(1, rows=ROWS)[0]
     alone = stepped_alone(batch)
     found = run_ranks(2, weights_after, stage, batch, (9, 3), (4, 1))[0]

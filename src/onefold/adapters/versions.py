@@ -24,16 +24,7 @@ TESTED: dict[str, tuple[str, str]] = {
 
 
 def warn_if_untested(*packages: str) -> None:
-    """Warn about packages whose installed version is outside the tested range.
-
-    Each package is warned about once in a process. A package that is not installed is passed over.
-
-    Args:
-        packages: names in `TESTED`.
-
-    Example:
-        >>> warn_if_untested("transformers", "accelerate")
-    """
+    """Warn, once in a process, about each installed package outside its range in `TESTED`."""
     for package in packages:
         _warn_once(package)
 
@@ -41,25 +32,22 @@ def warn_if_untested(*packages: str) -> None:
 @cache
 def _warn_once(package: str) -> None:
     try:
-        found = version(package)
+        installed = version(package)
     except PackageNotFoundError:
         return
-    warning = outside(package, found)
+    warning = outside(package, installed)
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)  # of the line that calls our caller
 
 
-def outside(package: str, found: str) -> str:
-    """Return the warning for version `found` of a package, or "" if that version is tested.
-
-    Raises: KeyError: the package is not in `TESTED`.
-    """
+def outside(package: str, installed: str) -> str:
+    """Return the warning for version `installed` of a package, or "" if that version is tested."""
     floor, above = TESTED[package]
-    if _release(floor) <= _release(found) < _release(above):
+    if _release(floor) <= _release(installed) < _release(above):
         return ""
     return (
-        f"Onefold is tested with {package} from {floor} up to, not including, {above}; {found} is "
-        f"installed. Names that Onefold relies on may have changed. To be safe: "
+        f"Onefold is tested with {package} from {floor} up to, not including, {above}; "
+        f"{installed} is installed. Names that Onefold relies on may have changed. To be safe: "
         f"pip install '{package}>={floor},<{above}'"
     )
 

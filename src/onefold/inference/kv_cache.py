@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -135,17 +136,17 @@ class KVCache(DynamicCache):
     def reset(self) -> None:
         """Forget all tokens; free their memory and disk space."""
         super().reset()
-        self._tiers.close()
-        self._tiers.divide_among(sum(isinstance(layer, KVLayer) for layer in self.layers))
+        self._tiers.close(sum(isinstance(layer, KVLayer) for layer in self.layers))
 
     def report(self) -> KVReport:
         """Return what is held, and what was read and written."""
         usage, (read, written) = self._tiers.ledger.usage, self._tiers.moved_nbytes
-        ours = [one.tokens for one in self.layers if isinstance(one, KVLayer) and one.tokens]
+        layers = (layer for layer in self.layers if isinstance(layer, KVLayer))
+        ours = [layer.tokens for layer in layers if layer.tokens is not None]
         near = [(kind, used) for (kind, tier), used in usage.items() if tier != "disk"]
         return KVReport(
-            tokens=max((one.length for one in ours), default=0),
-            token_nbytes=sum(one.batch * one.shape.nbytes for one in ours),
+            tokens=max((tokens.length for tokens in ours), default=0),
+            token_nbytes=sum(tokens.batch * tokens.shape.nbytes for tokens in ours),
             held={tier: used.now for (kind, tier), used in usage.items() if kind is Kind.CACHE},
             staging_nbytes=sum(used.now for kind, used in near if kind is Kind.STAGING),
             peak_nbytes=sum(used.peak for _, used in near),
@@ -163,14 +164,51 @@ class _Shared:
 
     def __init__(self, tiers: KVTiers) -> None:
         self.tiers = tiers
-        self.layers: list[ref[KVLayer]] = []  # the cache owns them
-        self.whole: tuple[int, Room, Tensor, Tensor] | None = None
-        self.has_failed = False
+        self._layers: list[ref[KVLayer]] = []  # the cache owns them
+        self._whole: tuple[int, Room, Tensor, Tensor] | None = None
+        self._has_failed = False
+
+    def add(self, layer: KVLayer) -> int:
+        """Add the next layer; return its position."""
+        self._layers.append(ref(layer))
+        return len(self._layers) - 1
 
     def started(self) -> list[KVLayer]:
         """The layers that hold tokens."""
-        layers = (layer() for layer in self.layers)
+        layers = (layer() for layer in self._layers)
         return [layer for layer in layers if layer is not None and layer.tokens is not None]
+
+    def hold(self, index: int, room: Room, keys: Tensor, values: Tensor) -> None:
+        """Keep the assembled keys and values of one layer, until the next one is assembled."""
+        self._whole = index, room, keys, values
+
+    def whole(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """The assembled keys and values of a layer, if it is the one that is kept."""
+        return self._whole[2:] if self._whole is not None and self._whole[0] == index else None
+
+    def forget(self) -> None:
+        """Free the assembled keys and values."""
+        self._whole = None
+
+    def reset(self) -> None:
+        """Forget all tokens, and a failure."""
+        self.tiers.drop_ahead()
+        self._whole, self._has_failed = None, False
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Refuse a call after a failure, which leaves layers with different numbers of tokens."""
+        if self._has_failed:
+            hint = "reset() the cache, and generate again"
+            raise StateError("a KV cache that is whole", "one that failed", hint=hint)
+        try:  # buffers outlive the call: they must not be tensors of an inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        except BaseException as error:
+            self._whole, self._has_failed = None, True
+            if isinstance(error, TierError):
+                error.add_note("of the KV cache: reset() frees its memory and its disk space")
+            raise
 
 
 class KVLayer(CacheLayerMixin):
@@ -183,8 +221,7 @@ class KVLayer(CacheLayerMixin):
     def __init__(self, shared: _Shared) -> None:
         self._shared = shared
         self._tiers = shared.tiers
-        self._index = len(shared.layers)
-        shared.layers.append(ref(self))
+        self._index = shared.add(self)
         self.tokens: LayerTokens | None = None
         self.is_initialized = False
 
@@ -211,8 +248,7 @@ class KVLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Add tokens [batch, heads, tokens, width]; return the keys and values of all."""
         self._check(key_states, value_states)
-        # buffers outlive this call: they must not be tensors of an inference mode
-        with torch.inference_mode(False), torch.no_grad(), _Healthy(self._shared):
+        with self._shared.changing():
             if self.tokens is None:
                 self.lazy_initialization(key_states, value_states)
             assert self.tokens is not None
@@ -231,11 +267,11 @@ class KVLayer(CacheLayerMixin):
         if self.tokens is None:
             return
         known = self.tokens.shape, self.tokens.batch, self.device
-        given = TokenShape.of(key_states, value_states), key_states.shape[0], key_states.device
-        if known != given:
+        new = TokenShape.of(key_states, value_states), key_states.shape[0], key_states.device
+        if known != new:
             raise ConfigError(
                 "{}, {} sequences, on {}, as before".format(*known),
-                "{}, {} sequences, on {}".format(*given),
+                "{}, {} sequences, on {}".format(*new),
                 where=f"layer {self._index} of a KV cache",
                 hint="a cache serves one model and one batch: reset() it before another",
             )
@@ -253,7 +289,7 @@ class KVLayer(CacheLayerMixin):
 
     def _assemble(self, tokens: LayerTokens, further: int) -> tuple[Tensor, Tensor]:
         """Fill new tensors, contiguous as `DynamicCache`'s, with room for further tokens."""
-        self._shared.whole = None
+        self._shared.forget()
         (key_heads, key_width), (value_heads, value_width) = tokens.shape.key, tokens.shape.value
         total, dtype = tokens.length + further, tokens.shape.dtype
         shape = tokens.batch, key_heads, total, key_width
@@ -264,18 +300,17 @@ class KVLayer(CacheLayerMixin):
         keys = room.tensor(numel, dtype).view(shape)
         values = room.tensor(value_numel, dtype, start).view(value_shape)
         tokens.read(keys[:, :, : tokens.length], values[:, :, : tokens.length])
-        self._shared.whole = self._index, room, keys, values
+        self._shared.hold(self._index, room, keys, values)
         return keys, values
 
     def _whole(self) -> tuple[Tensor, Tensor]:
-        whole = self._shared.whole
-        if whole is not None and whole[0] == self._index:
-            return whole[2:]
-        assert self.tokens is not None
-        with torch.inference_mode(False), torch.no_grad(), _Healthy(self._shared):
-            found = self._assemble(self.tokens, 0)
-            self._read_ahead_of_next()
-        return found
+        whole = self._shared.whole(self._index)
+        if whole is None:
+            assert self.tokens is not None
+            with self._shared.changing():
+                whole = self._assemble(self.tokens, 0)
+                self._read_ahead_of_next()
+        return whole
 
     def _read_ahead_of_next(self) -> None:
         started = self._shared.started()
@@ -297,7 +332,7 @@ class KVLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Free the assembled keys and values."""
-        self._shared.whole = None
+        self._shared.forget()
 
     def prefetch(self) -> None:
         """Begin to read what rests off the device."""
@@ -306,9 +341,7 @@ class KVLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._tiers.drop_ahead()
-        self._shared.whole = None
-        self._shared.has_failed = False
+        self._shared.reset()
         self.tokens = None
         self.is_initialized = False
 
@@ -319,8 +352,8 @@ class KVLayer(CacheLayerMixin):
             raise ConfigError("a number of tokens to remove, negative", got, hint=hint)
         if self.tokens is None or tokens_to_remove == 0:
             return
-        self._shared.whole = None
-        with torch.inference_mode(False), torch.no_grad(), _Healthy(self._shared):
+        self._shared.forget()
+        with self._shared.changing():
             self.tokens.crop(max(0, self.tokens.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -340,28 +373,9 @@ class KVLayer(CacheLayerMixin):
 
     def _select(self, rows: list[int]) -> None:
         if self.get_seq_length() > 0 and self.tokens is not None:
-            self._shared.whole = None
-            with torch.inference_mode(False), torch.no_grad(), _Healthy(self._shared):
+            self._shared.forget()
+            with self._shared.changing():
                 self.tokens.select(rows)
-
-
-class _Healthy:
-    """Refuse calls after a failure, which leaves layers with different numbers of tokens."""
-
-    def __init__(self, shared: _Shared) -> None:
-        self._shared = shared
-
-    def __enter__(self) -> None:
-        if self._shared.has_failed:
-            hint = "reset() the cache, and generate again"
-            raise StateError("a KV cache that is whole", "one that failed", hint=hint)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._shared.has_failed = True
-            self._shared.whole = None
-        if isinstance(error, TierError):
-            error.add_note("of the KV cache: reset() frees its memory and its space on the disk")
 
 
 def _layer_types(config: PreTrainedConfig | None) -> tuple[list[str], list[dict[str, Any]]]:

@@ -147,27 +147,21 @@ class KVTiers:
                 f"some on {device}",
                 hint="a cache serves one device; reset() it before another model uses it",
             )
-        self.device, ledger = device, self.ledger
-        is_cpu = device.type == "cpu"
-        on_host = SlotPool.on_host(ledger)
-        self.slots = on_host if is_cpu else SlotPool(lambda n: device_room(n, device, ledger))
-        self.name = "cpu" if is_cpu else "device"
-        self._budgets: list[tuple[str, int, Scratch | None]] = [(self.name, self._budget, None)]
-        if is_cpu:  # both budgets are of the same memory
-            self._budgets = [(self.name, self._budget + self._cpu_budget, None)]
-        elif self._cpu_budget:
-            host = HostScratch(device, ledger, Kind.CACHE)
-            self._budgets.append((host.name, self._cpu_budget, host))
-        self._disk = None
+        self.device, ledger, on_host = device, self.ledger, self.slots
+        if device.type == "cpu":  # both budgets are of the same memory
+            self._budgets = [("cpu", self._budget + self._cpu_budget, None)]
+        else:
+            self.slots = SlotPool(lambda nbytes: device_room(nbytes, device, ledger))
+            self._budgets = [("device", self._budget, None)]
+            if self._cpu_budget:
+                host = HostScratch(device, ledger, Kind.CACHE)
+                self._budgets.append((host.name, self._cpu_budget, host))
         if self.files:
             self._disk = DiskScratch(self.files, self._workers, on_host, device, ledger, Kind.CACHE)
 
-    def divide_among(self, num_layers: int) -> None:
-        """Divide budgets evenly among so many layers."""
+    def close(self, num_layers: int) -> None:
+        """Free the files' space; start anew with this many layers, which hold no runs now."""
         self._num_layers = num_layers
-
-    def close(self) -> None:
-        """Free the files' space, and start anew. Layers must have given up their runs."""
         self.drop_ahead()
         self._closed_nbytes = self.moved_nbytes
         self._begin()

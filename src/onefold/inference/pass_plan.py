@@ -70,7 +70,6 @@ class InferencePlan:
     numel: int
     held: PassBytes
     num_stay: int
-    largest_read: int  # of one unit
     kv_nbytes: int  # a token of one sequence
     one: BatchPlan
     best: BatchPlan
@@ -85,9 +84,7 @@ class InferencePlan:
     @property
     def link(self) -> str:
         """The way of weights in a pass: "disk", "host", "ranks"; empty where nothing moves."""
-        near = "ranks" if self.recipe.rests_near else "host"
-        name = "disk" if self.recipe.offload.parameters == "disk" else near
-        return name if self.held.read else ""
+        return _link(self.recipe) if self.held.read else ""
 
 
 def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
@@ -95,13 +92,13 @@ def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
 
     Raises `ConfigError` for a budget that is too small, as `onefold.stream` does.
     """
-    skeleton, coded = without_values(module).eval(), without_values(module).eval()
+    skeleton, packed = without_values(module).eval(), without_values(module).eval()
     ranks = Recipe(world_size=ask.ranks, local_world_size=ask.ranks, device_type=ask.device_type)
     offload = "disk:." if ask.offload == "disk" else ask.offload
     recipe, plans = recipe_of_stream(
-        coded, ranks, budget=ask.budget, rest=ask.rest, offload=offload
+        packed, ranks, budget=ask.budget, rest=ask.rest, offload=offload
     )
-    users = names_of_users(coded, plans)
+    users = names_of_users(packed, plans)
 
     def traced(seq: int, *, is_step: bool) -> ForwardTrace:
         tokens = torch.zeros(1, seq, dtype=torch.int64, device="meta")
@@ -119,12 +116,12 @@ def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
         step = prompt
     held = pass_bytes(recipe, step.uses)
     planner = _Batches(ask, recipe, held, prompt, step)
-    one = planner.at(1)
-    best = planner.at(ask.batch) if ask.batch else one if estimates else planner.best()
+    single = planner.at(1)
+    best = planner.at(ask.batch) if ask.batch else single if estimates else planner.best()
     return InferencePlan(
         ask, recipe, sum(p.numel() for p in module.parameters()), held,
-        sum(unit.stays for unit in recipe.units), planner.largest_read, planner.kv_nbytes, one,
-        best, planner.missing(one if ask.batch is None else best), estimates,
+        sum(unit.stays for unit in recipe.units), planner.kv_nbytes, single,
+        best, planner.missing(single if ask.batch is None else best), estimates,
     )  # fmt: skip
 
 
@@ -142,17 +139,17 @@ def _of_a_decoder(module: nn.Module, tokens: torch.Tensor, *, is_step: bool) -> 
 
 def _in_order(recipe: Recipe) -> tuple[Use, ...]:
     """Uses of units one after the other, as in the module tree."""
-    found: list[Use] = []
+    uses: list[Use] = []
     waiting: list[Use] = []
     for index, unit in enumerate(recipe.units):
         if unit.tile_nbytes:
-            found.append(Use(index, "rows" if index == 0 else "blocks"))
+            uses.append(Use(index, "rows" if index == 0 else "blocks"))
             continue
         if not unit.is_joined:
-            found, waiting = found + waiting, []
-        found.append(Use(index, "enter", index))
+            uses, waiting = uses + waiting, []
+        uses.append(Use(index, "enter", index))
         waiting.append(Use(index, "leave", index))
-    return tuple(found + waiting)
+    return tuple(uses + waiting)
 
 
 class _Batches:
@@ -176,7 +173,7 @@ class _Batches:
             for unit in recipe.units
             if not unit.tile_nbytes
         ]
-        self.largest_read = max(reads, default=0)
+        self._largest_read = max(reads, default=0)
 
     def at(self, batch: int) -> BatchPlan:
         """Plan a batch."""
@@ -186,13 +183,13 @@ class _Batches:
 
     def best(self) -> BatchPlan:
         """Return the batch that fits from which on twice as many gain little; 1 if none fits."""
-        found, batch = self.at(1), 2
+        plan, batch = self.at(1), 2
         while batch <= MAX_BATCH and self._memory(batch) <= self._ask.memory:
             more = self.at(batch)
-            if more.tokens_per_s < WORTH * found.tokens_per_s:
+            if more.tokens_per_s < WORTH * plan.tokens_per_s:
                 break
-            found, batch = more, 2 * batch
-        return found
+            plan, batch = more, 2 * batch
+        return plan
 
     def missing(self, plan: BatchPlan) -> dict[str, int]:
         """Return the bytes that are short at a batch, by place."""
@@ -233,20 +230,21 @@ class _Batches:
             parts["launches"] = launches
         else:
             parts = {name: seconds + launches for name, seconds in parts.items()}
-        name, rate = _link(self._recipe, machine)
-        parts[name] = self._held.read / rate
-        first = self.largest_read / rate if self._held.read else 0.0
+        inside = machine.inside.nbytes_per_second * efficiency.link
+        rates = {"disk": machine.disk_rate, "host": machine.host_rate, "ranks": inside}
+        link = _link(self._recipe)
+        rate = rates[link]
+        parts[link] = self._held.read / rate
+        first = self._largest_read / rate if self._held.read else 0.0
         bound = max(parts, key=lambda part: parts[part])
         return parts[bound] + first, bound
 
 
-def _link(recipe: Recipe, machine: Machine) -> tuple[str, float]:
-    """The way of weights in a pass, and bytes per second of one rank."""
+def _link(recipe: Recipe) -> str:
+    """The way of weights in a pass."""
     if recipe.offload.parameters == "disk":
-        return "disk", machine.disk_rate
-    if recipe.rests_near:
-        return "ranks", machine.inside.nbytes_per_second * machine.efficiency.link
-    return "host", machine.host_rate
+        return "disk"
+    return "ranks" if recipe.rests_near else "host"
 
 
 def _dtype(recipe: Recipe, machine: Machine) -> str:

@@ -76,22 +76,21 @@ def prefill(
 
 def _inputs(part: Tensor, end: int, mask: Tensor | None, names: Any) -> dict[str, Any]:
     """Arguments of one chunk, which ends before token `end`, as `generate` would make them."""
-    given: dict[str, Any] = {"input_ids": part, "use_cache": True}
+    inputs: dict[str, Any] = {"input_ids": part, "use_cache": True}
     if "logits_to_keep" in names:
-        given["logits_to_keep"] = 1
+        inputs["logits_to_keep"] = 1
     if mask is not None:
-        given["attention_mask"] = mask[:, :end]
+        inputs["attention_mask"] = mask[:, :end]
         if "position_ids" in names:
             positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-            given["position_ids"] = positions[:, end - part.shape[1] : end]
-    return given
+            inputs["position_ids"] = positions[:, end - part.shape[1] : end]
+    return inputs
 
 
 def _blocks(model: nn.Module) -> Sequence[nn.Module]:
     """The list of blocks: the one with the most parameters, the outermost of several."""
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
-    found = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=[model])
-    return list(found)
+    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[model]))
 
 
 def _lead(config: Any) -> int:
@@ -127,8 +126,8 @@ def _by_block(
 
 def _units_of(engine: Engine, block: nn.Module) -> frozenset[int]:
     known = (engine.by_sharded.get(id(tensor)) for tensor in block.parameters())
-    found = {id(parameter.unit) for parameter in known if parameter is not None}
-    return frozenset(i for i, unit in enumerate(engine.units) if id(unit) in found)
+    units = {id(parameter.unit) for parameter in known if parameter is not None}
+    return frozenset(i for i, unit in enumerate(engine.units) if id(unit) in units)
 
 
 def _halt(*_: object) -> None:

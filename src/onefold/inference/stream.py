@@ -1,8 +1,10 @@
-"""From the arguments of `onefold.stream` to the choices of a module that never trains."""
+"""Forwards without gradients: choices of `onefold.stream`, and units that `generating` keeps."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
@@ -11,9 +13,11 @@ from onefold.compose import checks
 from onefold.compose.coding import KeptExact, code_for_products
 from onefold.compose.resolve import Arguments, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
-from onefold.errors import ConfigError
+from onefold.engine.registry import engine_of
+from onefold.engine.watch import in_backward
+from onefold.errors import ConfigError, StateError
 from onefold.fit.bounds import RankMemory
-from onefold.fit.kept_units import with_residents
+from onefold.fit.kept_units import gathered_units, units_to_keep, with_residents
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitPlan, repeated_blocks
 from onefold.recipe import Recipe
@@ -55,11 +59,7 @@ def recipe_of_stream(
 ) -> tuple[Recipe, list[UnitPlan]]:
     """Return the recipe that `onefold.stream` would build, without ranks or values; and its units.
 
-    Args:
-        module: one on `meta`, which is changed: its parameters are frozen and packed.
-        ranks: its world sizes and its device are those of the plan.
-        budget: bytes of device memory for weights, as of `stream`, and likewise:
-        rest, offload: see there.
+    The module, on `meta`, is frozen and packed. World sizes and device are those of `ranks`.
     """
     tree = ModuleTree.of(module)
     _checked(tree, budget, rest, offload)
@@ -145,3 +145,48 @@ def _tiled(tree: ModuleTree, budget: int, rest: str | None, offload: object) -> 
     largest = max(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
     tiers = replace(offload_of(choices.offload), tile=max(MIN_TILE_NBYTES, largest))
     return replace(choices, offload=tiers)
+
+
+@contextmanager
+def generating(module: nn.Module, budget: int | None = None) -> Iterator[None]:
+    """Keep weights unsharded between forwards without gradients: to generate or evaluate.
+
+    A collective on entry. At stage 3 every forward gathers every unit, so that `generate` of n
+    tokens gathers n times. In this block each unit that fits is gathered once. The others are
+    gathered in every forward. Weights, tokens and training are the same, bit for bit, with and
+    without it. Kept weights are freed at the end of the block, and earlier where training goes on:
+    a forward with gradients, an optimizer step, a save or a load. Without sharded parameters
+    (stages 0 to 2) nothing changes.
+
+    Random number generators are the caller's: sampling advances the generator that dropout uses.
+
+    Args:
+        module: one that `shard` has sharded.
+        budget: bytes of unsharded weights, at most. Default, and upper limit: three quarters of
+            the free memory of the rank that has the least, where the others leave room for
+            activations and a cache of keys and values.
+
+    Raises:
+        StateError: inside a forward or backward of the module.
+        ConfigError: a budget that is no number of bytes.
+
+    Example:
+        >>> with onefold.generating(model):
+        ...     tokens = model.generate(prompt, max_new_tokens=100)
+    """
+    engine = engine_of(module)
+    kept, schedule = units_to_keep(engine, budget), engine.schedule
+    if schedule.forward_depth > 0 or in_backward():
+        raise StateError(
+            "onefold.generating outside forward and backward",
+            "a call from within one",
+            where=f"rank {engine.group.rank}",
+            hint="enter it before the module is called",
+        )
+    if schedule.driven.keeps:
+        yield
+        return
+    if kept:
+        engine.facts.note_kept(gathered_units(engine).most(kept))
+    with engine.driven(keeps=kept):
+        yield

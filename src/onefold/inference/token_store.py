@@ -71,21 +71,11 @@ class TokenShape:
 
 
 class LayerTokens:
-    """Keys and values of one layer: full blocks in tiers, and one on the device that fills.
-
-    Args:
-        tiers: shared by the layers of a cache.
-        layer: position among them.
-        shape: of a token.
-        batch: number of sequences.
-    """
+    """Keys and values of one layer: full blocks in tiers, and one on the device that fills."""
 
     def __init__(self, tiers: KVTiers, layer: int, shape: TokenShape, batch: int) -> None:
-        self._tiers = tiers
-        self._layer = layer
-        self.shape = shape
-        self.batch = batch
-        self.length = 0  # in tokens
+        self._tiers, self._layer = tiers, layer  # of the cache, and the position in it
+        self.shape, self.batch, self.length = shape, batch, 0  # length: tokens
         self.runs: list[BlockRun] = []
         self._block_tokens = shape.block_tokens
         self._new_tail()
@@ -176,7 +166,7 @@ class LayerTokens:
                 with self._tiers.slots.lend(count * size) as slot:
                     flat = slot.tensor(count * size, torch.uint8)
                     self._lay(flat, *part)
-                    run.scratch.write(run.place, flat, _nothing, at).wait()
+                    run.scratch.write(run.place, flat, lambda: None, at).wait()
             run.fill(count)
             start += count
 
@@ -228,7 +218,3 @@ class LayerTokens:
         self.runs[-1].fill(-1)
         if self.runs[-1].filled == 0:
             self.runs.pop()
-
-
-def _nothing() -> None:
-    """Do nothing when a block has left its slot."""

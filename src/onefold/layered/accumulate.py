@@ -18,8 +18,7 @@ from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError
 from onefold.layered.chain import NotAChain
 from onefold.layered.choice import Accumulation, Order
-from onefold.layered.orders import Forward, Layered, run_loop
-from onefold.layered.random_streams import RandomStreams
+from onefold.layered.orders import Forward, Layered, RandomStreams, run_loop
 from onefold.layout.module_tree import uncompiled
 from onefold.layout.units import repeated_blocks
 
@@ -163,15 +162,15 @@ def _forward(module: nn.Module, batch: Any, loss: Loss | None, number: int) -> T
     """One micro-batch up to its part of the mean loss."""
     args, kwargs = _arguments(module, batch)
     output = module(*args, **kwargs)
-    found = loss(output, batch) if loss is not None else _loss_of(output)
-    if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
-        got = type(found).__name__
-        if isinstance(found, Tensor):
-            graph = "with" if found.requires_grad else "without"
-            got = f"a tensor {list(found.shape)} {graph} a graph"
+    value = loss(output, batch) if loss is not None else _loss_of(output)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        got = type(value).__name__
+        if isinstance(value, Tensor):
+            graph = "with" if value.requires_grad else "without"
+            got = f"a tensor {list(value.shape)} {graph} a graph"
         hint = "pass loss=, a function of the output and the micro-batch"
         raise ConfigError("a loss that is one number with a graph", got, hint=hint)
-    return found.reshape(()) / number
+    return value.reshape(()) / number
 
 
 def _loss_of(output: Any) -> Any:
@@ -185,11 +184,11 @@ def _arguments(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str
     if not isinstance(batch, tuple | list | Mapping):
         return (batch,), {}
     parameters = list(inspect.signature(uncompiled(module).forward).parameters.values())
-    kinds = {each.kind for each in parameters}
+    kinds = {parameter.kind for parameter in parameters}
     if isinstance(batch, Mapping):
-        names = {each.name for each in parameters}
+        names = {parameter.name for parameter in parameters}
         takes_all = inspect.Parameter.VAR_KEYWORD in kinds
         return (), {name: batch[name] for name in batch if takes_all or name in names}
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    number = sum(each.kind in positional for each in parameters)
+    number = sum(parameter.kind in positional for parameter in parameters)
     return tuple(batch if inspect.Parameter.VAR_POSITIONAL in kinds else batch[:number]), {}

@@ -36,15 +36,19 @@ class Cuts:
     def __init__(self) -> None:
         self.borders: list[Pairs] = []
         self.at = ""  # the border where it halts
-        self.since = 0  # the first autograd node of the segment that runs
+        self._since = 0  # the first autograd node of the segment that runs
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # keeps tensors, and so their ids
-        self._made: dict[int, Tensor] = {}
 
     def cut(self, value: Any, at: str) -> Any:
         """Begin a border: return `value` with leaves in place of tensors that need a gradient."""
         self.at = at
         self.borders.append([])
         return tree_map_only(Tensor, self._leaf, value)
+
+    def halt(self, thread: ForwardThread) -> None:
+        """Halt at the border that has begun; the next segment follows."""
+        thread.halt()
+        self._since = now()
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or tensor.is_leaf:
@@ -62,11 +66,11 @@ class Cuts:
         seen = set(nodes)
         while nodes:
             node = nodes.pop()
-            if node._sequence_nr() < self.since:
+            if node._sequence_nr() < self._since:
                 raise NotAChain(f"a skip connection: {node.name()} ends after a later block")
-            found = [each for each, _ in node.next_functions if each and each not in seen]
-            seen.update(found)
-            nodes += found
+            before = [n for n, _ in node.next_functions if n is not None and n not in seen]
+            seen.update(before)
+            nodes += before
 
     def check_border(self) -> None:
         """Check the segment that has just ended."""
@@ -144,6 +148,5 @@ class _BlockHooks:
                 raise NotAChain(
                     f"{self._name} runs without a graph, as in a checkpoint with use_reentrant=True"
                 )
-        thread.halt()
-        cuts.since = now()
+        cuts.halt(thread)
         return value

@@ -1,4 +1,4 @@
-"""Choose an order of micro-batches from free memory, and say what the other orders would cost.
+"""Choose an order of micro-batches from free memory; report its costs and the noise scale.
 
 At stage 3, with m micro-batches, one gather of all weights of g bytes and one reduction of r bytes:
 
@@ -12,10 +12,15 @@ At stage 3, with m micro-batches, one gather of all weights of g bytes and one r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from torch import nn
+
 from onefold.engine.engine import Engine
+from onefold.engine.noise import NoiseScale
+from onefold.engine.registry import engine_of
+from onefold.errors import ConfigError
 from onefold.fit.kept_units import gathered_units, memory_of, trained_units
 from onefold.layout.ledger import Kind, Traffic
 from onefold.text import format_bytes
@@ -25,27 +30,18 @@ Order = Literal["auto", "layers", "keep", "plain"]
 
 @dataclass(slots=True)
 class Accumulation:
-    """What is known of a module's accumulation, for the next step and the report.
+    """What is known of a module's accumulation, for the next step and the report."""
 
-    Attributes:
-        refused: why the module is no chain; None where it may be one.
-        is_proved: it was one.
-        border_nbytes: bytes of tensors between blocks of all micro-batches, in the last step.
-        sent_nbytes: bytes of the last step's gathers and reductions.
-        window: units that "keep" keeps.
-        kept: units that some step has kept.
-    """
-
-    refused: str | None = None
-    is_proved: bool = False
-    order: Order = "layers"
+    refused: str | None = None  # why the module is no chain; None where it may be one
+    is_proved: bool = False  # it was a chain
+    order: Order = "layers"  # of the last step
     num_microbatches: int = 0
-    border_nbytes: int = 0
-    sent_nbytes: tuple[int, int] = (0, 0)
-    window: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()
+    border_nbytes: int = 0  # of tensors between blocks, of all micro-batches of the last step
+    sent_nbytes: tuple[int, int] = (0, 0)  # by gathers and reductions of the last step
+    window: frozenset[int] = frozenset()  # units that "keep" keeps
+    kept: frozenset[int] = frozenset()  # units that some step has kept
     _picked: Order | None = None
-    _num_picks: int = field(default=0)
+    _num_picks: int = 0
 
     def sent(self, engine: Engine) -> tuple[int, int]:
         """Return the bytes that gathers and reductions have sent so far."""
@@ -156,16 +152,62 @@ def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
         Kind.UNSHARDED: gathered_units(engine).most(known.kept),
         Kind.PARTIAL_GRAD: min(peaks.get(Kind.PARTIAL_GRAD, 0) + more[0], more[1]),
     }
-    found = peaks | {kind: max(peaks.get(kind, 0), nbytes) for kind, nbytes in most.items()}
+    predicted = peaks | {kind: max(peaks.get(kind, 0), nbytes) for kind, nbytes in most.items()}
     if not engine.policy.defers_reduction:
         # reduced gradients come as the others go, where their memory does not stay
         come_late = () if engine.policy.keeps_gradients else (Kind.GRAD,)
-        kinds = sum(nbytes for kind, nbytes in found.items() if kind not in ("all", *come_late))
-        found["all"] = max(peaks["all"], kinds)
-    return found
+        kinds = sum(nbytes for kind, nbytes in predicted.items() if kind not in ("all", *come_late))
+        predicted["all"] = max(peaks["all"], kinds)
+    return predicted
 
 
 def describe_accumulation(engine: Engine) -> list[str]:
     """Return lines for the report of a module: orders, their costs, and the noise scale."""
     lines, noise = engine.facts.about(Accumulation).describe(engine), engine.hands.noise
     return lines if noise is None else [*lines, noise.describe()]
+
+
+def measure_noise(module: nn.Module) -> NoiseScale:
+    """Estimate the gradient noise scale of each step from now on.
+
+    The report says how much of the progress of an endless batch a step makes, and suggests a number
+    of micro-batches. Any loop is measured: `onefold.accumulate`, `onefold.accumulate_layers`, or
+    Trainer, whose logs get `gradient_noise_scale`. Each gradient is read once more before its
+    reduction and once after it. A step sends five numbers more.
+
+    Call it on every rank. Micro-batches have equal weights, as in a loss divided by their number.
+    A step is left out where gradients of an earlier one were not cleared, where they are not
+    finite, or where pipelines or different numbers of reductions make ranks differ. Units on a mesh
+    of their own (experts) and units in row blocks are left out.
+
+    Args:
+        module: one that `shard` has sharded.
+
+    Returns:
+        The estimate, which follows the steps. `batches` is the noise scale as a multiple of the
+        last step's rows, `suggested_microbatches` the number of micro-batches that it suggests;
+        both None at first.
+
+    Raises:
+        ConfigError: a module that evaluates only, or one small batch a step: one rank that sums
+            micro-batches before they are seen.
+
+    Example:
+        >>> noise = onefold.measure_noise(model)
+        >>> for step in range(100):
+        ...     train(model)
+        >>> print(noise.describe(), noise.suggested_microbatches)
+
+    Source: McCandlish et al., arXiv 1812.06162, appendix A.1.
+    """
+    engine = engine_of(module)
+    where = f"rank {engine.group.rank}"
+    if engine.is_inference:
+        hint = "onefold.shard a module that trains"
+        got = "one of onefold.stream"
+        raise ConfigError("a module that trains", got, where=where, hint=hint)
+    if engine.group.world_size == 1 and engine.policy.defers_reduction:
+        hint = "stage=2 shows each micro-batch alone, and more ranks show theirs"
+        got = f"one rank at stage {engine.recipe.stage.number}"
+        raise ConfigError("two gradients a step, to compare", got, where=where, hint=hint)
+    return engine.hands.measure_noise(engine.group, engine.context.rest_world)

@@ -30,13 +30,13 @@ def check_shares(shares: Sequence[float], world_size: int) -> tuple[float, ...]:
 
     Raises `ConfigError` unless there is one finite weight a rank, none negative and one positive.
     """
-    found = tuple(float(share) for share in shares)
+    weights = tuple(float(share) for share in shares)
     hint = f"pass {world_size} weights, such as {[3, *[1] * (world_size - 1)]}"
-    if len(found) != world_size:
-        raise ConfigError(f"{world_size} shares of rows, one a rank", found, hint=hint)
-    if any(not isfinite(share) or share < 0 for share in found) or sum(found) <= 0:
-        raise ConfigError("finite shares of rows, none negative", found, hint=hint)
-    return tuple(share / sum(found) for share in found)
+    if len(weights) != world_size:
+        raise ConfigError(f"{world_size} shares of rows, one a rank", weights, hint=hint)
+    if any(not isfinite(share) or share < 0 for share in weights) or sum(weights) <= 0:
+        raise ConfigError("finite shares of rows, none negative", weights, hint=hint)
+    return tuple(share / sum(weights) for share in weights)
 
 
 def split_rows(rows: int, shares: Sequence[float]) -> list[range]:
@@ -84,8 +84,8 @@ def _best(times: Sequence[RankTime], total: int) -> list[int]:
         for time, known in zip(times, is_known, strict=True)
     ]
     limits = [total * known for known in is_known]
-    found = rows_of(others, total - least * sum(is_known), limits)
-    return [count + least * known for count, known in zip(found, is_known, strict=True)]
+    rows = rows_of(others, total - least * sum(is_known), limits)
+    return [count + least * known for count, known in zip(rows, is_known, strict=True)]
 
 
 class AffineFit:

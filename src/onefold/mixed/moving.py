@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -38,27 +39,24 @@ def overlaps(old: Sequence[Range], new: Sequence[Range]) -> list[tuple[int, int,
     >>> overlaps([(0, 4), (8, 12)], [(2, 9)])
     [(2, 0, 2), (4, 6, 1)]
     """
-    found: list[tuple[int, int, int]] = []
+    common: list[tuple[int, int, int]] = []
     i = j = at_old = at_new = 0
     while i < len(old) and j < len(new):
         (a, b), (c, d) = old[i], new[j]
         start, stop = max(a, c), min(b, d)
         if start < stop:
-            found.append((at_old + start - a, at_new + start - c, stop - start))
+            common.append((at_old + start - a, at_new + start - c, stop - start))
         if b <= d:
             i, at_old = i + 1, at_old + b - a
         else:
             j, at_new = j + 1, at_new + d - c
-    return found
+    return common
 
 
 def move(items: Sequence[Rows], context: Context, name: str) -> int:
     """Fill the rows after from those before, of all ranks; return the bytes sent. A collective.
 
-    Args:
-        items: in the same order on every rank.
-        context: that of the unit.
-        name: of the unit, for errors.
+    `items` come in the same order on every rank. `name`: of the unit, for errors.
     """
     group, device = context.transport.group, context.store.device
     sent: list[list[Tensor]] = [[] for _ in range(group.world_size)]
@@ -76,17 +74,15 @@ def move(items: Sequence[Rows], context: Context, name: str) -> int:
                 for _, to, numel in overlaps(item.old_slot.spans(rank), new):
                     targets[rank].append(_bytes(item.after[to : to + numel]))
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    message = torch.cat([nothing, *(part for each in sent for part in each)])
-    numels = [sum(map(len, each)) for each in targets]
+    message = torch.cat([nothing, *chain.from_iterable(sent)])
+    numels = [sum(map(len, parts)) for parts in targets]
     received = torch.empty(sum(numels), dtype=torch.uint8, device=device)
-    work = group.all_to_all(received, message, numels, [sum(map(len, each)) for each in sent])
+    work = group.all_to_all(received, message, numels, [sum(map(len, parts)) for parts in sent])
     label = f"reshare of unit {name!r} on {context.where}"
     Ticket(group.track([work], label), label=label).wait()
-    for each, part in zip(targets, received.split(numels), strict=True):
-        start = 0
-        for target in each:
-            target.copy_(part[start : start + len(target)])
-            start += len(target)
+    places = list(chain.from_iterable(targets))
+    for target, part in zip(places, received.split([len(p) for p in places]), strict=True):
+        target.copy_(part)
     context.ledger.sent(TRAFFIC, len(message))
     return len(message)
 

@@ -65,24 +65,24 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
     engine = engine_of(module)
     group, hint = engine.group, "call onefold.reshare with the same shares on every rank"
     with announcing(group):
-        asked, *_ = same(
+        weights, *_ = same(
             group, lambda: _checked(engine, shares), "`shares`", hint=hint, kind=ConfigError
         )
         ready = _rest(engine)
-        recipe = _recipe(engine, asked)
+        recipe = _recipe(engine, weights)
         if recipe.shares != engine.recipe.shares:
             _Reshare.of(engine, ready, recipe, collect(group, ready.notes)).run()
 
 
 def _checked(engine: Engine, shares: object) -> Shares | str:
     """Put the argument into values."""
-    asked = AUTO if is_auto(shares) else None if shares is None else weights_of(shares)
+    weights = AUTO if is_auto(shares) else None if shares is None else weights_of(shares)
     _check_state(engine)
     ranks = engine.recipe.shard_world
-    if isinstance(asked, tuple) and len(asked) != ranks:
+    if isinstance(weights, tuple) and len(weights) != ranks:
         wanted = f"`shares` with one weight for each of {ranks} ranks"
         raise ConfigError(wanted, repr(shares), hint="in rank order")
-    return asked if isinstance(asked, str) else unless_even(asked)
+    return weights if isinstance(weights, str) else unless_even(weights)
 
 
 def _check_state(engine: Engine) -> None:
@@ -109,15 +109,15 @@ def _check_state(engine: Engine) -> None:
         raise StateError("a module whose rows may move", got, where=where, hint=hint)
 
 
-def _recipe(engine: Engine, asked: Shares | str) -> Recipe:
+def _recipe(engine: Engine, weights: Shares | str) -> Recipe:
     """The recipe under other shares, for which every rank has room. A collective."""
     held: dict[str, int] = {}
     is_cpu = engine.recipe.device_type == "cpu"
     for (_, tier), usage in engine.ledger.usage.items():
         place = "cpu" if is_cpu and tier == "device" else tier
         held[place] = held.get(place, 0) + usage.now
-    measures = isinstance(asked, str)
-    wanted = replace(engine.recipe, shares=None if isinstance(asked, str) else asked)
+    measures = isinstance(weights, str)
+    wanted = replace(engine.recipe, shares=None if isinstance(weights, str) else weights)
     memory = RankMemory(engine.context.store.device, local_place(engine.group)[1], engine.group)
     return choose(wanted, needs_of, memory, held, is_auto=measures)[0]
 
@@ -126,13 +126,12 @@ def _recipe(engine: Engine, asked: Shares | str) -> Recipe:
 class _Ready:
     """A module at rest, and the states of its optimizers."""
 
-    engine: Engine
     states: list[OptimizerStates]
     gradients: dict[Unit, tuple[dict[UnitParameter, Tensor], dict[UnitParameter, Tensor]]]
 
     def notes(self) -> tuple[list[dict[str, Entry]], list[str]]:
         """What this rank has of each parameter, beside its weight, by name."""
-        means = [p.fqn for found, _ in self.gradients.values() for p in found]
+        means = [p.fqn for gradients, _ in self.gradients.values() for p in gradients]
         return [states.describe() for states in self.states], means
 
 
@@ -148,7 +147,7 @@ def _rest(engine: Engine) -> _Ready:
         unit.refresh_master()
         unit.gradient.drop_cleared()
     gradients = {unit: unit.gradient.accumulated() for unit in _moving(engine)}
-    return _Ready(engine, OptimizerStates.of(engine), gradients)
+    return _Ready(OptimizerStates.of(engine), gradients)
 
 
 def _moving(engine: Engine) -> list[Unit]:
@@ -186,24 +185,25 @@ class _Reshare:
         }
         for fqn, ranks in holders.items():
             for rank in ranks[:1]:
-                for found, each in zip(entries, own[rank][0], strict=True):
-                    if fqn in each:
-                        found[fqn] = each[fqn]
+                for wanted, held in zip(entries, own[rank][0], strict=True):
+                    if fqn in held:
+                        wanted[fqn] = held[fqn]
         means = {fqn for fqn, ranks in holders.items() if fqn in own[ranks[0]][1]}
         return _Reshare(engine, ready, recipe, context, entries, frozenset(means))
 
     @torch.no_grad()
     def run(self) -> None:
         """Move all units, one at a time: each holds its old and new rows together meanwhile."""
-        engine, recipe, states = self.engine, self.recipe, self.ready.states
-        for each in states:
-            each.take()
+        engine, recipe = self.engine, self.recipe
+        for states in self.ready.states:
+            states.take()
         for unit in _moving(engine):
-            self._move(unit, unit.spec.on(self.context, by_rows=_is_by_rows(unit)))
+            by_rows = unit.context.routes.hops is not None or unit.is_tiled
+            self._move(unit, unit.spec.on(self.context, by_rows=by_rows))
         expectation = Expectation.of(recipe, self.context.rank)
         engine.recut(self.context, recipe, expectation)
-        for each in states:
-            each.finish()
+        for states in self.ready.states:
+            states.finish()
 
     def _move(self, unit: Unit, spec: UnitSpec) -> None:
         """Move the rows of one unit, and let all that refers to them follow."""
@@ -214,9 +214,7 @@ class _Reshare:
         left = [b.recut(numel, s) for b, s in zip(unit.row_buffers(), stores, strict=True)]
         items: list[Rows] = []
         for old, buffer in zip(before, buffers, strict=False):
-            items += [
-                self._rows(unit, spec, p, old[p.span], buffer.tensor) for p in unit.parameters
-            ]
+            items += [self._rows(spec, p, old[p.span], buffer.tensor) for p in unit.parameters]
         flats = [self._state_rows(unit, spec, at, items) for at in range(len(self.ready.states))]
         means = self._mean_rows(unit, spec, items)
         move(items, self.context, unit.name)
@@ -228,18 +226,18 @@ class _Reshare:
         shaped = {p: mean.view(p.local.shape) for p, mean in means.items()}
         unit.gradient.restore(shaped, partials)
         unit.gradient.reduction.feedback.give(residuals, spec.wire, rank)
-        for each, entries, own in zip(self.ready.states, self.entries, flats, strict=True):
+        for states, entries, own in zip(self.ready.states, self.entries, flats, strict=True):
             for parameter in unit.parameters:
                 if parameter.fqn in entries:
-                    each.give(parameter, entries[parameter.fqn], own)
+                    states.give(parameter, entries[parameter.fqn], own)
         items.clear()
         for allocation in left:
             allocation.discard()
         unit.forget()
 
     def _rows(
-        self, unit: Unit, spec: UnitSpec, parameter: UnitParameter, before: Tensor, after: Tensor
-    ) -> Rows:  # fmt: skip
+        self, spec: UnitSpec, parameter: UnitParameter, before: Tensor, after: Tensor
+    ) -> Rows:
         """Rows of a parameter before, and their place in a flat tensor of the unit after."""
         slot, rank = spec.rest.slots[parameter.index], spec.context.rest_rank
         start = slot.shard_offsets[rank]
@@ -260,24 +258,20 @@ class _Reshare:
                     if name not in flats:
                         flats[name] = states.room(unit, name, dtype, numel)
                     before = states.rows(parameter, name, dtype)
-                    items.append(self._rows(unit, spec, parameter, before, flats[name]))
+                    items.append(self._rows(spec, parameter, before, flats[name]))
         return flats
 
     def _mean_rows(
         self, unit: Unit, spec: UnitSpec, items: list[Rows]
     ) -> Mapping[UnitParameter, Tensor]:
         """Add the rows of mean gradients; return those after, by parameter."""
-        rank, found, own = spec.context.rest_rank, {}, self.ready.gradients[unit][0]
+        rank, after, own = spec.context.rest_rank, {}, self.ready.gradients[unit][0]
         for parameter in unit.parameters:
             if parameter.fqn in self.means:
                 slot = spec.rest.slots[parameter.index]
                 mean = own.get(parameter, parameter.local.new_empty(0)).reshape(-1)
-                found[parameter] = mean.new_zeros(slot.piece_numel(rank))
+                after[parameter] = mean.new_zeros(slot.piece_numel(rank))
                 if slot.replicated:
-                    found[parameter].copy_(mean)
-                items.append(Rows(parameter.slot, slot, mean, found[parameter]))
-        return found
-
-
-def _is_by_rows(unit: Unit) -> bool:
-    return unit.context.routes.hops is not None or unit.is_tiled
+                    after[parameter].copy_(mean)
+                items.append(Rows(parameter.slot, slot, mean, after[parameter]))
+        return after

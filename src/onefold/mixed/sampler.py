@@ -1,11 +1,12 @@
-"""Deal the rows of each global batch to ranks, unevenly where ranks differ."""
+"""Deal the rows of each global batch to ranks, unevenly where they differ; weigh their losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy
+from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from onefold.errors import ConfigError, StateError
 from onefold.mixed.dealing import check_shares, even, split_rows
 from onefold.mixed.speeds import RowSpeeds, measure
 from onefold.wire import ranks as meshes
+from onefold.wire.collectives import Group
+from onefold.wire.ticket import Ticket
 
 
 class RowSampler(Sampler[list[int]]):
@@ -145,7 +148,7 @@ class RowSampler(Sampler[list[int]]):
                 length zero. Models of transformers refuse such a batch: return the row with labels
                 of -100, so that none of its tokens counts.
         """
-        return _Collate(dataset, collate_fn, empty or _without_rows)
+        return partial(_collate, dataset, collate_fn, empty or _without_rows)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Return the position in the data, equal on every rank and for any number of ranks.
@@ -178,21 +181,10 @@ class RowSampler(Sampler[list[int]]):
             self._speeds.begin_at(self.shares)
 
 
-class _Collate:
-    """See `RowSampler.collate`; a class, so that workers can pickle it."""
-
-    def __init__(
-        self, dataset: Any, inner: Callable[[list[Any]], Any], empty: Callable[[Any], Any]
-    ) -> None:
-        self._dataset = dataset
-        self._inner = inner
-        self._empty = empty
-
-    def __call__(self, rows: list[Any]) -> Any:
-        """Collate rows."""
-        if rows:
-            return self._inner(rows)
-        return self._empty(self._inner([self._dataset[0]]))
+def _collate(
+    dataset: Any, inner: Callable[[list[Any]], Any], empty: Callable[[Any], Any], rows: list[Any]
+) -> Any:
+    return inner(rows) if rows else empty(inner([dataset[0]]))
 
 
 def _without_rows(value: Any) -> Any:
@@ -200,13 +192,53 @@ def _without_rows(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value[:0] if value.dim() else value
     if isinstance(value, MutableMapping):
-        made = copy(value)
-        for key, each in value.items():
-            made[key] = _without_rows(each)
-        return made
+        batch = copy(value)
+        for key, entry in value.items():
+            batch[key] = _without_rows(entry)
+        return batch
     if not isinstance(value, list | tuple):
         return value
-    if not any(isinstance(each, Tensor | MutableMapping | list | tuple) for each in value):
+    if not any(isinstance(entry, Tensor | MutableMapping | list | tuple) for entry in value):
         return value[:0]  # strings, which torch does not stack
-    items = [_without_rows(each) for each in value]
+    items = [_without_rows(entry) for entry in value]
     return type(value)(*items) if type(value) not in (list, tuple) else type(value)(items)
+
+
+def weigh(loss_sum: Tensor, num_tokens: int | Tensor, *, mesh: meshes.MeshChoice = None) -> Tensor:
+    """Scale a summed loss so that averaged gradients are those of the mean over all tokens.
+
+    `onefold.shard`, like DDP, averages gradients over ranks. This rank's sum is divided by the
+    mean of the ranks' token counts. So the average over ranks is the sum of all token losses
+    divided by the number of all tokens, however tokens are spread. A collective. Ranks without
+    tokens call it too, with 0, and run backward.
+
+    Args:
+        loss_sum: the sum of this rank's token losses, a scalar.
+        num_tokens: how many tokens it adds up. With several micro-batches a step: the tokens of
+            this rank in all of them, in each call.
+        mesh: the ranks that call it: a mesh or a group, such as the data axes of a pipeline's last
+            stage. Default: the whole world; ranks of a tensor axis then count alike.
+
+    Returns:
+        The scaled loss, a scalar in fp32 or wider; zero if no rank has tokens.
+
+    Example:
+        >>> sums = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+        >>> onefold.weigh(sums, (labels != -100).sum()).backward()
+    """
+    group = meshes.resolve(mesh).everyone
+    dtype = torch.promote_types(loss_sum.dtype, torch.float32)  # fp16 ends at 65,504 tokens
+    return loss_sum.to(dtype) / mean_count(num_tokens, group, loss_sum.device).to(dtype)
+
+
+def mean_count(num_tokens: int | Tensor, group: Group, device: torch.device) -> Tensor:
+    """Return the mean over the ranks of a count, 1 if it is zero everywhere. A collective."""
+    mine = torch.as_tensor(num_tokens, dtype=torch.float64, device=device).reshape(1)
+    everyone = mine.new_empty(group.world_size)
+    if group.world_size == 1:
+        everyone.copy_(mine)
+    else:
+        work = group.all_gather(everyone, mine.detach())
+        Ticket([work], label="an exchange of token counts").wait()
+    mean = everyone.mean()
+    return cast("Tensor", torch.where(mean > 0, mean, torch.ones_like(mean)))

@@ -16,7 +16,9 @@ begins to train: the optimizers of a module may step one after the other.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -73,30 +75,29 @@ def measure(module: nn.Module) -> RowSpeeds:
     engine = engine_of(module)
     root = engine.module()
     assert root is not None, "engine_of found it through the module"
-    found: RowSpeeds | None = root.__dict__.get(SPEEDS)
-    if found is None:
-        found = root.__dict__[SPEEDS] = RowSpeeds(engine)
-        found.count_rows(root)
-    found.watch(engine.ledger)
-    return found
+    speeds: RowSpeeds | None = root.__dict__.get(SPEEDS)
+    if speeds is None:
+        speeds = root.__dict__[SPEEDS] = RowSpeeds(engine)
+        speeds.count_rows(root)
+    speeds.watch(engine.ledger)
+    return speeds
 
 
 def row_shares(engine: Engine) -> tuple[float, ...]:
     """Return the weights that `measure` has found so far; equal ones where nobody measures."""
     root = engine.module()
-    found: RowSpeeds | None = None if root is None else root.__dict__.get(SPEEDS)
-    return even(engine.group.world_size) if found is None else found.shares
+    speeds: RowSpeeds | None = None if root is None else root.__dict__.get(SPEEDS)
+    return even(engine.group.world_size) if speeds is None else speeds.shares
 
 
 class RowSpeeds:
     """The speeds of all ranks of one sharded module; an observer of its steps."""
 
-    def __init__(self, engine: Engine, every: int = EVERY) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.group: Group = engine.group
         self.shares = even(self.group.world_size)
         self._ledger = engine.ledger
         self._device = engine.context.store.device
-        self._every = every
         self._fit = AffineFit()
         self._num_steps = 0
         self._rows = self._last_rows = 0  # of this step, and of the one before
@@ -143,11 +144,11 @@ class RowSpeeds:
         if stream is Stream.PHASE:
             if verb != "forward" or torch.is_grad_enabled():
                 self._begin(verb)
-                return _Phase(self)
+                return _Span(self._end_phase)
         elif self._recorder is not None:
             return self._recorder.begin(stream, verb, unit)
         elif stream is Stream.COMPUTE and verb == "wait" and self._since is not None:
-            return _Wait(self)
+            return _Span(partial(self._waited, now()))
         return _UNTIMED
 
     def _begin(self, verb: str) -> None:
@@ -158,21 +159,19 @@ class RowSpeeds:
         is_new = self._first is None
         self._since = now()
         self._first = self._first or self._since
-        is_due = not self._fit.is_ready or self._num_steps % self._every == 0
+        is_due = not self._fit.is_ready or self._num_steps % EVERY == 0
         if is_new and self._is_queued and is_due:
             self._recorder = Recorder(self._ledger, self._device)
 
-    def end_phase(self) -> None:
-        """The phase that began last is over."""
+    def _end_phase(self) -> None:
         if self._since is not None and self._first is not None:
             end = now()
             self._busy += end - self._since
             self._cpu = (end - self._first).cpu
             self._since = None
 
-    def waited(self, time: Times) -> None:
-        """This rank has waited for others."""
-        self._busy -= time
+    def _waited(self, since: Times) -> None:
+        self._busy -= now() - since
 
     # a step
 
@@ -185,7 +184,7 @@ class RowSpeeds:
         self._last_rows = rows
         if self._num_steps > WARM_STEPS and seconds is not None:
             self._fit.note(rows, max(seconds, 0.0))
-        if self._num_steps % self._every == 0 and self.group.world_size > 1:
+        if self._num_steps % EVERY == 0 and self.group.world_size > 1:
             self._exchange()
 
     def _seconds(self) -> float | None:
@@ -218,13 +217,13 @@ class RowSpeeds:
             return
         ticket, everyone = pending
         ticket.wait()
-        found = everyone.view(self.group.world_size, -1).tolist()
-        times = [RankTime(fixed, per_row) for fixed, per_row, _, _ in found]
-        now = [int(rows) for _, _, rows, _ in found]
+        speeds = everyone.view(self.group.world_size, -1).tolist()
+        times = [RankTime(fixed, per_row) for fixed, per_row, _, _ in speeds]
+        now = [int(rows) for _, _, rows, _ in speeds]
         total = sum(now)
         is_partial = total < self._total  # the last batch of an epoch: too few rows to divide well
         self._total = total
-        if total and not is_partial and all(is_ready for *_, is_ready in found):
+        if total and not is_partial and all(is_ready for *_, is_ready in speeds):
             self.shares = tuple(rows / total for rows in balance(times, now))
 
 
@@ -232,38 +231,18 @@ _COMPUTES = ("forward", "backward", "recompute")
 _LABEL = "an exchange of speeds"
 
 
-class _Untimed:
-    """Something that is not measured; see `onefold.layout.observer.Span`."""
+class _Span:
+    """Calls back at its end; see `onefold.layout.observer.Span`."""
 
-    def end(self, nbytes: int = 0) -> None:
-        """Nothing to note."""
+    __slots__ = ("_note",)
 
-
-_UNTIMED = _Untimed()
-
-
-class _Phase:
-    """A forward, backward or step; see `onefold.layout.observer.Span`."""
-
-    __slots__ = ("_speeds",)
-
-    def __init__(self, speeds: RowSpeeds) -> None:
-        self._speeds = speeds
+    def __init__(self, note: Callable[[], None] | None = None) -> None:
+        self._note = note
 
     def end(self, nbytes: int = 0) -> None:
         """It is over."""
-        self._speeds.end_phase()
+        if self._note is not None:
+            self._note()
 
 
-class _Wait:
-    """A wait for a message; see `onefold.layout.observer.Span`."""
-
-    __slots__ = ("_since", "_speeds")
-
-    def __init__(self, speeds: RowSpeeds) -> None:
-        self._speeds = speeds
-        self._since = now()
-
-    def end(self, nbytes: int = 0) -> None:
-        """The message is there."""
-        self._speeds.waited(now() - self._since)
+_UNTIMED = _Span()

@@ -37,25 +37,25 @@ class OptimizerStates:
     def of(engine: Engine) -> list[OptimizerStates]:
         """The states of all optimizers of a module, in the order of their first parameters."""
         order = {parameter: n for n, parameter in enumerate(engine.by_sharded.values())}
-        found: list[tuple[int, OptimizerStates]] = []
+        owners: list[tuple[int, OptimizerStates]] = []
         for binding in list(engine.hands.steppers):
             if not isinstance(binding, OptimizerBinding) or not binding.is_elementwise:
                 continue  # a matrix optimizer keeps whole matrices, which have owners
             optimizer = binding.optimizer
             if optimizer is not None:
                 held = [order[p] for p in order if binding.holds(p)]
-                found.append((min(held, default=0), OptimizerStates(binding, optimizer, engine)))
-        return [states for _, states in sorted(found, key=lambda pair: pair[0])]
+                owners.append((min(held, default=0), OptimizerStates(binding, optimizer, engine)))
+        return [states for _, states in sorted(owners, key=lambda pair: pair[0])]
 
     def describe(self) -> dict[str, Entry]:
         """Name the states of each parameter here: ranks compare notes."""
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for parameter, entry in self._own():
-            found[parameter.fqn] = {
+            entries[parameter.fqn] = {
                 name: value.dtype if _is_rows(parameter, value) else _number(value)
                 for name, value in entry.items()
             }
-        return found
+        return entries
 
     def take(self) -> None:
         """Take the states off the optimizer, as own rows."""

@@ -48,18 +48,18 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[s
     Example:
         >>> onefold.shard(model, optimizer, **onefold.from_deepspeed("ds_config.json"))
     """
-    found = Settings(dict(_flat(_read(config), "")))
-    _refuse(found)
-    stage = _stage(found)
-    wire = _wire(found, stage)
+    settings = Settings(dict(_flat(_read(config), "")))
+    _refuse(settings)
+    stage = _stage(settings)
+    wire = _wire(settings, stage)
     fitted = _without_nodes(wire) if _is_one_host() else wire
     arguments = {
         "stage": stage,
-        "precision": _precision(found),
-        "offload": _offload(found, stage),
+        "precision": _precision(settings),
+        "offload": _offload(settings, stage),
         "wire": fitted,
     }
-    lines = found.ignored()
+    lines = settings.ignored()
     if fitted != wire:
         name = "zero_hpz_partition_size" if wire.secondary == "weights" else "mics_shard_size"
         lines.append(f"{_ZERO}.{name}: none, as the launcher started all ranks on one host")
@@ -86,7 +86,9 @@ class Settings:
         is_flag = isinstance(value, bool)
         if not isinstance(value, kind) or (is_flag and kind is not bool):
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            _refuse_value(name, " or ".join(each.__name__ for each in kinds), value)
+            _refuse_value(
+                name, " or ".join(expected_kind.__name__ for expected_kind in kinds), value
+            )
         return value
 
     def flag(self, name: str) -> bool:
@@ -145,23 +147,22 @@ def _read(config: object) -> dict[str, Any]:
                 hint="pass the path of ds_config.json, or a dict",
             ) from error
     try:
-        found = json.loads(text, object_pairs_hook=_unique)
+        config_dict = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise ConfigError("JSON", str(error), where=where, hint="comments are not JSON") from error
-    if not isinstance(found, dict):
-        raise ConfigError(
-            "a JSON object", f"a {type(found).__name__}", where=where, hint='{"...": ...}'
-        )
-    return found
+    if not isinstance(config_dict, dict):
+        got = f"a {type(config_dict).__name__}"
+        raise ConfigError("a JSON object", got, where=where, hint='{"...": ...}')
+    return config_dict
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    section: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in section:
             _refuse_value(name, "once", "it twice")
-        found[name] = value
-    return found
+        section[name] = value
+    return section
 
 
 def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -198,69 +199,66 @@ def _conflict(name: str, wanted: str, got: object, hint: str) -> NoReturn:
     raise ConfigError(f"{wanted} for {name!r}", got, hint=hint)
 
 
-def _refuse(found: Settings) -> None:
-    for name, value in found.values.items():
-        is_plain = name == "gradient_allreduce_op" and value == "mean"
-        is_alone = name == "sequence_parallel_size" and value == 1
-        if KEYS[name].fate is Fate.REFUSED and not (_is_off(value) or is_plain or is_alone):
-            what = name.removesuffix(".*")
-            raise ConfigError(
-                f"a configuration without {what!r}", repr(value), hint=KEYS[name].here
-            )
+def _refuse(settings: Settings) -> None:
+    harmless = {"gradient_allreduce_op": "mean", "sequence_parallel_size": 1}
+    for name, value in settings.values.items():
+        is_off = _is_off(value) or value == harmless.get(name)
+        if KEYS[name].fate is Fate.REFUSED and not is_off:
+            wanted = f"a configuration without {name.removesuffix('.*')!r}"
+            raise ConfigError(wanted, repr(value), hint=KEYS[name].here)
 
 
-def _stage(found: Settings) -> Any:
-    if found.values.get(f"{_ZERO}.stage") == "auto":
+def _stage(settings: Settings) -> Any:
+    if settings.values.get(f"{_ZERO}.stage") == "auto":
         return "auto"
-    stage = found.get(f"{_ZERO}.stage", int, 0)
+    stage = settings.get(f"{_ZERO}.stage", int, 0)
     if stage not in (0, 1, 2, 3):
         _refuse_value(f"{_ZERO}.stage", "0, 1, 2 or 3", stage)
     return stage
 
 
-def _precision(found: Settings) -> Any:
-    is_bf16 = found.flag("bf16.enabled") or found.flag("bfloat16.enabled")
-    is_fp16 = found.flag("fp16.enabled")
-    autocast = found.values.get("torch_autocast.*")
+def _precision(settings: Settings) -> Any:
+    is_bf16 = settings.flag("bf16.enabled") or settings.flag("bfloat16.enabled")
+    is_fp16 = settings.flag("fp16.enabled")
+    autocast = settings.values.get("torch_autocast.*")
     has_autocast = isinstance(autocast, Mapping) and autocast.get("enabled") is True
     if is_bf16 + is_fp16 + has_autocast > 1:
         hint = "enable one of them"
         _conflict("bf16.enabled", "one precision", "fp16 or torch_autocast as well", hint)
     word = "bf16" if is_bf16 else "fp16" if is_fp16 else None
     names = {"compute": "param_dtype", "reduce": "grad_accum_dtype", "buffers": "buffer_dtype"}
-    dtypes = {part: found.word(f"data_types.{name}", _DTYPES) for part, name in names.items()}
-    given: dict[str, Any] = {part: dtype for part, dtype in dtypes.items() if dtype is not None}
-    if not given:
+    dtypes = {part: settings.word(f"data_types.{name}", _DTYPES) for part, name in names.items()}
+    parts: dict[str, Any] = {part: dtype for part, dtype in dtypes.items() if dtype is not None}
+    if not parts:
         return word
     if word:
-        given = {"compute": _DTYPES[word], **given}
-    return Precision(**given)
+        parts = {"compute": _DTYPES[word], **parts}
+    return Precision(**parts)
 
 
-def _offload(found: Settings, stage: Any) -> Any:
+def _offload(settings: Settings, stage: Any) -> Any:
     tiers, paths = {}, []
-    for part, section, old in (
-        ("parameters", "offload_param", "cpu_offload_param"),
-        ("optimizer", "offload_optimizer", "cpu_offload"),
+    for part, section, old, stages in (
+        ("parameters", "offload_param", "cpu_offload_param", (3,)),
+        ("optimizer", "offload_optimizer", "cpu_offload", (1, 2, 3)),
     ):
         name = f"{_ZERO}.{section}.device"
-        tier = found.word(name, _TIERS) or "device"
-        if found.flag(f"{_ZERO}.{old}"):
+        tier = settings.word(name, _TIERS) or "device"
+        if settings.flag(f"{_ZERO}.{old}"):
             if tier != "device":
                 _conflict(f"{_ZERO}.{old}", "no second device", tier, f"leave {old} out")
             tier, name = "cpu", f"{_ZERO}.{old}"
-        needs = {"parameters": (3, "auto"), "optimizer": (1, 2, 3, "auto")}[part]
-        if tier != "device" and stage not in needs:
-            least = "stage 3" if part == "parameters" else "stage 1, 2 or 3"
+        if tier != "device" and stage not in (*stages, "auto"):
+            least = "stage 1, 2 or 3" if 1 in stages else "stage 3"
             _conflict(name, least, f"stage {stage}", f"raise {_ZERO}.stage, or leave it out")
         if tier == "disk":
             path_name = f"{_ZERO}.{section}.nvme_path"
-            path = found.get(path_name, (str, os.PathLike), None)
+            path = settings.get(path_name, (str, os.PathLike), None)
             if path is None:
                 _conflict(path_name, "a folder", "none", "name a folder on a fast disk")
             paths += [path] if path not in paths else []
         tiers[part] = tier
-    ratio = found.get(f"{_ZERO}.offload_optimizer.ratio", (int, float), 1.0)
+    ratio = settings.get(f"{_ZERO}.offload_optimizer.ratio", (int, float), 1.0)
     if not 0 <= ratio <= 1:
         _refuse_value(f"{_ZERO}.offload_optimizer.ratio", "between 0 and 1", ratio)
     if set(tiers.values()) == {"device"}:
@@ -268,25 +266,26 @@ def _offload(found: Settings, stage: Any) -> Any:
     return Offload(**tiers, fraction=ratio, disk=paths or None)
 
 
-def _wire(found: Settings, stage: Any) -> Any:
-    size = found.get(f"{_ZERO}.zero_hpz_partition_size", int, 1)
-    mics = found.get(f"{_ZERO}.mics_shard_size", int, -1)
-    asked = {
-        f"{_ZERO}.zero_quantized_weights": found.flag(f"{_ZERO}.zero_quantized_weights"),
-        f"{_ZERO}.zero_quantized_gradients": found.flag(f"{_ZERO}.zero_quantized_gradients"),
-        f"{_ZERO}.zero_hpz_partition_size": size > 1,
-        f"{_ZERO}.mics_shard_size": mics > 0,
+def _wire(settings: Settings, stage: Any) -> Any:
+    size = settings.get(f"{_ZERO}.zero_hpz_partition_size", int, 1)
+    mics = settings.get(f"{_ZERO}.mics_shard_size", int, -1)
+    flags = {
+        "zero_quantized_weights": settings.flag(f"{_ZERO}.zero_quantized_weights"),
+        "zero_quantized_gradients": settings.flag(f"{_ZERO}.zero_quantized_gradients"),
+        "zero_hpz_partition_size": size > 1,
+        "mics_shard_size": mics > 0,
     }
-    for name, is_set in asked.items():
+    for name, is_set in flags.items():
         if is_set and stage not in (3, "auto"):
-            _conflict(name, "stage 3", f"stage {stage}", f"set {_ZERO}.stage to 3, or leave it out")
-    weights, gradients, has_second, is_mics = asked.values()
+            hint = f"set {_ZERO}.stage to 3, or leave it out"
+            _conflict(f"{_ZERO}.{name}", "stage 3", f"stage {stage}", hint)
+    weights, gradients, has_second, is_mics = flags.values()
     if has_second and is_mics:
         name, got = f"{_ZERO}.mics_shard_size", f"zero_hpz_partition_size={size}"
-        _conflict(name, "no second shard of another kind", got, "keep one of them")
-    feedback = not _is_off(found.values.get(f"{_ZERO}.zeropp_loco_param.*"))
+        _conflict(name, "no secondary shards of another kind", got, "keep one of them")
+    feedback = not _is_off(settings.values.get(f"{_ZERO}.zeropp_loco_param.*"))
     if feedback and not gradients:
-        name, hint = f"{_ZERO}.zeropp_loco_param", "it keeps what coded gradients round off"
+        name, hint = f"{_ZERO}.zeropp_loco_param", "it keeps what quantized gradients round off"
         _conflict(name, "zero_quantized_gradients", "exact gradients", hint)
     if weights and gradients and has_second and not feedback:
         return "zero++"  # a name adapts to a single node
@@ -300,7 +299,7 @@ def _wire(found: Settings, stage: Any) -> Any:
 
 
 def _without_nodes(wire: Any) -> Any:
-    """Leave out the second shard inside a node, which the mesh of one host does not have."""
+    """Leave out secondary shards inside a node, which the mesh of one host does not have."""
     if not isinstance(wire, Wire) or not wire.secondary:
         return wire
     wire = replace(wire, secondary=None)

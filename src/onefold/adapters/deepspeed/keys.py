@@ -173,7 +173,7 @@ _LOOP = (
             "partition_activations", "number_checkpoints", "contiguous_memory_optimization",
             "synchronize_checkpoint_boundary"),
     *_under("activation_checkpointing", Fate.LOOP,
-            '`shard(offload=Offload(activations="cpu"))` beside `torch.utils.checkpoint`',
+            '`shard(offload=Offload(activations="cpu"))` with `torch.utils.checkpoint`',
             "cpu_checkpointing"),
     *_under("activation_checkpointing", Fate.SILENT, "`onefold.record`", "profile"),
     *_under("", Fate.SILENT, "`onefold.save` and `onefold.load`", "checkpoint.*", "nebula.*",

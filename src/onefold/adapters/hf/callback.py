@@ -10,71 +10,37 @@ on_train_end     bring whole weights to rank 0, for `trainer.save_model()`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Args
 from transformers.trainer_utils import SaveStrategy
 
 from onefold.adapters.hf import events
-from onefold.adapters.hf.autocast import run_under_autocast
-from onefold.adapters.hf.conflicts import refuse_other_engines
-from onefold.adapters.hf.generation import PredictedGenerations
-from onefold.adapters.hf.prepared import mark_prepared
-from onefold.adapters.hf.run_state import ResumeWithOnefoldCallback, RunState, folders_of
-from onefold.adapters.hf.training_arguments import (
+from onefold.adapters.hf.conflicts import (
     autocast_of,
     check_arguments,
     check_optimizer,
+    refuse_other_engines,
 )
+from onefold.adapters.hf.run_state import ResumeWithOnefoldCallback, RunState, folders_of
 from onefold.adapters.hf.whole_weights import WholeWeights
+from onefold.adapters.hf.wrap import mark_prepared, run_under_autocast
+from onefold.adapters.shard_choices import ShardChoices
 from onefold.adapters.versions import warn_if_untested
-from onefold.api import shard
-from onefold.config import OffloadChoice, PrecisionChoice, StageChoice, offload_of, precision_of
+from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine.registry import engine_of, is_sharded
-from onefold.errors import ConfigError, StateError
+from onefold.errors import StateError
+from onefold.inference.stream import generating
 from onefold.layout.units import UnitChoice
 from onefold.wire_config import WireChoice
-
-CHOICES = "_onefold_hf_choices"
-"""The attribute of a module that holds the choices of the callback that has sharded it."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallbackChoices:
-    """The arguments of `Callback`."""
-
-    stage: StageChoice = 3
-    precision: PrecisionChoice = None
-    offload: OffloadChoice = None
-    wire: WireChoice = None
-    units: UnitChoice = None
-
-    def check(self, model: nn.Module) -> None:
-        """Raise `ConfigError` if the model was sharded with other choices."""
-        found = model.__dict__.get(CHOICES)
-        if found is not None:
-            got, is_same = str(found), found == self
-        else:
-            recipe = engine_of(model).recipe
-            got = f"stage {recipe.stage.number}, {recipe.precision}, {recipe.offload}"
-            mine, its = offload_of(self.offload), recipe.offload
-            is_same = self == CallbackChoices() or (
-                self.stage in ("auto", recipe.stage.number)
-                and precision_of(self.precision) == recipe.precision
-                and (mine.optimizer, mine.parameters) == (its.optimizer, its.parameters)
-            )
-        if not is_same:
-            raise ConfigError(
-                f"the choices with which the model was sharded, {got}",
-                str(self),
-                hint="give onefold.hf.Callback the same choices, or a model that is not "
-                "sharded yet",
-            )
 
 
 class Callback(TrainerCallback):
@@ -120,10 +86,10 @@ class Callback(TrainerCallback):
     ) -> None:
         warn_if_untested("transformers", "accelerate")
         ResumeWithOnefoldCallback.allow()
-        self.choices = CallbackChoices(stage, precision, offload, wire, units)
+        self.choices = ShardChoices(stage, precision, offload, wire, units)
         self._saves_by_event = True  # False: `TrainerMixin` saves
-        self._run: RunState | None = None  # while training
-        self._generations = PredictedGenerations()
+        self.run: RunState | None = None  # while training
+        self._generation: ExitStack | None = None  # holds the weights that are kept for it
 
     def leave_saves(self) -> None:
         """Save nothing at events: `TrainerMixin` does."""
@@ -131,161 +97,138 @@ class Callback(TrainerCallback):
 
     # the model
 
-    def prepare(
-        self, model: nn.Module, args: TrainingArguments, optimizer: Optimizer | None = None
-    ) -> None:
+    def prepare(self, model: nn.Module, args: Args, optimizer: Optimizer | None = None) -> None:
         """Shard the model unless it is sharded already, and mark it as prepared. A collective."""
         state: Any = AcceleratorState()
         refuse_other_engines(state, args)
         check_arguments(args)
-        choices, is_new = self.choices, not is_sharded(model)
-        autocast = autocast_of(state.mixed_precision, choices.precision)
+        is_new = not is_sharded(model)
+        autocast = autocast_of(state.mixed_precision, self.choices.precision)
         if not is_new:
-            choices.check(model)
+            self.choices.check(model)
         check_optimizer(model, optimizer)
         if is_new:
-            shard(
-                model, optimizer, stage=choices.stage, units=choices.units,
-                precision=choices.precision, offload=choices.offload, wire=choices.wire,
-            )  # fmt: skip
-            model.__dict__[CHOICES] = choices
+            self.choices.shard(model, optimizer)
             if autocast is not None:
                 run_under_autocast(model, state.device.type, autocast, {})
         mark_prepared(model)
         self.whole(model, args)
 
-    def whole(self, model: nn.Module, args: TrainingArguments) -> WholeWeights:
+    def whole(self, model: nn.Module, args: Args) -> WholeWeights:
         """The model's weights as rank 0 can have them whole."""
         return WholeWeights.of(model, Path(str(args.output_dir)))
 
     # events
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Shard the model."""
         self.prepare(kwargs["model"], args, kwargs.get("optimizer"))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Load the sharded state of the checkpoint to resume from, if there is one."""
         model = kwargs["model"]
         _refuse_unsharded(model)
-        events.agree(engine_of(model), events.TRAIN_BEGIN, state.global_step, control)
-        if self._run is not None:  # of a training that an exception has ended
-            self._run.close()
-        self._run = RunState(model, kwargs["optimizer"])
-        mark = self._run.take_mark()
+        events.agree(engine_of(model), "the beginning of training", state.global_step, control)
+        self._end_run()  # of a training that an exception has ended
+        self.run = RunState(model, kwargs["optimizer"])
+        mark = self.run.take_mark()
         if mark is not None:
-            given = args.resume_from_checkpoint, args.output_dir, mark["folder"]
-            self._run.resume(mark, folders_of(*given))
+            folders = folders_of(args.resume_from_checkpoint, args.output_dir, mark["folder"])
+            self.run.resume(mark, folders)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Find a rank that has left the loop."""
-        self._generations.end()
-        events.agree(engine_of(kwargs["model"]), events.STEP_BEGIN, state.global_step, control)
-        self.whole(kwargs["model"], args).drop_if_stale()
+        model = kwargs["model"]
+        self._end_generation()
+        events.agree(engine_of(model), "the beginning of a step", state.global_step, control)
+        self.whole(model, args).drop_if_stale()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Agree on flags; make a save ready."""
-        self._before_save(events.STEP_END, args, state, control, kwargs["model"])
-        self._before_evaluation(args, control, kwargs["model"])
+    def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        """Agree on flags; make a save and an evaluation ready."""
+        self._make_ready("the end of a step", args, state, control, kwargs["model"])
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Agree on flags; make a save ready."""
-        self._before_save(events.EPOCH_END, args, state, control, kwargs["model"])
-        self._before_evaluation(args, control, kwargs["model"])
+    def on_epoch_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        """Agree on flags; make a save and an evaluation ready."""
+        self._make_ready("the end of an epoch", args, state, control, kwargs["model"])
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Keep weights for the next batch, if predictions are generated."""
-        self._generations.begin(kwargs["model"], args)
+        self._begin_generation(kwargs["model"], args)
 
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any,
-        **kwargs: Any,
-    ) -> None:  # fmt: skip
+    def on_predict(self, *_: Any, **__: Any) -> None:
         """Free weights that were kept for predictions."""
-        self._generations.end()
+        self._end_generation()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """In training: agree on flags; make the save of a new best model ready."""
-        self._generations.end()
-        if self._run is None:
+        self._end_generation()
+        if self.run is None:
             return
         if args.save_strategy == SaveStrategy.BEST:
             control.should_save |= _is_best(args, state, kwargs.get("metrics") or {})
-        self._before_save(events.EVALUATE, args, state, control, kwargs["model"])
+        self._make_ready("the end of an evaluation", args, state, control, kwargs["model"])
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Move the sharded state into the checkpoint."""
-        events.agree(engine_of(kwargs["model"]), events.SAVE, state.global_step, control)
-        if self._run is not None and self._saves_by_event:
-            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-            self._run.publish(folder)
+        engine = engine_of(kwargs["model"])
+        events.agree(engine, "the end of a save", state.global_step, control)
+        if self.run is not None and self._saves_by_event:
+            self.run.publish(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Add the gradient noise scale, in batches of a step, to the logs of a training step."""
         noise = engine_of(kwargs["model"]).hands.noise
         logs: dict[str, float] = kwargs["logs"]
         if noise is not None and noise.batches is not None and "loss" in logs:
-            found = {
+            scale = {
                 "gradient_noise_scale": noise.batches,
                 "suggested_accumulation": noise.suggested_microbatches,
             }
-            logs.update(found)
-            state.log_history[-1].update(found)
+            logs.update(scale)
+            state.log_history[-1].update(scale)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Bring whole weights to rank 0: `save_model` runs there alone."""
         model = kwargs["model"]
-        events.agree(engine_of(model), events.TRAIN_END, state.global_step, control)
+        events.agree(engine_of(model), "the end of training", state.global_step, control)
         if self._saves_by_event:
             self.whole(model, args).take()
-        if self._run is not None:
-            self._run.close()
-            self._run = None
+        self._end_run()
 
-    def _before_save(
-        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl,
-        model: nn.Module,
-    ) -> None:  # fmt: skip
-        engine = engine_of(model)
-        events.agree(engine, event, state.global_step, control)
-        if control.should_save and self._saves_by_event and self._run is not None:
-            self.whole(model, args).take()
-            if not args.save_only_model and not self._run.is_staged:
-                self._run.stage(Path(str(args.output_dir)), state.global_step)
+    def _end_run(self) -> None:
+        run, self.run = self.run, None
+        if run is not None:
+            run.close()
 
-    def _before_evaluation(
-        self, args: TrainingArguments, control: TrainerControl, model: nn.Module
+    def _make_ready(
+        self, event: str, args: Args, state: State, control: Control, model: nn.Module
     ) -> None:
+        """Agree on flags; send what a save or an evaluation that follows needs."""
+        events.agree(engine_of(model), event, state.global_step, control)
+        if control.should_save and self._saves_by_event and self.run is not None:
+            self.whole(model, args).take()
+            if not args.save_only_model and not self.run.is_staged:
+                self.run.stage(Path(str(args.output_dir)), state.global_step)
         if control.should_evaluate:
-            self._generations.begin(model, args)
+            self._begin_generation(model, args)
 
-    @property
-    def run(self) -> RunState | None:
-        """The state of the run, while training."""
-        return self._run
+    # A stock Trainer announces no start of an evaluation. It announces the step before it, and each
+    # batch of predictions: weights are kept from the first of these until the evaluation is over.
+
+    def _begin_generation(self, model: nn.Module, args: Args) -> None:
+        """Keep weights that fit, if predictions are generated. A collective, the first time."""
+        if self._generation is None and getattr(args, "predict_with_generate", False):
+            self._generation = ExitStack()
+            self._generation.enter_context(generating(model))
+
+    def _end_generation(self) -> None:
+        """Free them: the evaluation is over, or training goes on after one that has failed."""
+        kept, self._generation = self._generation, None
+        if kept is not None:
+            kept.close()
 
 
-def _is_best(args: TrainingArguments, state: TrainerState, metrics: dict[str, float]) -> bool:
+def _is_best(args: Args, state: State, metrics: dict[str, float]) -> bool:
     """True if Trainer is about to find these metrics the best."""
     name = str(args.metric_for_best_model)
     value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")

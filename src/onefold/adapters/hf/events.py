@@ -19,14 +19,6 @@ from onefold.errors import OnefoldError, StateError, WireError
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate")
 
-TRAIN_BEGIN = "the beginning of training"
-STEP_BEGIN = "the beginning of a step"
-STEP_END = "the end of a step"
-EVALUATE = "the end of an evaluation"
-SAVE = "the end of a save"
-EPOCH_END = "the end of an epoch"
-TRAIN_END = "the end of training"
-
 
 def meet(engine: Engine, place: str, value: Any = None) -> list[Any]:
     """Return the `value` of every rank, in rank order. A collective.
@@ -34,7 +26,7 @@ def meet(engine: Engine, place: str, value: Any = None) -> list[Any]:
     Raises `StateError`, on every rank, with the place of each, if one came from another place.
     """
     everyone: list[Any] = engine.group.gather((place, value))
-    pairs = [each if isinstance(each, tuple) else ("elsewhere", None) for each in everyone]
+    pairs = [pair if isinstance(pair, tuple) else ("elsewhere", None) for pair in everyone]
     if any(other != place for other, _ in pairs):
         places = "; ".join(f"rank {rank} is at {other}" for rank, (other, _) in enumerate(pairs))
         raise StateError(
@@ -45,20 +37,13 @@ def meet(engine: Engine, place: str, value: Any = None) -> list[Any]:
             "(should_training_stop ...) alike on every rank, or in a callback before "
             "onefold.hf.Callback in the list; give every rank as many batches",
         )
-    return [each for _, each in pairs]
+    return [theirs for _, theirs in pairs]
 
 
 def agree(engine: Engine, event: str, step: int, control: Any) -> None:
-    """Set on every rank the flags that one rank has set. A collective.
+    """Set on every rank the flags of a `TrainerControl` that one rank has set. A collective.
 
-    Args:
-        engine: of the model that is trained.
-        event: one of this module's constants.
-        step: optimizer steps done.
-        control: a `TrainerControl`, changed in place.
-
-    Raises:
-        StateError: on every rank, if a rank is at another event.
+    Raises `StateError` on every rank, if a rank is at another event, or has done other steps.
     """
     mine = [bool(getattr(control, name)) for name in FLAGS]
     everyone = meet(engine, f"{event}, after {step} steps", mine)

@@ -46,9 +46,9 @@ class TrainerMixin(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        found = self.pop_callback(Callback)
-        callback = found if isinstance(found, Callback) else Callback()
-        if found is None:
+        callback = self.pop_callback(Callback)
+        if not isinstance(callback, Callback):
+            callback = Callback()
             optimizer: Any = self.optimizer
             callback.prepare(self._module, self.args, optimizer)
         self.add_callback(callback)  # the last one: it joins the flags that others set

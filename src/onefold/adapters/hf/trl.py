@@ -10,11 +10,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from onefold.adapters.hf.frozen import adopt_frozen
+from onefold.adapters.hf.wrap import adopt_frozen
 from onefold.adapters.versions import warn_if_untested
-from onefold.api import generating, unsharded
+from onefold.api import unsharded
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import StateError
+from onefold.inference.stream import generating
 from onefold.unit.dtensors import ShardedParameter
 
 BACKEND = "_dist"
@@ -55,8 +56,8 @@ def adopt_trainer(trainer: Any, **shard_arguments: Any) -> Any:
         )
     for name in _FROZEN:
         _freeze(getattr(trainer, name, None), shard_arguments)
-    for each in getattr(trainer, "reward_funcs", None) or []:
-        _freeze(each, shard_arguments)
+    for reward in getattr(trainer, "reward_funcs", None) or []:
+        _freeze(reward, shard_arguments)
     keeps = bool(getattr(trainer.args, "ds3_gather_for_generation", True))
     is_batched = bool(getattr(trainer.args, "use_transformers_continuous_batching", False))
     for holder in (trainer, getattr(trainer, "vllm_generation", None)):

@@ -9,12 +9,11 @@ Trainer's own save work unchanged, in the memory of one tensor at a time.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ref
 
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -39,7 +38,7 @@ class WholeWeights:
     """The weights of one sharded module as rank 0 has them whole, while they are unchanged."""
 
     def __init__(self, module: nn.Module, folder: Path) -> None:
-        self._module = ref(module)
+        self._alive = ref(module)
         self._folder = folder / _FOLDER
         self._edits = -1
         self._values: dict[str, Tensor] = {}  # by every name of the state dict; on rank 0
@@ -50,35 +49,35 @@ class WholeWeights:
 
         `folder` must be on a file system that all ranks see.
         """
-        found = module.__dict__.get(WHOLE)
-        if found is None:
-            found = module.__dict__[WHOLE] = WholeWeights(module, folder)
-            alive = ref(found)
-            module.register_state_dict_post_hook(partial(_show_whole, alive))
-            engine_of(module).ask_of_adapters(partial(_is_current, alive))
+        whole = module.__dict__.get(WHOLE)
+        if whole is None:
+            whole = module.__dict__[WHOLE] = WholeWeights(module, folder)
+            module.register_state_dict_post_hook(partial(whole.show))  # torch marks the hook
+            engine_of(module).ask_of_adapters(whole.is_current)
             if callable(getattr(module, "save_pretrained", None)):
-                module.__dict__["save_pretrained"] = partial(_save_pretrained, ref(module), alive)
-        found._folder = folder / _FOLDER
-        return found
+                module.__dict__["save_pretrained"] = whole.save_pretrained
+        whole._folder = folder / _FOLDER
+        return whole
 
     @property
+    def _module(self) -> Any:
+        module = self._alive()
+        assert module is not None, "weights outlived their module"
+        return module
+
     def is_current(self) -> bool:
         """True if the weights have not changed since `take`, or no rank has to send any."""
-        module = self._module()
-        if module is None:
-            return False
-        engine = engine_of(module)
-        return not _has_shards(module) or self._edits == _edits(engine)
+        module = self._module
+        return not _has_shards(module) or self._edits == _edits(engine_of(module))
 
     def take(self) -> None:
         """Bring whole weights to rank 0, unless it has them. A collective.
 
         For a model with adapters these are the parameters that PEFT saves, without their base.
         """
-        module = self._module()
-        assert module is not None, "weights outlived their module"
+        module = self._module
         engine = engine_of(module)
-        if all(meet(engine, "save_model or save_pretrained", self.is_current)):
+        if all(meet(engine, "save_model or save_pretrained", self.is_current())):
             return
         self.drop()
         names = _wanted(module, engine)
@@ -94,28 +93,52 @@ class WholeWeights:
 
     def drop_if_stale(self) -> None:
         """Forget values that no longer are the module's."""
-        if self._values and not self.is_current:
+        if self._values and not self.is_current():
             self.drop()
 
-    def show(self, state: dict[str, Any]) -> None:
-        """Put whole values in place of sharded ones."""
-        if not self._values or not self.is_current:
+    def show(self, _: nn.Module, state: dict[str, Any], *__: object) -> None:
+        """Put whole values in place of sharded ones, in the module's `state_dict()`."""
+        if not self._values or not self.is_current():
             return
         for name, value in state.items():
             is_shard = isinstance(value, DTensor) and not isinstance(value, nn.Parameter)
             if is_shard and name in self._values:
                 state[name] = self._values[name]
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the module: with whole weights on rank 0; a collective without them."""
+        module = self._module
+        group = engine_of(module).group
+
+        def save() -> Any:
+            return type(module).save_pretrained(module, *args, **kwargs)
+
+        if kwargs.get("state_dict") is not None or not _has_shards(module):
+            return save()
+        if self.is_current():
+            return save() if group.rank == 0 else None
+        try:
+            self.take()  # from here on: every rank has called
+        except WireError as error:
+            raise StateError(
+                "every rank in save_pretrained, as rank 0 has no whole weights, or older ones",
+                "this rank alone",
+                where=f"rank {group.rank}",
+                hint="call save_pretrained on every rank; for trainer.save_model() before or in "
+                "the middle of training derive the trainer from onefold.hf.TrainerMixin",
+            ) from error
+        return together(group, lambda: save() if group.rank == 0 else None)
+
     def _map(self, module: nn.Module) -> None:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         with ExitStack() as files:
             for path in sorted(self._folder.glob("*.safetensors")):
                 file = files.enter_context(safe_open(path, "pt"))
-                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         fqns = engine_of(module).by_sharded
         named = module.named_parameters(remove_duplicate=False)
         names = {name: fqns[id(parameter)].fqn for name, parameter in named}
-        self._values = {name: found[fqn] for name, fqn in names.items() if fqn in found}
+        self._values = {name: tensors[fqn] for name, fqn in names.items() if fqn in tensors}
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -130,7 +153,6 @@ def _wanted(module: nn.Module, engine: Engine) -> frozenset[str] | None:
     """Return the fqns of the parameters to save; None: of all. A collective for adapters."""
     if not is_peft(module):
         return None
-
     return frozenset(first(engine.group, lambda: _adapter_names(module)))
 
 
@@ -158,44 +180,3 @@ def _has_shards(module: nn.Module) -> bool:
 
 def _edits(engine: Engine) -> int:
     return sum(unit.edits.at_rest() for unit in engine.units)
-
-
-def _show_whole(
-    alive: ReferenceType[WholeWeights], _: nn.Module, state: dict[str, Any], *__: object
-) -> None:
-    whole = alive()
-    if whole is not None:
-        whole.show(state)
-
-
-def _is_current(alive: ReferenceType[WholeWeights]) -> bool:
-    whole = alive()
-    return whole is not None and whole.is_current
-
-
-def _save_pretrained(
-    alive: ReferenceType[nn.Module], alive_whole: ReferenceType[WholeWeights], *args: Any,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    """`save_pretrained` of the module: with whole weights on rank 0; a collective without them."""
-    module, whole = alive(), alive_whole()
-    assert module is not None, "a method outlived its module"
-    assert whole is not None, "a module outlived its weights"
-    save: Callable[..., Any] = partial(type(module).save_pretrained, module)  # type: ignore[attr-defined]
-    given = kwargs.get("state_dict")
-    engine = engine_of(module)
-    if given is not None or not _has_shards(module):
-        return save(*args, **kwargs)
-    if whole.is_current:
-        return save(*args, **kwargs) if engine.group.rank == 0 else None
-    try:
-        whole.take()  # from here on: every rank has called
-    except WireError as error:
-        raise StateError(
-            "every rank in save_pretrained, as rank 0 has no whole weights, or older ones",
-            "this rank alone",
-            where=f"rank {engine.group.rank}",
-            hint="call save_pretrained on every rank; for trainer.save_model() before or in "
-            "the middle of training derive the trainer from onefold.hf.TrainerMixin",
-        ) from error
-    return together(engine.group, lambda: save(*args, **kwargs) if engine.group.rank == 0 else None)

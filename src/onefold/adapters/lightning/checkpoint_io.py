@@ -47,8 +47,7 @@ def write(
 ) -> None:
     """Save a sharded module, its optimizers, and the rest of rank 0. A collective.
 
-    Raises:
-        CheckpointError: on every rank, and a checkpoint of the same name stays.
+    Where it fails, every rank raises `CheckpointError`, and a checkpoint of the same name stays.
     """
     group = engine_of(module).group
     draft = _beside(path, "new")
@@ -66,21 +65,15 @@ def write(
 def read(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Load a sharded module and its optimizers in place; return the rest. A collective.
+    """Load a sharded module and its optimizers, if any, in place; return the rest. A collective.
 
-    Args:
-        path: a directory that `write` has written, at any number of ranks and stage.
-        module: the module that was sharded.
-        optimizers: none of them to load the weights alone.
-        weights_only: see `torch.load`; of the rest alone.
-
-    Raises:
-        CheckpointError: on every rank; no such checkpoint, or one of another model.
+    The directory may be of any number of ranks and stage. `weights_only`: see `torch.load`, of the
+    rest alone. Raises `CheckpointError` on every rank.
     """
     group = engine_of(module).group
     draft = _beside(path, "new")
-    found = draft if draft.exists() and not path.exists() else path
-    extra = load(found, module, list(optimizers) or None)
+    source = draft if draft.exists() and not path.exists() else path
+    extra = load(source, module, list(optimizers) or None)
     mine = extra.get(_KEY) if isinstance(extra, dict) else None
     packed = group.gather(mine)[0]  # of rank 0
     if not isinstance(packed, bytes):
@@ -104,11 +97,11 @@ def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -
         >>> with onefold.lightning.as_file("last.ckpt") as file:
         ...     module = MyModule.load_from_checkpoint(file)
     """
-    found = find(Path(path).absolute())[0]
-    extra = inspect(found.path, verify=False).extra
+    directory = find(Path(path).absolute())[0]
+    extra = inspect(directory.path, verify=False).extra
     if not isinstance(extra, dict) or _KEY not in extra:
         raise _of_another(Path(path))
-    metadata = read_metadata(found)
+    metadata = read_metadata(directory)
     weights: dict[str, Any] = {
         name: torch.empty(saved.size, dtype=saved.properties.dtype)
         for name, saved in metadata.state_dict_metadata.items()
@@ -116,7 +109,7 @@ def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -
     }
     try:
         with planning():
-            reader = Reader(found, metadata)
+            reader = Reader(directory, metadata)
             dcp.load(weights, storage_reader=reader, planner=ReadPlanner(), no_dist=True)
     except CheckpointException as error:
         raise first_failure(error, Group.of(None)) from error
@@ -150,9 +143,9 @@ def _beside(path: Path, role: str) -> Path:
 
 
 def _packed(rest: dict[str, Any]) -> bytes:
-    written = io.BytesIO()
-    torch.save(rest, written)
-    return written.getvalue()
+    file = io.BytesIO()
+    torch.save(rest, file)
+    return file.getvalue()
 
 
 def _replace(path: Path, draft: Path) -> None:

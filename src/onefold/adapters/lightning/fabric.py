@@ -70,11 +70,7 @@ class FabricStrategy(DDPStrategy):
     ) -> None:  # fmt: skip
         """Save a directory that loads at any number of ranks and stage. A collective.
 
-        Args:
-            path: the directory; one of the same name is replaced.
-            state: the module that was set up, its optimizers, and other state by name.
-            storage_options: None.
-            filter: None.
+        `state`: the module that was set up, its optimizers, and other state, by name.
         """
         if storage_options is not None or filter is not None:
             got = "storage_options" if storage_options is not None else "filter"

@@ -5,27 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from onefold import config
-from onefold.api import shard
-from onefold.config import OffloadChoice, Precision, PrecisionChoice, StageChoice
+from onefold.adapters.shard_choices import ShardChoices
+from onefold.config import Precision, PrecisionChoice
 from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError
-from onefold.layout.units import UnitChoice
 from onefold.wire import launcher
 from onefold.wire.rank_meeting import as_timeout
 from onefold.wire.ranks import MeshChoice
-from onefold.wire_config import WireChoice, wire_of
+from onefold.wire_config import wire_of
 
 _PURE_BF16 = Precision(master=torch.bfloat16)
 
@@ -38,18 +35,8 @@ PRECISIONS: dict[tuple[str, str], PrecisionChoice] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
-    """The arguments of `onefold.shard` that a strategy was given, checked at once.
-
-    Args: see `onefold.shard`.
-    """
-
-    stage: StageChoice = 3
-    precision: PrecisionChoice = None
-    offload: OffloadChoice = None
-    wire: WireChoice = None
-    units: UnitChoice = None
-    timeout: float | timedelta | None = None
+class Sharding(ShardChoices):
+    """The choices of a strategy, checked at once."""
 
     def __post_init__(self) -> None:
         stage = config.stage_of(3 if self.stage == "auto" else self.stage)
@@ -63,11 +50,6 @@ class Sharding:
                 hint='precision="bf16"',
             )
 
-    @property
-    def group_timeout(self) -> timedelta:
-        """The time that ranks wait for one another in the process group."""
-        return as_timeout(self.timeout) or default_pg_timeout
-
     def precision_with(self, plugin: Any) -> PrecisionChoice:
         """Return the precision that computes as Lightning's plugin does.
 
@@ -75,9 +57,9 @@ class Sharding:
         """
         known = (type(plugin).__name__, str(plugin.precision))
         if known not in PRECISIONS:
+            words = ", ".join(repr(word) for _, word in PRECISIONS)
             raise ConfigError(
-                "Lightning's precision to be one of "
-                + ", ".join(repr(word) for _, word in PRECISIONS),
+                f"Lightning's precision to be one of {words}",
                 f"{known[0]} with precision={known[1]!r}",
                 hint='Strategy(precision="bf16") computes in bf16 and keeps fp32 masters',
             )
@@ -107,10 +89,7 @@ class Sharding:
         _check_ranks()
         precision = self.precision_with(plugin)
         if not is_sharded(module):
-            shard(
-                module, list(optimizers) or None, stage=self.stage, mesh=mesh, units=self.units,
-                precision=precision, offload=self.offload, wire=self.wire, timeout=self.timeout,
-            )  # fmt: skip
+            self.shard(module, list(optimizers) or None, mesh=mesh, precision=precision)
             return
         engine = engine_of(module)
         number = engine.recipe.stage.number

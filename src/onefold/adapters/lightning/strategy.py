@@ -9,6 +9,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Literal
 
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+
 from onefold.adapters.lightning.fabric import FabricStrategy
 from onefold.adapters.lightning.sharding import Sharding
 from onefold.adapters.lightning.trainer import TrainerStrategy
@@ -16,6 +18,7 @@ from onefold.adapters.versions import warn_if_untested
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.errors import ConfigError
 from onefold.layout.units import UnitChoice
+from onefold.wire.rank_meeting import as_timeout
 from onefold.wire_config import WireChoice
 
 
@@ -59,7 +62,7 @@ class Strategy(TrainerStrategy, FabricStrategy):  # pyright: ignore
         for kind in (TrainerStrategy, FabricStrategy):
             kind.__init__(
                 self,
-                timeout=self.sharding.group_timeout,
+                timeout=as_timeout(timeout) or default_pg_timeout,
                 start_method=start_method,
                 process_group_backend=process_group_backend,
             )

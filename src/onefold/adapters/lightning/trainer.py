@@ -38,6 +38,9 @@ class TrainerStrategy(DDPStrategy):
         assert self.lightning_module is not None, "a Trainer connects its module first"
         return self.lightning_module
 
+    def _real_optimizers(self) -> list[Optimizer]:
+        return [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
+
     # set up
 
     def _configure_launcher(self) -> None:
@@ -66,7 +69,7 @@ class TrainerStrategy(DDPStrategy):
         if fits:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            optimizers = [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
+            optimizers = self._real_optimizers()
         mesh = self.sharding.mesh(self.root_device, self.num_nodes, self.num_processes)
         self.sharding.apply(module, optimizers, self.precision_plugin, mesh)
         self.setup_precision_plugin()
@@ -149,10 +152,6 @@ class TrainerStrategy(DDPStrategy):
         """A single file's optimizer states are restored by Lightning."""
         return self._reads_file
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return sharded tensors: each rank has its own rows."""
-        return self._module.state_dict()
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return nothing: `save_checkpoint` saves the states of all ranks."""
         return {}
@@ -162,12 +161,10 @@ class TrainerStrategy(DDPStrategy):
     ) -> None:
         """Save a directory that loads at any number of ranks and stage. A collective."""
         if storage_options is not None:
-            raise ConfigError(
-                "no storage_options", storage_options, hint="save to a local directory"
-            )
+            hint = "save to a local directory"
+            raise ConfigError("no storage_options", storage_options, hint=hint)
         rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
-        optimizers = [o for o in optimizers if not isinstance(o, _MockOptimizer)]
+        optimizers = self._real_optimizers() if "optimizer_states" in checkpoint else []
         checkpoints.write(Path(self.broadcast(filepath)), self._module, optimizers, rest)
 
     def load_checkpoint(
@@ -179,7 +176,7 @@ class TrainerStrategy(DDPStrategy):
         if self._reads_file:
             return super().load_checkpoint(path, weights_only=weights_only)
         fits = self._module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = [o for o in self.optimizers if fits and not isinstance(o, _MockOptimizer)]
+        optimizers = self._real_optimizers() if fits else []
         rest = checkpoints.read(path, self._module, optimizers, weights_only=weights_only)
         return rest | {"state_dict": self._module.state_dict()}  # hooks of the module look at it
 

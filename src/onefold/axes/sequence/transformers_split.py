@@ -31,7 +31,7 @@ from onefold.axes.sequence.attention_calls import Arguments, cut_tensors, main_t
 from onefold.axes.sequence.pieces import IGNORED, SequencePieces
 from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError, StateError
-from onefold.mixed.weighing import mean_count
+from onefold.mixed.sampler import mean_count
 from onefold.wire.collectives import Group
 from onefold.wire.ranks import of_tokens
 
