@@ -28,8 +28,7 @@ from onefold.layout.units import UnitChoice
 from onefold.mixed.speeds import measure, row_shares
 from onefold.recording.report import Report, copied, snapshot, unit_lines
 from onefold.wire import ranks as meshes
-from onefold.wire.rank_meeting import as_timeout, meet
-from onefold.wire.ranks import TIMEOUT
+from onefold.wire.ranks import TIMEOUT, as_timeout, meet
 from onefold.wire.together import announcing, together
 from onefold.wire_config import WireChoice
 

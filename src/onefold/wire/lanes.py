@@ -44,7 +44,7 @@ _CONNECTIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class PhaseNow:
     """The phase of one sharded module on this rank; the engine says when one begins."""
 
@@ -62,6 +62,11 @@ class Lane:
     name: str
     backend: Any  # a ProcessGroupGloo, whose stubs lack some calls
     issued: int = 0
+
+    def begin(self) -> Any:
+        """Count one more collective, which the caller begins on the backend."""
+        self.issued += 1
+        return self.backend
 
 
 class Lanes:
@@ -108,30 +113,25 @@ class Lanes:
         """The lane of collectives begun now."""
         return self.all[_CONNECTIONS[self._now.name]]
 
-    def _begin(self) -> Any:
-        lane = self.all[_CONNECTIONS[self._now.name]]
-        lane.issued += 1
-        return lane.backend
-
     def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
         """See `Group.broadcast`."""
-        return self._begin().broadcast([tensor], self._roots[source])
+        return self.now.begin().broadcast([tensor], self._roots[source])
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """See `Group.all_gather`."""
-        return self._begin()._allgather_base(out, shard, ALL_GATHER)
+        return self.now.begin()._allgather_base(out, shard, ALL_GATHER)
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, numels_out: list[int], numels_sent: list[int]
     ) -> dist.Work:
         """See `Group.all_to_all`."""
-        return self._begin().alltoall_base(out, sent, numels_out, numels_sent, ALL_TO_ALL)
+        return self.now.begin().alltoall_base(out, sent, numels_out, numels_sent, ALL_TO_ALL)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> dist.Work:
         """See `Group.all_reduce_max`."""
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        return self._begin().allreduce([tensor], options)
+        return self.now.begin().allreduce([tensor], options)
 
 
 def _broadcast_options(root: int) -> BroadcastOptions:

@@ -65,7 +65,7 @@ def collect(
         answers: list[Any] = axis.gather(said)
         results = results or answers
         if not isinstance(said, Failure):
-            failure = next((each for each in answers if isinstance(each, Failure)), None)
+            failure = next((answer for answer in answers if isinstance(answer, Failure)), None)
             said = failure or (judge and judge(axis, answers)) or said
     if own is not None:
         try:
@@ -112,9 +112,10 @@ def announcing(group: Group, kind: type[OnefoldError] = WireError) -> Iterator[N
     agreed on need no news, and failed waits have theirs.
     """
     roll_call = None if group.peers is None else group.peers.roll_call
-    if roll_call is None or not roll_call.begin_call():
+    if roll_call is None or roll_call.is_in_call:
         yield
         return
+    roll_call.begin_call()
     try:
         yield
     except BaseException as error:
