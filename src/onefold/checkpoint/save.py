@@ -42,7 +42,7 @@ from onefold.checkpoint.tied_names import RankNames, join_names
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, Failure, as_agreed
-from onefold.tier.collecting import no_garbage
+from onefold.tier.host import no_garbage
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import DONE, Ticket
 from onefold.wire.together import announcing, difference

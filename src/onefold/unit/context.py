@@ -14,7 +14,7 @@ from onefold.errors import WireError
 from onefold.layout.cut import Shares
 from onefold.layout.ledger import Ledger
 from onefold.layout.two_axes import Axes
-from onefold.tier.copies import CopyStream
+from onefold.tier.cpu import CopyStream
 from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.step_device import StepDevice

@@ -1,8 +1,15 @@
-"""A module whose forward runs on one piece of the sequence a rank."""
+"""A module whose forward runs on one piece of the sequence a rank.
+
+[Note: recompute] Activation checkpointing runs parts of the forward inside backward, outside of
+the root's forward. So each module that may hold attention enters the mode there, if no module
+around it has. A recomputed function that calls attention in no module would not: torch's check of
+recomputed shapes ends it with an error.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,15 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from onefold.axes.sequence.attention import SplitAttention
-from onefold.axes.sequence.attention_calls import Calls, Names, main_tensor
+from onefold.axes.sequence.attention import AttentionMode, SplitAttention
+from onefold.axes.sequence.attention_calls import Calls, Names, SequencePieces, main_tensor
 from onefold.axes.sequence.head_exchange import Gather
-from onefold.axes.sequence.layer_hooks import AttentionHooks
-from onefold.axes.sequence.pieces import SequencePieces
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import digest_of
 from onefold.engine.forward_threads import ThreadStack
 from onefold.engine.registry import ENGINE, find_engine
+from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 
@@ -43,7 +49,7 @@ class SequenceSplit:
         self._calls = calls
         self._names = Names.of(module)
         self._attention = SplitAttention(group)
-        self._hooks = AttentionHooks(self._attention)
+        self._hooks = _AttentionHooks(self._attention)
         self._module = ref(module)
         self._checked: Callable[[], Engine | None] = lambda: None
         self._has_compared = self._has_looked = False
@@ -185,7 +191,7 @@ class SequenceSplit:
             return
         mine = digest_of(main), list(main.shape)
         everyone = self._group.gather(mine)
-        if any(each != everyone[0] for each in everyone):
+        if any(rows != everyone[0] for rows in everyone):
             shapes = [shape for _, shape in everyone]
             raise ConfigError(
                 "the same whole rows on all ranks that share a sequence",
@@ -193,6 +199,51 @@ class SequenceSplit:
                 hint="pick rows by the rank in the data axis, not by the global rank",
             )
         self._has_compared = True
+
+
+class _AttentionHooks(threading.local):
+    """Enter and leave the mode on this thread; its hooks take no part in graphs."""
+
+    def __init__(self, attention: SplitAttention) -> None:
+        self._mode = AttentionMode(attention)
+        self._owner: nn.Module | None = None  # whose forward entered the mode
+        self._depth = 0
+
+    def enter(self, module: nn.Module) -> None:
+        """Enter the mode, unless a module around this one has."""
+        if self._owner is None:
+            self._mode.__enter__()
+            self._owner = module
+        self._depth += self._owner is module
+
+    def leave(self, module: nn.Module) -> None:
+        """Leave it with the module that has entered it, also where its forward failed."""
+        if self._owner is module:
+            self._depth -= 1
+            if self._depth == 0:
+                self._owner = None
+                self._mode.__exit__(None, None, None)
+
+    def install(self, root: nn.Module) -> Iterator[RemovableHandle]:
+        """Hook the parts that may hold attention; the root is hooked by the caller."""
+        for module in root.modules():
+            if module is not root and not _is_plain_leaf(module):
+                yield module.register_forward_pre_hook(self._before)
+                yield module.register_forward_hook(self._after, always_call=True)
+
+    @torch._disable_dynamo
+    def _before(self, module: nn.Module, _: Any) -> None:
+        if in_backward():
+            self.enter(module)
+
+    @torch._disable_dynamo
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        self.leave(module)
+
+
+def _is_plain_leaf(module: nn.Module) -> bool:
+    """True for torch's own layers, which call no attention."""
+    return type(module).__module__.startswith("torch.nn.") and not any(module.children())
 
 
 def _ranks_of(group: Group) -> set[int]:
