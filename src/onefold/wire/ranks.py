@@ -16,9 +16,9 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onefold.errors import ConfigError, WireError
+from onefold.errors import ConfigError, Failure, WireError
 from onefold.layout.two_axes import Axes
 from onefold.wire import launcher
 from onefold.wire.collectives import Group
@@ -27,6 +27,7 @@ from onefold.wire.interfaces import use_link_to_hosts
 from onefold.wire.lanes import Lanes, PhaseNow
 from onefold.wire.peers import Peers
 from onefold.wire.roll_call import RollCall
+from onefold.wire.together import read_refusal, refusing
 
 TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for one another in a process group that Onefold starts."""
@@ -231,6 +232,17 @@ def local_place(group: Group) -> tuple[int, int]:
     return group.local or launcher.local_place() or (group.rank, group.world_size)
 
 
+def find_and_meet(mesh: MeshChoice, timeout: object = None) -> Ranks:
+    """Find the ranks to shard over, and let them meet. A collective.
+
+    If one rank raises for its arguments, those that wait for it raise too.
+    """
+    with refusing():
+        limit = as_timeout(timeout)
+        ranks = resolve(mesh, limit or TIMEOUT)
+    return meet(ranks, limit)
+
+
 def meet(ranks: Ranks, timeout: timedelta | None = None) -> Ranks:
     """Connect the ranks of every group that have not met, and learn their hosts. A collective.
 
@@ -265,10 +277,15 @@ def _connected(
         return group
     store, members = handle.get_group_store(), (group.rank, group.world_size)
     # every rank shards in the same order: its n-th meeting is the n-th of all
-    name = f"onefold/{store.add(f'onefold/meetings/{group.rank}', 1)}"
+    meetings = f"onefold/meetings/{group.rank}"
+    name = f"onefold/{store.add(meetings, 1)}"
     if roll_call is not None:  # lanes of parts have names of their own: answers compare them
         name += f" {handle.group_name}"
-    lanes = Lanes.connect(store, name, members, phase, timeout or _timeout_of(handle))
+    limit = timeout or _timeout_of(handle)
+    if roll_call is None and (failure := _await_ranks(group, store, name, limit)):
+        store.add(meetings, -1)
+        raise failure.error()
+    lanes = Lanes.connect(store, name, members, phase, limit)
     if roll_call is None:
         turns = PrefixStore(f"{name}/roll call", store.clone())  # type: ignore[attr-defined]
         roll_call = RollCall(turns, *members, owner=phase)
@@ -278,6 +295,18 @@ def _connected(
         return (timeout or _timeout_of(handle)).total_seconds()
 
     return replace(group, peers=Peers(lanes, roll_call, timeout, time_limit))
+
+
+def _await_ranks(group: Group, store: Store, name: str, timeout: timedelta) -> Failure | None:
+    """Wait until all ranks are here, or time is up, which `Lanes.connect` tells; or one refuses."""
+    here, until = f"{name}/here", time.monotonic() + timeout.total_seconds()
+    store.add(here, 1)
+    while store.add(here, 0) < group.world_size and time.monotonic() < until:
+        if failure := read_refusal(group):
+            store.add(here, -1)
+            return failure
+        time.sleep(0.02)
+    return None
 
 
 def _has_gloo(handle: dist.ProcessGroup) -> bool:

@@ -5,6 +5,7 @@
     first        run on rank 0: its result on every rank
     same         the same, and compare what ranks return
     announcing   around a call: ranks that wait inside learn that this one fails
+    refusing     before ranks have met: those that wait for this one learn that it fails
 
 The rank that fails raises its own error, whatever it is. The others raise an `OnefoldError` that
 names the rank, of the same class if the error is ours.
@@ -12,13 +13,19 @@ names the rank, of the same class if the error is ours.
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
 from onefold.errors import Failure, OnefoldError, WireError, as_agreed, expected, is_agreed
 from onefold.wire.collectives import Group
+from onefold.wire.roll_call import LINGER_S
 
 T = TypeVar("T")
 
@@ -129,3 +136,67 @@ def announcing(group: Group, kind: type[OnefoldError] = WireError) -> Iterator[N
 def failure_of(error: BaseException, group: Group, kind: type[OnefoldError]) -> Failure:
     """This rank's error as the others raise it."""
     return Failure.of(error, group.global_ranks()[group.rank], kind)
+
+
+_REFUSALS = "onefold/refusals"
+"""The key, in the store of the default process group, for the number of ranks that refuse."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Tell ranks that wait to meet this one if it fails in the block, and why.
+
+    They raise at once: see `read_refusal`. A rank that tries again comes after all.
+    """
+    own, store = f"{_REFUSALS}/{_global_rank()}", _store_of_world()
+    if store is not None and store.check([own]) and store.get(own):
+        store.set(own, "")
+        store.add(_REFUSALS, -1)
+    try:
+        yield
+    except BaseException as error:
+        store = _store_of_world()
+        if store is not None:
+            _refuse(store, own, Failure.of(error, _global_rank(), WireError))
+        raise
+
+
+def _refuse(store: Store, own: str, failure: Failure) -> None:
+    """Leave the failure; wait a moment until all have read it or refuse as well."""
+    store.set(f"{own}/known", "0")
+    number = store.add(f"{own}/number", 1)
+    store.set(own, f"{number} {pickle.dumps(failure).hex()}")
+    store.add(_REFUSALS, 1)
+    until = time.monotonic() + LINGER_S
+    while time.monotonic() < until:
+        if store.add(_REFUSALS, 0) + store.add(f"{own}/known", 0) >= dist.get_world_size():
+            return
+        time.sleep(LINGER_S / 20)
+
+
+def read_refusal(group: Group) -> Failure | None:
+    """The failure of a rank of the group that refuses to meet the others; each is read once."""
+    store = _store_of_world()
+    if store is None or store.add(_REFUSALS, 0) == 0:
+        return None
+    for key in (f"{_REFUSALS}/{rank}" for rank in group.global_ranks()):
+        if store.check([key]) and (text := store.get(key).decode()):
+            number, _, failure = text.partition(" ")
+            mark = f"{key}/read by {_global_rank()}"
+            if store.add(mark, 0) < int(number):
+                store.set(mark, number)
+                store.add(f"{key}/known", 1)
+                return pickle.loads(bytes.fromhex(failure))
+    return None
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _store_of_world() -> Store | None:
+    """The store that all ranks share; None for a process alone, and for test doubles."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None or "gloo" not in dist.get_backend_config(world):
+        return None
+    return world.get_group_store()
