@@ -24,8 +24,8 @@ subnormals agree, and a group of zeros needs no case of its own. Infinities and 
 of their group NaN and its payload 0: the whole group decodes to NaN.
 
 Every operation is a correctly rounded one of fp32, in a fixed order: all devices produce the same
-bits, and so does the C kernel (native/codec.c), which is used on the CPU where it was compiled: one
-pass over memory where torch makes five to thirty, block by block.
+bits, and so does the C kernel (kernels/codec.c), which is used on the CPU where it was compiled:
+one pass over memory where torch makes five to thirty, block by block.
 
 [Note: rotation] Values of a group share the scale of the largest one; where most of the others are
 small (heavy tails) they lose their bits to it. A Hadamard matrix H of order 32 turns a block into
