@@ -113,8 +113,7 @@ class Codec:
         values, (scales, payload) = values.detach().contiguous(), self._parts(message)
         native = self._native(values)
         if native is not None:
-            parts = Parts(self.word, self.group, self.is_rotated, scales, payload)
-            native.encode(values, parts)
+            native.encode(values, Parts(self.word, self.group, self.is_rotated, scales, payload))
         else:
             _encode(self, values, scales, payload)
 

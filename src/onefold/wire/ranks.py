@@ -196,9 +196,17 @@ def join_launcher(timeout: timedelta = TIMEOUT) -> None:
     """
     if launcher.world_size() == 1:
         launcher.warn_of_others()
-        return
-    launcher.check()
-    device = take_own_device()
+    else:
+        launcher.check()
+        start_group(take_own_device(), timeout)
+        _leave_at_exit()
+
+
+def start_group(device: torch.device, timeout: timedelta) -> None:
+    """Initialise the default process group of the launcher's ranks, for messages of `device`.
+
+    Raises `WireError` if the ranks do not find each other.
+    """
     if device.type == "cpu":
         use_link_to_hosts()
     try:
@@ -206,7 +214,6 @@ def join_launcher(timeout: timedelta = TIMEOUT) -> None:
     except RuntimeError as error:  # of the store, of gloo, of NCCL
         reason = str(error).splitlines()[0]
         raise WireError(launcher.not_met(reason, timeout, variable_for(device))) from error
-    _leave_at_exit()
 
 
 def with_hosts(group: Group) -> Group:

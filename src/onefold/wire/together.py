@@ -138,60 +138,44 @@ def failure_of(error: BaseException, group: Group, kind: type[OnefoldError]) -> 
     return Failure.of(error, group.global_ranks()[group.rank], kind)
 
 
-_REFUSALS = "onefold/refusals"
-"""The key, in the store of the default process group, for the number of ranks that refuse."""
-
-
 @contextmanager
 def refusing() -> Iterator[None]:
     """Tell ranks that wait to meet this one if it fails in the block, and why.
 
-    They raise at once: see `read_refusal`. A rank that tries again comes after all.
+    All ranks enter the same blocks in the same order; those that wait look for `read_refusal`.
     """
-    own, store = f"{_REFUSALS}/{_global_rank()}", _store_of_world()
-    if store is not None and store.check([own]) and store.get(own):
-        store.set(own, "")
-        store.add(_REFUSALS, -1)
+    if store := _store_of_world():
+        store.add(f"onefold/calls/{dist.get_rank()}", 1)
     try:
         yield
     except BaseException as error:
-        store = _store_of_world()
-        if store is not None:
-            _refuse(store, own, Failure.of(error, _global_rank(), WireError))
+        if store := _store_of_world():
+            call, rank = _call_of(store), dist.get_rank()
+            failure = Failure.of(error, rank, WireError)
+            store.set(f"{call}/{rank}", pickle.dumps(failure).hex())
+            until = time.monotonic() + LINGER_S  # the others may learn it from its store
+            known = store.add(call, 1)
+            while known < dist.get_world_size() and time.monotonic() < until:
+                time.sleep(LINGER_S / 20)
+                known = store.add(call, 0)
         raise
 
 
-def _refuse(store: Store, own: str, failure: Failure) -> None:
-    """Leave the failure; wait a moment until all have read it or refuse as well."""
-    store.set(f"{own}/known", "0")
-    number = store.add(f"{own}/number", 1)
-    store.set(own, f"{number} {pickle.dumps(failure).hex()}")
-    store.add(_REFUSALS, 1)
-    until = time.monotonic() + LINGER_S
-    while time.monotonic() < until:
-        if store.add(_REFUSALS, 0) + store.add(f"{own}/known", 0) >= dist.get_world_size():
-            return
-        time.sleep(LINGER_S / 20)
-
-
 def read_refusal(group: Group) -> Failure | None:
-    """The failure of a rank of the group that refuses to meet the others; each is read once."""
+    """The failure of a rank of the group that refuses to meet the others in this call."""
     store = _store_of_world()
-    if store is None or store.add(_REFUSALS, 0) == 0:
+    call = "" if store is None else _call_of(store)
+    if store is None or store.add(call, 0) == 0:  # ranks that refuse, and those that know of one
         return None
-    for key in (f"{_REFUSALS}/{rank}" for rank in group.global_ranks()):
-        if store.check([key]) and (text := store.get(key).decode()):
-            number, _, failure = text.partition(" ")
-            mark = f"{key}/read by {_global_rank()}"
-            if store.add(mark, 0) < int(number):
-                store.set(mark, number)
-                store.add(f"{key}/known", 1)
-                return pickle.loads(bytes.fromhex(failure))
+    for key in (f"{call}/{rank}" for rank in group.global_ranks()):
+        if store.check([key]):
+            store.add(call, 1)
+            return pickle.loads(bytes.fromhex(store.get(key).decode()))
     return None
 
 
-def _global_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _call_of(store: Store) -> str:
+    return f"onefold/refused/{store.add(f'onefold/calls/{dist.get_rank()}', 0)}"
 
 
 def _store_of_world() -> Store | None:

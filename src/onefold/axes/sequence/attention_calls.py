@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,23 +72,30 @@ class SequencePieces:
         return self.cut(torch.arange(self.length, device=device), 0)[None]
 
 
-class Calls(Protocol):
+class Calls(ABC):
     """How a module's forward is called for one piece of its sequence."""
 
-    has_own_masks: bool  # every attention has a mask that covers padding
+    has_own_masks = False  # every attention has a mask that covers padding
 
-    def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments: ...
-    def around(
-        self, whole: Arguments, pieces: SequencePieces
-    ) -> AbstractContextManager[object]: ...
-    def outputs(self, outputs: Any) -> Any: ...
-    def remove(self) -> None: ...
+    @abstractmethod
+    def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:
+        """Cut the arguments of a forward over the `whole` sequence."""
+
+    def around(self, whole: Arguments, pieces: SequencePieces) -> AbstractContextManager[object]:
+        """Enclose the forward."""
+        return nullcontext()
+
+    def outputs(self, outputs: Any) -> Any:
+        """Return the outputs without those that one piece cannot give."""
+        return outputs
+
+    def remove(self) -> None:
+        """Undo what was changed for these calls."""
+        return
 
 
-class PlainCalls:
+class PlainCalls(Calls):
     """Cut every tensor whose second axis is the sequence, and pass global positions."""
-
-    has_own_masks = False
 
     def __init__(self, module: nn.Module, positions: str | None) -> None:
         if positions is not None and not takes(module, positions):
@@ -109,15 +117,6 @@ class PlainCalls:
         elif name is not None and arguments[name].ndim == 1:
             arguments[name] = arguments[name][None]
         return {key: cut_tensors(value, main, pieces) for key, value in arguments.items()}
-
-    def around(self, whole: Arguments, pieces: SequencePieces) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def outputs(self, outputs: Any) -> Any:
-        return outputs
-
-    def remove(self) -> None:
-        """Nothing was changed."""
 
 
 def main_tensor(whole: Mapping[str, Any]) -> Tensor:

@@ -30,6 +30,7 @@ from transformers.masking_utils import (
 from onefold.axes.sequence.attention_calls import (
     IGNORED,
     Arguments,
+    Calls,
     SequencePieces,
     cut_tensors,
     main_tensor,
@@ -136,7 +137,7 @@ def calls_of(module: nn.Module, group: Group, inputs: bool) -> TransformersCalls
     return TransformersCalls(module, model, group)
 
 
-class TransformersCalls:
+class TransformersCalls(Calls):
     """Calls of a model of transformers, which may be wrapped, by PEFT for example."""
 
     has_own_masks = True
