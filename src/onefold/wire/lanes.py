@@ -92,12 +92,7 @@ class Lanes:
             try:
                 backend = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
             except RuntimeError as error:
-                raise WireError(
-                    f"all {size} ranks in onefold.shard within {timeout.total_seconds():g} s",
-                    str(error).splitlines()[0],
-                    where=f"rank {rank}",
-                    hint="every rank calls onefold.shard, the same number of times",
-                ) from error
+                raise absent(members, timeout, str(error).splitlines()[0]) from error
             # a wait that ends first can say where every rank is (wire/peers.py)
             backend._set_default_timeout(timeout + _LATER)
             lanes[connection] = Lane(prefix, backend)
@@ -132,6 +127,14 @@ class Lanes:
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         return self.now.begin().allreduce([tensor], options)
+
+
+def absent(members: tuple[int, int], timeout: timedelta, got: str) -> WireError:
+    """The error for ranks that do not come in time; `members` is (rank, world size)."""
+    rank, size = members
+    wanted = f"all {size} ranks in onefold.shard within {timeout.total_seconds():g} s"
+    hint = "every rank calls onefold.shard, the same number of times"
+    return WireError(wanted, got, where=f"rank {rank}", hint=hint)
 
 
 def _broadcast_options(root: int) -> BroadcastOptions:

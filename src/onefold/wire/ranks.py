@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onefold.errors import ConfigError, Failure, WireError
+from onefold.errors import ConfigError, OnefoldError, WireError
 from onefold.layout.two_axes import Axes
 from onefold.wire import launcher
 from onefold.wire.collectives import Group
 from onefold.wire.devices import backends_for, take_own_device, variable_for
 from onefold.wire.interfaces import use_link_to_hosts
-from onefold.wire.lanes import Lanes, PhaseNow
+from onefold.wire.lanes import Lanes, PhaseNow, absent
 from onefold.wire.peers import Peers
 from onefold.wire.roll_call import RollCall
 from onefold.wire.together import read_refusal, refusing
@@ -289,9 +289,9 @@ def _connected(
     if roll_call is not None:  # lanes of parts have names of their own: answers compare them
         name += f" {handle.group_name}"
     limit = timeout or _timeout_of(handle)
-    if roll_call is None and (failure := _await_ranks(group, store, name, limit)):
+    if roll_call is None and (error := _await_ranks(group, store, name, limit)):
         store.add(meetings, -1)
-        raise failure.error()
+        raise error
     lanes = Lanes.connect(store, name, members, phase, limit)
     if roll_call is None:
         turns = PrefixStore(f"{name}/roll call", store.clone())  # type: ignore[attr-defined]
@@ -304,14 +304,16 @@ def _connected(
     return replace(group, peers=Peers(lanes, roll_call, timeout, time_limit))
 
 
-def _await_ranks(group: Group, store: Store, name: str, timeout: timedelta) -> Failure | None:
-    """Wait until all ranks are here, or time is up, which `Lanes.connect` tells; or one refuses."""
+def _await_ranks(group: Group, store: Store, name: str, timeout: timedelta) -> OnefoldError | None:
+    """Wait until all ranks are here; return the error of one that refuses, or for those absent."""
     here, until = f"{name}/here", time.monotonic() + timeout.total_seconds()
     store.add(here, 1)
-    while store.add(here, 0) < group.world_size and time.monotonic() < until:
-        if failure := read_refusal(group):
+    while (count := store.add(here, 0)) < group.world_size:
+        refusal = read_refusal(group)
+        if refusal is not None or time.monotonic() > until:
             store.add(here, -1)
-            return failure
+            members = group.rank, group.world_size
+            return refusal.error() if refusal else absent(members, timeout, f"{count} of them")
         time.sleep(0.02)
     return None
 
