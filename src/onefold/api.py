@@ -28,8 +28,6 @@ from onefold.layout.units import UnitChoice
 from onefold.mixed.speeds import measure, row_shares
 from onefold.recording.report import Report, copied, snapshot, unit_lines
 from onefold.wire import ranks as meshes
-from onefold.wire.rank_meeting import as_timeout, meet
-from onefold.wire.ranks import TIMEOUT
 from onefold.wire.together import announcing, together
 from onefold.wire_config import WireChoice
 
@@ -105,8 +103,7 @@ def _shard(
     timeout: float | timedelta | None = None,
 ) -> nn.Module:  # fmt: skip
     """See `shard`."""
-    limit = as_timeout(timeout)
-    ranks = meet(meshes.resolve(mesh, limit or TIMEOUT), limit)
+    ranks = meshes.find_and_meet(mesh, timeout)
 
     with announcing(ranks.everyone):
         tree = ModuleTree.of(module)
@@ -164,7 +161,7 @@ def stream(
 
     Source: ZeRO-Inference (DeepSpeed, 2022), ZeRO-Infinity (arXiv 2104.07857).
     """
-    ranks = meet(meshes.resolve(mesh, TIMEOUT), None)
+    ranks = meshes.find_and_meet(mesh)
     with announcing(ranks.everyone):
         arguments, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
         build(arguments.parts, resolve(arguments, ranks))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onefold
-from onefold.axes.pipelines.window import windows_of
+from onefold.axes.pipelines.drive import windows_of
 from onefold.engine.registry import engine_of
 from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
 from onefold.planner.composition import Place, Window, free_of, stages_of

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from onefold.axes.sequence.attention import SplitAttention
-from onefold.axes.sequence.head_exchange import Gather
-from onefold.axes.sequence.heads import HeadCut
+from onefold.axes.sequence.head_exchange import Gather, HeadCut
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 from tests.support.ranks import run_processes, run_ranks

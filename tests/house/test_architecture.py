@@ -62,7 +62,7 @@ def test_every_module_says_what_it_is_for():
     assert silent == []
 
 
-RANK_FILES = {"devices", "interfaces", "launcher", "local_ranks", "rank_meeting", "ranks", "world"}
+RANK_FILES = {"devices", "interfaces", "launcher", "local_ranks", "ranks", "world"}
 """Files of wire/ that find or start the ranks: they read the environment."""
 
 

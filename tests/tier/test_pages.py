@@ -7,8 +7,15 @@ import sys
 import pytest
 import torch
 
-from onefold.tier.device import DeviceStore
-from onefold.tier.pages import MAX_SPARE, PAGES_NBYTES, START_NBYTES, PagePool, Pages, mover
+from onefold.tier.device import (
+    MAX_SPARE,
+    PAGES_NBYTES,
+    START_NBYTES,
+    DeviceStore,
+    PagePool,
+    Pages,
+    mover,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages move on Linux only")
 NUMEL = PAGES_NBYTES  # four times the least, in fp32

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.engine.registry import engine_of
 from onefold.layout.ledger import Usage
-from onefold.wire.spare_buffers import SpareBuffers
+from onefold.wire.exchange import SpareBuffers
 from tests.support.models import WIDTH, Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
 

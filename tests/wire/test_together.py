@@ -14,6 +14,7 @@ from torch import nn
 import onefold
 from onefold.checkpoint import contents, save, targets
 from onefold.checkpoint.storage import ReadPlanner, WritePlanner
+from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError, OnefoldError, TierError, WireError
 from onefold.mixed import reshare
 from onefold.wire.collectives import Group
@@ -273,3 +274,26 @@ def fails_in_reshare(rank: int, folder: str) -> None:
 @pytest.mark.process
 def test_a_rank_that_fails_among_the_messages_of_reshare_ends_those_that_wait(tmp_path):
     run_processes(3, fails_in_reshare, str(tmp_path))
+
+
+def refuses(rank: int) -> None:
+    """Rank 1 is given what no rank can take, or fails where the others gather."""
+    module, optimizer = module_of(rank)
+    for wrong in ({"mesh": "pp"}, {"timeout": -1}):
+        arguments = wrong if rank == 1 else {}
+        raised, seconds = outcome(lambda: onefold.shard(module, optimizer, **arguments))
+        assert seconds < LIMIT_S, seconds
+        assert type(raised) is ConfigError, raised
+        assert rank == 1 or f"rank 1: expected {next(iter(wrong))} to be" in str(raised)
+    onefold.shard(module, optimizer)  # the same objects, in step again
+    if rank == 1:
+        engine_of(module).note_structure = lambda: fail(MemoryError, 0, 0)
+    raised = outcome(lambda: onefold.unsharded(module).__enter__())
+    check([raised], 0, MemoryError, MemoryError) if rank == 1 else check_other(
+        raised, MemoryError, WireError
+    )
+
+
+@pytest.mark.process
+def test_a_rank_that_fails_before_ranks_meet_or_in_unsharded_ends_those_that_wait():
+    run_processes(3, refuses)

@@ -59,21 +59,21 @@ def clip_grad_norm_(
     if not order > 0:
         hint = "norm_type=2.0 is the usual norm, math.inf the largest absolute value"
         raise ConfigError("norm_type above 0", norm_type, hint=hint)
-    given = [parameters] if isinstance(parameters, nn.Module | Tensor) else list(parameters)
+    parts = [parameters] if isinstance(parameters, nn.Module | Tensor) else list(parameters)
     tensors = [
         tensor
-        for part in given
+        for part in parts
         for tensor in (part.parameters() if isinstance(part, nn.Module) else (part,))
     ]
-    pipeline = _pipeline_of(tensors, has_modules=any(isinstance(p, nn.Module) for p in given))
+    pipeline = _pipeline_of(tensors, has_modules=any(isinstance(p, nn.Module) for p in parts))
     by_mesh = _by_mesh(tensors)
-    norms = [_norm(each, order) for each in by_mesh.values()]
+    norms = [_norm(members, order) for members in by_mesh.values()]
     total = _together(norms, order, pipeline)
     if error_if_nonfinite and not bool(total.isfinite()):
         hint = "lower the learning rate or the loss scale, or look for NaN in the batch"
         raise StateError("gradients of a finite norm", total.item(), hint=hint)
-    for each in by_mesh.values():
-        torch.nn.utils.clip_grads_with_norm_(each, max_norm, total)
+    for members in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(members, max_norm, total)
     return total
 
 
@@ -86,9 +86,9 @@ def _pipeline_of(tensors: list[Tensor], *, has_modules: bool) -> Group | None:
             "a stage that a schedule runs without onefold.pipeline",
             hint="call onefold.pipeline(schedule) before the first step",
         )
-    found = {engine.pipeline for engine in engines}
-    pipeline = found.pop() if len(found) == 1 else None
-    if found or (pipeline and has_modules and len(engines) < pipeline.num_stages):
+    axes = {engine.pipeline for engine in engines}
+    pipeline = axes.pop() if len(axes) == 1 else None
+    if axes or (pipeline and has_modules and len(engines) < pipeline.num_stages):
         got = f"parts of {len(engines)} modules"
         wanted = "all stages of this rank, and no other module"
         hint = "onefold.clip_grad_norm_([first_stage, second_stage], 1.0)"
@@ -126,7 +126,7 @@ def _norm_of_pieces(grads: list[DTensor], order: float) -> Tensor:
     by_copies: dict[int, list[Tensor]] = {}
     for grad in grads:
         copies = math.prod(
-            mesh.size(axis) for axis, each in enumerate(grad.placements) if each.is_replicate()
+            mesh.size(axis) for axis, kind in enumerate(grad.placements) if kind.is_replicate()
         )
         by_copies.setdefault(copies, []).append(grad.to_local())
     dtype = torch.promote_types(torch.float32, grads[0].dtype)

@@ -40,7 +40,7 @@ from onefold.checkpoint.agreement import as_checkpoint_error, damage
 from onefold.checkpoint.checked_files import BlockReader, BlockWriter, FileRecord
 from onefold.checkpoint.directory import METADATA, Found
 from onefold.errors import CheckpointError, Failure, as_agreed
-from onefold.tier.collecting import no_garbage
+from onefold.tier.host import no_garbage
 from onefold.wire.collectives import Group
 
 MARK = "onefold"

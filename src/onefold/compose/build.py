@@ -36,8 +36,7 @@ from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import Owned, UnitPlan, plan_units
 from onefold.planner.memory import Expectation
 from onefold.recipe import Recipe
-from onefold.tier.device import DeviceStore
-from onefold.tier.pages import return_free_memory
+from onefold.tier.device import DeviceStore, return_free_memory
 from onefold.tier.store import Store
 from onefold.unit.context import Context, Tiers
 from onefold.unit.cut_dtensor import WeightedMesh

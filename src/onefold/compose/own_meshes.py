@@ -19,8 +19,7 @@ from onefold.recipe import Recipe
 from onefold.unit.context import OwnMesh
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
-from onefold.wire.rank_meeting import meet_part
-from onefold.wire.ranks import Ranks
+from onefold.wire.ranks import Ranks, meet_part
 
 EXPERTS = "own_experts"
 """The attribute of a module that names the experts that this rank holds: `ExpertParallel`."""

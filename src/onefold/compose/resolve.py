@@ -49,8 +49,7 @@ from onefold.planner.memory import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from onefold.wire.devices import check_devices, device_of
-from onefold.wire.rank_meeting import meet
-from onefold.wire.ranks import Ranks, local_place, two_axes_of_launcher
+from onefold.wire.ranks import Ranks, local_place, meet, two_axes_of_launcher
 from onefold.wire.together import collect, difference
 from onefold.wire_config import Wire, resolve_wire, wire_of
 

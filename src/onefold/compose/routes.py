@@ -14,9 +14,8 @@ from onefold.wire.coded import Coded
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
 from onefold.wire.ranks import Ranks
-from onefold.wire.streamed import Streamed
-from onefold.wire.timed import Timed
 from onefold.wire.transport import Composed, LocalTransport, Transport
+from onefold.wire.wrapped import Streamed, Timed
 from onefold.wire_config import DIFFERENCE, EXACT, Wire
 
 

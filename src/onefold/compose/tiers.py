@@ -20,8 +20,7 @@ from onefold.layout.ledger import Ledger
 from onefold.layout.units import UnitPlan
 from onefold.recipe import Recipe
 from onefold.text import format_share
-from onefold.tier.copies import CopyStream
-from onefold.tier.cpu import HostStore
+from onefold.tier.cpu import CopyStream, HostStore
 from onefold.tier.device import DeviceStore
 from onefold.tier.disk import DiskStore, SwapFile
 from onefold.tier.files import FileStore

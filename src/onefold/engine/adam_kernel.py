@@ -1,4 +1,4 @@
-"""Call the C kernel of native/adam.c, where it was compiled and this CPU runs it."""
+"""Call the C kernel of wire/kernels/adam.c, where it was compiled and this CPU runs it."""
 
 from __future__ import annotations
 

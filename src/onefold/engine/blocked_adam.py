@@ -4,9 +4,9 @@ The optimizer's own step needs three passes: widen all gradients to fp32 (4 more
 step, round the masters into the weights. Here an element moves 28 bytes once (bf16 gradient in,
 master and two moments in and out, bf16 weight out), in one of two ways:
 
-    native     bf16 in CPU memory, where the C kernel was compiled: one loop (native/adam.c). On x86
-               it has the bits of torch's kernel, elsewhere maybe not. So dtypes and the device
-               choose it, never a tier or a stage, which must agree bitwise.
+    native     bf16 in CPU memory, where the C kernel was compiled: one loop (wire/kernels/adam.c).
+               On x86 it has the bits of torch's kernel, elsewhere maybe not. So dtypes and the
+               device choose it, never a tier or a stage, which must agree bitwise.
     in blocks  otherwise: each block is widened, stepped by torch's fused kernel and rounded before
                the next, with one block of extra memory. Blocks are multiples of that kernel's
                vector width, so the bits are those of one call.

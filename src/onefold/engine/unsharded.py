@@ -16,6 +16,7 @@ from onefold.layout.ledger import Kind
 from onefold.unit.buffer import Buffer
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
+from onefold.wire.together import announcing
 
 
 @contextmanager
@@ -25,22 +26,13 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     The buffers are temporary, and not those of compute: tensors that a graph refers to stay as they
     are, and without `writeback` every edit is dropped.
     """
-    if engine.schedule.forward_depth > 0 or in_backward():
-        raise StateError(
-            "onefold.unsharded outside forward and backward",
-            "a call from within one",
-            where=f"rank {engine.group.rank}",
-            hint="modules that run already see unsharded parameters",
-        )
+    shown: dict[UnitParameter, nn.Parameter] = {}
+    with announcing(engine.group):
+        _check_moment(engine)
+        buffers = [] if engine.is_unsharded else _show_all(engine, shown)
     if engine.is_unsharded:
         yield
         return
-    for unit in engine.units:
-        unit.reshard(release=False)
-    engine.note_structure()  # an adapter may have been deleted since the last forward
-    shown: dict[UnitParameter, nn.Parameter] = {}
-    buffers = [_show_unsharded(unit, shown) for unit in engine.units]
-    engine.context.routes.rest()
     try:
         with engine.driven(is_suspended=True):
             yield
@@ -58,6 +50,26 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
         shown.clear()
         buffers.clear()
     engine.note_structure()
+
+
+def _check_moment(engine: Engine) -> None:
+    if engine.schedule.forward_depth > 0 or in_backward():
+        raise StateError(
+            "onefold.unsharded outside forward and backward",
+            "a call from within one",
+            where=f"rank {engine.group.rank}",
+            hint="modules that run already see unsharded parameters",
+        )
+
+
+def _show_all(engine: Engine, shown: dict[UnitParameter, nn.Parameter]) -> list[Buffer]:
+    """Gather all units, and keep what is `shown`; a collective."""
+    for unit in engine.units:
+        unit.reshard(release=False)
+    engine.note_structure()  # an adapter may have been deleted since the last forward
+    buffers = [_show_unsharded(unit, shown) for unit in engine.units]
+    engine.context.routes.rest()
+    return buffers
 
 
 def _forget_removed(engine: Engine, shown: Iterable[UnitParameter]) -> None:

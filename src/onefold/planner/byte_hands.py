@@ -14,7 +14,7 @@ from onefold.planner.replay import Event, EventKind
 from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
-from onefold.wire.spare_buffers import SpareBuffers
+from onefold.wire.exchange import SpareBuffers
 
 Holding = dict[tuple[str, str], int]
 """Bytes by (kind, tier); kinds are those of `onefold.layout.ledger.Kind`, and `logits`."""

@@ -2,7 +2,7 @@
 
 The cost of coding on the CPU was measured by benchmarks/codec.py (docs/measurements/codecs.md). On
 a GPU it was not measured: the bytes that torch's passes over fp32 move are counted in
-wire/codec.py and wire/rotation.py, and divided by the machine's rate for memory. No torch here.
+wire/codec.py, and divided by the machine's rate for memory. No torch here.
 """
 
 from __future__ import annotations

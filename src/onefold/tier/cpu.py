@@ -1,9 +1,10 @@
-"""CPU memory for state that has left an accelerator: one arena of exact size, registered once."""
+"""CPU memory for state that has left an accelerator: one arena, and a stream of copies from it."""
 
 from __future__ import annotations
 
 import mmap
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,3 +77,35 @@ def _map(nbytes: int) -> Tensor:
             stacklevel=5,
         )
     return arena
+
+
+class CopyStream:
+    """A stream for copies of weights to an accelerator; a context in which they and messages begin.
+
+    The stream starts behind all that computes by then, as it fills memory that was in use. Copies
+    of page-locked memory run while the device computes and the host goes on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+
+    def __enter__(self) -> None:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+        self._stream.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.__exit__(*error)
+
+    def copy(self, into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Begin to copy each source; nobody may change or free it before `ended`."""
+        torch._foreach_copy_(list(into), list(sources), non_blocking=True)
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits, on the host, for all copies that have begun.
+
+        The host waits at the first use of the weights, while the device computes with others. So
+        the sources may be edited, stepped or reused afterwards.
+        """
+        done = torch.Event(self._stream.device)
+        done.record(self._stream)
+        return done.synchronize

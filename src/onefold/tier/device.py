@@ -1,12 +1,142 @@
-"""The tier of compute: tensors that kernels use in place."""
+"""The tier of compute: tensors that kernels use in place.
+
+Where the CPU computes, host memory is mapped in pages, and the pages of released buffers move to
+the next buffers.
+
+glibc keeps freed blocks below 32 MB in its heap, where other blocks fragment it: buffers that come
+and go stay resident for good. Our own pages do not. But the system clears a page that it gets back,
+with a fault for each 4 KiB, which costs more than filling it. So the pages of a released buffer
+move (`mremap`) to the next buffer of its length. Addresses stay, and with them the views that
+autograd saved.
+"""
 
 from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from onefold.errors import TierError
-from onefold.tier.pages import PAGES_NBYTES, PagePool, Pages, mover
-from onefold.tier.store import Allocation
+from onefold.tier.store import Allocation, whole_pages
+
+PAGES_NBYTES = 1 << 20
+"""Smaller buffers come from the heap: they would not fill pages."""
+
+MAX_SPARE = 2
+"""Released buffers whose pages are kept: as many as units that are unsharded at once."""
+
+START_NBYTES, NUM_STARTS = 17 * 64, 16
+"""Buffers begin at different distances from a page's start, in whole cache lines. Streams at equal
+distances would evict each other from the same few places of the cache."""
+
+SECTOR_NBYTES = 512
+"""Where disks may read into memory: buffers that files are read into begin at whole sectors. All of
+them at the start of a page, a token took 5 % longer."""
+
+_GRAIN_NBYTES = 1 << 21
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+
+Move = Callable[[int, int, int], bool]
+"""(from, to, nbytes): moves the pages of one mapping into another; False if that fails."""
+
+
+def mover() -> Move | None:
+    """Return how this system moves pages; None if it cannot (then the heap is used)."""
+    if sys.platform != "linux":
+        return None
+    try:
+        mremap = ctypes.CDLL(None, use_errno=True).mremap
+    except (OSError, AttributeError):
+        return None
+    mremap.restype = ctypes.c_void_p
+    address, length = ctypes.c_void_p, ctypes.c_size_t
+    mremap.argtypes = [address, length, length, ctypes.c_int, address]
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+
+    def move(source: int, target: int, nbytes: int) -> bool:
+        return mremap(source, nbytes, nbytes, flags, target) == target
+
+    return move
+
+
+class Pages(Allocation):
+    """A private anonymous mapping with a flat tensor over it; unmapped with the last view."""
+
+    __slots__ = ("_mapping", "_pool", "address", "mapped_nbytes")
+
+    def __init__(self, numel: int, dtype: torch.dtype, pool: PagePool) -> None:
+        # lengths are rounded up, so that buffers of nearly equal length share pages: an address
+        # that is never touched costs nothing
+        start = pool.next_start()
+        nbytes = start + whole_pages(numel * dtype.itemsize)  # reads end with a page
+        self.mapped_nbytes = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._mapping = mmap.mmap(-1, self.mapped_nbytes, flags)
+        self._pool = pool
+        super().__init__(torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start))
+        self.address = self.tensor.data_ptr() - start
+        if pool.is_read_into:
+            self._ask_for_huge_pages(start + self.tensor.nbytes)
+
+    def _ask_for_huge_pages(self, nbytes: int) -> None:
+        """Ask for huge pages where the tensor fills them: kernels read weights that stay faster."""
+        first = -self.address % _GRAIN_NBYTES
+        full = (nbytes - first) // _GRAIN_NBYTES * _GRAIN_NBYTES
+        if full > 0:
+            with suppress(OSError):  # a system without them
+                self._mapping.madvise(mmap.MADV_HUGEPAGE, first, full)
+
+    def release(self) -> None:
+        """Return the pages to the pool; a read now returns zeros or other values."""
+        self._pool.give(self)
+
+    def restore(self) -> None:
+        self._pool.take(self)
+
+    def drop(self) -> None:
+        """Return the pages to the system."""
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class PagePool:
+    """Pages of released buffers, for the next buffers. Each sharded module has its own pool."""
+
+    def __init__(self, move: Move, *, is_read_into: bool = False) -> None:
+        """`is_read_into`: every buffer begins with a sector."""
+        self._move = move
+        self.is_read_into = is_read_into
+        self._step = START_NBYTES // 64 * SECTOR_NBYTES if is_read_into else START_NBYTES
+        self._num_starts = 0
+        self._spare: list[Pages] = []  # oldest first; each still has its pages
+
+    def next_start(self) -> int:
+        """Return the byte at which the next buffer begins in its mapping."""
+        self._num_starts += 1
+        return self._num_starts % NUM_STARTS * self._step
+
+    def give(self, pages: Pages) -> None:
+        """Keep the pages of a released buffer, and drop those of an older one."""
+        self._spare.append(pages)
+        if len(self._spare) > MAX_SPARE:
+            self._spare.pop(0).drop()
+
+    def take(self, pages: Pages) -> None:
+        """Restore a buffer's own pages, or move the pages of a buffer of its length."""
+        if pages in self._spare:
+            self._spare.remove(pages)
+            return
+        for spare in self._spare:
+            if spare.mapped_nbytes == pages.mapped_nbytes:
+                self._spare.remove(spare)
+                if not self._move(spare.address, pages.address, pages.mapped_nbytes):
+                    spare.drop()
+                return
+        if self._spare:  # unusable pages must not add to the pages in use
+            self._spare.pop(0).drop()
 
 
 class Resizable(Allocation):
@@ -60,3 +190,14 @@ class DeviceStore:
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError, and the system's own
             # the caller's message names the request and gives a hint (unit/buffer.py)
             raise TierError(f"{self.device}: {str(error).splitlines()[0]}") from error
+
+
+def return_free_memory() -> None:
+    """Have glibc return free heap pages to the system; without glibc this does nothing.
+
+    It keeps free blocks below 32 MB where long-lived blocks lie between them.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        return

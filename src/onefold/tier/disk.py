@@ -56,11 +56,11 @@ def set_direct(fd: int, wanted: bool) -> bool:
 class BlockFile:
     """An open file whose blocks are read and written past the page cache, or given up by it."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        """Subclasses open `path`, or a file in it, as `fd`."""
+    def __init__(self, path: Path, rank: int, fd: int = -1) -> None:
+        """`fd`: the file, open; subclasses open `path`, or a file in it, themselves."""
         self.path = path
         self._rank = rank
-        self.fd = -1
+        self.fd = fd
         self.is_direct = False
         self.read_nbytes = self.written_nbytes = 0
         self._counting = Lock()  # several threads move blocks
@@ -260,13 +260,13 @@ class MappedFile:
 
     def _map(self, address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        found = self._mmap(address, nbytes, access, flags, fd, offset)
-        if found is None or found == _MAP_FAILED:
+        mapped = self._mmap(address, nbytes, access, flags, fd, offset)
+        if mapped is None or mapped == _MAP_FAILED:
             code = ctypes.get_errno()
             hint = "raise the limits of this process (vm.max_map_count, ulimit -v)"
             wanted = f"to map {nbytes:,} bytes of a file"
             raise TierError(wanted, os.strerror(code), hint=hint)
-        return found
+        return mapped
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor [numel] over the mapping, which lives as long as any view of it."""

@@ -28,11 +28,11 @@ class CheckpointFile(BlockFile):
     def __init__(self, path: Path, rank: int, slots: SlotPool) -> None:
         super().__init__(path, rank)
         self._slots = slots
-        self._cached = BlockFile(path, rank)  # the same file, through the page cache
         try:
-            self.fd, self._cached.fd = (os.open(path, os.O_RDONLY) for _ in range(2))
+            self.fd, cached = (os.open(path, os.O_RDONLY) for _ in range(2))
         except OSError as error:
             raise self._failed("to open it", error) from error
+        self._cached = BlockFile(path, rank, cached)  # the same file, through the page cache
         self.is_direct = set_direct(self.fd, True)
         self._direct_nbytes = os.fstat(self.fd).st_size // PAGE_NBYTES * PAGE_NBYTES
         # private: an edit of a parameter that is shown here does not reach the file

@@ -1,14 +1,15 @@
-"""Facts about this host: cores, memory and versions."""
+"""This host: its cores, memory and versions; and a pause of Python's garbage collector."""
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -68,15 +69,15 @@ def free_host_bounds() -> list[tuple[str, int]]:
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         free = int(line.split()[1]) * 1024
-    found = [("host", free)]
+    bounds = [("host", free)]
     for limit, used in _cgroup_memory():
         with suppress(OSError, ValueError):  # also "max", which is no number
             lines = (used.parent / "memory.stat").read_text().splitlines()
             stat = dict(line.split() for line in lines)
             cached = int(stat.get("inactive_file", 0))  # given up when memory is wanted
             free = int(limit.read_text()) - int(used.read_text()) + cached
-            found.append((str(limit.parent), free))
-    return found
+            bounds.append((str(limit.parent), free))
+    return bounds
 
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -111,3 +112,18 @@ def measure_disk(folder: str) -> float:
         file.flush()
         os.fsync(file.fileno())
         return written / (time.perf_counter() - begun)
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Around what makes many objects and leaves none behind in a cycle: imports, plans, modules.
+
+    The collector runs once in so many new objects, and goes over all that the process holds.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

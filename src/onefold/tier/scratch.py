@@ -19,8 +19,8 @@ from onefold.errors import TierError
 from onefold.layout.ledger import Kind, Ledger
 from onefold.tier.area import Area, Lease
 from onefold.tier.cpu import HostStore
+from onefold.tier.device import return_free_memory
 from onefold.tier.disk import SwapFile, page_view
-from onefold.tier.pages import return_free_memory
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import PAGE_NBYTES, whole_pages
 from onefold.tier.workers import Task, Workers

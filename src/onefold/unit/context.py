@@ -15,7 +15,7 @@ from onefold.layout.ledger import Ledger
 from onefold.layout.rows import Layout
 from onefold.layout.two_axes import Axes
 from onefold.layout.units import UnitPlan
-from onefold.tier.copies import CopyStream
+from onefold.tier.cpu import CopyStream
 from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
 from onefold.tier.step_device import StepDevice

@@ -1,7 +1,7 @@
 """Codecs: how values become the bytes of a message, and values again.
 
     int8, int4       block-quantised, scales and payload in one message
-    int8+h, int4+h   the same after a Hadamard rotation (onefold.wire.rotation)
+    int8+h, int4+h   the same after a Hadamard rotation
 
     n elements, G = ceil(n / group):   [ G scales, bf16 | payload, 1 or 1/2 byte an element ]
 
@@ -24,8 +24,17 @@ subnormals agree, and a group of zeros needs no case of its own. Infinities and 
 of their group NaN and its payload 0: the whole group decodes to NaN.
 
 Every operation is a correctly rounded one of fp32, in a fixed order: all devices produce the same
-bits, and so does the C kernel (native/codec.c), which is used on the CPU where it was compiled: one
-pass over memory where torch makes five to thirty, block by block.
+bits, and so does the C kernel (kernels/codec.c), which is used on the CPU where it was compiled:
+one pass over memory where torch makes five to thirty, block by block.
+
+[Note: rotation] Values of a group share the scale of the largest one; where most of the others are
+small (heavy tails) they lose their bits to it. A Hadamard matrix H of order 32 turns a block into
+32 signed sums of all of it, which are nearly normal whatever the values were (SDP4Bit; QuaRot,
+arXiv 2404.00456). The normalised transform would multiply by 1/sqrt(32) on both sides and round
+each time. Here the way in is H/32 and the way out H: the factor is a power of two, and no sum
+overflows on the way in. Elements after the last whole block are not mixed, only brought to a like
+scale: divided by 4, a power of two next to sqrt(32). The five stages add neighbours 1, 2, 4, 8 and
+16 apart, in this order, in fp32 and without fused multiply-adds.
 """
 
 from __future__ import annotations
@@ -45,10 +54,10 @@ from onefold.wire.kernels.compiling import (
     LARGEST_INT8,
     MAX_GROUP,
     SMALLEST_SCALE,
+    TAIL,
     WIDTH,
 )
 from onefold.wire.native import CodecKernel, Parts, kernel
-from onefold.wire.rotation import rotate, rotate_back
 
 Word = Literal["int8", "int4"]
 
@@ -104,8 +113,7 @@ class Codec:
         values, (scales, payload) = values.detach().contiguous(), self._parts(message)
         native = self._native(values)
         if native is not None:
-            parts = Parts(self.word, self.group, self.is_rotated, scales, payload)
-            native.encode(values, parts)
+            native.encode(values, Parts(self.word, self.group, self.is_rotated, scales, payload))
         else:
             _encode(self, values, scales, payload)
 
@@ -132,8 +140,8 @@ class Codec:
             _decode(self, scales, payload, out, adds=adds)
 
     def _native(self, values: Tensor) -> CodecKernel | None:
-        found = kernel()
-        return found if found is not None and found.takes(self.word, values) else None
+        native = kernel()
+        return native if native is not None and native.takes(self.word, values) else None
 
     def payload_nbytes(self, numel: int) -> int:
         """Bytes of the payload alone."""
@@ -154,8 +162,8 @@ class Codec:
             wanted = f"a message of {nbytes} bytes, torch.uint8, for {values.numel()} elements"
             self._refuse(f"{wanted} on {values.device}", message)
 
-    def _refuse(self, wanted: str, given: Tensor) -> None:
-        got = f"{tuple(given.shape)} of {given.dtype} on {given.device}"
+    def _refuse(self, wanted: str, tensor: Tensor) -> None:
+        got = f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
         hint = "Codec.nbytes(numel) is its length"
         raise WireError(wanted, got, where=f"codec {self.name}", hint=hint)
 
@@ -300,3 +308,40 @@ def _unpack(codec: Codec, payload: Tensor, work: Tensor, scratch: _Scratch) -> N
     torch.bitwise_or(pairs & 0x0F, (pairs << 4).bitwise_and_(0x0F00), out=pairs)
     pairs.bitwise_xor_(0x0808)  # a nibble has its sign in bit 3: flipped and 8 less is itself
     work.copy_(nibbles[: len(work)]).sub_(8.0)
+
+
+# the rotation
+
+
+def rotate(values: Tensor, rooms: tuple[Tensor, Tensor]) -> None:
+    """H/32 of each 32 of `values` [n] fp32, in place; `rooms` are two of at least n elements."""
+    whole = len(values) // WIDTH * WIDTH
+    values[:whole].mul_(1.0 / WIDTH)
+    values[whole:].mul_(1.0 / TAIL)
+    _transform(values[:whole], rooms)
+
+
+def rotate_back(values: Tensor, rooms: tuple[Tensor, Tensor]) -> None:
+    """H of each 32 of `values` [n] fp32, in place: what `rotate` came from, within rounding."""
+    whole = len(values) // WIDTH * WIDTH
+    values[whole:].mul_(TAIL)
+    _transform(values[:whole], rooms)
+
+
+def _transform(values: Tensor, rooms: tuple[Tensor, Tensor]) -> None:
+    """Blocks side by side: a stage is then two passes over long rows, whatever its distance."""
+    numel = len(values)
+    if numel == 0:
+        return
+    now, other = (room[:numel] for room in rooms)
+    blocks = values.view(-1, WIDTH)
+    now.view(WIDTH, -1).copy_(blocks.t())
+    distance = 1
+    while distance < WIDTH:
+        pairs = (-1, 2, distance * len(blocks))
+        (a, b), (low, high) = (room.view(pairs).unbind(1) for room in (now, other))
+        torch.add(a, b, out=low)
+        torch.sub(a, b, out=high)
+        now, other = other, now
+        distance *= 2
+    blocks.copy_(now.view(WIDTH, -1).t())

@@ -73,8 +73,8 @@ class Coded:
         """Code own rows, or with a base their differences to `full`."""
         for index, is_coded, place, rows in parts:
             part, target = message[place], full[rows]
-            given = None if own is None else own.rows[index]
-            values = target if given is None else given
+            own_rows = None if own is None else own.rows[index]
+            values = target if own_rows is None else own_rows
             if not is_coded:
                 part.view(full.dtype).copy_(values)
             elif own is not None and own.has_base:
@@ -107,14 +107,14 @@ class Coded:
         messages = self._reduced[key]
         sent = exchange.reducing.take(messages.nbytes, torch.uint8, flags.device)
         self._pack(reduction, messages, sent)
-        work, received, found = exchange.all_to_all(sent, messages.numels, messages.own_nbytes)
+        work, received, inbox = exchange.all_to_all(sent, messages.numels, messages.own_nbytes)
         exchange.count("reduce_scatter", sent.nbytes)
 
         def average() -> None:
             for part in messages.parts[rank]:
                 region, values = part.region, partials[part.region][part.rows]
                 own = values if part.is_coded else values.to(flags.dtype)
-                self._average(part, found, own, reduction.out[region], reduction.fresh[region])
+                self._average(part, inbox, own, reduction.out[region], reduction.fresh[region])
             exchange.reducing.give([sent, received])
 
         return Ticket(self.group.track([work], label), average, label)
@@ -146,12 +146,12 @@ class Coded:
                     place.view(dtype).copy_(values)
 
     def _average(
-        self, part: Part, found: list[Tensor], own: Tensor, target: Tensor, is_fresh: bool
+        self, part: Part, inbox: list[Tensor], own: Tensor, target: Tensor, is_fresh: bool
     ) -> None:
         """Average a region over the ranks, summed in fp32 from rank 0 up."""
         is_direct = is_fresh and target.dtype == torch.float32
         total = target.zero_() if is_direct else target.new_zeros(len(own), dtype=torch.float32)
-        for sender, message in enumerate(found):
+        for sender, message in enumerate(inbox):
             if sender == self.group.rank:
                 total.add_(own)
             elif part.is_coded:

@@ -44,8 +44,8 @@ class Group:
         """The group of these global ranks, this one among them. A collective over them."""
         if len(ranks) == dist.get_world_size():
             return Group.of(dist.group.WORLD)
-        made = dist.new_group(ranks, use_local_synchronization=True)
-        return Group.of(made if isinstance(made, dist.ProcessGroup) else None)
+        handle = dist.new_group(ranks, use_local_synchronization=True)
+        return Group.of(handle if isinstance(handle, dist.ProcessGroup) else None)
 
     def global_ranks(self) -> list[int]:
         """The ranks as the default process group numbers them, in rank order."""
@@ -135,12 +135,12 @@ class Group:
 
     def all_reduced(self, tensor: torch.Tensor, *, is_max: bool = False) -> torch.Tensor:
         """The sum of `tensor` over the ranks, or its maximum; blocks."""
-        found = tensor.clone()
+        total = tensor.clone()
         if self.handle is not None:
             dist.all_reduce(
-                found, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.handle
+                total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.handle
             )
-        return found
+        return total
 
     def gather(self, value: T) -> list[T]:
         """Every rank's small `value`, in rank order; blocks. It pickles: for set-up and control."""
@@ -161,7 +161,7 @@ class Group:
         sent[: mine.numel()] = mine
         self._gather_now(received, sent)
         pairs = zip(received.split(numel), sizes.tolist(), strict=True)
-        return [pickle.loads(each[:size].numpy().tobytes()) for each, size in pairs]
+        return [pickle.loads(room[:size].numpy().tobytes()) for room, size in pairs]
 
     def _gather_now(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         _wait(self.track([self.all_gather(out, shard)], MESSAGE), MESSAGE)

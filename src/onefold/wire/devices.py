@@ -26,17 +26,17 @@ def device_of(
     A module on the CPU, or on `meta`, goes to this rank's accelerator, unless the mesh or the
     process group is for CPUs. Raises `ConfigError` for parameters on several devices.
     """
-    found: dict[torch.device, str] = {}
+    names: dict[torch.device, str] = {}  # of one parameter on each device
     for owned in parameters:
         if not owned.parameter.is_meta:
-            found.setdefault(owned.parameter.device, owned.fqn)
-    if len(found) > 1:
+            names.setdefault(owned.parameter.device, owned.fqn)
+    if len(names) > 1:
         raise ConfigError(
             "all parameters on one device",
-            ", ".join(f"{fqn!r} on {device}" for device, fqn in found.items()),
+            ", ".join(f"{fqn!r} on {device}" for device, fqn in names.items()),
             hint="move the module to one device before onefold.shard",
         )
-    lies_on = next(iter(found), torch.device("cpu"))
+    lies_on = next(iter(names), torch.device("cpu"))
     return (_accelerator(group, mesh) or lies_on) if lies_on.type == "cpu" else lies_on
 
 

@@ -9,8 +9,9 @@ gathers and reductions, which stage everything in hidden copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from onefold.layout.cut import Range
 from onefold.layout.ledger import Kind, Ledger
 from onefold.layout.messages import PACK_NBYTES
 from onefold.wire.collectives import Group
-from onefold.wire.spare_buffers import SpareBuffers
 from onefold.wire.ticket import Waitable
+
+B = TypeVar("B")
 
 
 class Exchange:
@@ -79,6 +81,41 @@ class Exchange:
         received = self.reducing.take(sum(counts), sent.dtype, sent.device)
         work = self.group.all_to_all(received, sent, counts, list(numels))
         return work, received, list(received.split_with_sizes(counts))
+
+
+class SpareBuffers(Generic[B]):
+    """Buffers of one message kept for the next one: the rules, for tensors and for plans.
+
+    Units are often alike. Freed memory would be mapped and cleared again page by page, or another
+    allocation would take its place and the heap would grow. `count` receives bytes: allocated, or
+    negative where freed.
+    """
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self._count = count
+        self._spare: list[tuple[Hashable, int, B]] = []
+
+    def take(self, kind: Hashable, nbytes: int, allocate: Callable[[], B]) -> B:
+        """Return a spare buffer of the same `kind`, or a new one of `nbytes`."""
+        for index, (spare, _, buffer) in enumerate(self._spare):
+            if spare == kind:
+                del self._spare[index]
+                return buffer
+        buffer = allocate()
+        self._count(nbytes)
+        return buffer
+
+    def give(self, kind: Hashable, nbytes: int, buffer: B, *, keeps: bool) -> None:
+        """Keep a buffer that was read; without `keeps` it is freed."""
+        if keeps:
+            self._spare.append((kind, nbytes, buffer))
+        else:
+            self._count(-nbytes)
+
+    def clear(self) -> None:
+        """Free the spare buffers."""
+        while self._spare:
+            self._count(-self._spare.pop()[1])
 
 
 class Buffers:

@@ -52,8 +52,8 @@ def _spans_hosts() -> bool | None:
 def own_address_towards(host: str) -> str | None:
     """Return the address of this host on the route to another; None without a route."""
     with suppress(OSError):
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        for family, kind, protocol, _, address in found:
+        routes = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, address in routes:
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)  # sends nothing: the kernel finds the route
                 return probe.getsockname()[0]
@@ -70,11 +70,11 @@ def choose(own: str, by_address: Mapping[str, str], master: str = "") -> str | N
     others = sorted({name for address, name in by_address.items() if _leads_away(address)})
     if len(others) == 1:
         return others[0]
-    found = ", ".join(others) or "with no address"
+    names = ", ".join(others) or "with no address"
     hint = f"give torchrun the address itself as --master-addr, or set {GLOO} on this host"
     raise ConfigError(
         "a master address by which other hosts reach this one",
-        f"{master!r}, which is {own} here, and interfaces {found}",
+        f"{master!r}, which is {own} here, and interfaces {names}",
         hint=hint,
     )
 
@@ -95,22 +95,22 @@ def addresses() -> dict[str, str]:
 def _ipv4_addresses() -> dict[str, str]:
     from fcntl import ioctl
 
-    found: dict[str, str] = {}
+    interfaces: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 answer = ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found[socket.inet_ntoa(answer[20:24])] = name
-    return found
+                interfaces[socket.inet_ntoa(answer[20:24])] = name
+    return interfaces
 
 
 def _ipv6_addresses() -> dict[str, str]:
-    found: dict[str, str] = {}
+    interfaces: dict[str, str] = {}
     with suppress(OSError):  # a kernel without IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
-            found[str(ipaddress.IPv6Address(int(digits, 16)))] = name
-    return found
+            interfaces[str(ipaddress.IPv6Address(int(digits, 16)))] = name
+    return interfaces
 
 
 def _leads_away(address: str) -> bool:

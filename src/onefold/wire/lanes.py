@@ -44,7 +44,7 @@ _CONNECTIONS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class PhaseNow:
     """The phase of one sharded module on this rank; the engine says when one begins."""
 
@@ -62,6 +62,11 @@ class Lane:
     name: str
     backend: Any  # a ProcessGroupGloo, whose stubs lack some calls
     issued: int = 0
+
+    def begin(self) -> Any:
+        """Count one more collective, which the caller begins on the backend."""
+        self.issued += 1
+        return self.backend
 
 
 class Lanes:
@@ -87,12 +92,7 @@ class Lanes:
             try:
                 backend = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
             except RuntimeError as error:
-                raise WireError(
-                    f"all {size} ranks in onefold.shard within {timeout.total_seconds():g} s",
-                    str(error).splitlines()[0],
-                    where=f"rank {rank}",
-                    hint="every rank calls onefold.shard, the same number of times",
-                ) from error
+                raise absent(members, timeout, str(error).splitlines()[0]) from error
             # a wait that ends first can say where every rank is (wire/peers.py)
             backend._set_default_timeout(timeout + _LATER)
             lanes[connection] = Lane(prefix, backend)
@@ -108,30 +108,33 @@ class Lanes:
         """The lane of collectives begun now."""
         return self.all[_CONNECTIONS[self._now.name]]
 
-    def _begin(self) -> Any:
-        lane = self.all[_CONNECTIONS[self._now.name]]
-        lane.issued += 1
-        return lane.backend
-
     def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
         """See `Group.broadcast`."""
-        return self._begin().broadcast([tensor], self._roots[source])
+        return self.now.begin().broadcast([tensor], self._roots[source])
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """See `Group.all_gather`."""
-        return self._begin()._allgather_base(out, shard, ALL_GATHER)
+        return self.now.begin()._allgather_base(out, shard, ALL_GATHER)
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, numels_out: list[int], numels_sent: list[int]
     ) -> dist.Work:
         """See `Group.all_to_all`."""
-        return self._begin().alltoall_base(out, sent, numels_out, numels_sent, ALL_TO_ALL)
+        return self.now.begin().alltoall_base(out, sent, numels_out, numels_sent, ALL_TO_ALL)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> dist.Work:
         """See `Group.all_reduce_max`."""
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        return self._begin().allreduce([tensor], options)
+        return self.now.begin().allreduce([tensor], options)
+
+
+def absent(members: tuple[int, int], timeout: timedelta, got: str) -> WireError:
+    """The error for ranks that do not come in time; `members` is (rank, world size)."""
+    rank, size = members
+    wanted = f"all {size} ranks in onefold.shard within {timeout.total_seconds():g} s"
+    hint = "every rank calls onefold.shard, the same number of times"
+    return WireError(wanted, got, where=f"rank {rank}", hint=hint)
 
 
 def _broadcast_options(root: int) -> BroadcastOptions:

@@ -37,8 +37,8 @@ def run_local(entry: str, asked: Mapping[str, Any], *, ranks: int, threads: int)
         command = [sys.executable, "-P", "-c", code, name]
         with (folder / "stderr").open("w") as stderr:
             started = [
-                subprocess.Popen(command, env=each, stdout=stderr, stderr=stderr)
-                for each in _environments(ranks, threads)
+                subprocess.Popen(command, env=environment, stdout=stderr, stderr=stderr)
+                for environment in _environments(ranks, threads)
             ]
             try:
                 _await(started)

@@ -1,4 +1,4 @@
-"""How the C kernel of native/codec.c is called, where it was compiled and this CPU runs it."""
+"""How the C kernel of kernels/codec.c is called, where it was compiled and this CPU runs it."""
 
 from __future__ import annotations
 

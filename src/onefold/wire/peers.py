@@ -82,7 +82,7 @@ class Peers:
     def _time_is_up(self, label: str) -> str:
         return expected(
             f"{label} to complete within {self._time_limit():g} s",
-            f"ranks that are elsewhere:\n{self.roll_call.table()}",
+            f"ranks that are elsewhere:\n{self.roll_call.table}",
             hint="a rank left the loop, runs other code, or is slow: onefold.shard(timeout=) "
             "says how many seconds the others wait",
         )

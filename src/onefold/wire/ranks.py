@@ -1,4 +1,7 @@
-"""Find the ranks to shard over and the device: from a mesh, a process group, or the launcher."""
+"""Find the ranks to shard over: from a mesh, a process group, or the launcher; and let them meet.
+
+Ranks that have met are connected by lanes, and answer roll calls.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,18 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onefold.errors import ConfigError, WireError
+from onefold.errors import ConfigError, OnefoldError, WireError
 from onefold.layout.two_axes import Axes
 from onefold.wire import launcher
 from onefold.wire.collectives import Group
 from onefold.wire.devices import backends_for, take_own_device, variable_for
 from onefold.wire.interfaces import use_link_to_hosts
-from onefold.wire.lanes import PhaseNow
+from onefold.wire.lanes import Lanes, PhaseNow, absent
+from onefold.wire.peers import Peers
+from onefold.wire.roll_call import RollCall
+from onefold.wire.together import read_refusal, refusing
 
 TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for one another in a process group that Onefold starts."""
@@ -102,18 +109,18 @@ def _two_axes(mesh: DeviceMesh) -> Ranks:
         hint = "init_device_mesh(device, (nodes, ranks of a node))"
         raise ConfigError(wanted, mesh.mesh.tolist(), hint=hint)
     if len(ranks) == dist.get_world_size():
-        found = Ranks(Group.of(dist.group.WORLD))
+        whole = Ranks(Group.of(dist.group.WORLD))
     elif mesh.mesh_dim_names:
         flat = mesh._flatten()
-        found = Ranks(Group.of(flat.get_group()), flat)
+        whole = Ranks(Group.of(flat.get_group()), flat)
     else:
         wanted = "axes with names, of a mesh that is not the whole world"
         hint = 'init_device_mesh(..., mesh_dim_names=("node", "rank"))'
         raise ConfigError(wanted, mesh, hint=hint)
     if 1 in mesh.shape:  # one node, or one rank on each
-        return replace(found, is_flat=True)
+        return replace(whole, is_flat=True)
     inside, between = Group.of(mesh.get_group(1)), Group.of(mesh.get_group(0))
-    return replace(found, inside=inside, between=between)
+    return replace(whole, inside=inside, between=between)
 
 
 def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
@@ -137,8 +144,8 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
         raise ConfigError(wanted, got, hint=hint)
     if local == world_size:
         return ranks
-    found = resolve(init_device_mesh(device.type, (world_size // local, local)))
-    return replace(found, everyone=ranks.everyone, phase=ranks.phase)
+    hosts = resolve(init_device_mesh(device.type, (world_size // local, local)))
+    return replace(hosts, everyone=ranks.everyone, phase=ranks.phase)
 
 
 def _group_of(
@@ -189,9 +196,17 @@ def join_launcher(timeout: timedelta = TIMEOUT) -> None:
     """
     if launcher.world_size() == 1:
         launcher.warn_of_others()
-        return
-    launcher.check()
-    device = take_own_device()
+    else:
+        launcher.check()
+        start_group(take_own_device(), timeout)
+        _leave_at_exit()
+
+
+def start_group(device: torch.device, timeout: timedelta) -> None:
+    """Initialise the default process group of the launcher's ranks, for messages of `device`.
+
+    Raises `WireError` if the ranks do not find each other.
+    """
     if device.type == "cpu":
         use_link_to_hosts()
     try:
@@ -199,7 +214,6 @@ def join_launcher(timeout: timedelta = TIMEOUT) -> None:
     except RuntimeError as error:  # of the store, of gloo, of NCCL
         reason = str(error).splitlines()[0]
         raise WireError(launcher.not_met(reason, timeout, variable_for(device))) from error
-    _leave_at_exit()
 
 
 def with_hosts(group: Group) -> Group:
@@ -209,12 +223,12 @@ def with_hosts(group: Group) -> Group:
     """
     if group.world_size == 1:
         return group
-    told, host = launcher.local_place(), socket.gethostname()
-    answers = cast("list[tuple[object, str]]", group.gather((told, host)))
+    place, host = launcher.local_place(), socket.gethostname()
+    answers = cast("list[tuple[object, str]]", group.gather((place, host)))
     hosts = [name for _, name in answers]
-    if any(place is None for place, _ in answers):
-        told = hosts[: group.rank].count(host), hosts.count(host)
-    return replace(group, local=told)
+    if any(answer is None for answer, _ in answers):
+        place = hosts[: group.rank].count(host), hosts.count(host)
+    return replace(group, local=place)
 
 
 def local_place(group: Group) -> tuple[int, int]:
@@ -223,6 +237,106 @@ def local_place(group: Group) -> tuple[int, int]:
         return 0, 1
     # ranks that have not met are taken for ranks of one host
     return group.local or launcher.local_place() or (group.rank, group.world_size)
+
+
+def find_and_meet(mesh: MeshChoice, timeout: object = None) -> Ranks:
+    """Find the ranks to shard over, and let them meet. A collective.
+
+    If one rank raises for its arguments, those that wait for it raise too.
+    """
+    with refusing():
+        limit = as_timeout(timeout)
+        ranks = resolve(mesh, limit or TIMEOUT)
+    return meet(ranks, limit)
+
+
+def meet(ranks: Ranks, timeout: timedelta | None = None) -> Ranks:
+    """Connect the ranks of every group that have not met, and learn their hosts. A collective.
+
+    Raises `WireError` if a rank does not come in time. Groups without gloo stay as they are: a
+    world of one, and test doubles.
+    """
+    everyone = with_hosts(_connected(ranks.everyone, ranks.phase, None, timeout))
+    if everyone.peers is None:
+        return replace(ranks, everyone=everyone)
+    roll_call, timeout = everyone.peers.roll_call, everyone.peers.timeout
+    return replace(
+        ranks,
+        everyone=everyone,
+        inside=ranks.inside and _connected(ranks.inside, ranks.phase, roll_call, timeout),
+        between=ranks.between and _connected(ranks.between, ranks.phase, roll_call, timeout),
+    )
+
+
+def meet_part(group: Group, ranks: Ranks) -> Group:
+    """Connect a part of ranks that have met. A collective of that part."""
+    peers = ranks.everyone.peers
+    if peers is None:
+        return group
+    return _connected(group, ranks.phase, peers.roll_call, peers.timeout)
+
+
+def _connected(
+    group: Group, phase: PhaseNow, roll_call: RollCall | None, timeout: timedelta | None
+) -> Group:
+    handle = group.handle
+    if group.world_size == 1 or group.peers is not None or handle is None or not _has_gloo(handle):
+        return group
+    store, members = handle.get_group_store(), (group.rank, group.world_size)
+    # every rank shards in the same order: its n-th meeting is the n-th of all
+    meetings = f"onefold/meetings/{group.rank}"
+    name = f"onefold/{store.add(meetings, 1)}"
+    if roll_call is not None:  # lanes of parts have names of their own: answers compare them
+        name += f" {handle.group_name}"
+    limit = timeout or _timeout_of(handle)
+    if roll_call is None and (error := _await_ranks(group, store, name, limit)):
+        store.add(meetings, -1)
+        raise error
+    lanes = Lanes.connect(store, name, members, phase, limit)
+    if roll_call is None:
+        turns = PrefixStore(f"{name}/roll call", store.clone())  # type: ignore[attr-defined]
+        is_whole_job = group.world_size == dist.get_world_size()
+        roll_call = RollCall(turns, *members, owner=phase, is_whole_job=is_whole_job)
+    roll_call.lanes.extend(lanes.all.values())
+
+    def time_limit() -> float:
+        return (timeout or _timeout_of(handle)).total_seconds()
+
+    return replace(group, peers=Peers(lanes, roll_call, timeout, time_limit))
+
+
+def _await_ranks(group: Group, store: Store, name: str, timeout: timedelta) -> OnefoldError | None:
+    """Wait until all ranks are here; return the error of one that refuses, or for those absent."""
+    here, until = f"{name}/here", time.monotonic() + timeout.total_seconds()
+    store.add(here, 1)
+    while (count := store.add(here, 0)) < group.world_size:
+        refusal = read_refusal(group)
+        if refusal is not None or time.monotonic() > until:
+            store.add(here, -1)
+            members = group.rank, group.world_size
+            return refusal.error() if refusal else absent(members, timeout, f"{count} of them")
+        time.sleep(0.02)
+    return None
+
+
+def _has_gloo(handle: dist.ProcessGroup) -> bool:
+    return "gloo" in dist.get_backend_config(handle)
+
+
+def _timeout_of(handle: dist.ProcessGroup) -> timedelta:
+    """The timeout of the group that the user, or a launcher, started; it may change."""
+    return handle._get_backend(torch.device("cpu")).options._timeout
+
+
+def as_timeout(choice: object) -> timedelta | None:
+    """`shard(timeout=)` as a timedelta; `ConfigError` unless it is positive."""
+    is_number = isinstance(choice, int | float) and not isinstance(choice, bool)
+    limit = timedelta(seconds=choice) if is_number else choice  # type: ignore[arg-type]
+    if limit is None or (isinstance(limit, timedelta) and limit > timedelta()):
+        return limit
+    wanted = "timeout to be a positive number of seconds, a timedelta or None"
+    hint = "onefold.shard(module, optimizer, timeout=600)"
+    raise ConfigError(wanted, repr(choice), hint=hint)
 
 
 @cache

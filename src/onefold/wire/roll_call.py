@@ -27,7 +27,7 @@ from types import FrameType
 from weakref import finalize
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from onefold.errors import Failure, expected
 from onefold.wire.lanes import CALL, Lane
@@ -91,91 +91,84 @@ def find_deadlock(answers: list[Answer | None], *, is_whole_job: bool) -> bool:
 
 
 class RollCall:
-    """This rank's part in the roll calls of one group of ranks."""
+    """This rank's part in the roll calls of one group of ranks, until `owner` is collected.
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, is_whole_job: bool) -> None:
-        self.lanes: list[Lane] = []  # to the ranks of every group that takes part
-        self._desk = _Desk(store, rank, world_size, self.lanes, is_whole_job)
-        thread = threading.Thread(target=self._desk.run, daemon=True, name="onefold-roll-call")
-        thread.start()
-        # a thread inside the store must not meet an interpreter that shuts down
-        finalize(self, self._desk.stop, thread)
-
-    def wait_for(self, waiting: Waiting | None) -> None:
-        """Tell others which collective this rank waits for; None: none."""
-        self._desk.waiting = waiting
-
-    @property
-    def verdict(self) -> str | None:
-        """The list of where all ranks are, once it is certain that none of them can go on."""
-        return self._desk.verdict
-
-    @property
-    def failure(self) -> Failure | None:
-        """The failure that another rank has announced in the call that this rank is in."""
-        return self._desk.failure
-
-    @property
-    def is_in_call(self) -> bool:
-        """True inside of a call that ranks may fail in alone."""
-        return self._desk.is_in_call
-
-    def read_failure(self) -> Failure | None:
-        """Look for such a failure now."""
-        return self._desk.read_failure()
-
-    def begin_call(self) -> bool:
-        """All ranks begin the same call; False inside of another one."""
-        if self._desk.is_in_call:
-            return False
-        self._desk.call += 1
-        self._desk.is_in_call = True
-        return True
-
-    def end_call(self) -> None:
-        """The call is over on this rank."""
-        self._desk.is_in_call, self._desk.failure = False, None
-
-    def announce(self, failure: Failure) -> None:
-        """Tell the ranks that are in this call; wait a moment until they know."""
-        self._desk.announce(failure)
-
-    def table(self) -> str:
-        """The list of where all ranks were when they were last asked; "" if they were not."""
-        return self._desk.table
-
-    def last_words(self) -> str:
-        """The list that another rank may have left before it ended."""
-        return self._desk.read_verdict() or self._desk.table
-
-
-class _Desk:
-    """What the thread works on; it does not keep the `RollCall` alive."""
+    Attributes:
+        lanes: to the ranks of every group that takes part.
+        verdict: the list of where all ranks are, once it is certain that none of them can go on.
+        table: the same list from when they were last asked; "" if they were not.
+        is_in_call: True inside of a call that ranks may fail in alone (save, load ...).
+        failure: what another rank has announced in that call.
+    """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, lanes: list[Lane], is_whole_job: bool
+        self, store: Store, rank: int, world_size: int, owner: object, *, is_whole_job: bool
     ) -> None:
-        self.waiting: Waiting | None = None
+        """`is_whole_job`: the ranks are all ranks of torch's world."""
+        self.lanes: list[Lane] = []
         self.verdict: str | None = None
         self.table = ""
-        self.call, self.is_in_call = 0, False  # of save, load ...: every rank counts them
-        self.failure: Failure | None = None  # of another rank in this call
-        self._store, self._rank, self._world_size, self._lanes = store, rank, world_size, lanes
+        self.is_in_call = False
+        self.failure: Failure | None = None
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._waiting: Waiting | None = None
         self._is_whole_job = is_whole_job
-        self._asked = self._turns = 0
+        self._call = 0  # every rank counts them
+        self._calls = self._turns = 0
         self._heard = [0] * world_size  # the turn of each rank's last answer
         self._before: tuple[int, int] | None = None
         self._last: list[Answer | None] = []
-        self._quit = threading.Event()
         self._stacks = _Stacks()
+        self._quit = threading.Event()
+        thread = threading.Thread(target=self._run, daemon=True, name="onefold-roll-call")
+        thread.start()
+        # a thread inside the store must not meet an interpreter that shuts down
+        finalize(owner, self._stop, thread)
 
-    def stop(self, thread: threading.Thread) -> None:
-        """End the thread."""
+    def wait_for(self, waiting: Waiting | None) -> None:
+        """Tell others which collective this rank waits for; None: none."""
+        self._waiting = waiting
+
+    def begin_call(self) -> None:
+        """All ranks begin the same call."""
+        self._call += 1
+        self.is_in_call = True
+
+    def end_call(self) -> None:
+        """The call is over on this rank."""
+        self.is_in_call, self.failure = False, None
+
+    def announce(self, failure: Failure) -> None:
+        """Tell the ranks that are in this call; wait a moment until they know."""
+        self.is_in_call = False
+        key, known = f"failed/{self._call}", f"knows/{self._call}"
+        with suppress(RuntimeError):  # the store's host has ended
+            self._store.set(key, pickle.dumps(failure).hex())
+            until = time.monotonic() + LINGER_S
+            while self._store.add(known, 0) + 1 < self._world_size and time.monotonic() < until:
+                time.sleep(LINGER_S / 20)
+
+    def read_failure(self) -> Failure | None:
+        """The failure that a rank has announced in the call that this one is in, looked up now."""
+        key = f"failed/{self._call}"
+        try:
+            if not self.is_in_call or not self._store.check([key]):
+                return None
+            self._store.add(f"knows/{self._call}", 1)
+            return pickle.loads(bytes.fromhex(self._store.get(key).decode()))
+        except RuntimeError:
+            return None
+
+    def last_words(self) -> str:
+        """The list that another rank may have left before it ended."""
+        return self._read_verdict() or self.table
+
+    def _stop(self, thread: threading.Thread) -> None:
         self._quit.set()
         if thread is not threading.current_thread():
             thread.join(2 * POLL_S)
 
-    def run(self) -> None:
+    def _run(self) -> None:
         while not self._quit.wait(POLL_S):
             try:
                 self._turn()
@@ -187,15 +180,15 @@ class _Desk:
         if self.is_in_call and self.failure is None:
             self.failure = self.read_failure()
         is_stuck = self._is_stuck()
-        asked = self._store.add("asked", int(is_stuck))
-        if asked != self._asked:
-            self._asked = asked
-            said = asdict(self._answer(is_stuck))
-            self._store.set(f"at/{self._rank}", json.dumps([self._turns, said]))
+        calls = self._store.add("asked", int(is_stuck))
+        if calls != self._calls:
+            self._calls = calls
+            answer = asdict(self._answer(is_stuck))
+            self._store.set(f"at/{self._rank}", json.dumps([self._turns, answer]))
         if is_stuck and self.verdict is None:
-            verdict = self.read_verdict() or self._listen()
+            verdict = self._read_verdict() or self._listen()
             if verdict is not None:
-                if self.waiting is None:  # this rank is inside torch, where nothing can be raised
+                if self._waiting is None:  # this rank is inside torch, where nothing can be raised
                     os.write(2, f"onefold: {no_rank_can_go_on(verdict)}\n".encode())
                 self._wait_until_all_know()
                 self.verdict = verdict
@@ -203,13 +196,12 @@ class _Desk:
     def _listen(self) -> str | None:
         """Read all answers. Twice the same without hope is a verdict, for every rank."""
         keys = [f"at/{rank}" for rank in range(self._world_size)]
-        there = [self._store.get(key) if self._store.check([key]) else None for key in keys]
-        found = [None if each is None else json.loads(each) for each in there]
-        turns = [each[0] if each else 0 for each in found]
-        answers = [Answer(**each[1]) if each else None for each in found]
-        self.table = "\n".join(f"  rank {r}: {_text(each)}" for r, each in enumerate(answers))
-        are_new = all(now > before for now, before in zip(turns, self._heard, strict=True))
-        if are_new:
+        texts = [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        notes = [(0, None) if text is None else json.loads(text) for text in texts]
+        answers = [None if facts is None else Answer(**facts) for _, facts in notes]
+        self.table = "\n".join(f"  rank {r}: {_text(answer)}" for r, answer in enumerate(answers))
+        turns = [turn for turn, _ in notes]
+        if all(now > before for now, before in zip(turns, self._heard, strict=True)):
             self._heard = turns
             if answers == self._last and find_deadlock(answers, is_whole_job=self._is_whole_job):
                 self._store.set("verdict", self.table)
@@ -224,31 +216,10 @@ class _Desk:
             if self._store.add("know", 0) >= self._world_size or self._quit.wait(PATIENCE_S / 10):
                 return
 
-    def read_verdict(self) -> str | None:
+    def _read_verdict(self) -> str | None:
         """The verdict of any rank; None if there is none, or no store any more."""
         try:
             return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
-        except RuntimeError:
-            return None
-
-    def announce(self, failure: Failure) -> None:
-        """Leave this rank's failure in the call that it is in."""
-        self.is_in_call = False
-        key, known = f"failed/{self.call}", f"knows/{self.call}"
-        with suppress(RuntimeError):  # the store's host has ended
-            self._store.set(key, pickle.dumps(failure).hex())
-            until = time.monotonic() + LINGER_S
-            while self._store.add(known, 0) + 1 < self._world_size and time.monotonic() < until:
-                time.sleep(LINGER_S / 20)
-
-    def read_failure(self) -> Failure | None:
-        """The failure that a rank has left in the call that this one is in."""
-        key = f"failed/{self.call}"
-        try:
-            if not self.is_in_call or not self._store.check([key]):
-                return None
-            self._store.add(f"knows/{self.call}", 1)
-            return pickle.loads(bytes.fromhex(self._store.get(key).decode()))
         except RuntimeError:
             return None
 
@@ -260,10 +231,10 @@ class _Desk:
         if frame is not None and _is_in_torch_collective(frame):
             now = (id(frame), frame.f_lasti)
         before, self._before = self._before, now
-        return self.waiting is not None or (now is not None and now == before)
+        return self._waiting is not None or (now is not None and now == before)
 
     def _answer(self, stuck: bool) -> Answer:
-        waiting, issued = self.waiting, {lane.name: lane.issued for lane in self._lanes}
+        waiting, issued = self._waiting, {lane.name: lane.issued for lane in self.lanes}
         if waiting is not None:
             frame = sys._current_frames().get(waiting.thread)
             label = waiting.label.removesuffix(f" on rank {self._rank}")
@@ -348,10 +319,10 @@ def _at(frame: FrameType | None) -> str:
         elif not file.startswith((_OWN, _TORCH, _STANDARD, "<")):
             own = own or frame
         frame = frame.f_back
-    found = own or installed
-    if found is None:
+    chosen = own or installed
+    if chosen is None:
         return ""
-    file, line = found.f_code.co_filename, found.f_lineno
+    file, line = chosen.f_code.co_filename, chosen.f_lineno
     source = linecache.getline(file, line).strip()
     return f", {Path(file).name}:{line}" + (f" `{source}`" if source else "")
 
@@ -369,8 +340,3 @@ def _text(answer: Answer | None) -> str:
     if answer is None:
         return "no answer: its process has ended, is stopped, or is not in Python"
     return answer.text
-
-
-def connect_store(store: Store, name: str) -> PrefixStore:
-    """The part of a group's store that belongs to the roll calls called `name`."""
-    return PrefixStore(f"{name}/roll call", store.clone())  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@
     first        run on rank 0: its result on every rank
     same         the same, and compare what ranks return
     announcing   around a call: ranks that wait inside learn that this one fails
+    refusing     before ranks have met: those that wait for this one learn that it fails
 
 The rank that fails raises its own error, whatever it is. The others raise an `OnefoldError` that
 names the rank, of the same class if the error is ours.
@@ -12,13 +13,19 @@ names the rank, of the same class if the error is ours.
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
 from onefold.errors import Failure, OnefoldError, WireError, as_agreed, expected, is_agreed
 from onefold.wire.collectives import Group
+from onefold.wire.roll_call import LINGER_S
 
 T = TypeVar("T")
 
@@ -65,7 +72,7 @@ def collect(
         answers: list[Any] = axis.gather(said)
         results = results or answers
         if not isinstance(said, Failure):
-            failure = next((each for each in answers if isinstance(each, Failure)), None)
+            failure = next((answer for answer in answers if isinstance(answer, Failure)), None)
             said = failure or (judge and judge(axis, answers)) or said
     if own is not None:
         try:
@@ -112,9 +119,10 @@ def announcing(group: Group, kind: type[OnefoldError] = WireError) -> Iterator[N
     agreed on need no news, and failed waits have theirs.
     """
     roll_call = None if group.peers is None else group.peers.roll_call
-    if roll_call is None or not roll_call.begin_call():
+    if roll_call is None or roll_call.is_in_call:
         yield
         return
+    roll_call.begin_call()
     try:
         yield
     except BaseException as error:
@@ -128,3 +136,51 @@ def announcing(group: Group, kind: type[OnefoldError] = WireError) -> Iterator[N
 def failure_of(error: BaseException, group: Group, kind: type[OnefoldError]) -> Failure:
     """This rank's error as the others raise it."""
     return Failure.of(error, group.global_ranks()[group.rank], kind)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Tell ranks that wait to meet this one if it fails in the block, and why.
+
+    All ranks enter the same blocks in the same order; those that wait look for `read_refusal`.
+    """
+    if store := _store_of_world():
+        store.add(f"onefold/calls/{dist.get_rank()}", 1)
+    try:
+        yield
+    except BaseException as error:
+        if store := _store_of_world():
+            call, rank = _call_of(store), dist.get_rank()
+            failure = Failure.of(error, rank, WireError)
+            store.set(f"{call}/{rank}", pickle.dumps(failure).hex())
+            until = time.monotonic() + LINGER_S  # the others may learn it from its store
+            known = store.add(call, 1)
+            while known < dist.get_world_size() and time.monotonic() < until:
+                time.sleep(LINGER_S / 20)
+                known = store.add(call, 0)
+        raise
+
+
+def read_refusal(group: Group) -> Failure | None:
+    """The failure of a rank of the group that refuses to meet the others in this call."""
+    store = _store_of_world()
+    call = "" if store is None else _call_of(store)
+    if store is None or store.add(call, 0) == 0:  # ranks that refuse, and those that know of one
+        return None
+    for key in (f"{call}/{rank}" for rank in group.global_ranks()):
+        if store.check([key]):
+            store.add(call, 1)
+            return pickle.loads(bytes.fromhex(store.get(key).decode()))
+    return None
+
+
+def _call_of(store: Store) -> str:
+    return f"onefold/refused/{store.add(f'onefold/calls/{dist.get_rank()}', 0)}"
+
+
+def _store_of_world() -> Store | None:
+    """The store that all ranks share; None for a process alone, and for test doubles."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None or "gloo" not in dist.get_backend_config(world):
+        return None
+    return world.get_group_store()

@@ -11,7 +11,6 @@ a buffer gives the same bits.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -99,34 +98,6 @@ class Transport(Protocol):
     def rest(self) -> None:
         """Free the buffers kept for the next message: none follows for now."""
         ...
-
-
-class Wrapped(ABC):
-    """Another transport with something `wrap` each transfer."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.inner = inner
-        self.group = inner.group
-        self.is_coded = inner.is_coded
-
-    @abstractmethod
-    def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
-        """Have `start` begin a "gather" or "reduce_scatter" of a unit."""
-
-    def gather(
-        self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
-    ) -> Ticket:
-        """See `Transport.gather`."""
-        return self.wrap("gather", cut.name, lambda: self.inner.gather(full, cut, label, own))
-
-    def reduce_scatter(self, reduction: Reduction) -> Ticket:
-        """See `Transport.reduce_scatter`."""
-        name, inner = reduction.cut.name, self.inner
-        return self.wrap("reduce_scatter", name, lambda: inner.reduce_scatter(reduction))
-
-    def rest(self) -> None:
-        """See `Transport.rest`."""
-        self.inner.rest()
 
 
 class LocalTransport:
@@ -220,9 +191,9 @@ class Composed:
             received.append(packed)  # kept for the next reduction, too
 
         def average() -> None:
-            for index, found in zip(cut.large, parts, strict=True):
+            for index, pieces in zip(cut.large, parts, strict=True):
                 if out[index].numel():
-                    self._mean_in_rank_order(found, out[index], fresh[index])
+                    self._mean_in_rank_order(pieces, out[index], fresh[index])
             if small:
                 self._spread_packed(small, cut, out, fresh)
             parts.clear()
@@ -244,7 +215,7 @@ class Composed:
         if not own_part_travels(self.group.world_size):
             pieces = sent.split_with_sizes(list(numels))
             ours, sent = pieces[rank], pieces[1 - rank]
-            numels = [0 if each == rank else numel for each, numel in enumerate(numels)]
+            numels = [0 if peer == rank else numel for peer, numel in enumerate(numels)]
         work, received, pieces = self.exchange.all_to_all(sent, numels, own)
         works.append(work)
         buffers.append(received)
@@ -267,13 +238,17 @@ class Composed:
         return packed
 
     def _spread_packed(
-        self, found: list[Tensor], cut: MessageLayout, out: Sequence[Tensor], fresh: Sequence[bool]
+        self,
+        messages: list[Tensor],
+        cut: MessageLayout,
+        out: Sequence[Tensor],
+        fresh: Sequence[bool],
     ) -> None:
         """Average the packed message and copy each region's piece to its target."""
-        small = found
+        small = messages
         if cut.medium:
             numels = cut.chunk_numels[self.group.rank]
-            parts = zip(*(message.split_with_sizes(numels) for message in found), strict=True)
+            parts = zip(*(message.split_with_sizes(numels) for message in messages), strict=True)
             *medium, small = map(list, parts)
             for index, pieces in zip(cut.medium, medium, strict=True):
                 self._mean_in_rank_order(pieces, out[index], fresh[index])
@@ -290,22 +265,22 @@ class Composed:
         if added:
             torch._foreach_add_([targets[i] for i in added], [parts[i] for i in added])
 
-    def _mean_in_rank_order(self, found: Sequence[Tensor], target: Tensor, is_fresh: bool) -> None:
+    def _mean_in_rank_order(self, parts: Sequence[Tensor], target: Tensor, is_fresh: bool) -> None:
         """Set `target` to the mean of the ranks' parts, or add it; summed from rank 0 up.
 
         The sum is in the reduce dtype, whatever narrower dtype the parts travelled in. On the CPU
         all passes go over one block before the next, so that only the first one waits for memory.
         """
-        sent = found[0].dtype
+        sent = parts[0].dtype
         widens = sent.is_floating_point and sent.itemsize < self.reduce.itemsize
         dtype = self.reduce if widens else sent
         numel = target.numel()
         block = MEAN_NUMEL if target.device.type == "cpu" else numel
         is_direct = is_fresh and target.dtype == dtype
         scratch = target if is_direct else target.new_empty(min(block, numel), dtype=dtype)
-        passes: Iterable[Sequence[Tensor]] = [(*found, target)]
+        passes: Iterable[Sequence[Tensor]] = [(*parts, target)]
         if numel > block:
-            passes = zip(*(part.split(block) for part in (*found, target)), strict=True)
+            passes = zip(*(part.split(block) for part in (*parts, target)), strict=True)
         for first, second, *rest, into in passes:
             total = into if is_direct else scratch[: into.numel()]
             if widens:

@@ -13,12 +13,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from onefold.errors import WireError
 from onefold.wire import launcher
 from onefold.wire.collectives import Group
-from onefold.wire.devices import backends_for, take_own_device, variable_for
-from onefold.wire.interfaces import use_link_to_hosts
-from onefold.wire.ranks import with_hosts
+from onefold.wire.devices import take_own_device, variable_for
+from onefold.wire.ranks import start_group, with_hosts
 
 T = TypeVar("T")
 
@@ -63,18 +61,13 @@ def joined(*, use_gpus: bool = True) -> Iterator[World]:
     """
     launcher.check()
     device = take_own_device() if use_gpus else torch.device("cpu")
-    if device.type == "cpu":
-        use_link_to_hosts()
     timeout = timedelta(seconds=TIMEOUT_S)
 
-    def not_met(reason: str) -> str:
-        return launcher.not_met(reason, timeout, variable_for(device))
+    def no_answer() -> str:
+        return launcher.not_met("no answer", timeout, variable_for(device))
 
-    try:
-        with ending_process(TIMEOUT_S + SPARE_S, lambda: not_met("no answer")):
-            dist.init_process_group(backends_for(device), timeout=timeout)
-    except RuntimeError as error:  # of the store, of gloo, of NCCL
-        raise WireError(not_met(str(error).splitlines()[0])) from error
+    with ending_process(TIMEOUT_S + SPARE_S, no_answer):
+        start_group(device, timeout)
     try:
         yield World(with_hosts(Group.of(dist.group.WORLD)), device)
     finally:

@@ -20,8 +20,7 @@ from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError
 from onefold.wire import launcher
-from onefold.wire.rank_meeting import as_timeout
-from onefold.wire.ranks import MeshChoice
+from onefold.wire.ranks import MeshChoice, as_timeout
 from onefold.wire_config import wire_of
 
 _PURE_BF16 = Precision(master=torch.bfloat16)

@@ -18,7 +18,7 @@ from onefold.adapters.versions import warn_if_untested
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.errors import ConfigError
 from onefold.layout.units import UnitChoice
-from onefold.wire.rank_meeting import as_timeout
+from onefold.wire.ranks import as_timeout
 from onefold.wire_config import WireChoice
 
 

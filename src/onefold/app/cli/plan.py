@@ -13,7 +13,7 @@ from onefold.app.cli.launch import default_ranks
 from onefold.app.cli.plan_inference import check_flags, run_inference
 from onefold.errors import ConfigError
 from onefold.text import columns, format_seconds, format_share, parse_nbytes, show
-from onefold.tier.collecting import no_garbage
+from onefold.tier.host import no_garbage
 
 if TYPE_CHECKING:
     from onefold.planner.planned_axes import ModelAxes

@@ -25,7 +25,7 @@ from onefold.text import (
     show,
     wrapped,
 )
-from onefold.tier.collecting import no_garbage
+from onefold.tier.host import no_garbage
 
 if TYPE_CHECKING:
     from onefold.inference.pass_plan import InferenceAsk, InferencePlan

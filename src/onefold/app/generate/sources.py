@@ -27,7 +27,7 @@ from onefold.checkpoint.safetensors import PretrainedFiles
 from onefold.errors import CheckpointError, ConfigError
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
 from onefold.planner.models.loader import build_model, described, refuse
-from onefold.tier.collecting import no_garbage
+from onefold.tier.host import no_garbage
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",

@@ -47,10 +47,10 @@ def balance_loss(
     Source: Switch Transformer, arXiv 2101.03961, equations 4 to 6.
     """
     layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
-    if not layers or not all(isinstance(each, Tensor) and each.dim() == 2 for each in layers):
+    if not layers or not all(isinstance(layer, Tensor) and layer.dim() == 2 for layer in layers):
         raise ConfigError(
             "router_logits [tokens, experts] of one layer or several",
-            f"{[getattr(each, 'shape', type(each)) for each in layers]}",
+            f"{[getattr(layer, 'shape', type(layer)) for layer in layers]}",
             hint="output_router_logits=True makes transformers return them",
         )
     group, num_experts = meshes.of_tokens(mesh), layers[0].shape[1]
@@ -65,9 +65,9 @@ def balance_loss(
         counts[-1] += rows.sum()
         chances = chances + (probabilities * rows[:, None]).sum(0)
     if group.world_size > 1:
-        found = counts.new_empty(group.world_size * len(counts))
-        group.all_gather(found, counts).wait()
-        counts = found.view(group.world_size, -1).sum(0)
+        of_ranks = counts.new_empty(group.world_size * len(counts))
+        group.all_gather(of_ranks, counts).wait()
+        counts = of_ranks.view(group.world_size, -1).sum(0)
     total = counts[-1].clamp_min(1.0)
     share = chances * (group.world_size / total)
     return num_experts * torch.dot(counts[:-1] / total, share)

@@ -104,8 +104,8 @@ class ExpertParallel(nn.Module):
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
             experts = experts.new_zeros(1)
         outputs = self._compute(rows, experts)[:num_rows]
-        found = routing.combine(outputs, top_k_weights)
-        return found.to(hidden_states.dtype).view(hidden_states.shape)
+        mixed = routing.combine(outputs, top_k_weights)
+        return mixed.to(hidden_states.dtype).view(hidden_states.shape)
 
     def connect(self, name: str, group: Group) -> None:
         """Let `onefold.shard` watch the waits of this axis: an error says where every rank is."""
@@ -159,19 +159,18 @@ def distribute(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> list[E
 
     Source: GShard, arXiv 2006.16668, section 3.
     """
-    found: list[ExpertParallel] = []
+    spread: list[ExpertParallel] = []
     for part, name, experts in list(_experts_of(model)):
-        made = ExpertParallel(experts, mesh)
-        setattr(part, name, made)
-        found.append(made)
-    if not found:
+        spread.append(ExpertParallel(experts, mesh))
+        setattr(part, name, spread[-1])
+    if not spread:
         raise ConfigError(
             "a model with stacked experts: modules with `num_experts`, called with hidden "
             "states, indices and weights",
             f"a {type(model).__name__} without any",
             hint="wrap the experts of your own blocks in onefold.experts.ExpertParallel",
         )
-    return found
+    return spread
 
 
 def _experts_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -188,8 +187,8 @@ def _are_experts(module: nn.Module) -> bool:
         isinstance(number, int)
         and not isinstance(module, ExpertParallel)
         and bool(parameters)
-        and all(each.dim() > 1 and len(each) == number for each in parameters)
-        and any(each.dim() > 2 for each in parameters)
+        and all(p.dim() > 1 and len(p) == number for p in parameters)
+        and any(p.dim() > 2 for p in parameters)
         and len(inspect.signature(module.forward).parameters) == NUM_ARGUMENTS
     )
 

@@ -66,10 +66,10 @@ def _exchange(
     out = rows.new_empty(sum(received), *rows.shape[1:])
     work = group.all_to_all(
         out.view(-1), rows.contiguous().view(-1),
-        [each * width for each in received], [each * width for each in sent],
+        [num * width for num in received], [num * width for num in sent],
     )  # fmt: skip
-    for each in group.track([work], axis.label):
-        each.wait()
+    for message in group.track([work], axis.label):
+        message.wait()
     return out
 
 
@@ -91,7 +91,7 @@ class Routing:
         lengths = [stop - start for start, stop in pairwise(bounds)]
         mine = len(axis.own)
         theirs = _exchange(counts, lengths, [mine] * ranks, axis)
-        self.sent = [int(each.sum()) for each in counts.cpu().split(lengths)]
+        self.sent = [int(part.sum()) for part in counts.cpu().split(lengths)]
         table = theirs.cpu().view(ranks, mine)  # by sender, tokens of each own expert
         self.received: list[int] = table.sum(1).tolist()
         experts = torch.arange(mine).repeat(ranks)

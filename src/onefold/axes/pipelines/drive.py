@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -16,19 +16,21 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from onefold.axes.pipelines.driver import StageDriver
-from onefold.axes.pipelines.stage import drive
+from onefold.axes.pipelines.driver import StageDriver, StepsOfRank, drive
 from onefold.axes.pipelines.stage_checks import check_undeclared, engines_of
-from onefold.axes.pipelines.ties import Tie, Tied, ties_of
-from onefold.axes.pipelines.window import Window, check_window, windows_of
+from onefold.axes.pipelines.ties import Tied, ties_of
 from onefold.engine.engine import Engine
 from onefold.engine.pipelined import Pipeline
 from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError
+from onefold.fit.kept_units import choose_windows, memory_of, trained_units
+from onefold.text import parse_nbytes
 from onefold.wire.collectives import Group
 from onefold.wire.together import same
 
 Schedule = TypeVar("Schedule", bound=PipelineScheduleSingle | PipelineScheduleMulti)
+
+Window = int | str | None
 
 
 def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) -> Schedule:
@@ -85,8 +87,8 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
         engines.update(engines_of(stages, splits=splits))
         return _facts(schedule, window, tied)
 
-    found = [find_engine(stage.submod) for stage in stages]  # where there is a problem, too
-    data = [engine.context.everyone for engine in found if engine is not None]
+    sharded = [find_engine(stage.submod) for stage in stages]  # where there is a problem, too
+    data = [engine.context.everyone for engine in sharded if engine is not None]
     # ranks may have different numbers of stages: those of the same ranks exchange once
     axes = {tuple(axis.global_ranks()): axis for axis in reversed([group, *data])}
     hint = "build the schedule from the same configuration everywhere"
@@ -94,7 +96,7 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
     if tied is None:
         check_undeclared(engines, group)
     windows = windows_of(list(engines.values()), window)
-    run = _Run(group, ties_of(engines, group, tied), len(stages))
+    run = StepsOfRank(group, ties_of(engines, group, tied), len(stages))
     drivers = {
         index: StageDriver(engine, kept, splits=splits)
         for (index, engine), kept in zip(engines.items(), windows, strict=True)
@@ -113,35 +115,6 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
     return schedule
 
 
-class _Run:
-    """The steps of all stages of one rank: what waits until the last stage is through."""
-
-    def __init__(self, group: Group, ties: list[Tie], num_stages: int) -> None:
-        self._group = group
-        self._ties = ties
-        self._num_stages = num_stages
-        self._ended: list[tuple[StageDriver, Callable[[], None], bool]] = []
-
-    def begin(self) -> None:
-        """A step with backwards starts on one of the stages."""
-        self._ended.clear()  # of a step that failed
-        for tie in self._ties:
-            tie.forget_sums()
-
-    def end(self, driver: StageDriver, scale: Callable[[], None], *, is_reduced: bool) -> None:
-        """A stage's last backward is over; after the last stage no compute follows."""
-        self._ended.append((driver, scale, is_reduced))
-        if len(self._ended) < self._num_stages:
-            return  # its reductions go on beside the other stages
-        for each, scale_each, waits in self._ended:
-            if waits:
-                each.finish()
-            scale_each()
-        for tie in self._ties if is_reduced else ():
-            tie.sum(self._group)
-        self._ended.clear()
-
-
 def _stages_of(schedule: object) -> list[Any]:
     if isinstance(schedule, PipelineScheduleSingle):
         return [schedule._stage]
@@ -157,9 +130,9 @@ def _stages_of(schedule: object) -> list[Any]:
 def _splits(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> bool:
     """True if the program has backwards of inputs and of weights apart."""
     program = _program(schedule).values()
-    actions = [action for each in program for action in each if action is not None]
-    flat = [each for action in actions for each in action.sub_actions or (action,)]
-    return any(each.computation_type in (BACKWARD_INPUT, BACKWARD_WEIGHT) for each in flat)
+    actions = [action for of_rank in program for action in of_rank if action is not None]
+    parts = [part for action in actions for part in action.sub_actions or (action,)]
+    return any(part.computation_type in (BACKWARD_INPUT, BACKWARD_WEIGHT) for part in parts)
 
 
 def _program(schedule: Any) -> dict[int, list[Any]]:
@@ -179,3 +152,38 @@ def _facts(schedule: Any, window: Window, tied: Tied) -> list[str]:
         f"tied={tied!r}",
         f"a program of actions with digest {crc32(str(_program(schedule)).encode()):08x}",
     ]
+
+
+def windows_of(engines: Sequence[Engine], window: Window) -> list[frozenset[int]]:
+    """Choose the window of each of a rank's stage modules, in their order. A collective.
+
+    Args:
+        engines: of the modules, which share the rank's memory.
+        window: units of each module, bytes of all of them as text, or None: what fits.
+    """
+    stages = [trained_units(engine) for engine in engines]
+    windows = [stage.everyone for stage in stages]
+    chosen = [i for i, engine in enumerate(engines) if engine.recipe.frees_after_forward]
+    if isinstance(window, int):
+        for i in chosen:
+            windows[i] = stages[i].some(window)
+    elif chosen:  # stages 0 to 2 hold whole weights anyway
+        limit = None if window is None else parse_nbytes("window", window)
+        free = min(memory_of(engines[i]).free_on_all() for i in chosen)
+        fitting = choose_windows([stages[i] for i in chosen], free, limit)
+        for i, units in zip(chosen, fitting, strict=True):
+            windows[i] = units
+    return windows
+
+
+def check_window(window: object) -> None:
+    """Raise `ConfigError` unless `window` is None, a number of units or bytes as text."""
+    is_number = isinstance(window, int) and not isinstance(window, bool) and window >= 0
+    if isinstance(window, str):
+        parse_nbytes("window", window)
+    elif not (window is None or is_number):
+        raise ConfigError(
+            "window to be a number of units from 0 on, bytes as text, or None",
+            repr(window),
+            hint='onefold.pipeline(schedule, window="8GiB"), or no window: what fits',
+        )

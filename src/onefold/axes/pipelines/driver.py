@@ -11,17 +11,25 @@ A window is a set of units. They stay unsharded from their first use to `end`. A
 gradients rest on each rank until `end`; other units are gathered for every forward and every
 backward, and reduced in every backward. At stages 0 and 1 all gradients rest, as inside
 `onefold.accumulate`, and at stage 2 every backward reduces all.
+
+Single-stage schedules (GPipe, 1F1B) have no actions to register functions for. They and all others
+call methods of their stages, which subclasses override. So a stage object becomes one of a subclass
+of its own class. No class of torch is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
 
 import torch
 
+from onefold.axes.pipelines.ties import Tie
 from onefold.engine.driving import Drive, StageDrives
 from onefold.engine.engine import Engine
+from onefold.wire.collectives import Group
 
 
 class StageDriver:
@@ -101,3 +109,87 @@ class StageDriver:
     def finish(self) -> None:
         """Wait for the reductions."""
         self.engine.hands.do(self.engine.schedule.finish())
+
+
+class StepsOfRank:
+    """The steps of all stages of one rank: what waits until the last stage is through."""
+
+    def __init__(self, group: Group, ties: list[Tie], num_stages: int) -> None:
+        self._group = group
+        self._ties = ties
+        self._num_stages = num_stages
+        self._ended: list[tuple[StageDriver, Callable[[], None], bool]] = []
+
+    def begin(self) -> None:
+        """A step with backwards starts on one of the stages."""
+        self._ended.clear()  # of a step that failed
+        for tie in self._ties:
+            tie.forget_sums()
+
+    def end(self, driver: StageDriver, scale: Callable[[], None], *, is_reduced: bool) -> None:
+        """A stage's last backward is over; `scale` is called once its reductions are, too.
+
+        After the last stage no compute follows.
+        """
+        self._ended.append((driver, scale, is_reduced))
+        if len(self._ended) < self._num_stages:
+            return  # its reductions go on beside the other stages
+        for stage, scale_stage, waits in self._ended:
+            if waits:
+                stage.finish()
+            scale_stage()
+        for tie in self._ties if is_reduced else ():
+            tie.sum(self._group)
+        self._ended.clear()
+
+
+def drive(stage: Any, driver: StageDriver, steps: StepsOfRank, *, gathers: bool) -> None:
+    """Let `driver` follow a `PipelineStage`, whose class becomes a subclass of its own.
+
+    `gathers`: the start of a step gathers; else a function that is registered does.
+    """
+    stage.__class__ = _driven(type(stage))
+    stage._onefold = driver, steps, gathers
+
+
+def is_driven(stage: Any) -> bool:
+    """True if `drive` was called on the stage."""
+    return "_onefold" in vars(stage)
+
+
+@cache
+def _driven(kind: Any) -> Any:
+    class DrivenStage(kind):
+        """A stage that reports steps, backwards and the reduction to a `StageDriver`."""
+
+        _onefold: tuple[StageDriver, StepsOfRank, bool]
+
+        def clear_runtime_states(self) -> None:
+            """The schedule's step starts."""
+            super().clear_runtime_states()
+            driver, steps, gathers = self._onefold
+            if self.has_backward:
+                steps.begin()
+            driver.begin(trains=self.has_backward)
+            if gathers:
+                driver.gather()
+
+        def backward_maybe_with_nosync(
+            self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+        ) -> Any:
+            """Run one backward of one micro-batch: "full", "input" or "weight"."""
+            driver, _, _ = self._onefold
+            with driver.backward() if backward_type == "full" else driver.split():
+                return super().backward_maybe_with_nosync(
+                    backward_type, bwd_kwargs, last_backward=last_backward
+                )
+
+        def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+            """All backwards of the stage are over: reduce; scale once that is done."""
+            driver, steps, _ = self._onefold
+            is_reduced = driver.end(reduces=self.has_backward)
+            if self.has_backward:  # torch would scale gradients of an earlier step in `eval`
+                scale = partial(super().perform_reduce_grad, grad_scale_factor)
+                steps.end(driver, scale, is_reduced=is_reduced)
+
+    return DrivenStage

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onefold.axes.pipelines.stage import is_driven
+from onefold.axes.pipelines.driver import is_driven
 from onefold.engine.engine import Engine
 from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError
@@ -21,7 +21,7 @@ from onefold.wire.collectives import Group
 
 def engines_of(stages: Sequence[Any], *, splits: bool) -> dict[int, Engine]:
     """Return the engine of each stage's module, by stage. Raises `ConfigError`."""
-    found = dict[int, Engine]()
+    engines = dict[int, Engine]()
     for stage in stages:
         where = f"stage {stage.stage_index}, rank {stage.group_rank} of the pipeline"
         engine = find_engine(stage.submod)
@@ -46,9 +46,9 @@ def engines_of(stages: Sequence[Any], *, splits: bool) -> dict[int, Engine]:
                 hint=hint,
             )
         _check_axes(stage, engine, where)
-        found[stage.stage_index] = engine
-    _check_shared(found)
-    return found
+        engines[stage.stage_index] = engine
+    _check_shared(engines)
+    return engines
 
 
 def _check_axes(stage: Any, engine: Engine, where: str) -> None:
@@ -102,14 +102,14 @@ def check_undeclared(engines: Mapping[int, Engine], group: Group) -> None:
     stages = dict(sorted(pair for of_rank in group.gather(mine) for pair in of_rank.items()))
     for first, ours in stages.items():
         for second, theirs in stages.items():
-            same = [fqn for fqn, each in ours.items() if _alike(each, theirs.get(fqn))]
+            same = [fqn for fqn, print_ in ours.items() if _alike(print_, theirs.get(fqn))]
             if second > first and same and 2 * len(same) <= max(len(ours), len(theirs)):
                 raise shared(same[0], first, second)
 
 
 def _fingerprints(engine: Engine) -> dict[str, tuple[Any, ...]]:
     """Shape, sum and sum of squares of each parameter, but for those whose values are all equal."""
-    found = dict[str, tuple[Any, ...]]()
+    prints = dict[str, tuple[Any, ...]]()
     sums = list[tuple[float, float, float, float]]()
     parameters = [
         parameter
@@ -121,17 +121,17 @@ def _fingerprints(engine: Engine) -> dict[str, tuple[Any, ...]]:
             rows = parameter.local.detach().double()
             low, high = (rows.min(), rows.max()) if rows.numel() else (torch.inf, -torch.inf)
             sums.append((float(rows.sum()), float(rows.square().sum()), float(low), float(high)))
-    told = engine.group.gather(sums) if engine.context.rest_world > 1 else [sums]
+    by_rank = engine.group.gather(sums) if engine.context.rest_world > 1 else [sums]
     for index, parameter in enumerate(parameters):
-        sums_, squares, lows, highs = zip(*(each[index] for each in told), strict=True)
+        sums_, squares, lows, highs = zip(*(rank_sums[index] for rank_sums in by_rank), strict=True)
         if min(lows) < max(highs):
-            found[parameter.fqn] = parameter.slot.shape, sum(sums_), sum(squares)
-    return found
+            prints[parameter.fqn] = parameter.slot.shape, sum(sums_), sum(squares)
+    return prints
 
 
-def _alike(one: tuple[Any, ...], other: tuple[Any, ...] | None) -> bool:
-    if other is None or one[0] != other[0]:
+def _alike(own: tuple[Any, ...], other: tuple[Any, ...] | None) -> bool:
+    if other is None or own[0] != other[0]:
         return False
     return all(
-        abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(one[1:], other[1:], strict=True)
+        abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(own[1:], other[1:], strict=True)
     )

@@ -78,16 +78,20 @@ def ties_of(engines: dict[int, Engine], group: Group, tied: Tied) -> list[Tie]:
     Raises:
         ConfigError: a name that fewer than two stages have, or copies that differ in shape or cut.
     """
-    found = list[Tie]()
-    for names in [(each,) if isinstance(each, str) else tuple(each) for each in tied or ()]:
+    ties = list[Tie]()
+    for names in [(name,) if isinstance(name, str) else tuple(name) for name in tied or ()]:
         mine = {
             stage: parameter
             for stage, engine in sorted(engines.items())
             for parameter in engine.by_sharded.values()
             if parameter.fqn in names
         }
-        told = group.gather({s: _described(p) for s, p in mine.items()})
-        by_stage = {s: (rank, facts) for rank, each in enumerate(told) for s, facts in each.items()}
+        of_ranks = group.gather({stage: _described(copy) for stage, copy in mine.items()})
+        by_stage = {
+            stage: (rank, fact)
+            for rank, stages in enumerate(of_ranks)
+            for stage, fact in stages.items()
+        }
         _check(names, {stage: facts for stage, (_, facts) in by_stage.items()})
         ranks = sorted({rank for rank, _ in by_stage.values()})
         copies = [mine[stage] for stage in sorted(mine)]
@@ -98,9 +102,9 @@ def ties_of(engines: dict[int, Engine], group: Group, tied: Tied) -> list[Tie]:
             setattr(copy.sharded, TIE, TiedCopy(key, is_copy))
             if is_copy:
                 setattr(copy.sharded, IS_COPY, True)
-        found.append(Tie(copies, ranks, is_first))
-        _share_values(found[-1], group, by_stage[min(by_stage)][0])
-    return found
+        ties.append(Tie(copies, ranks, is_first))
+        _share_values(ties[-1], group, by_stage[min(by_stage)][0])
+    return ties
 
 
 def _share_values(tie: Tie, group: Group, first: int) -> None:
@@ -135,8 +139,8 @@ def _check(names: Sequence[str], facts: dict[int, str]) -> None:
         got = f"it on stage {min(facts)} alone" if facts else "no stage that has it"
         raise ConfigError(f"{wanted} on two stages or more", got, hint=hint)
     first = min(facts)
-    for stage, each in facts.items():
-        if each != facts[first]:
-            got = f"{each} on stage {stage}, but {facts[first]} on stage {first}"
+    for stage, fact in facts.items():
+        if fact != facts[first]:
+            got = f"{fact} on stage {stage}, but {facts[first]} on stage {first}"
             hint = "shard all stages with the same stage, precision and number of data ranks"
             raise ConfigError(f"{wanted} to be alike on all stages", got, hint=hint)

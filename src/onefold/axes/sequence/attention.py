@@ -17,8 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from onefold.axes.sequence.head_exchange import Gather, HeadExchange, ToHeads, ToSequence
-from onefold.axes.sequence.heads import HeadCut
+from onefold.axes.sequence.head_exchange import (
+    Gather,
+    HeadCut,
+    HeadExchange,
+    ToHeads,
+    ToSequence,
+)
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 
@@ -50,7 +55,7 @@ class SplitAttention(threading.local):
         """Attend as `torch.nn.functional.scaled_dot_product_attention` would in one process."""
         self.num_calls += 1
         shape, dtype = query.shape, _autocast_dtype(query)
-        query, key, value = (_four_axes(each).to(dtype) for each in (query, key, value))
+        query, key, value = (_four_axes(tensor).to(dtype) for tensor in (query, key, value))
         call = _Call(self.group, tuple(query.shape), tuple(key.shape), tuple(value.shape))
         call.check(attn_mask, is_causal, self._padding)
         mask = None if attn_mask is None else call.whole_mask(attn_mask)
@@ -150,7 +155,7 @@ class _Call:
         A mask may be whole, hold the rows of this rank's queries for all keys, or be a mask of this
         rank's keys for all queries. Whole ones may end before the padding.
         """
-        group, given = self.group, mask
+        group, shape = self.group, list(mask.shape)
         local_q, local_k = self.query[2], self.key[2]
         all_q, all_k = local_q * group.world_size, local_k * group.world_size
         mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
@@ -167,7 +172,7 @@ class _Call:
             raise ConfigError(
                 f"a mask of {all_q} x {all_k} positions, of {local_q} x {all_k} for this "
                 f"rank's queries, or of 1 x {local_k} for its keys",
-                f"shape {list(given.shape)}",
+                f"shape {shape}",
                 where=f"rank {group.rank}, attention of a split sequence",
                 hint="build masks from the whole sequence, or use is_causal=True",
             )

@@ -1,4 +1,4 @@
-"""Cut the arguments of a module's forward into the piece of one rank.
+"""Cut sequences, and the arguments of a module's forward, into the piece of one rank.
 
 `Calls` is what differs between plain modules and models of transformers.
 """
@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onefold.axes.sequence.pieces import SequencePieces
 from onefold.engine.watch import tensors_in
 from onefold.errors import ConfigError
 
@@ -22,23 +22,80 @@ Arguments = dict[str, Any]
 """Arguments by name; positional ones of an unknown name are called "0", "1", ..."""
 
 
-class Calls(Protocol):
+IGNORED = -100
+"""The label of a position without a target, as `cross_entropy` has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePieces:
+    """Equal pieces of `length` positions over `parts` ranks; the last ones end in padding."""
+
+    length: int
+    parts: int
+    index: int
+
+    @property
+    def local(self) -> int:
+        """Positions of each piece, padding included."""
+        return -(-self.length // self.parts)
+
+    @property
+    def padded(self) -> int:
+        """Positions of all pieces."""
+        return self.local * self.parts
+
+    @property
+    def padding(self) -> int:
+        """Positions beyond the sequence."""
+        return self.padded - self.length
+
+    def cut(self, tensor: Tensor, dim: int, pad: float = 0) -> Tensor:
+        """Return this rank's piece of a whole tensor along `dim`, padded with `pad`."""
+        start = min(self.index * self.local, self.length)
+        stop = min(start + self.local, self.length)
+        piece = tensor.narrow(dim, start, stop - start)
+        if stop - start == self.local:
+            return piece
+        shape = list(piece.shape)
+        shape[dim] = self.local - (stop - start)
+        return torch.cat([piece, piece.new_full(shape, pad)], dim)
+
+    def labels(self, labels: Tensor, *, shift: bool) -> Tensor:
+        """Return this rank's piece of whole labels [rows, length], shifted before the cut."""
+        if shift:
+            beyond = labels.new_full((labels.shape[0], 1), IGNORED)
+            labels = torch.cat([labels[:, 1:], beyond], 1)
+        return self.cut(labels, 1, IGNORED).contiguous()
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return this rank's global positions, [1, local]; those of padding are 0."""
+        return self.cut(torch.arange(self.length, device=device), 0)[None]
+
+
+class Calls(ABC):
     """How a module's forward is called for one piece of its sequence."""
 
-    has_own_masks: bool  # every attention has a mask that covers padding
+    has_own_masks = False  # every attention has a mask that covers padding
 
-    def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments: ...
-    def around(
-        self, whole: Arguments, pieces: SequencePieces
-    ) -> AbstractContextManager[object]: ...
-    def outputs(self, outputs: Any) -> Any: ...
-    def remove(self) -> None: ...
+    @abstractmethod
+    def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:
+        """Cut the arguments of a forward over the `whole` sequence."""
+
+    def around(self, whole: Arguments, pieces: SequencePieces) -> AbstractContextManager[object]:
+        """Enclose the forward."""
+        return nullcontext()
+
+    def outputs(self, outputs: Any) -> Any:
+        """Return the outputs without those that one piece cannot give."""
+        return outputs
+
+    def remove(self) -> None:
+        """Undo what was changed for these calls."""
+        return
 
 
-class PlainCalls:
+class PlainCalls(Calls):
     """Cut every tensor whose second axis is the sequence, and pass global positions."""
-
-    has_own_masks = False
 
     def __init__(self, module: nn.Module, positions: str | None) -> None:
         if positions is not None and not takes(module, positions):
@@ -54,34 +111,24 @@ class PlainCalls:
 
     def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:
         main = main_tensor(whole)
-        given = dict(whole)
-        name = self._positions
-        if name is not None and given.get(name) is None:
-            given[name] = torch.arange(pieces.length, device=main.device)[None]
-        elif name is not None and given[name].ndim == 1:
-            given[name] = given[name][None]
-        return {key: cut_tensors(value, main, pieces) for key, value in given.items()}
-
-    def around(self, whole: Arguments, pieces: SequencePieces) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def outputs(self, outputs: Any) -> Any:
-        return outputs
-
-    def remove(self) -> None:
-        """Nothing was changed."""
+        arguments, name = dict(whole), self._positions
+        if name is not None and arguments.get(name) is None:
+            arguments[name] = torch.arange(pieces.length, device=main.device)[None]
+        elif name is not None and arguments[name].ndim == 1:
+            arguments[name] = arguments[name][None]
+        return {key: cut_tensors(value, main, pieces) for key, value in arguments.items()}
 
 
 def main_tensor(whole: Mapping[str, Any]) -> Tensor:
     """Return the first tensor with rows and positions, whose second axis is the sequence."""
-    given = [value for name, value in whole.items() if not name.endswith("mask")]
-    found = next((t for t in tensors_in(given) if t.ndim > 1), None)
-    if found is None or found.ndim > 3:
+    values = [value for name, value in whole.items() if not name.endswith("mask")]
+    main = next((tensor for tensor in tensors_in(values) if tensor.ndim > 1), None)
+    if main is None or main.ndim > 3:
         wanted = "tokens [rows, positions], or vectors for each, as first argument of a forward"
-        got = "none" if found is None else f"shape {list(found.shape)}"
+        got = "none" if main is None else f"shape {list(main.shape)}"
         hint = "call the module that onefold.split_sequence was given with whole rows"
         raise ConfigError(wanted, got, hint=hint)
-    return found
+    return main
 
 
 def cut_tensors(value: Any, main: Tensor, pieces: SequencePieces) -> Any:
@@ -90,9 +137,9 @@ def cut_tensors(value: Any, main: Tensor, pieces: SequencePieces) -> Any:
         rows_and_positions = tuple(value.shape[:2]) in (tuple(main.shape[:2]), (1, pieces.length))
         return pieces.cut(value, 1) if rows_and_positions and value.ndim < 4 else value
     if type(value) in (tuple, list):
-        return type(value)(cut_tensors(each, main, pieces) for each in value)
+        return type(value)(cut_tensors(item, main, pieces) for item in value)
     if type(value) is dict:
-        return {key: cut_tensors(each, main, pieces) for key, each in value.items()}
+        return {key: cut_tensors(item, main, pieces) for key, item in value.items()}
     return value
 
 
@@ -111,11 +158,11 @@ class Names:
         """Name the positional arguments."""
         return {self._name(index): value for index, value in enumerate(args)} | kwargs
 
-    def part(self, given: Arguments, num_args: int) -> tuple[tuple[Any, ...], Arguments]:
+    def part(self, arguments: Arguments, num_args: int) -> tuple[tuple[Any, ...], Arguments]:
         """Undo `join`."""
         positional = [self._name(index) for index in range(num_args)]
-        rest = {name: value for name, value in given.items() if name not in positional}
-        return tuple(given[name] for name in positional), rest
+        rest = {name: value for name, value in arguments.items() if name not in positional}
+        return tuple(arguments[name] for name in positional), rest
 
     def _name(self, index: int) -> str:
         return self.names[index] if index < len(self.names) else str(index)

@@ -27,8 +27,15 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from onefold.axes.sequence.attention_calls import Arguments, cut_tensors, main_tensor, takes
-from onefold.axes.sequence.pieces import IGNORED, SequencePieces
+from onefold.axes.sequence.attention_calls import (
+    IGNORED,
+    Arguments,
+    Calls,
+    SequencePieces,
+    cut_tensors,
+    main_tensor,
+    takes,
+)
 from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError, StateError
 from onefold.mixed.sampler import mean_count
@@ -90,8 +97,8 @@ def mask(
     """Build the mask of whole rows from those of the present forward."""
     whole = _PRESENT.get()
     if whole is None:
-        given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
-        return sdpa_mask(*given, attention_mask=attention_mask, **kwargs)
+        arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
+        return sdpa_mask(*arguments, attention_mask=attention_mask, **kwargs)
     if kwargs.get("use_vmap"):
         wanted = "masks of positions, windows and padding in a split sequence"
         hint = "pass a whole mask [rows, 1, positions, positions] as attention_mask"
@@ -101,10 +108,10 @@ def mask(
     else:
         padding = whole.mask
         if whole.positions is not None:
-            found = find_packed_sequence_indices(whole.positions)
-            if found is not None:
+            documents = find_packed_sequence_indices(whole.positions)
+            if documents is not None:
                 mask_function = packed_sequence_compatibility_function(
-                    mask_function, whole.positions, found
+                    mask_function, whole.positions, documents
                 )
                 kwargs["allow_is_causal_skip"] = False
     length = whole.num_positions
@@ -130,7 +137,7 @@ def calls_of(module: nn.Module, group: Group, inputs: bool) -> TransformersCalls
     return TransformersCalls(module, model, group)
 
 
-class TransformersCalls:
+class TransformersCalls(Calls):
     """Calls of a model of transformers, which may be wrapped, by PEFT for example."""
 
     has_own_masks = True
@@ -153,26 +160,26 @@ class TransformersCalls:
     def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:
         model, main = self._alive(), main_tensor(whole)
         _check_call(model, whole)
-        given = dict(whole)
-        if given.get("position_ids") is None:
-            given["position_ids"] = torch.arange(pieces.length, device=main.device)[None]
-        if given.get("attention_mask") is None and self._parts > 1:
+        arguments = dict(whole)
+        if arguments.get("position_ids") is None:
+            arguments["position_ids"] = torch.arange(pieces.length, device=main.device)[None]
+        if arguments.get("attention_mask") is None and self._parts > 1:
             # keeps the model from looking for documents in this rank's positions
-            given["attention_mask"] = main.new_ones(main.shape[:2], dtype=torch.int64)
+            arguments["attention_mask"] = main.new_ones(main.shape[:2], dtype=torch.int64)
         if takes(model, "use_cache"):
-            given["use_cache"] = False
-        labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
-        local = {name: cut_tensors(value, main, pieces) for name, value in given.items()}
+            arguments["use_cache"] = False
+        labels, shifted = arguments.pop("labels", None), arguments.pop("shift_labels", None)
+        local = {name: cut_tensors(value, main, pieces) for name, value in arguments.items()}
         if labels is not None:
             own = pieces.labels(labels if shifted is None else shifted, shift=shifted is None)
             local |= {"labels": own, "shift_labels": own}
-            local["num_items_in_batch"] = self._count(own, given.get("num_items_in_batch"))
+            local["num_items_in_batch"] = self._count(own, arguments.get("num_items_in_batch"))
         return local
 
-    def _count(self, own: Tensor, given: Any) -> Any:
+    def _count(self, own: Tensor, count: Any) -> Any:
         """Return what the model shall divide the sum of its token losses by."""
-        if given is not None:  # counted over whole rows, which each rank of a sequence has
-            return given / self._parts
+        if count is not None:  # counted over whole rows, which each rank of a sequence has
+            return count / self._parts
         engine = find_engine(self._module())
         group = of_tokens(None) if engine is None else engine.group
         return mean_count((own != IGNORED).sum(), group, own.device).float()
@@ -212,9 +219,9 @@ def _whole_rows(whole: Arguments, pieces: SequencePieces) -> _Whole:
         rows = F.pad(rows.bool(), more, value=False)
     else:
         rows = None
-        given = whole.get("position_ids")
-        if given is not None:
-            positions = F.pad(given.expand(main.shape[0], -1), more)
+        positions = whole.get("position_ids")
+        if positions is not None:
+            positions = F.pad(positions.expand(main.shape[0], -1), more)
     if pieces.padding:
         padding = F.pad(main.new_ones(main.shape[:2], dtype=torch.bool), more, value=False)
     return _Whole(pieces.padded, rows, padding, positions)
@@ -236,25 +243,25 @@ def _check_model(model: PreTrainedModel) -> None:
         raise ConfigError(wanted, f"{name}, {reason}", hint=hint)
 
 
-def _check_call(model: PreTrainedModel, given: Arguments) -> None:
+def _check_call(model: PreTrainedModel, arguments: Arguments) -> None:
     cached = ("past_key_values", "encoder_hidden_states", "logits_to_keep", "use_cache")
     for name in cached:
-        if given.get(name) is not None and not _is_off(given[name]):
+        if arguments.get(name) is not None and not _is_off(arguments[name]):
             wanted = "a forward over whole rows, without a cache or another sequence"
             hint = "call remove() of the split's handle before generate"
             raise StateError(wanted, f"{name}=", hint=hint)
-    if given.get("output_router_logits", getattr(model.config, "output_router_logits", False)):
+    if arguments.get("output_router_logits", getattr(model.config, "output_router_logits", False)):
         wanted = "losses that are sums over tokens"
         hint = "pass output_router_logits=False: each rank would balance its own tokens"
         raise ConfigError(wanted, "the auxiliary loss of a router", hint=hint)
     counts = any(
         callable(getattr(p, "create_position_ids_from_input_ids", None)) for p in model.modules()
     )
-    if counts and given.get("position_ids") is None:
+    if counts and arguments.get("position_ids") is None:
         wanted = f"position_ids, which {type(model).__name__} counts without padding"
         hint = "pass them for whole rows"
         raise ConfigError(wanted, "none", hint=hint)
-    if given.get("labels") is not None and not _sums_tokens(model):
+    if arguments.get("labels") is not None and not _sums_tokens(model):
         wanted = "no labels for a model whose loss is a mean over this rank's tokens"
         hint = "call it without labels; compute the loss from sequence.labels(labels, shift=False)"
         raise ConfigError(wanted, f"labels for {type(model).__name__}", hint=hint)

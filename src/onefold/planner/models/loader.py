@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from onefold.errors import ConfigError
 from onefold.layout.units import repeated_blocks
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
-from onefold.tier.collecting import no_garbage
+from onefold.tier.host import no_garbage
 
 
 def refuse(model: str, seq: int) -> None:

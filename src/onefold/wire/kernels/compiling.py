@@ -14,7 +14,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-WIDTH, TAIL = 32, 4.0  # of the rotation (wire/rotation.py)
+WIDTH, TAIL = 32, 4.0  # of the rotation (wire/codec.py)
 MAX_GROUP = 4096  # elements that share a scale
 LARGEST_INT8, LARGEST_INT4, SMALLEST_SCALE = 127.0, 7.0, 2.0**-126  # see wire/codec.py
 
@@ -50,13 +50,13 @@ def compile_library(compiler: Sequence[str], path: Path) -> str:
     """Compile the sources to `path`, whole or not at all. Returns why that failed, or nothing."""
     sources = [str(source) for source in sorted(FOLDER.glob("*.c"))]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling_") as folder:
-        made = Path(folder, path.name)
-        command = [*compiler, *FLAGS, *sources, "-o", str(made), "-lm"]
+        library = Path(folder, path.name)
+        command = [*compiler, *FLAGS, *sources, "-o", str(library), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
         if done.returncode != 0:
             return done.stderr or f"{command[0]} ended with status {done.returncode}"
-        os.replace(made, path)  # a process that has the old one loaded keeps it
+        os.replace(library, path)  # a process that has the old one loaded keeps it
     return ""

@@ -28,10 +28,10 @@ def names(library: ctypes.CDLL, kernel: str) -> list[str]:
     if name is None:
         return []
     name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
-    found: list[str] = []
-    while word := name(len(found)):
-        found.append(word.decode())
-    return found
+    sets: list[str] = []
+    while word := name(len(sets)):
+        sets.append(word.decode())
+    return sets
 
 
 @cache

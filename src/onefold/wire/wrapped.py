@@ -1,21 +1,55 @@
-"""A transport that tells an observer when a transfer begins, ends and is waited for."""
+"""Transports around another one: `Timed` tells an observer of transfers, `Streamed` runs them on
+device streams of their own, so that they run beside compute.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from onefold.layout.ledger import Ledger
 from onefold.layout.observer import Observer, Span, Stream, watched
+from onefold.wire.message_cut import MessageLayout
 from onefold.wire.peers import works_of
 from onefold.wire.ticket import Ticket
-from onefold.wire.transport import Transport, Wrapped
+from onefold.wire.transport import Reduction, SendRows, Transport
 
 _SHOWN = {"gather": (Stream.GATHER, "unpack"), "reduce_scatter": (Stream.REDUCE, "average")}
 """The stream of a collective, and the verb for its last step."""
+
+
+class Wrapped(ABC):
+    """Another transport with something `wrap` each transfer."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.group = inner.group
+        self.is_coded = inner.is_coded
+
+    @abstractmethod
+    def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
+        """Have `start` begin a "gather" or "reduce_scatter" of a unit."""
+
+    def gather(
+        self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
+    ) -> Ticket:
+        """See `Transport.gather`."""
+        return self.wrap("gather", cut.name, lambda: self.inner.gather(full, cut, label, own))
+
+    def reduce_scatter(self, reduction: Reduction) -> Ticket:
+        """See `Transport.reduce_scatter`."""
+        name, inner = reduction.cut.name, self.inner
+        return self.wrap("reduce_scatter", name, lambda: inner.reduce_scatter(reduction))
+
+    def rest(self) -> None:
+        """See `Transport.rest`."""
+        self.inner.rest()
 
 
 class Timed(Wrapped):
@@ -43,7 +77,7 @@ class Timed(Wrapped):
         transfer = _Transfer(span, self._sent() - sent)
         if self._is_queued:
             return ticket.then(transfer.end)
-        transfer.follow([work for each in ticket.works for work in works_of(each)])
+        transfer.follow([work for works in ticket.works for work in works_of(works)])
         return Ticket([_Awaited(ticket, transfer, observer, unit, verb)])
 
     def _sent(self) -> int:
@@ -89,7 +123,7 @@ class _Awaited:
         self._verb = verb
 
     def wait(self) -> None:
-        """See `onefold.wire.ticket.Work`."""
+        """See `Waitable.wait`."""
         with watched(self._observer, Stream.COMPUTE, "wait", self._unit), suppress(RuntimeError):
             for work in self._ticket.works:  # an error comes again below, with its label
                 work.wait()
@@ -98,5 +132,50 @@ class _Awaited:
             self._ticket.wait()
 
     def is_completed(self) -> bool:
-        """See `onefold.wire.ticket.Work`."""
+        """See `Waitable.is_completed`."""
         return self._ticket.done
+
+
+class Streamed(Wrapped):
+    """Runs another transport on one stream for gathers and one for reductions.
+
+    The side stream first waits for what compute has queued (the buffers' last uses), and the
+    ticket's `wait` makes compute's stream wait for the side stream; the host blocks for neither.
+    The ticket keeps its tensors until then, so no block is recorded on a second stream and the
+    caching allocator can reuse it at once.
+    """
+
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        super().__init__(inner)
+        self._streams = {name: torch.Stream(device) for name in ("gather", "reduce_scatter")}
+
+    def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
+        """See `Wrapped.wrap`."""
+        return _beside(self._streams[collective], start)
+
+
+def _beside(stream: torch.Stream, start: Callable[[], Ticket]) -> Ticket:
+    stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    with stream:
+        start().wait()  # on a GPU this queues the rest on `stream` and returns
+        finished = torch.Event(stream.device)
+        finished.record(stream)
+    return Ticket([_Queued(finished, stream.device, start)])
+
+
+class _Queued:
+    """Work on a side stream: waiting for it makes compute's stream wait, never the host."""
+
+    def __init__(self, event: torch.Event, device: torch.device, kept: object) -> None:
+        self._event = event
+        self._device = device
+        self._kept = kept  # tensors of compute's stream, whose memory it would reuse meanwhile
+
+    def wait(self) -> None:
+        """See `Waitable.wait`."""
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        self._kept = None
+
+    def is_completed(self) -> bool:
+        """True once the device has completed it."""
+        return self._event.query()
