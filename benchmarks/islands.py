@@ -285,7 +285,7 @@ def measure_times(arguments: argparse.Namespace) -> list[Options]:
 def kill_one(arguments: argparse.Namespace) -> Options:
     """Kill an island, start it again, and return all lines of each of the three lives."""
     with Hosts(ISLANDS, RATE) as hosts, TemporaryDirectory() as folder:
-        store = [sys.executable, "-m", "onefold.outer", "--port", str(STORE_PORT)]
+        store = [sys.executable, "-m", "onefold", "meet", "--port", str(STORE_PORT)]
         hosts[0].popen(store, stdout=subprocess.DEVNULL)
 
         def start(island: int, life: int = 1) -> tuple[subprocess.Popen[str], Path]:

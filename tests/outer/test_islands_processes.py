@@ -83,7 +83,7 @@ def start(number, port, folder, *, is_second_life=False):
 @pytest.fixture
 def port():
     """The store where islands meet, as users start it."""
-    code = [sys.executable, "-m", "onefold.outer", "--port", "0"]
+    code = [sys.executable, "-m", "onefold", "meet", "--port", "0"]
     with subprocess.Popen(code, stdout=subprocess.PIPE, text=True) as store:
         assert store.stdout is not None
         yield int(store.stdout.readline().split()[-1])

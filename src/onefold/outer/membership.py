@@ -199,7 +199,7 @@ _TURN_S = 1.0
 class Meeting:
     """Where islands that are separate jobs meet: a store that outlives each of them.
 
-    `python -m onefold.outer --port 29400` runs one, on a host that all ranks reach.
+    `onefold meet --port 29400` runs one, on a host that all ranks reach.
 
     Args:
         address: "HOST:PORT" of the store.
@@ -235,7 +235,7 @@ class Meeting:
                 host, int(port), is_master=False, timeout=timedelta(seconds=timeout)
             )
         except RuntimeError as error:
-            hint = "start it with `python -m onefold.outer --port PORT`; all ranks must reach it"
+            hint = "start it with `onefold meet --port PORT`; all ranks must reach it"
             raise WireError(
                 f"a store at {self.address}", str(error).splitlines()[0], hint=hint
             ) from error

@@ -28,7 +28,7 @@ def is_rank() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """The failure of a rank. `is_echo`: a failed peer caused it."""
 
     rank: int
@@ -48,7 +48,7 @@ def record_failure(error: BaseException | None, code: int) -> bool:
         return False
     is_ours = error is None or isinstance(error, OnefoldError)
     line = "" if error is None else one_line(error)
-    failure = Failure(
+    failure = RankFailure(
         rank=int(os.environ["RANK"]),
         code=code,
         line=line if is_ours else f"{type(error).__name__}: {line}",
@@ -68,7 +68,7 @@ def print_failure(prog: str, folder: str, exit_codes: dict[int, int]) -> int:
     """
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != SIGTERM}
     failures = [
-        Failure(**found["onefold"])
+        RankFailure(**found["onefold"])
         for path in Path(folder).rglob("error.json")
         if "onefold" in (found := json.loads(path.read_text()))
     ]

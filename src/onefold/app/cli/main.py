@@ -111,7 +111,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     import onefold
-    from onefold.app.cli import bench, check, doctor, export, generate, inspect, plan, report, train
+    from onefold.app.cli import (
+        bench,
+        check,
+        doctor,
+        export,
+        generate,
+        inspect,
+        meet,
+        plan,
+        report,
+        train,
+    )  # fmt: skip
     from onefold.app.cli.arguments import Parser
 
     parser = Parser(
@@ -122,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda *_: parser.print_help() or 0)
-    for command in (train, plan, check, generate, report, doctor, bench, inspect, export):
+    for command in (train, plan, check, generate, report, doctor, bench, inspect, export, meet):
         command.add_to(commands)
     return parser
 

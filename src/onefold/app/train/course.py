@@ -9,7 +9,7 @@ from onefold.app.train.checkpoints import Resumed
 from onefold.app.train.corpus import Corpus
 from onefold.app.train.job import Job
 from onefold.app.train.memory_table import MeasuredMemory
-from onefold.app.train.prediction import Prediction
+from onefold.app.train.prediction import PredictedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +53,5 @@ class TrainResult:
     offload: str  # the plan for the tiers of rank 0; empty: all on the device
     memory: list[MeasuredMemory]  # per rank
     stage0: dict[str, int]  # bytes by kind that each rank would hold at stage 0
-    predicted: Prediction | None  # of rank 0; None on others, and without a trace
+    predicted: PredictedRun | None  # of rank 0; None on others, and without a trace
     report: str  # the page about the run; empty without one, or without a step

@@ -27,7 +27,7 @@ from onefold.wire.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PredictedRun:
     """The predicted peak of rank 0; `by_kind` has the peak of each kind."""
 
     peak_nbytes: int  # on the device, activations included
@@ -65,7 +65,7 @@ def trace_of(job: Job, module: nn.Module, world: World) -> Trace | None:
         return None
 
 
-def predict(job: Job, recipe: Recipe, seen: Trace | None, report: Report) -> Prediction | None:
+def predict(job: Job, recipe: Recipe, seen: Trace | None, report: Report) -> PredictedRun | None:
     """Forecast the bytes of rank 0, and compare them with its report."""
     if seen is None or report.steps == 0:
         return None
@@ -77,7 +77,7 @@ def predict(job: Job, recipe: Recipe, seen: Trace | None, report: Report) -> Pre
         for kind, nbytes in moment.nbytes_by_kind.items():
             by_kind[kind] = max(nbytes, by_kind.get(kind, 0))
     ledger = max(sum(m.nbytes_by_kind.values()) - m.nbytes_by_kind.get(TORCH, 0) for m in moments)
-    return Prediction(
+    return PredictedRun(
         found.memory_nbytes, ledger, found.peak.phase, found.peak.unit, by_kind,
         _verdict(found, by_kind, report), _timeline(moments) if job.report else (),
     )  # fmt: skip
