@@ -127,7 +127,7 @@ def test_a_size_of_messages_is_written_in_one_file():
 
 
 def test_kernels_in_c_have_the_numbers_of_torchs_way_from_python():
-    text = (SRC / "native" / "codec.c").read_text()
+    text = (SRC / "wire" / "kernels" / "codec.c").read_text()
     for name in compiling.NUMBERS:
         assert re.search(rf"\b{name}\b", text), name
         assert not re.search(rf"#define {name}\b|\b{name} *=[^=]", text), name

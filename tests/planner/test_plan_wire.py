@@ -194,10 +194,11 @@ def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(m
 
     def needs(stage: int, name: str) -> int:
         recipe = recipe_of((2, 2), stage, name)
-        return forecast(estimated(plans, 0, Precision()), recipe).memory_nbytes
+        return forecast(estimated(plans, 0, Precision()), recipe, accumulate=2).memory_nbytes
 
     plans = plan_units(ModuleTree.of(without_values(Net())))
-    needs_flat = forecast(estimated(plans, 0, Precision()), Recipe(world_size=4)).memory_nbytes
+    flat = Recipe(world_size=4)
+    needs_flat = forecast(estimated(plans, 0, Precision()), flat, accumulate=2).memory_nbytes
 
     def body(rank: int, name: str) -> tuple[int, str]:
         module = seeded(Net)
