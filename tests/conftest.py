@@ -9,7 +9,7 @@ from pathlib import Path
 
 # MKL picks its kernels by the alignment of data on CPUs with AVX512, so that equal products of
 # equal matrices may differ in their last bits. Read at MKL's first call; children inherit it.
-os.environ.setdefault("MKL_CBWR", "AVX2")
+os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 import pytest
 import torch

