@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import onefold
+from onefold.errors import WireError
 from onefold.layout.ledger import Ledger
 from onefold.layout.messages import SHARE_NBYTES
 from onefold.layout.rows import Layout
@@ -20,7 +21,7 @@ from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
 from onefold.wire.lanes import Lane, Lanes, PhaseNow
 from onefold.wire.message_cut import MessageLayout
-from onefold.wire.peers import Peers
+from onefold.wire.peers import Message, Peers
 from onefold.wire.roll_call import PATIENCE_S
 from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Composed, Reduction
@@ -65,7 +66,9 @@ def recorded(monkeypatch):
         monkeypatch.setattr(dist, name, handle.begin)
     monkeypatch.setattr(dist, "get_backend_config", lambda handle: "cpu:gloo,cuda:nccl")
     lanes = Lanes(PhaseNow(), {"call": Lane("call", None)}, 3)
-    roll_call: Any = SimpleNamespace(is_in_call=False, wait_for=lambda waiting: None)
+    roll_call: Any = SimpleNamespace(
+        is_in_call=False, wait_for=lambda waiting: None, read_failure=dict, last_words=str
+    )
     return Group(0, 3, handle, Peers(lanes, roll_call, None, lambda: 60.0)), handle.works
 
 
@@ -93,6 +96,38 @@ def test_a_message_of_the_cpu_is_waited_for_with_patience(recorded):
     group, works = recorded
     Ticket(group.track([group.reduce_scatter(torch.empty(2), torch.empty(6))], "a message")).wait()
     assert [work.limits for work in works] == [[timedelta(seconds=PATIENCE_S)]]
+
+
+class LateWork(dist.Work):
+    """Completes between the end of the first limit and the question whether it is complete."""
+
+    def __init__(self, failure: str | None):
+        super().__init__()
+        self.waits, self.failure = 0, failure
+
+    def wait(self, timeout=None):
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+        return True
+
+    def is_completed(self):
+        return self.waits > 0
+
+
+def test_a_message_that_completes_as_a_limit_ends_has_not_failed(recorded):
+    group, _ = recorded
+    work = LateWork(None)
+    Ticket([Message(group.peers, [work], "a message")]).wait()
+    assert work.waits == 2
+
+
+def test_a_message_that_fails_as_a_limit_ends_raises_its_own_error(recorded):
+    group, _ = recorded
+    with pytest.raises(WireError, match="connection reset"):
+        Ticket([Message(group.peers, [LateWork("connection reset")], "a message")]).wait()
 
 
 def test_gathers_and_reductions_of_a_units_regions_set_no_limit(recorded):

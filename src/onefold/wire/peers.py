@@ -101,9 +101,9 @@ def _is_over(work: dist.Work, limit: timedelta) -> bool:
     try:
         work.wait(limit)
     except RuntimeError:
-        if work.is_completed():  # an error of its own, not of this limit
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait(limit)  # complete by now, perhaps since the limit: raises an error of its own
     return True
 
 
