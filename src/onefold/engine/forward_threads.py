@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
-from threading import Semaphore, Thread, current_thread, local
+from threading import Semaphore, Thread, local
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -45,6 +45,7 @@ class ForwardThread(Thread):
         self._context, self._enter = copy_context(), _settings()
 
     def run(self) -> None:
+        _CURRENT.forward = self
         self._go.acquire()
         try:
             if not self._is_ending:
@@ -116,10 +117,16 @@ def thread_of(forward: Callable[[], Any]) -> Iterator[ForwardThread]:
         thread.end()
 
 
+class _Current(local):
+    forward: ForwardThread | None = None
+
+
+_CURRENT = _Current()
+
+
 def current_forward() -> ForwardThread | None:
     """Return the forward that this thread runs; None outside of them."""
-    thread = current_thread()
-    return thread if isinstance(thread, ForwardThread) else None
+    return _CURRENT.forward
 
 
 def _settings() -> Callable[[ExitStack], None]:

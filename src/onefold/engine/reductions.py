@@ -112,7 +112,8 @@ class Reductions:
         unit, self._following = self._following, None
         if unit is not None:
             out.append((Verb.FINISH, unit))
-            self._averaged.append(unit)
+            if self._policy.steps_in_backward:
+                self._averaged.append(unit)
 
     def take_averaged(self) -> list[int]:
         """Return the units whose gradients were averaged since the last call."""

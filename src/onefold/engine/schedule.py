@@ -403,8 +403,10 @@ class Schedule:
 
     def _step_reduced(self, out: list[Action], tiled: Sequence[int] = ()) -> None:
         """Step reduced units that backward is through with, a few at a time."""
+        if not self.policy.steps_in_backward:
+            return
         averaged = [*self.reductions.take_averaged(), *tiled]
-        if self.policy.steps_in_backward and self.reductions.is_last:
+        if self.reductions.is_last:
             offloaded = [unit for unit in averaged if self.units[unit].is_offloaded]
             self.early_steps.step(offloaded, self.is_through, out)
 

@@ -82,8 +82,9 @@ class OpenCalls:
 
     def has(self, unit: int, driven: Drive) -> bool:
         """True if this backward will reach the unit."""
-        calls = [c for c in self._calls[unit] if not driven.walks_apart or c.walk == self.walk]
-        return driven.more_to_come or bool(calls)
+        if driven.more_to_come or not driven.walks_apart:
+            return driven.more_to_come or bool(self._calls[unit])
+        return any(call.walk == self.walk for call in self._calls[unit])
 
     def end(self, driven: Drive) -> list[Call]:
         """A backward is over: it reaches no further call. Return those that it was not through."""

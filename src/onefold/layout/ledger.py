@@ -44,11 +44,6 @@ class Usage:
     now: int = 0
     peak: int = 0
 
-    def add(self, nbytes: int) -> None:
-        self.now += nbytes
-        if self.now > self.peak:
-            self.peak = self.now
-
 
 @dataclass(slots=True)
 class Traffic:
@@ -90,8 +85,10 @@ class Ledger:
             usage = self.usage.get((kind, tier))
             if usage is None:
                 usage = self.usage[kind, tier] = Usage()
-            usage.add(nbytes)
-            self.total.add(nbytes)
+            for sums in (usage, self.total):
+                sums.now += nbytes
+                if sums.now > sums.peak:
+                    sums.peak = sums.now
             if is_mapped:
                 self.mapped += nbytes
             if self.observer is not None:

@@ -251,17 +251,17 @@ class MessagePlan:
 
     # elements that this rank sends
 
-    @property
+    @cached_property
     def gather_numel(self) -> int:
         """Own rows, to all others."""
         return self.own_numel * (self.world_size - 1)
 
-    @property
+    @cached_property
     def reduce_numel(self) -> int:
         """The rows of all others, to each its own."""
         return self._sharded_numel - self.own_numel
 
-    @property
+    @cached_property
     def control_numel(self) -> int:
         """Tags or flags, and replicated gradients, to all others."""
         own = sum(numels[self.rank] for numels in self.numels)
@@ -282,7 +282,7 @@ class MessagePlan:
             for pieces, offset in zip(self.pieces, starts, strict=True)
         ]
 
-    @property
+    @cached_property
     def packed_numel(self) -> int:
         """Elements of the message that regions share."""
         return sum(self.packed_numels)

@@ -190,9 +190,12 @@ class GradientHop:
         self._name = name  # of the residuals; "between nodes" in labels
         self._cuts: dict[Which, MessageLayout] = {}
         self._numels = [[region.pieces[-1][1] for region in regions] for regions in parts]
+        self.is_cut = any(len(regions) > 1 for regions in parts)
 
     def split(self, which: Which, partials: list[Tensor]) -> list[Tensor]:
         """The regions of flat gradients [all elements]."""
+        if not self.is_cut:
+            return partials
         pairs = zip(which, partials, strict=True)
         return [part for i, flat in pairs for part in flat.split_with_sizes(self._numels[i])]
 
@@ -212,10 +215,12 @@ class GradientHop:
 
     def regions(self, which: Which, used: list[bool]) -> list[Region]:
         """The regions of the message, for its feedback."""
-        slots, feeds = self._spec.wire.slots, self._spec.context.routes.feeds_back
+        if not self._spec.context.routes.feeds_back:
+            return []
+        slots = self._spec.wire.slots
         return [
             (slots[index].fqn, number) if is_used else None
-            for index, is_used in (zip(which, used, strict=True) if feeds else ())
+            for index, is_used in zip(which, used, strict=True)
             for number in range(len(self.parts[index]))
         ]
 
@@ -304,6 +309,8 @@ class OneHop:
 
     def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
         """The part of each parameter's rows that this rank reduces: a piece of every slab."""
+        if not self._first.is_cut:
+            return rows
         pairs = zip(which, rows, strict=True)
         return [piece for index, row in pairs for piece in row.chunk(len(self._first.parts[index]))]
 

@@ -38,16 +38,17 @@ class Edits:
     def __init__(self, weight: Buffer) -> None:
         self._weight = weight
         self._sharded: list[Tensor] = []
-        self._data: list[Tensor] = []  # `.data` of sharded parameters, once taken
+        self._watched: list[Tensor] = []  # these, and `.data` of some, once taken
         self._num_at_rest = self._num_others = 0
 
     def watch(self, sharded: Tensor) -> None:
         """Count the changes of a sharded parameter, too."""
         self._sharded.append(sharded)
+        self._watched.append(sharded)
 
     def watch_data(self, data: Tensor) -> None:
         """Count the changes by way of `.data` of a sharded parameter, too."""
-        self._data.append(data)
+        self._watched.append(data)
 
     def bump(self, *, at_rest: int = 0, others: int = 0) -> None:
         """Count changes that `at_rest` tells, and others that only `all` tells."""
@@ -63,8 +64,8 @@ class Edits:
     def all(self) -> int:
         """Every change of the weights at rest."""
         with torch._C.DisableTorchFunctionSubclass():
-            by_data = sum([tensor._version for tensor in self._data])
-        return self.at_rest() + by_data + self._num_others
+            counted = sum([tensor._version for tensor in self._watched])
+        return counted + self._weight.tensor._version + self._num_at_rest + self._num_others
 
 
 class OwnRows:
