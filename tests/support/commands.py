@@ -43,7 +43,11 @@ forks the third one: on a busy machine such a rank found their lock taken, and n
 def onefold(
     *arguments: str, cwd: Path | None = None, timeout_s: float = HANG_S, out: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`onefold *arguments`, up to its end."""
+    """`onefold *arguments`, up to its end; more ranks than may be forked need no launcher."""
+    ranks = _num_ranks(arguments)
+    if ranks > MAX_FORKED and out is None and arguments[0] in ("train", "check"):
+        body = partial(_main, arguments)
+        return _without_launcher(body, ["onefold", *arguments], ranks, cwd, timeout_s)
     return begin(*arguments, cwd=cwd, timeout_s=timeout_s, out=out).end()
 
 
@@ -52,13 +56,15 @@ def begin(
 ) -> Command:
     """`onefold *arguments`, which goes on beside the test; `out` is its stdout, else a file."""
 
-    def body() -> Any:
-        from onefold.app.cli.main import main
-
-        return main(list(arguments))
-
+    body = partial(_main, arguments)
     forks = _num_ranks(arguments) <= MAX_FORKED
     return Command(body, ["onefold", *arguments], cwd, timeout_s, forks_ranks=forks, out=out)
+
+
+def _main(arguments: Sequence[str]) -> Any:
+    from onefold.app.cli.main import main
+
+    return main(list(arguments))
 
 
 def _num_ranks(arguments: Sequence[str]) -> int:
@@ -76,7 +82,8 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun` on `ranks` local ranks, one thread each, up to its end."""
     if forks_ranks and ranks > MAX_FORKED and arguments[0] != "-m":
-        return _without_launcher(arguments, ranks, cwd, timeout_s)
+        argv = [sys.executable, *arguments]
+        return _without_launcher(partial(_run_python, argv), argv, ranks, cwd, timeout_s)
     argv = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", *arguments]
 
     def body() -> None:
@@ -90,18 +97,18 @@ def torchrun(
 
 
 def _without_launcher(
-    arguments: Sequence[str], ranks: int, cwd: Path | None, timeout_s: float
+    run: Callable[[], Any], argv: list[str], ranks: int, cwd: Path | None, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
     """Forks of this process, which has no such threads, with the variables that torchrun sets."""
-    argv, port = [sys.executable, *arguments], free_port()
+    port = free_port()
     both = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
 
-    def body(rank: int) -> None:
+    def body(rank: int) -> Any:
         own = {"RANK": rank, "LOCAL_RANK": rank, **both}
         os.environ |= {name: str(value) for name, value in own.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         torch.set_num_threads(1)
-        _run_python(argv)
+        return run()
 
     begun = [
         Command(partial(body, rank), argv, cwd, timeout_s, forks_ranks=False)

@@ -30,7 +30,8 @@ world is compared with one process."""
 RELATIVE = 1e-6
 
 _corners = {world_size: pytest.param(world_size, marks=pytest.mark.corner) for world_size in (1, 4)}
-every_world = pytest.mark.parametrize("world_size", [_corners[1], 2, 3, _corners[4]])
+_half = pytest.param(2, marks=pytest.mark.half)
+every_world = pytest.mark.parametrize("world_size", [_corners[1], _half, 3, _corners[4]])
 odd_worlds = pytest.mark.parametrize("world_size", [1, 3])
 every_stage = pytest.mark.parametrize("stage", [0, 1, 3])  # 2 differs where micro-batches add up
 
