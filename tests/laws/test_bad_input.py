@@ -31,7 +31,6 @@ from tests.support.zoo import (
     whole,
 )
 
-pytestmark = pytest.mark.covering
 sharded_stages = pytest.mark.parametrize("stage", [1, 3])
 
 

@@ -45,7 +45,6 @@ from tests.support.zoo import (
     whole,
 )
 
-pytestmark = pytest.mark.covering
 sharded_stages = pytest.mark.parametrize("stage", [1, 3])
 some_worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 

@@ -1,16 +1,14 @@
 """Some cases of large grids, in place of every combination; `--grid full` runs all.
 
-- A test over world sizes or stages and over other choices: each combination of the other choices
-  runs at one of them, in turn, and each world size meets each stage.
-- `covering`: a test over `world_size` and `stage` alone. The rows remain that hold each world size
-  and each stage at least once.
-- `corner`: a case that remains in one of four tests; `half`: in one of two.
+Of a test over world sizes or stages and over other choices, each combination of the others runs at
+one of them, in turn; each world size and each stage runs. The marks `half` and `corner` keep a case
+in one of two and in one of four tests.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from zlib import crc32
 
 import pytest
@@ -35,21 +33,21 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     return seldom.union(*(set(cases) - set(_rows(cases)) for cases in grids.values()))
 
 
-def _rows(cases: Sequence[pytest.Function]) -> Sequence[pytest.Function]:
+def _rows(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
     """The cases that remain of one test."""
     numbers = {case: _numbers(case, cases) for case in cases}
     axes = {case: tuple(p for p in numbers[case] if p[0] in AXES) for case in cases}
     by_others = defaultdict[Choice, list[pytest.Function]](list)
     for case in cases:
         by_others[tuple(pair for pair in numbers[case] if pair[0] not in AXES)].append(case)
-    if len(by_others) == 1:
-        return _diagonals(axes) if cases[0].get_closest_marker("covering") else cases
-    uses, rows = Counter[Choice](), list[pytest.Function]()
-    for same in by_others.values():
-        rows.append(min(same, key=lambda case: uses[axes[case]]))
-        uses[axes[rows[-1]]] += 1
+    diagonals, uses = _diagonals(set(axes.values())), Counter[Choice]()
+    rows = list[pytest.Function]()
+    if len(by_others) > 1:
+        for same in by_others.values():
+            rows.append(min(same, key=lambda case: uses[axes[case]]))
+            uses[axes[rows[-1]]] += 1
     for case in cases:
-        if not uses[axes[case]]:
+        if axes[case] in diagonals and not uses[axes[case]]:
             uses[axes[case]] += 1
             rows.append(case)
     return rows
@@ -63,15 +61,14 @@ def _numbers(case: pytest.Function, cases: Sequence[pytest.Function]) -> Choice:
     )
 
 
-def _diagonals(axes: dict[pytest.Function, Choice]) -> list[pytest.Function]:
-    """Cases of which one length of the two is walked."""
-    values = {name: dict[int, int]() for pairs in axes.values() for name, _ in pairs}
-    for pairs in axes.values():
-        for name, number in pairs:
-            values[name].setdefault(number, len(values[name]))
+def _diagonals(axes: Set[Choice]) -> set[Choice]:
+    """World sizes and stages that meet each value of either: one length of the two is walked."""
+    values = defaultdict[str, list[int]](list)
+    for name, number in sorted({pair for pairs in axes for pair in pairs}):
+        values[name].append(number)
     shorter = min(map(len, values.values())) if len(values) > 1 else 1
-    return [
-        case
-        for case, pairs in axes.items()
-        if sum(values[name][number] for name, number in pairs) % shorter == 0
-    ]
+    return {
+        pairs
+        for pairs in axes
+        if sum(values[name].index(number) for name, number in pairs) % shorter == 0
+    }

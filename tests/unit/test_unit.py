@@ -16,7 +16,6 @@ from tests.support.ranks import run_ranks, seeded
 
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
 SHARDED = pytest.mark.parametrize("stage", [1, 3])
-pytestmark = pytest.mark.covering
 
 
 class Uneven(nn.Module):
