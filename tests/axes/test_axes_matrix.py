@@ -28,17 +28,27 @@ Case = tuple[Axes, torch.dtype, int]
 
 
 def cases(grid: str) -> list[Case]:
-    """Of each mesh in rows: stage 3 and another one in fp32, one in fp64. Full: all stages."""
+    """Full: all stages. Rows: in fp32 stage 3 and another one, in fp64 one.
+
+    Of copies of a small mesh each has a stage: ranks make groups together.
+    """
     if grid == "full":
         return list(itertools.product(MESHES, LIMITS, STAGES))
     return [
         (axes, dtype, stage)
         for number, axes in enumerate(MESHES)
-        for dtype, stages in (
-            (torch.float32, {number % 3, max(STAGES)}), (torch.float64, {number % len(STAGES)})
-        )
-        for stage in sorted(stages)
-    ]  # fmt: skip
+        for dtype in LIMITS
+        for stage in rows(number, WORLD // axes.world_size, dtype)
+    ]
+
+
+def rows(number: int, copies: int, dtype: torch.dtype) -> list[int]:
+    of_copies = [STAGES[copy::copies] for copy in range(copies)]
+    chosen = {stages[number % len(stages)] for stages in of_copies}
+    if dtype == torch.float32:
+        with_3 = set(of_copies[max(STAGES) % copies])
+        chosen = chosen - with_3 | {max(STAGES)} | ({number % 3} if copies == 1 else set())
+    return sorted(chosen)
 
 
 @dataclass(frozen=True)
