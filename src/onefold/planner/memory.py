@@ -193,12 +193,12 @@ def _trace(units: list[UnitWork], kept: list[int], batch_nbytes: int, joined: li
 # the bytes that an engine should hold
 
 
-def needs_of(recipe: Recipe, *, micro_batches: int = 1) -> dict[str, int]:
-    """Return the most bytes of each memory on the rank with the largest share.
+def needs_of(recipe: Recipe, *, micro_batches: int = 1, rank: int | None = None) -> dict[str, int]:
+    """Return the most bytes of each memory on a rank; None: the one with the largest share.
 
     Activations are left out. Where the CPU computes, "cpu" counts the bytes of "device", too.
     """
-    step = forecast(bare(recipe.units), recipe, accumulate=micro_batches)
+    step = forecast(bare(recipe.units), recipe, accumulate=micro_batches, rank=rank)
     if recipe.device_type == "cpu":
         return {"cpu": step.memory_nbytes, "disk": step.peaks.get("disk", 0)}
     return {tier: step.peaks.get(tier, 0) for tier in ("device", "cpu", "disk")}
