@@ -11,9 +11,11 @@ feed-forward gather their inputs, and torch keeps them whole for backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
+from onefold.planner.costs import Conditions
+from onefold.planner.machines import Machine
 from onefold.planner.planned_axes import Anatomy, ModelAxes, expert_count
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.trace import Trace
@@ -23,10 +25,10 @@ from onefold.recipe import Member, Recipe
 
 @dataclass(frozen=True, slots=True)
 class ComposedJob:
-    """The axes of a run, and the sizes on which their messages depend.
+    """The axes of a run, the sizes on which their messages depend, and the devices.
 
     recipe: of the whole world. tokens: of one micro-batch of a data rank, before cp cuts them.
-    itemsize: bytes of an element of activations.
+    itemsize: bytes of an element of activations. room: bytes of a device; None: not known.
     """
 
     axes: ModelAxes
@@ -34,6 +36,9 @@ class ComposedJob:
     recipe: Recipe
     tokens: int
     itemsize: int
+    room: int | None = None
+    machine: Machine | None = None
+    conditions: Conditions = field(default_factory=Conditions)
 
     @property
     def share(self) -> float:

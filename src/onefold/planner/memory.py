@@ -15,7 +15,7 @@ from math import prod
 from torch import nn
 
 from onefold.config import Precision, stage_of
-from onefold.engine.policy import Policy, UnitFacts, policy_of
+from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.layout.units import UnitPlan
 from onefold.planner.byte_hands import ByteCounter, ByteHands, Holding, Moment
@@ -104,17 +104,17 @@ class Forecast:
 
 def forecast(
     trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False,
-    policy: Policy | None = None, window: frozenset[int] | None = None, rank: int | None = None,
+    window: frozenset[int] | None = None, rank: int | None = None,
 ) -> Forecast:  # fmt: skip
     """Play one step of `accumulate` micro-batches, each as in `trace`.
 
-    `policy`: other rules than the recipe's. `window`: the units that a pipeline's schedule keeps.
-    `rank`: whose share of the states is played; None: the largest.
+    `window`: the units that a pipeline's schedule keeps. `rank`: whose share of the states is
+    played; None: the largest.
     """
     units = [planned_unit(unit, recipe, rank) for unit in trace.units]
     facts = facts_of(units, recipe)
     counter = ByteCounter(recipe.device_type, has_timeline=has_timeline)
-    schedule = Schedule(policy or policy_of(recipe), facts)
+    schedule = Schedule(policy_of(recipe), facts)
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     hands = ByteHands(recipe, units, is_far, counter)
     hands.rest(schedule.policy, trace.batch_nbytes, trace.buffers_nbytes)

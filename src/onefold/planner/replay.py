@@ -68,7 +68,7 @@ class Replay:
 
     trained: how many parameters of each unit have a gradient.
     window: units that a pipeline keeps through the step, as axes/pipelines/driver.py does; None: no
-        pipeline has units of its own choice.
+        pipeline drives.
     """
 
     def __init__(
@@ -78,8 +78,11 @@ class Replay:
         self._events = events
         self._schedule = schedule
         self._trained = trained
-        drives = StageDrives.of(Drive(), len(trained), window or frozenset())
-        self._stage = None if window is None else drives
+        policy = schedule.policy
+        self._stage = None if window is None else StageDrives.of(
+            Drive(), len(trained), window,
+            reduces_all=policy.keeps_bytes and not policy.defers_reduction,
+        )  # fmt: skip
         self._calls: dict[int, Call] = {}
 
     def learn(self, num_microbatches: int) -> None:

@@ -10,7 +10,7 @@ from onefold.config import stage_of
 from onefold.errors import ConfigError
 from onefold.planner.candidates import EXACT_WIRE, OFFLOADS, Candidate
 from onefold.planner.composed import ComposedJob
-from onefold.planner.composition import Composition, Place, compose
+from onefold.planner.composition import Composition, compose
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
@@ -49,20 +49,12 @@ class Row:
     offload: str
     rows: int  # of one micro-batch on one rank; on several kinds in the mean
     forecast: Forecast
-    room: Mapping[str, int]  # see `Search`
+    needs: dict[str, int]  # bytes by place, as in `Search.room`
+    room: Mapping[str, int]
     step: StepTime | None
     wire: Candidate
     composed: Composition | None = None  # with model axes
     mixed: MixedSplit | None = None  # over several kinds of devices
-
-    @property
-    def needs(self) -> dict[str, int]:
-        """Bytes by place: of one device, and of one host and its disk for all ranks of the host."""
-        recipe = self.forecast.recipe
-        ranks = min(recipe.local_world_size, recipe.world_size)
-        ranks = self.composed.local_world_size if self.composed else ranks
-        ranks = self.mixed.tightest.kind.local_world_size if self.mixed else ranks
-        return self.forecast.by_place(ranks)
 
     @property
     def missing(self) -> dict[str, int]:
@@ -177,29 +169,27 @@ class Search:
         return list(tried.values())
 
     def _row(self, wire: Candidate, recipe: Recipe, offload: str, rows: int) -> Row:
-        trace = self.trace_of(rows)
+        trace, composition, mixed = self.trace_of(rows), None, None
+        room, step, near = self.room, None, self.recipe.local_world_size
         if self.axes.are_used:
-            place = Place(self.room.get("device"), self.machine, self.conditions)
             job = ComposedJob(
-                self.axes, self.anatomy, self.recipe, rows * self.tokens, place.conditions.itemsize
-            )
-            composition, step = compose(trace, job, recipe, place)
-            fullest = composition.ranks[composition.fullest].forecast
-            number = recipe.stage.number
-            return Row(number, offload, rows, fullest, self.room, step, wire, composition)
-        if self.kinds:
-            split = self.job(recipe, rows).best()
-            held, number = split.tightest, recipe.stage.number
-            room = held.kind.room
-            return Row(
-                number, offload, rows, held.forecast, room, split.step, wire, mixed=split
+                self.axes, self.anatomy, self.recipe, rows * self.tokens, self.conditions.itemsize,
+                self.room.get("device"), self.machine, self.conditions,
             )  # fmt: skip
-        step_bytes = forecast(trace, recipe, accumulate=self.accumulate)
-        step = None
-        if self.machine is not None:
-            work = trace.work(rows * self.tokens)
-            step = simulate(work, recipe, self.machine, self.conditions)
-        return Row(recipe.stage.number, offload, rows, step_bytes, self.room, step, wire)
+            composition, step = compose(trace, job, recipe)
+            held = composition.ranks[composition.fullest].forecast
+        elif self.kinds:
+            mixed = self.job(recipe, rows).best()
+            kind, held, step = mixed.tightest.kind, mixed.tightest.forecast, mixed.step
+            room, near = kind.room, kind.local_world_size
+        else:
+            held = forecast(trace, recipe, accumulate=self.accumulate)
+            near = min(near, recipe.world_size)
+            if self.machine is not None:
+                work = trace.work(rows * self.tokens)
+                step = simulate(work, recipe, self.machine, self.conditions)
+        needs, stage = held.by_place(near), recipe.stage.number
+        return Row(stage, offload, rows, held, needs, room, step, wire, composition, mixed)
 
     def job(self, recipe: Recipe, rows: int) -> MixedJob:
         """Return the job of `rows` rows a rank in the mean on all kinds of devices."""

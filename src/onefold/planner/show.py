@@ -189,11 +189,10 @@ def _pipeline(composition: Composition) -> Iterator[str]:
 
 def _window(rank: RankPlan) -> tuple[str, str]:
     """Say what happens to weights and gradients, by the number of units where they differ."""
-    window = rank.window
-    if window.units is not None:
-        share = f"{len(window.units)} of {len(rank.work.units)}"
+    if rank.window and not rank.keeps:
+        share = f"{len(rank.window)} of {len(rank.work.units)}"
         return f"{share} kept", f"{share} once"
-    return "kept" if window.keeps else "freed", "once" if window.sums else "each"
+    return "kept" if rank.keeps else "freed", "once" if rank.sums else "each"
 
 
 def _ranges(blocks: tuple[int, ...]) -> str:

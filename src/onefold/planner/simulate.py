@@ -89,7 +89,8 @@ def simulate(
     """
     run, units = conditions or Conditions(), work.units
     policy = policy or policy_of(recipe)
-    sums = frozenset(range(len(units))) if policy.defers_reduction else window or frozenset()
+    rests = window if window and not policy.keeps_bytes else frozenset[int]()  # not at stage 2
+    sums = frozenset(range(len(units))) if policy.defers_reduction else rests
     hands = ClockHands(work, recipe, run, machine, sums=sums)
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     is_resident = recipe.rest_world == 1 and recipe.rests_near
