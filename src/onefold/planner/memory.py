@@ -14,12 +14,11 @@ from math import prod
 
 from torch import nn
 
-from onefold.config import Precision, stage_of
+from onefold.config import Offload, Precision, stage_of
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.layout.units import UnitPlan
 from onefold.planner.byte_hands import ByteCounter, ByteHands, Holding, Moment
-from onefold.planner.candidates import OFFLOADS, WAYS
 from onefold.planner.message_counts import PlannedUnit, planned_unit
 from onefold.planner.replay import Replay, plain_events
 from onefold.planner.trace import Trace
@@ -28,6 +27,20 @@ from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.text import format_bytes
 
 LINKS = ("inside", "between")
+
+WAYS: tuple[tuple[int, str], ...] = (
+    (0, "none"), (1, "none"), (2, "none"), (3, "none"),
+    (1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "cpu"), (3, "disk"),
+)  # fmt: skip
+"""Stages and offloads, from the fastest to the one that needs least memory."""
+
+OFFLOADS = {
+    "none": Offload(),
+    "optimizer": Offload(optimizer="cpu"),
+    "cpu": Offload(optimizer="cpu", parameters="cpu"),
+    "disk": Offload(optimizer="disk", parameters="disk", disk="."),
+}
+"""The tiers by the words of `--offload`. A plan needs no folder."""
 
 
 @dataclass(frozen=True, slots=True)

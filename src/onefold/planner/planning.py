@@ -17,7 +17,6 @@ from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import plan_units
 from onefold.planner.calibration import Calibration, Sample
 from onefold.planner.calibration import calibrate as measured_here
-from onefold.planner.candidates import OFFLOADS, WAYS, Candidate, candidates, lossy
 from onefold.planner.clusters import (
     Cluster,
     ClusterChoice,
@@ -26,12 +25,12 @@ from onefold.planner.clusters import (
     device_kinds,
     recipe_of,
 )
-from onefold.planner.memory import estimated
+from onefold.planner.memory import OFFLOADS, WAYS, estimated
 from onefold.planner.models.loader import build_model, refuse
 from onefold.planner.models.loader import recompute as recompute_blocks
 from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.result import Plan
-from onefold.planner.search import Row, Search, best_of, nearest
+from onefold.planner.search import Candidate, Row, Search, best_of, candidates, lossy, nearest
 from onefold.planner.show import MixedPlan
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values

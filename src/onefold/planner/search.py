@@ -8,17 +8,17 @@ from typing import Any
 
 from onefold.config import stage_of
 from onefold.errors import ConfigError
-from onefold.planner.candidates import EXACT_WIRE, OFFLOADS, Candidate
 from onefold.planner.composed import ComposedJob
 from onefold.planner.composition import Composition, compose
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import Machine
-from onefold.planner.memory import Forecast, forecast
+from onefold.planner.memory import OFFLOADS, Forecast, forecast
 from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit
 from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
+from onefold.wire_config import EXACT, PRESETS, Wire, resolve_wire, wire_of
 
 GROUPS = {
     "parameters": ("weight",),
@@ -35,6 +35,67 @@ GROUPS = {
 MAX_ROWS = 4096
 DTYPES = {2: "bf16", 4: "fp32"}
 """dtype of matrix products by the bytes of an element."""
+
+
+EXACT_NAMES = ("exact", "hybrid", "replicas")
+"""The presets that "auto" chooses from: they send every number as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A wire of the request; a preset adapts to the stage and the mesh."""
+
+    name: str  # a preset's, or the repr of another `Wire`
+    wire: Wire
+    adapts: bool = True
+
+    @property
+    def is_preset(self) -> bool:
+        """True if `onefold train --wire` knows it."""
+        return self.name in PRESETS
+
+    @property
+    def is_lossy(self) -> bool:
+        """True if a message is quantized."""
+        wire = self.wire
+        return wire.rounds_gradients or {wire.weights_inside, wire.weights_between} != {EXACT}
+
+    def fit(self, recipe: Recipe) -> Recipe:
+        """Put the wire into a recipe; `ConfigError` where `onefold.shard` would refuse it.
+
+        Nodes are an axis of the mesh where the wire asks for them.
+        """
+        if recipe.world_size == 1:
+            return replace(recipe, wire=Wire(), has_axes=False)
+        near = recipe.local_world_size
+        has_axes = 1 < near < recipe.world_size and not self.wire.is_plain
+        wire = resolve_wire(
+            self.wire, recipe.stage, recipe.offload, has_axes=has_axes, adapts=self.adapts
+        )
+        return replace(recipe, wire=wire, has_axes=has_axes and recipe.is_sharded)
+
+
+EXACT_WIRE = Candidate(EXACT, Wire())
+
+
+def candidates(choice: object, *, nodes: int) -> tuple[Candidate, ...]:
+    """Return the wires to try: for "auto" on several nodes all exact presets."""
+    if choice == "auto":
+        names = EXACT_NAMES if nodes > 1 else EXACT_NAMES[:1]
+        return tuple(Candidate(name, PRESETS[name]) for name in names)
+    if isinstance(choice, str) and choice not in PRESETS:
+        hint = "wire='auto' compares all presets"
+        words = f"wire to be auto, {', '.join(PRESETS)} or a Wire"
+        raise ConfigError(words, repr(choice), hint=hint)
+    wire = wire_of(choice)
+    name = next((name for name, preset in PRESETS.items() if preset == wire), repr(wire))
+    return (Candidate(name, wire, adapts=not isinstance(choice, Wire)),)
+
+
+def lossy() -> tuple[Candidate, ...]:
+    """Return the presets with quantized messages. A plan compares them; people choose them."""
+    every = (Candidate(name, wire) for name, wire in PRESETS.items())
+    return tuple(candidate for candidate in every if candidate.is_lossy)
 
 
 @dataclass(frozen=True, slots=True)
