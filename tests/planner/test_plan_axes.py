@@ -408,7 +408,7 @@ def test_bytes_of_axes_are_closed_forms_of_a_gpt(stage, tp, cp, pp):
         neighbours = (rank is not first) + (rank is not last)
         assert sent_on("pp", rank.work, run) == pytest.approx(micro * neighbours * local / tp)
     data = 8 // (tp * pp)
-    fullest = max(rank.numel for rank in made.ranks)
+    fullest = max(rank.work.numel for rank in made.ranks)
     passes = {1: 2, 2: 1 + micro}[stage]
     assert sent["data"] == pytest.approx(passes * (data - 1) / data * fullest * ITEMSIZE)
     assert {line.axis: line.ranks for line in made.lines} == {"data": data} | {

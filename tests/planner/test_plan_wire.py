@@ -299,7 +299,7 @@ def test_a_name_on_one_node_is_what_shard_makes_of_it():
         for wire in (None, "hybrid", "zero++")
     )
     assert hybrid.forecast.sent == exact.forecast.sent
-    assert coded.sent_nbytes < exact.sent_nbytes / 2
+    assert coded.forecast.sent_nbytes < exact.forecast.sent_nbytes / 2
     assert hybrid.forecast.most_of("secondary") == 0
 
 

@@ -51,15 +51,10 @@ class RankPlan:
     work: ModelWork
     forecast: Forecast
 
-    @property
-    def numel(self) -> int:
-        """Parameters of one rank of tp and ep, before the data axis cuts them."""
-        return self.work.numel
-
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
         return {
-            "rank": self.rank, "blocks": list(self.blocks), "parameters": self.numel,
+            "rank": self.rank, "blocks": list(self.blocks), "parameters": self.work.numel,
             "micro_batches_in_flight": self.in_flight, "keeps_weights": self.keeps,
             "sums_gradients": self.sums, "nbytes": self.forecast.memory_nbytes,
             "units": len(self.work.units),

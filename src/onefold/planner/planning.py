@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Literal
 
-import torch
 from torch import nn
 
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
@@ -26,9 +25,8 @@ from onefold.planner.clusters import (
     recipe_of,
 )
 from onefold.planner.memory import OFFLOADS, WAYS, estimated
-from onefold.planner.models.loader import build_model, refuse
-from onefold.planner.models.loader import recompute as recompute_blocks
-from onefold.planner.planned_axes import Anatomy, ModelAxes
+from onefold.planner.models.loader import named_model
+from onefold.planner.planned_axes import Anatomy, ModelAxes, check_counts
 from onefold.planner.result import Plan
 from onefold.planner.search import Candidate, Row, Search, best_of, candidates, lossy, nearest
 from onefold.planner.show import MixedPlan
@@ -92,13 +90,14 @@ def plan(  # noqa: PLR0913 - the contract
     """
     kinds, axes = clusters_of(cluster, world_size), ModelAxes.of(axes)
     for kind in kinds:
-        _check(kind, seq=seq, batch=batch, accumulate=accumulate)
+        check_counts(ranks=kind.ranks, nodes=kind.nodes, seq=seq, accumulate=accumulate)
+    check_counts(batch=1 if batch == "auto" else batch)
     where, mixed, chosen = kinds[0], device_kinds(kinds), precision_of(precision)
     if mixed:
         check_mixed(kinds, axes, wire, calibrates=calibrate is not False)
     recipe = recipe_of(kinds, chosen)
     axes.check(recipe.world_size)
-    name, module = _model(module_or_config, seq, recompute=recompute)
+    name, module = named_model(module_or_config, seq, recomputes=recompute)
     word = next((word for word, preset in PRECISIONS.items() if preset == chosen), None)
     rows = 1 if batch == "auto" else int(batch)
 
@@ -246,15 +245,6 @@ def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[t
     return ways
 
 
-def _check(where: Cluster, **counts: int | str) -> None:
-    for name, count in {"ranks": where.ranks, "nodes": where.nodes, **counts}.items():
-        if count == "auto" and name == "batch":
-            continue
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            wanted = f"{name} to be a whole number of at least 1"
-            raise ConfigError(wanted, repr(count), hint=f"{name}=1 or more")
-
-
 def _calibration(where: Cluster, sample: Sample) -> Calibration:
     """Measure so many CPU ranks here, at most one a core."""
     wanted = "a calibration for ranks on the CPU of this machine"
@@ -267,18 +257,3 @@ def _calibration(where: Cluster, sample: Sample) -> Calibration:
         hint = "step times of GPUs and of several nodes come from data sheets: --cluster h100-80"
         raise ConfigError(wanted, got, hint=hint)
     return measured_here(sample, [min(where.ranks, max(2, usable_cores()))])
-
-
-def _model(
-    model: nn.Module | str | os.PathLike[str], seq: int, *, recompute: bool
-) -> tuple[str, nn.Module]:
-    """Return the name of a model and the model, without values if it was named."""
-    if isinstance(model, nn.Module):
-        return type(model).__name__, model.train()
-    name = os.fspath(model)
-    refuse(name, seq)
-    with torch.device("meta"):
-        module = build_model(name, seq)
-    if recompute:
-        recompute_blocks(module, name)
-    return name, module.train()

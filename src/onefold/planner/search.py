@@ -143,11 +143,6 @@ class Row:
         }
 
     @property
-    def sent_nbytes(self) -> int:
-        """Bytes that one rank sends in a step."""
-        return self.forecast.sent_nbytes
-
-    @property
     def between_nbytes(self) -> int:
         """Bytes of a step that leave the rank's node."""
         return round(self.forecast.between_nbytes)
@@ -171,7 +166,7 @@ class Row:
             "at_peak": {"phase": self.forecast.peak.phase, "unit": self.forecast.peak.unit},
             "wire": self.wire.name,
             "lossy": self.wire.is_lossy,
-            "sent_nbytes": self.sent_nbytes,
+            "sent_nbytes": self.forecast.sent_nbytes,
             "sent_between_nodes_nbytes": self.between_nbytes,
             "seconds": None if step is None else step.seconds,
             "tokens_per_s": None if step is None else step.tokens_per_s,

@@ -81,7 +81,7 @@ def memory_table(rows: Sequence[Row]) -> Iterator[str]:
 
 def traffic_table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the bytes that a rank sends in a step, and the speed."""
-    name, unit = common_unit(max(row.sent_nbytes for row in rows))
+    name, unit = common_unit(max(row.forecast.sent_nbytes for row in rows))
     has_wires = any(row.wire.name != "exact" or row.between_nbytes for row in rows)
     heads = ["stage", "offload", *["wire", "to nodes"] * has_wires, "sent"]
     lines = [[*heads, *(["tokens/s", "bound"] if rows[0].step else [])]]
@@ -89,7 +89,7 @@ def traffic_table(rows: Sequence[Row]) -> Iterator[str]:
         wire = row.wire.name if row.wire.is_preset else "Wire"
         cells = [str(row.stage), row.offload]
         cells += [wire, in_unit(row.between_nbytes, unit)] if has_wires else []
-        cells += [in_unit(row.sent_nbytes, unit)]
+        cells += [in_unit(row.forecast.sent_nbytes, unit)]
         lines.append([*cells, *([f"{row.tokens_per_s:,.0f}", row.step.bound] if row.step else [])])
     yield from ("", f"in {name}, sent by one rank in a step:")
     yield from columns(lines, "><<>" if has_wires else "><>")
@@ -174,8 +174,8 @@ def _pipeline(composition: Composition) -> Iterator[str]:
     for rank in composition.ranks:
         mark = "*" if rank.rank == composition.fullest else ""
         rows.append([
-            f"{mark}{rank.rank}", _ranges(rank.blocks), f"{rank.numel:,d}", f"{rank.in_flight:g}",
-            format_bytes(rank.forecast.memory_nbytes),
+            f"{mark}{rank.rank}", _ranges(rank.blocks), f"{rank.work.numel:,d}",
+            f"{rank.in_flight:g}", format_bytes(rank.forecast.memory_nbytes),
             *_window(rank),
         ])  # fmt: skip
     micro = f"{composition.num_micro:,d} micro-batch{'es' * (composition.num_micro > 1)}"

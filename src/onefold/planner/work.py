@@ -76,11 +76,6 @@ class AxisMessage(NamedTuple):
         share = (ranks - 1) / ranks
         return self.nbytes * {"tp": 2 * share, "pp": 1.0}.get(self.axis, share)
 
-    @property
-    def is_hidden(self) -> bool:
-        """True if compute goes on meanwhile: sends of a pipeline that is full."""
-        return self.axis == "pp"
-
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
