@@ -93,7 +93,8 @@ def pieces_of(units: Sequence[UnitWork], job: ComposedJob) -> list[int]:
     to the first piece, units behind a block to the block's.
     """
     number, blocks = job.axes.num_pieces, len(job.anatomy.blocks)
-    starts = [piece for piece in range(number) for _ in range(_length(piece, blocks, number))]
+    lengths = [blocks // number + (piece < blocks % number) for piece in range(number)]
+    starts = [piece for piece, length in enumerate(lengths) for _ in range(length)]
     pieces: list[int] = []
     piece = 0
     for unit in units:
@@ -101,10 +102,6 @@ def pieces_of(units: Sequence[UnitWork], job: ComposedJob) -> list[int]:
         piece = starts[block] if block >= 0 else piece
         pieces.append(piece)
     return pieces
-
-
-def _length(piece: int, blocks: int, number: int) -> int:
-    return blocks // number + (piece < blocks % number)
 
 
 def parts_of(units: Sequence[UnitWork], job: ComposedJob, rank: int) -> list[UnitPart]:
@@ -168,8 +165,8 @@ def units_of(
     recomputed: frozenset[int],
 ) -> tuple[UnitWork, ...]:
     """Return the units of a rank: members, work and messages. `recomputed`: in the trace itself."""
-    pieces = pieces_of(units, job)
-    cut_units: list[UnitWork] = []
+    pieces, axes, cut_units = pieces_of(units, job), job.axes, list[UnitWork]()
+    expert_ranks = job.recipe.world_size // (axes.tp * axes.pp * axes.ep)
     for part in parts:
         unit, block = units[part.unit], job.anatomy.block_of(units[part.unit].name)
         members = tuple(cut_member(unit.members[i], job, in_block=block >= 0) for i in part.members)
@@ -187,14 +184,10 @@ def units_of(
                 forward=_scaled(unit.forward, job.share) if has_work else Work(),
                 backward=_scaled(unit.backward, job.share) if has_work else Work(),
                 messages=_messages(units, part, pieces, job, part.unit in recomputed),
-                data_ranks=_expert_ranks(job) if part.is_expert else 0,
+                data_ranks=expert_ranks if part.is_expert else 0,
             )
         )
     return tuple(cut_units)
-
-
-def _expert_ranks(job: ComposedJob) -> int:
-    return job.recipe.world_size // (job.axes.tp * job.axes.pp * job.axes.ep)
 
 
 def _scaled(work: Work, share: float) -> Work:

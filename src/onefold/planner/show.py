@@ -55,8 +55,7 @@ def _fits(row: Row) -> str:
 
 def _why(row: Row, best: Row | None) -> str:
     if not row.fits:
-        place, nbytes = max(row.missing.items(), key=lambda pair: pair[1])
-        return f"{format_bytes(nbytes)} short" + (f" of {place}" if place != "device" else "")
+        return _short(row)
     if row is best:
         return "the fastest that fits" if row.step else "the simplest that fits"
     if row.unchecked:
@@ -65,6 +64,11 @@ def _why(row: Row, best: Row | None) -> str:
     if row.step and best is not None:
         return f"{row.tokens_per_s / best.tokens_per_s:.2f} x as fast, bound by {row.step.bound}"
     return f"{format_bytes(-row.missing['device'])} free"
+
+
+def _short(row: Row | KindPlan) -> str:
+    place, nbytes = max(row.missing.items(), key=lambda pair: pair[1])
+    return f"{format_bytes(nbytes)} short" + (f" of {place}" if place != "device" else "")
 
 
 def memory_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -281,14 +285,16 @@ class MixedPlan:
         )  # fmt: skip
 
     def _comparison(self) -> Iterator[str]:
-        fits = "" if self.equal.fits else f", but {_short(self.equal)}"
+        tightest = self.equal.tightest
+        short = f"{_short(tightest)} on {tightest.kind.name}"
+        fits = "" if self.equal.fits else f", but {short}"
         step, equal = self.split.step, self.equal.step
         if step is not None and equal is not None:
             times = equal.seconds / step.seconds
             slower = f"{format_seconds(equal.seconds)} a step, {times:.2f} x as long"
             yield f"an equal split takes {slower}{fits}"
         elif fits:
-            yield f"an equal split does not fit: {_short(self.equal)}"
+            yield f"an equal split does not fit: {short}"
         if self.largest and self.equal_largest is not None:
             yield (
                 f"largest model at these rows: about {_count(self.largest)} parameters; with an "
@@ -330,14 +336,6 @@ def row_lines(split: MixedSplit) -> list[str]:
         counts.append(f"{counted(rows, 'row')} on {ranks}")
         first = last + 1
     return wrapped(f"rows of each micro-batch: {', '.join(counts)}")
-
-
-def _short(split: MixedSplit) -> str:
-    tightest = split.tightest
-    place, nbytes = max(tightest.missing.items(), key=lambda pair: pair[1])
-    return f"{format_bytes(nbytes)}{'' if place == 'device' else f' of {place}'} short " + (
-        f"on {tightest.kind.name}"
-    )
 
 
 def _count(numel: int) -> str:
