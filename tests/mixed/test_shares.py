@@ -197,7 +197,7 @@ def best(*rooms_by_rank: Room) -> Any:
 def by_lines(capacity: Capacity) -> Any:
     """The shares of ranks that need what their one line says."""
     return capacity.best(
-        lambda shares, left: [
+        lambda left, shares: [
             line.excess(line.need(share), left)
             for (line,), share in zip(
                 capacity.ranks, fractions(shares, len(capacity.ranks)), strict=True

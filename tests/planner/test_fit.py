@@ -36,7 +36,7 @@ def run_shares(rooms: list[float]) -> Any:
 
 def by_lines(lines: list[Line]) -> Any:
     """What ranks need is what their lines say."""
-    return lambda shares, left: [
+    return lambda left, shares: [
         line.excess(line.need(share), left)
         for line, share in zip(lines, fractions(shares, len(lines)), strict=True)
     ]
@@ -101,7 +101,7 @@ def test_runs_and_plans_choose_the_same_shares_in_the_same_memories(memories):
     if split.lacks:  # a run has the rest of the memory, too
         return
 
-    def excess(shares: Any, left: float) -> list[float]:
+    def excess(left: float, shares: Any) -> list[float]:
         needs = (needs_of(replace(recipe, shares=shares), rank=rank) for rank in range(world))
         return [capacity.excess(rank, need, left) for rank, need in enumerate(needs)]
 

@@ -192,17 +192,17 @@ class Capacity:
         lines = self.ranks[rank]
         return max((line.excess(needs.get(line.tier, 0), left) for line in lines), default=0.0)
 
-    def best(self, excess: Callable[[Shares, float], Sequence[float]]) -> Shares | str:
+    def best(self, excess: Callable[[float, Shares], Sequence[float]]) -> Shares | str:
         """Return the most even shares that fit: they send least. A sentence where none fit.
 
         A share is at most what a rank has room for besides activations; where that does not
         suffice, besides nothing.
 
         Args:
-            excess: of each rank at these shares, with a part of the memory left free.
+            excess: of each rank, with a part of the memory left free, at these shares.
         """
         for left in (ACTIVATIONS_SHARE, 0.0):
-            shares, lacks = settle(self.most(left), partial(excess, left=left))
+            shares, lacks = settle(self.most(left), partial(excess, left))
             if not lacks:
                 return shares
         return f"all ranks together have room for {format_share(sum(self.most()))} of the state"
@@ -240,12 +240,12 @@ def choose(
     ranks = recipe.shard_world
     capacity, own = Capacity.of(everyone, ranks), memory.group.rank % ranks
 
-    def excess(shares: Shares, left: float) -> list[float]:
+    def excess(left: float, shares: Shares) -> list[float]:
         wanted = replace(recipe, shares=shares)
         of_all = collect(memory.group, lambda: capacity.excess(own, needs(wanted, rank=own), left))
         return [max(of_all[rank::ranks]) for rank in range(ranks)]
 
-    if not is_auto and max(excess(recipe.shares, 0.0)) <= 0:
+    if not is_auto and max(excess(0.0, recipe.shares)) <= 0:
         return recipe, ""
     best = capacity.best(excess)
     if is_auto and not isinstance(best, str):

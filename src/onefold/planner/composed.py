@@ -78,9 +78,10 @@ class ComposedJob:
 
 @dataclass(frozen=True, slots=True)
 class UnitPart:
-    """A unit, or a part of one, on a rank: the positions of its members there."""
+    """A unit, or a part of one, on a rank: its piece, and the positions of its members there."""
 
     unit: int
+    piece: int
     members: tuple[int, ...]
     is_expert: bool = False
     is_tied: bool = False  # a copy; another rank has the rest of the unit
@@ -114,11 +115,11 @@ def parts_of(units: Sequence[UnitWork], job: ComposedJob, rank: int) -> list[Uni
         if piece % axes.pp == rank:
             experts = tuple(i for i in everyone if _is_expert(unit.members[i], job))
             others = tuple(i for i in everyone if i not in experts)
-            parts += [UnitPart(index, others)] if others or not everyone else []
+            parts += [UnitPart(index, piece, others)] if others or not everyone else []
             kept = tuple(i for i in experts if _is_kept(unit.members[i], job))
-            parts += [UnitPart(index, kept, is_expert=True)] if kept else []
+            parts += [UnitPart(index, piece, kept, is_expert=True)] if kept else []
         elif rank == last and (tied := _tied(unit, piece, job)):
-            parts.append(UnitPart(index, tied, is_tied=True))
+            parts.append(UnitPart(index, axes.num_pieces - 1, tied, is_tied=True))
     return parts
 
 

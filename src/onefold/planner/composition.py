@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.engine.policy import Policy, policy_of
 from onefold.fit.kept_units import GatheredUnits, choose_windows
 from onefold.planner.byte_hands import Moment
-from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
+from onefold.planner.composed import ComposedJob, parts_of, rank_trace
 from onefold.planner.memory import Forecast, facts_of, forecast
 from onefold.planner.message_counts import planned_unit
 from onefold.planner.planned_axes import MESSAGES, ModelAxes
@@ -149,17 +149,12 @@ def _plan_rank(
 ) -> RankPlan:
     """Plan a rank with the window that a run chooses under this limit."""
     axes, num_micro = job.axes, job.conditions.accumulate
-    own, pieces = rank_trace(trace, job, rank, num_micro), pieces_of(trace.units, job)
-    of_units = zip(trace.units, pieces, strict=True)
-    blocks = [job.anatomy.block_of(unit.name) for unit, p in of_units if p % axes.pp == rank]
+    own, parts = rank_trace(trace, job, rank, num_micro), parts_of(trace.units, job, rank)
+    blocks = [job.anatomy.block_of(trace.units[part.unit].name) for part in parts]
     keeps, sums = not recipe.frees_after_forward, recipe.sums_rest or recipe.world_size == 1
     window = frozenset(range(len(own.units))) if axes.pp > 1 else None
     if window is not None and not keeps:
-        own_pieces = [
-            axes.num_pieces - 1 if part.is_tied else pieces[part.unit]
-            for part in parts_of(trace.units, job, rank)
-        ]
-        stages = stages_of(own, recipe, own_pieces)
+        stages = stages_of(own, recipe, [part.piece for part in parts])
         window = window_of(stages, free_of(own, recipe, job.room), limit)
         keeps = sums = len(window) == sum(len(stage.gathered) for stage in stages)
     step = forecast_steps(own, recipe, num_micro, window)
