@@ -26,7 +26,7 @@ from onefold.planner.simulate import simulate, slowest_of
 from onefold.planner.trace import Untraceable, tokens_of, trace
 from onefold.planner.work import ModelWork
 from onefold.recipe import Recipe
-from onefold.text import format_bytes, format_rate, format_seconds, format_share
+from onefold.text import counted, format_bytes, format_rate, format_seconds, format_share
 from onefold.tier.host import free_host_nbytes, measure_disk, usable_cores
 from onefold.wire.local_ranks import run_local
 
@@ -217,8 +217,7 @@ class Calibration:
 
     def _lines(self, speeds: Speeds) -> tuple[str, str]:
         machine = speeds.machine(speeds.ranks, 1.0)
-        ranks = f"{speeds.ranks} ranks" if speeds.ranks > 1 else "1 rank"
-        threads = f"{speeds.threads} threads" if speeds.threads > 1 else "1 thread"
+        ranks = f"{counted(speeds.ranks, 'rank')} of {counted(speeds.threads, 'thread')}"
         attends, has_links = speeds.attention_flops > 0, speeds.ranks > 1
         constants = [
             f"products {speeds.products / 1e9:.0f} GFLOP/s",
@@ -234,7 +233,7 @@ class Calibration:
             *[f"compute meanwhile {format_share(1 - speeds.contention)}"] * has_links,
         ]
         return (
-            f"measured here, {ranks} of {threads}: a micro-batch of {self.model} "
+            f"measured here, {ranks}: a micro-batch of {self.model} "
             f"({format_bytes(4 * self.numel)} of weights in fp32, {self.tokens} tokens) in "
             f"{format_seconds(speeds.seconds)}",
             "  " + ", ".join(constants),

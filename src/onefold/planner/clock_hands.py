@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from onefold.engine.driving import Action, Verb
@@ -207,12 +208,8 @@ class ClockHands:
         self.streams = Streams(machine.efficiency.contention)
         self._tiers = tier_seconds(recipe, run, machine)
         self._durations = [durations(unit, run, machine) for unit in work.units]
-        axes = {(unit.numel, unit.data_ranks): unit for unit in work.units}
-        known = {
-            key: costs_of(unit.numel, recipe.on(unit.data_ranks), run, machine)
-            for key, unit in axes.items()
-        }
-        self._costs = [known[unit.numel, unit.data_ranks] for unit in work.units]
+        costs = cache(lambda numel, ranks: costs_of(numel, recipe.on(ranks), run, machine))
+        self._costs = [costs(unit.numel, unit.data_ranks) for unit in work.units]
         self._stepped = [0.0] * len(work.units)  # when the background step of a unit is over
         self._crossed = [0.0] * len(work.units)  # when the node has a unit's new weights
         self._fetched: dict[int, float] = {}

@@ -184,8 +184,8 @@ class MixedJob:
         pairs = zip(self.kinds, of_kinds, strict=True)
         return [value for kind, value in pairs for _ in range(kind.ranks)]
 
-    def growth(self, split: MixedSplit, *, is_even: bool) -> float | None:
-        """Return how many times the states and units of the model could grow, at these rows.
+    def largest(self, split: MixedSplit, *, is_even: bool) -> int | None:
+        """Return the parameters of the largest model at these rows, as states and units grow.
 
         Activations stay. `is_even`: all ranks hold the same. None where no limit is known.
         """
@@ -194,7 +194,7 @@ class MixedJob:
         most = bisect_left(
             tries, True, key=lambda n: not self._has_room(lines, (n + 1) / 2**40, is_even=is_even)
         )
-        return None if most == len(tries) else most / 2**40
+        return None if most == len(tries) else int(self.near(self.rows).numel * most / 2**40)
 
     def more(self, split: MixedSplit) -> dict[str, int]:
         """Return how many further devices of each kind would hold the states without room.

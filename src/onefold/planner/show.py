@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -199,7 +199,7 @@ def _window(rank: RankPlan) -> tuple[str, str]:
     return "kept" if rank.keeps else "freed", "once" if rank.sums else "each"
 
 
-def _ranges(blocks: tuple[int, ...]) -> str:
+def _ranges(blocks: Iterable[int]) -> str:
     """Write positions as ranges: "0-3, 8-11"."""
     ranges: list[list[int]] = []
     for block in blocks:
@@ -234,9 +234,8 @@ class MixedPlan:
         """Compare the split of a row with the equal one, and look for remedies if it misses."""
         assert row.mixed is not None, "a row on several kinds of devices has a split"
         job, split = search.job(row.forecast.recipe, row.rows), row.mixed
-        equal, numel = job.equal(), search.one_row.numel
-        largest = _grown(numel, job.growth(split, is_even=False))
-        compared = MixedPlan(split, equal, largest, _grown(numel, job.growth(equal, is_even=True)))
+        equal, largest = job.equal(), job.largest(split, is_even=False)
+        compared = MixedPlan(split, equal, largest, job.largest(equal, is_even=True))
         if split.fits:
             return compared
         return replace(compared, fewer_rows=_fewer(job), more=tuple(job.more(split).items()))
@@ -274,11 +273,9 @@ class MixedPlan:
 
     def _cells(self, plan: KindPlan) -> tuple[str, ...]:
         kind, step = plan.kind, plan.step
-        last = kind.first + kind.ranks - 1
-        own = self.split.rows[kind.first : last + 1]
-        rows = str(plan.rows) if min(own) == plan.rows else f"{min(own)}-{plan.rows}"
+        ranks = range(kind.first, kind.first + kind.ranks)
         return (
-            kind.name, f"{kind.first}-{last}" if kind.ranks > 1 else str(last), rows,
+            kind.name, _ranges(ranks), _ranges(sorted({self.split.rows[rank] for rank in ranks})),
             format_share(plan.share), format_bytes(plan.at_rest_nbytes),
             format_bytes(plan.needs["device"]), format_bytes(kind.room["device"]),
             format_seconds(step.seconds) if step else "",
@@ -329,21 +326,14 @@ def sampler_of(split: MixedSplit) -> str:
 def row_lines(split: MixedSplit) -> list[str]:
     """Say which ranks take how many rows of each micro-batch."""
     counts: list[str] = []
-    first = 0
-    for rows, run in groupby(split.rows):
-        last = first + len(list(run)) - 1
-        ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
-        counts.append(f"{counted(rows, 'row')} on {ranks}")
-        first = last + 1
+    for rows in dict.fromkeys(split.rows):
+        ranks = [rank for rank, own in enumerate(split.rows) if own == rows]
+        counts.append(f"{counted(rows, 'row')} on rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}")
     return wrapped(f"rows of each micro-batch: {', '.join(counts)}")
 
 
 def _count(numel: int) -> str:
     return f"{numel / 1e9:,.1f} billion" if numel >= 1e9 else f"{numel / 1e6:,.1f} million"
-
-
-def _grown(numel: int, times: float | None) -> int | None:
-    return None if times is None else int(numel * times)
 
 
 def _fewer(job: MixedJob) -> int:
