@@ -396,7 +396,7 @@ def blocks_of(made: Composition) -> list[int]:
 def test_bytes_of_axes_are_closed_forms_of_a_gpt(stage, tp, cp, pp):
     micro = 4
     made = composed(planned(tp=tp, cp=cp, pp=pp, accumulate=micro, stage=stage, offload=None))
-    sent = {line.axis: line.nbytes for line in made.lines}
+    sent = {line.axis: line.sent_nbytes for line in made.lines}
     run, first, last = Conditions(accumulate=micro), made.ranks[0], made.ranks[-1]
     local = HIDDEN / cp
     for rank in made.ranks:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import copysign, gcd, inf
+from typing import Any
 
 from onefold.config import Offload
 from onefold.errors import ConfigError, TierError
@@ -343,9 +344,15 @@ def weights_of(choice: object) -> tuple[int, ...]:
     >>> weights_of([6, 2]), weights_of([0.75, 0.25]), weights_of([2, 2])
     ((3, 1), (3, 1), (1, 1))
     """
-    numbers = _numbers(choice)
-    if numbers is None or not any(numbers):
-        raise _refused(choice)
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
+    numbers: list[Any] = list(choice) if is_list else []
+    if not all(map(_is_weight, numbers)) or not any(numbers):
+        raise ConfigError(
+            '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, not all '
+            "of them 0",
+            repr(choice),
+            hint="shares=[3, 1] gives rank 0 three quarters of the state",
+        )
     if not all(number == int(number) for number in numbers):
         total = sum(numbers)
         parts = max(PARTS, 100 * len(numbers))
@@ -371,23 +378,6 @@ def in_parts(fractions: Sequence[float], parts: int) -> list[int]:
     return [max(part, 1) if f > 0 else 0 for part, f in zip(whole, fractions, strict=True)]
 
 
-def _numbers(choice: object) -> list[float] | None:
-    """Return the finite numbers of a list, from 0 up; None for anything else."""
-    if not isinstance(choice, Sequence) or isinstance(choice, str | bytes):
-        return None
-    numbers: list[float] = []
-    for number in choice:
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or number < 0:
-            return None
-        numbers.append(number)
-    return numbers
-
-
-def _refused(choice: object) -> ConfigError:
-    return ConfigError(
-        '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, not all '
-        "of them 0",
-        repr(choice),
-        hint="shares=[3, 1] gives rank 0 three quarters of the state",
-    )
+def _is_weight(number: object) -> bool:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    return is_number and math.isfinite(number) and number >= 0

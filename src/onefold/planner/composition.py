@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ class AxisLine:
 
     axis: str
     ranks: int
-    nbytes: float
+    sent_nbytes: int
     seconds: float | None
     share: float | None  # of the step
 
@@ -97,11 +97,7 @@ class Composition:
             "dp": self.dp, **self.axes.sizes, "virtual": self.axes.virtual,
             "bubble_share": self.axes.bubble_share(self.num_micro), "fullest_rank": self.fullest,
             "window": self.window,
-            "axes": [
-                {"axis": line.axis, "ranks": line.ranks, "sent_nbytes": round(line.nbytes),
-                 "seconds": line.seconds, "share": line.share}
-                for line in self.lines
-            ],
+            "axes": [asdict(line) for line in self.lines],
             "pipeline": [rank.as_dict() for rank in self.ranks],
         }  # fmt: skip
 
@@ -255,9 +251,9 @@ def _lines(
             )
         nbytes = [sent_on(axis, rank.work, run) for rank in ranks]
         if axis == "data":
-            nbytes = [float(rank.forecast.sent_nbytes) for rank in ranks]
+            nbytes = [rank.forecast.sent_nbytes for rank in ranks]
         share = None if step is None or seconds is None else seconds / step.seconds
-        yield AxisLine(axis, sizes[axis], max(nbytes), seconds, share)
+        yield AxisLine(axis, sizes[axis], round(max(nbytes)), seconds, share)
 
 
 def messages_on(axis: str, work: ModelWork, run: Conditions) -> Iterator[tuple[AxisMessage, float]]:

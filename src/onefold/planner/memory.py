@@ -221,18 +221,13 @@ def needs_of(recipe: Recipe, *, micro_batches: int = 1, rank: int | None = None)
 class Expectation:
     """The bytes that an engine should hold. It keeps numbers, no parameter."""
 
-    trace: Trace  # without activations
     recipe: Recipe
     rank: int | None = None  # whose share is expected; None: the largest
 
-    @staticmethod
-    def of(recipe: Recipe, rank: int | None = None) -> Expectation:
-        """Make the expectation of a module that is about to be sharded."""
-        return Expectation(bare(recipe.units), recipe, rank if recipe.shares else None)
-
     def peaks(self, *, accumulates: bool) -> dict[str, int]:
         """Return the most bytes of each kind in CPU and device memory, and of all ("all")."""
-        step = forecast(self.trace, self.recipe, accumulate=2 if accumulates else 1, rank=self.rank)
+        recipe, rank = self.recipe, self.rank if self.recipe.shares else None
+        step = forecast(bare(recipe.units), recipe, accumulate=1 + accumulates, rank=rank)
         kinds: dict[str, int] = {}
         for (kind, tier), nbytes in step.most.items():
             if tier != "disk":
@@ -241,13 +236,13 @@ class Expectation:
 
     def smallest_change(self, shortage: int) -> str:
         """Describe the nearest way to train that holds `shortage` bytes less."""
-        mine = self.recipe
-        now = forecast(self.trace, mine).memory_nbytes
+        mine, trace = self.recipe, bare(self.recipe.units)
+        now = forecast(trace, mine).memory_nbytes
         for number, name in WAYS:
             other = replace(mine, stage=stage_of(number), offload=OFFLOADS[name])
             if number < mine.stage.number or other == mine:
                 continue
-            saved = now - forecast(self.trace, other).memory_nbytes
+            saved = now - forecast(trace, other).memory_nbytes
             if saved >= shortage:
                 word = "disk:PATH" if name == "disk" else name
                 tiers = f', offload="{word}"' if name != "none" else ""

@@ -180,15 +180,13 @@ class Plan:
         recipe = self.taken.forecast.recipe
         if recipe.has_axes:  # the wire has hops between nodes and inside
             near = recipe.local_world_size
-            tp = {name: size for name, size in sizes.items() if name == "tp"}
-            pp = {name: size for name, size in sizes.items() if name == "pp"}
-            sizes = pp | {"nodes": recipe.world_size // near, "dp": near} | tp
-        names = "".join(f'"{name}", ' for name in sizes)
-        names = names.removesuffix(", ") if len(sizes) > 1 else names.rstrip()
+            sizes |= {"nodes": recipe.world_size // near, "dp": near}
+            sizes = {name: sizes[name] for name in ("pp", "nodes", "dp", "tp") if name in sizes}
+        names = str(tuple(sizes)).replace("'", '"')
         data = 'mesh["dp", "cp"]._flatten("data")' if "cp" in sizes else 'mesh["dp"]'
         data = 'mesh["nodes", "dp"]' if recipe.has_axes else data
         shape = tuple(sizes.values())
-        return f'init_device_mesh("{device}", {shape}, mesh_dim_names=({names}))', data
+        return f'init_device_mesh("{device}", {shape}, mesh_dim_names={names})', data
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""

@@ -151,7 +151,7 @@ def axis_lines(composition: Composition, stage: int) -> Iterator[str]:
     heads = ["axis", "ranks", "sent", *["waits", "of the step"] * has_times, ""]
     rows = [heads]
     for line in composition.lines:
-        cells = [line.axis, f"{line.ranks:,d}", format_bytes(line.nbytes)]
+        cells = [line.axis, f"{line.ranks:,d}", format_bytes(line.sent_nbytes)]
         if line.seconds is not None and line.share is not None:
             cells += [format_seconds(line.seconds), format_share(line.share)]
         rows.append([*cells, _about(composition, line.axis)])
