@@ -184,7 +184,9 @@ def tier_seconds(recipe: Recipe, run: Conditions, machine: Machine) -> dict[str,
     returns = offload.parameters == "device" and not streams
     return {
         "flush": own * (STREAMED_NBYTES if streams else run.grad_itemsize) / host,
-        "disk": own * run.disk_nbytes / machine.disk_rate if offload.optimizer == "disk" else 0.0,
+        "disk": own * (run.state_nbytes - 4) / machine.disk_rate
+        if offload.optimizer == "disk"
+        else 0.0,
         "cpu": 0.0 if streams else own * by_cpu,
         "publish": own * run.weight_itemsize / host if returns else 0.0,
         "fetch": own * run.weight_itemsize / rate if offload.parameters != "device" else 0.0,

@@ -113,7 +113,8 @@ def parts_of(units: Sequence[UnitWork], job: ComposedJob, rank: int) -> list[Uni
     for index, (unit, piece) in enumerate(zip(units, pieces, strict=True)):
         everyone = tuple(range(len(unit.members)))
         if piece % axes.pp == rank:
-            experts = tuple(i for i in everyone if _is_expert(unit.members[i], job))
+            counts = [expert_count(member.fqn, member.shape) for member in unit.members]
+            experts = tuple(i for i in everyone if axes.ep > 1 and counts[i] > 0)
             others = tuple(i for i in everyone if i not in experts)
             parts += [UnitPart(index, piece, others)] if others or not everyone else []
             kept = tuple(i for i in experts if _is_kept(unit.members[i], job))
@@ -128,10 +129,6 @@ def _tied(unit: UnitWork, piece: int, job: ComposedJob) -> tuple[int, ...]:
     if piece > 0 or job.axes.pp == 1 or job.anatomy.block_of(unit.name) >= 0:
         return ()
     return tuple(i for i, member in enumerate(unit.members) if member.fqn in job.anatomy.tied)
-
-
-def _is_expert(member: Member, job: ComposedJob) -> bool:
-    return job.axes.ep > 1 and expert_count(member.fqn, member.shape) > 0
 
 
 def _is_kept(member: Member, job: ComposedJob) -> bool:
@@ -225,19 +222,15 @@ def _messages(
             sent.append(message("cp", nbytes, 1, 1 + again))
     elif axes.tp > 1 and not part.is_tied and index == 0:
         sent.append(message("tp", hidden, 1, 0))
-    if axes.tp > 1 and _is_head(units, part, job):
+    is_last = index + 1 == len(units)
+    if axes.tp > 1 and is_last and block < 0:  # a head that shares the table's weight is a copy
         sent.append(message("tp", hidden, 0, 1))
-    is_end = index + 1 == len(units) or pieces[index + 1] != pieces[index]
+    is_end = is_last or pieces[index + 1] != pieces[index]
     if is_end and axes.pp > 1 and not part.is_tied:
         piece, nbytes = pieces[index], job.sent_hidden_nbytes
         sends = int(piece + 1 < axes.num_pieces), int(piece > 0)
         sent.append(message("pp", nbytes, *sends))
     return tuple(sent)
-
-
-def _is_head(units: Sequence[UnitWork], part: UnitPart, job: ComposedJob) -> bool:
-    """True for the unit behind all blocks; a head that shares the table's weight is a copy."""
-    return part.unit + 1 == len(units) and job.anatomy.block_of(units[part.unit].name) < 0
 
 
 def rank_trace(trace: Trace, job: ComposedJob, rank: int, num_micro: int) -> Trace:

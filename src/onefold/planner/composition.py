@@ -132,12 +132,8 @@ def _limits(recipe: Recipe, job: ComposedJob) -> tuple[int | None, ...]:
     """
     if job.room is None or job.axes.pp == 1 or not recipe.frees_after_forward:
         return (None,)
-    return (None, *(whole_mib(job.room // part) for part in (4, 8, 16)), 0)
-
-
-def whole_mib(nbytes: int) -> int:
-    """Round bytes down to MiB, where they have some."""
-    return nbytes >> 20 << 20 or nbytes
+    parts = (job.room // part for part in (4, 8, 16))
+    return (None, *(nbytes >> 20 << 20 or nbytes for nbytes in parts), 0)  # whole MiB, if any
 
 
 def _plan_rank(

@@ -90,14 +90,9 @@ class Conditions:
         """Bytes per element that Adam moves.
 
         Master, two moments and gradient in fp32 are read, the first three are written, and so is a
-        weight that is narrower.
+        weight that is narrower. From disk (docs/concepts/memory.md) it is all but the gradient.
         """
         return 16 + 12 + (self.weight_itemsize if self.weight_itemsize < 4 else 0)
-
-    @property
-    def disk_nbytes(self) -> int:
-        """Bytes per element that a step from disk moves (docs/concepts/memory.md)."""
-        return 12 + 12 + (self.weight_itemsize if self.weight_itemsize < 4 else 0)
 
 
 # links
