@@ -344,8 +344,9 @@ def weights_of(choice: object) -> tuple[int, ...]:
     >>> weights_of([6, 2]), weights_of([0.75, 0.25]), weights_of([2, 2])
     ((3, 1), (3, 1), (1, 1))
     """
-    is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
-    numbers: list[Any] = list(choice) if is_list else []
+    numbers: list[Any] = []
+    if isinstance(choice, Sequence) and not isinstance(choice, str | bytes):
+        numbers = list(choice)
     if not all(map(_is_weight, numbers)) or not any(numbers):
         raise ConfigError(
             '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, not all '
@@ -378,6 +379,6 @@ def in_parts(fractions: Sequence[float], parts: int) -> list[int]:
     return [max(part, 1) if f > 0 else 0 for part, f in zip(whole, fractions, strict=True)]
 
 
-def _is_weight(number: object) -> bool:
+def _is_weight(number: Any) -> bool:
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     return is_number and math.isfinite(number) and number >= 0
