@@ -64,11 +64,6 @@ class ComposedJob:
         """Bytes of these activations on one rank: it sends them along the pipeline."""
         return self.hidden_nbytes / self.axes.tp
 
-    @property
-    def whole_nbytes(self) -> float:
-        """Bytes that a block keeps on a rank of tp besides its share: its two gathered inputs."""
-        return 2 * (self.hidden_nbytes - self.sent_hidden_nbytes)
-
     def message(self, axis: str, nbytes: float, forward: int, backward: int) -> AxisMessage:
         """Make a message of an axis."""
         near, world = self.recipe.local_world_size, self.recipe.world_size
@@ -357,7 +352,8 @@ class _Events:
     def _add(self, event: Event) -> None:
         """Add an event with the bytes of now."""
         share, received = self._job.share, self._received * self._job.sent_hidden_nbytes
-        received += self._whole * self._job.whole_nbytes
+        # a rank of tp keeps the two gathered inputs of a block besides its share
+        received += self._whole * 2 * (self._job.hidden_nbytes - self._job.sent_hidden_nbytes)
         now, peak, logits = (
             ceil(round(share * nbytes, 3)) for nbytes in (self._held, self._peak, self._logits)
         )

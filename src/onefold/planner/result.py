@@ -114,7 +114,12 @@ class Plan:
             lines = ["; ".join(_verdict(row) for row in self.rows[max(0, first - 1) : first + 1])]
         if self.best is not None:
             lines.append(f"take {_named(self.best)}: {_reason(self.best)}")
-            lines += _unchecked_notes(self.best) + _wire_notes(self.best)
+            lines += [
+                f"needs {format_bytes(nbytes)}{PLACES[place]} on each node: not checked without "
+                f"{SIZE_FLAGS[place]}"
+                for place, nbytes in self.best.unchecked.items()
+            ]
+            lines += _wire_notes(self.best)
         return lines + [f"estimated, not exact: {part}" for part in self.estimates]
 
     @property
@@ -309,14 +314,6 @@ def _reason(row: Row) -> str:
     if row.step is None:
         return "the simplest that fits"
     return f"the fastest that fits ({row.tokens_per_s:,.0f} tokens/s, bound by {row.step.bound})"
-
-
-def _unchecked_notes(row: Row) -> list[str]:
-    return [
-        f"needs {format_bytes(nbytes)}{PLACES[place]} on each node: not checked without "
-        f"{SIZE_FLAGS[place]}"
-        for place, nbytes in row.unchecked.items()
-    ]
 
 
 def _wire_notes(row: Row) -> list[str]:

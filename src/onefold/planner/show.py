@@ -136,13 +136,8 @@ def mesh_words(composition: Composition) -> str:
 
 def mesh_of(composition: Composition) -> dict[str, int]:
     """Return the sizes of the mesh by name, the outermost first; dp is always there."""
-    sizes = {
-        "pp": composition.axes.pp,
-        "dp": composition.dp,
-        "cp": composition.axes.cp,
-        "tp": composition.axes.tp,
-    }
-    return {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
+    sizes, names = composition.axes.sizes | {"dp": composition.dp}, ("pp", "dp", "cp", "tp")
+    return {name: sizes[name] for name in names if sizes[name] > 1 or name == "dp"}
 
 
 def axis_lines(composition: Composition, stage: int) -> Iterator[str]:
@@ -154,18 +149,13 @@ def axis_lines(composition: Composition, stage: int) -> Iterator[str]:
         cells = [line.axis, f"{line.ranks:,d}", format_bytes(line.sent_nbytes)]
         if line.seconds is not None and line.share is not None:
             cells += [format_seconds(line.seconds), format_share(line.share)]
-        rows.append([*cells, _about(composition, line.axis)])
+        share = format_share(composition.axes.bubble_share(composition.num_micro))
+        bubble = f"; bubble {share}" if line.axis == "pp" else ""
+        rows.append([*cells, MESSAGES[line.axis] + bubble])
     yield from ("", *wrapped(f"stage {stage} on {mesh_words(composition)}, a step of one rank:"))
     yield from columns(rows, ">" * (len(heads) - 1) + "<")
     if composition.axes.pp > 1:
         yield from _pipeline(composition)
-
-
-def _about(composition: Composition, axis: str) -> str:
-    if axis != "pp":
-        return MESSAGES[axis]
-    share = composition.axes.bubble_share(composition.num_micro)
-    return f"{MESSAGES[axis]}; bubble {format_share(share)}"
 
 
 def _pipeline(composition: Composition) -> Iterator[str]:
