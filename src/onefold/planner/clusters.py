@@ -53,10 +53,9 @@ class Cluster:
     def room(self) -> dict[str, int]:
         """Bytes of each "device", and of each "host" and its "disk" for all ranks of the host."""
         memory = self.memory
-        if memory is None and isinstance(self.machine, str):
-            memory = int(machine_of(self.machine).memory_nbytes)
         if memory is None:
-            memory = free_host_nbytes() // self.ranks
+            known = self.described.memory_nbytes if self.described else 0
+            memory = int(known) or free_host_nbytes() // self.ranks
         room = {"device": memory, "host": self.host_memory, "disk": self.disk}
         names = {"device": "memory", "host": "host_memory", "disk": "disk"}
         return {
@@ -117,15 +116,15 @@ def parsed(
     kinds = list[Cluster]()
     for name, count in counts.items():
         machine = machine_of(name)
-        ranks, memory = min(count, machine.ranks_per_node), int(machine.memory_nbytes)
+        ranks = min(count, machine.ranks_per_node)
         if count % ranks:
             hint = "describe other nodes with {'ranks': ..., 'nodes': ..., 'machine': ...}"
             wanted = f"whole nodes of {ranks} {name}, or a part of one"
             raise ConfigError(wanted, f"{count} of them", hint=hint)
         kinds.append(
             Cluster(
-                ranks=ranks, nodes=count // ranks, memory=memory, host_memory=host_memory,
-                disk=disk, machine=machine,
+                ranks=ranks, nodes=count // ranks, host_memory=host_memory, disk=disk,
+                machine=machine,
             )
         )  # fmt: skip
     return tuple(kinds)
