@@ -246,7 +246,7 @@ def test_without_a_machine_a_plan_takes_the_wire_that_sends_least_between_nodes(
     made = plan("tiny", cluster=two_nodes(), seq=32, stage=3, offload=None)
     assert made.best is not None
     exact = [row for row in made.wires if not row.wire.is_lossy]
-    assert made.best.between_nbytes == min(row.between_nbytes for row in exact)
+    assert made.best.forecast.between_nbytes == min(row.forecast.between_nbytes for row in exact)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -194,8 +194,8 @@ class Anatomy:
         lengths = Counter(length for shape in shapes for length in shape)
         experts = {n for u in units for m in u.members if (n := expert_count(m.fqn, m.shape))}
         heads = _number(module, blocks, HEADS)
-        return Anatomy(
-            blocks=anatomy.blocks,
+        return replace(
+            anatomy,
             width=max(lengths, key=lambda length: (lengths[length], -length), default=0),
             heads=heads,
             kv_heads=_number(module, blocks, KV_HEADS) or heads,

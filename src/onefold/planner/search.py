@@ -143,11 +143,6 @@ class Row:
         }
 
     @property
-    def between_nbytes(self) -> int:
-        """Bytes of a step that leave the rank's node."""
-        return round(self.forecast.between_nbytes)
-
-    @property
     def tokens_per_s(self) -> float:
         """Tokens per second of all ranks; 0 where no machine was named."""
         return self.step.tokens_per_s if self.step is not None else 0.0
@@ -167,7 +162,7 @@ class Row:
             "wire": self.wire.name,
             "lossy": self.wire.is_lossy,
             "sent_nbytes": self.forecast.sent_nbytes,
-            "sent_between_nodes_nbytes": self.between_nbytes,
+            "sent_between_nodes_nbytes": round(self.forecast.between_nbytes),
             "seconds": None if step is None else step.seconds,
             "tokens_per_s": None if step is None else step.tokens_per_s,
             "bound": None if step is None else step.bound,
@@ -295,7 +290,8 @@ def preferred(rows: Sequence[Row]) -> Row:
         return nearest(rows)
     if best.step is not None:
         return best
-    return min((row for row in rows if row.fits), key=lambda row: row.between_nbytes / row.rows)
+    fitting = (row for row in rows if row.fits)
+    return min(fitting, key=lambda row: row.forecast.between_nbytes / row.rows)
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:

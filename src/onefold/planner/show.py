@@ -86,13 +86,13 @@ def memory_table(rows: Sequence[Row]) -> Iterator[str]:
 def traffic_table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the bytes that a rank sends in a step, and the speed."""
     name, unit = common_unit(max(row.forecast.sent_nbytes for row in rows))
-    has_wires = any(row.wire.name != "exact" or row.between_nbytes for row in rows)
+    has_wires = any(row.wire.name != "exact" or row.forecast.between_nbytes for row in rows)
     heads = ["stage", "offload", *["wire", "to nodes"] * has_wires, "sent"]
     lines = [[*heads, *(["tokens/s", "bound"] if rows[0].step else [])]]
     for row in rows:
         wire = row.wire.name if row.wire.is_preset else "Wire"
         cells = [str(row.stage), row.offload]
-        cells += [wire, in_unit(row.between_nbytes, unit)] if has_wires else []
+        cells += [wire, in_unit(row.forecast.between_nbytes, unit)] if has_wires else []
         cells += [in_unit(row.forecast.sent_nbytes, unit)]
         lines.append([*cells, *([f"{row.tokens_per_s:,.0f}", row.step.bound] if row.step else [])])
     yield from ("", f"in {name}, sent by one rank in a step:")
