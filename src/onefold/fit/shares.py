@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import copysign, gcd, inf
+from math import gcd, inf
 from typing import Any
 
 from onefold.config import Offload
@@ -63,7 +63,7 @@ class Line:
     def excess(self, need: int, left: float = 0.0) -> float:
         """Return the part of the state by which a share that needs these bytes is too large."""
         over = need - (1 - left) * self.free
-        return over / self.whole if self.whole > 0 else copysign(inf, over) if over else 0.0
+        return over / self.whole if self.whole > 0 else inf if over > 0 else 0.0
 
 
 def most_of(lines: Iterable[Line], left: float = 0.0, times: float = 1.0) -> float:
@@ -122,20 +122,22 @@ def settle(
         shares, lacks = fill(limits), 1 - sum(limits)
         if lacks > 0:
             return shares, lacks
-        over = excess(shares)
-        if max(over) <= 0:
-            break
-        limits = [
-            limit if more <= 0 else max(0.0, min(limit, share) - more)
-            for limit, share, more in zip(limits, fractions(shares, len(limits)), over, strict=True)
+        parts = zip(limits, fractions(shares, len(limits)), excess(shares), strict=True)
+        lowered = [
+            limit if over <= 0 else max(0.0, min(limit, share) - over)
+            for limit, share, over in parts
         ]
+        if lowered == limits:  # all fit, or those that do not hold nothing
+            break
+        limits = lowered
     return shares, 0.0
 
 
 def fractions(shares: Shares, ranks: int) -> list[float]:
     """Return the part of the state that each rank holds."""
     weights = shares or (1,) * ranks
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 # the shares that fit
