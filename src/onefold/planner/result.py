@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onefold.planner.calibration import Calibration
+from onefold.planner.models.gpt import PRESETS
 from onefold.planner.planned_axes import ModelAxes
 from onefold.planner.search import Row, Search
 from onefold.planner.show import (
@@ -113,7 +114,9 @@ class Plan:
         else:
             lines = ["; ".join(_verdict(row) for row in self.rows[max(0, first - 1) : first + 1])]
         if self.best is not None:
-            lines.append(f"take {_named(self.best)}: {_reason(self.best)}")
+            speed, step = f"{self.best.tokens_per_s:,.0f} tokens/s", self.best.step
+            fast = f"the fastest that fits ({speed}, bound by {step.bound})" if step else ""
+            lines.append(f"take {_named(self.best)}: {fast or 'the simplest that fits'}")
             lines += [
                 f"needs {format_bytes(nbytes)}{PLACES[place]} on each node: not checked without "
                 f"{SIZE_FLAGS[place]}"
@@ -135,7 +138,9 @@ class Plan:
         """The parts between which `command` may be broken: flags with their values."""
         row, accumulate, recipe = self.taken, self.search.accumulate, self.search.recipe
         axes = row.composed.axes if row.composed is not None else ModelAxes()
-        if self.mixed is not None or (axes.are_used and not self._trains_on(axes)):
+        is_known = self.model in PRESETS and axes.ep == axes.virtual == 1
+        trains = not axes.are_used or (is_known and accumulate >= axes.pp)
+        if self.mixed is not None or not trains:
             return []
         ranks = recipe.local_world_size
         words = ["onefold train"]
@@ -154,13 +159,6 @@ class Plan:
         words += [f"--{name} {size}" for name, size in axes.sizes.items() if size > 1]
         words += [f"--ranks {ranks}"] * (recipe.nodes == 1)
         return words
-
-    def _trains_on(self, axes: ModelAxes) -> bool:
-        """True if `onefold train` has such axes for the model."""
-        from onefold.planner.models.gpt import PRESETS
-
-        is_known = self.model in PRESETS and axes.ep == axes.virtual == 1
-        return is_known and self.search.accumulate >= axes.pp
 
     @property
     def line(self) -> str:
@@ -308,12 +306,6 @@ def _verdict(row: Row) -> str:
         missing = " and ".join(f"{format_bytes(n)}{PLACES[place]}" for place, n in short.items())
         return f"{_named(row)} does not fit by {missing}"
     return f"{_named(row)} fits with {format_bytes(-row.missing['device'])} free"
-
-
-def _reason(row: Row) -> str:
-    if row.step is None:
-        return "the simplest that fits"
-    return f"the fastest that fits ({row.tokens_per_s:,.0f} tokens/s, bound by {row.step.bound})"
 
 
 def _wire_notes(row: Row) -> list[str]:
