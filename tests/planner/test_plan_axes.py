@@ -586,6 +586,21 @@ def test_gradients_that_are_summed_where_they_are_take_time_at_every_stage():
         assert step.memory == pytest.approx(added)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_of_a_pipeline_reduces_what_rests_after_its_last_backward(stage):
+    """As a run does (axes/pipelines/driver.py); stage 2 has nothing that rests."""
+    micro, units = 3, tuple(UnitWork(str(n), 10**6, Work(1e10), Work(2e10)) for n in range(3))
+    recipe = Recipe(stage=stage_of(stage), world_size=8, local_world_size=8)
+    step = simulate(
+        ModelWork(units, 1), recipe, machine_of("h100-80"), Conditions(accumulate=micro),
+        window=frozenset(range(3)),
+    )  # fmt: skip
+    last = max(span.end for span in step.spans if span.what == "backward")
+    late = [span.start >= last for span in step.spans if span.what == "reduce"]
+    assert late.count(True) == (1 if stage == 2 else 3)
+    assert len(late) == (3 * micro if stage == 2 else 3)
+
+
 def test_messages_of_windows_are_closed_forms():
     """One gather and one reduction a step; one and m (stage 2); 2 m - (the last unit's) and m."""
     micro, data, recipe = 5, 4, Recipe(world_size=4, device_type="cuda")
