@@ -81,9 +81,14 @@ def planned(memories: Sequence[int]) -> MixedSplit:
     )
     trace = bare(UNITS)
     return MixedJob(
-        kinds=kinds, recipe=recipe_of(len(memories)), rows=1, tokens=1, conditions=Conditions(),
-        near=lambda _: trace, exact=lambda _: trace,
-    ).best()  # fmt: skip
+        kinds=kinds,
+        recipe=recipe_of(len(memories)),
+        rows=1,
+        tokens=1,
+        conditions=Conditions(),
+        near=lambda _: trace,
+        exact=lambda _: trace,
+    ).best()
 
 
 def recipe_of(world: int) -> Recipe:

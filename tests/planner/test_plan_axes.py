@@ -592,9 +592,12 @@ def test_a_stage_of_a_pipeline_reduces_what_rests_after_its_last_backward(stage)
     micro, units = 3, tuple(UnitWork(str(n), 10**6, Work(1e10), Work(2e10)) for n in range(3))
     recipe = Recipe(stage=stage_of(stage), world_size=8, local_world_size=8)
     step = simulate(
-        ModelWork(units, 1), recipe, machine_of("h100-80"), Conditions(accumulate=micro),
+        ModelWork(units, 1),
+        recipe,
+        machine_of("h100-80"),
+        Conditions(accumulate=micro),
         window=frozenset(range(3)),
-    )  # fmt: skip
+    )
     last = max(span.end for span in step.spans if span.what == "backward")
     late = [span.start >= last for span in step.spans if span.what == "reduce"]
     assert late.count(True) == (1 if stage == 2 else 3)

@@ -96,13 +96,11 @@ def names_kinds(text: str) -> bool:
     return "+" in text or _KIND.fullmatch(text) is not None
 
 
-def parsed(
-    text: str, *, host_memory: int | None = None, disk: int | None = None
-) -> tuple[Cluster, ...]:
+def parsed(text: str, **room: Any) -> tuple[Cluster, ...]:
     """Return the kinds of devices of a text such as `EXAMPLE`, in the order of their ranks.
 
     A kind that is named twice is one kind. Devices fill whole nodes, or a part of a single one.
-    `host_memory` and `disk`: of each node.
+    `room`: `host_memory` and `disk` of each node, as `Cluster` takes them.
     """
     counts: dict[str, int] = {}
     for part in text.split("+"):
@@ -121,12 +119,7 @@ def parsed(
             hint = "describe other nodes with {'ranks': ..., 'nodes': ..., 'machine': ...}"
             wanted = f"whole nodes of {ranks} {name}, or a part of one"
             raise ConfigError(wanted, f"{count} of them", hint=hint)
-        kinds.append(
-            Cluster(
-                ranks=ranks, nodes=count // ranks, host_memory=host_memory, disk=disk,
-                machine=machine,
-            )
-        )  # fmt: skip
+        kinds.append(Cluster(ranks=ranks, nodes=count // ranks, machine=machine, **room))
     return tuple(kinds)
 
 

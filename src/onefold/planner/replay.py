@@ -62,11 +62,10 @@ class Replay:
         self._events = events
         self._schedule = schedule
         self._trained = trained
-        policy = schedule.policy
-        self._stage = None if window is None else StageDrives.of(
-            Drive(), len(trained), window,
-            reduces_all=policy.keeps_bytes and not policy.defers_reduction,
-        )  # fmt: skip
+        self._stage = None
+        if window is not None:
+            reduces = schedule.policy.keeps_bytes and not schedule.policy.defers_reduction
+            self._stage = StageDrives.of(Drive(), len(trained), window, reduces_all=reduces)
         self._calls: dict[int, Call] = {}
 
     def learn(self, num_microbatches: int) -> None:

@@ -153,7 +153,7 @@ def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
     if given:
         hint = f"leave {given[0]} out: nodes and memory are those of the machines"
         raise ConfigError("--cluster with counts alone", f"{given[0]} too", hint=hint)
-    host_memory, disk = (_size("--host-mem", arguments.host_mem), _size("--disk", arguments.disk))
+    host_memory, disk = _size("--host-mem", arguments.host_mem), _size("--disk", arguments.disk)
     return parsed(arguments.cluster, host_memory=host_memory, disk=disk)
 
 
