@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from onefold.engine.policy import Policy, policy_of
 from onefold.planner.composed import ComposedJob, parts_of, units_of
-from onefold.planner.composition import Window, pipeline_step
+from onefold.planner.composition import pipeline_step
 from onefold.planner.machines import FITS, Efficiency, machine_of
 from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.simulate import StepTime
 from onefold.planner.work import ModelWork, UnitWork, Work
+from onefold.recipe import Recipe
 from published_runs.decoder import TransformerShape, attention_flops, softmax_numel
 from published_runs.rows import LLAMA_8B, Row
 
@@ -31,8 +33,16 @@ MEGATRON = replace(FITS["ZeRO-3 2021, A100"], link=1.0)
 TORCHTITAN = FITS["FSDP2 2024, H100"]
 LONG = 8192
 """Tokens; torchtitan's longer sequences were measured with a context axis and without."""
-WINDOW = Window(keeps=True, sums=True)
-"""FSDP2 keeps weights through a step of a pipeline; gradients are reduced with the last."""
+
+
+def policy_of_pipeline(recipe: Recipe) -> Policy:
+    """FSDP2 keeps weights through a step of a pipeline; gradients are reduced with the last."""
+    policy = policy_of(recipe)
+    if not recipe.frees_after_forward:
+        return policy
+    return replace(
+        policy, frees_after_forward=False, frees_after_backward=False, defers_reduction=True
+    )
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class ComposedRow(Row):
         units = [self._with_scores(unit) for unit in work.units]
         recipe, run = axes.data(self.recipe), self.conditions
         run = replace(run, ranks_per_host=recipe.local_world_size)
-        window = WINDOW if axes.pp > 1 else Window.choices(recipe, axes)[0]
+        policy = policy_of_pipeline(recipe) if axes.pp > 1 else None
         ranks = [
             ModelWork(
                 units_of(units, parts_of(units, job, rank), job, frozenset()),
@@ -79,8 +89,8 @@ class ComposedRow(Row):
             for rank in range(axes.pp)
         ]
         machine = replace(machine_of(self.machine), efficiency=self.efficiency)
-        works = [(rank, window.policy(recipe)) for rank in ranks]
-        return pipeline_step(works, recipe, axes, machine, run)[0]
+        works = [(rank, None) for rank in ranks]
+        return pipeline_step(works, recipe, axes, machine, run, policy)[0]
 
     @property
     def efficiency(self) -> Efficiency:

@@ -9,8 +9,7 @@ import onefold
 from onefold.axes.pipelines.drive import windows_of
 from onefold.engine.registry import engine_of
 from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
-from onefold.planner.composition import Place, Window, free_of, stages_of
-from onefold.planner.costs import Conditions
+from onefold.planner.composition import free_of, stages_of, window_of
 from onefold.planner.models.gpt import GPT, GPTConfig, GPTStage
 from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.trace import Trace, tokens_of, trace
@@ -39,15 +38,11 @@ def planned(free: int, virtual: int, limit: int | None) -> list[Kept]:
 def rank_of(found: Trace, job: ComposedJob, rank: int, free: int, limit: int | None) -> Kept:
     recipe = job.axes.data(job.recipe)
     own = rank_trace(found, job, rank, 1)
-    resting = 2**40 - free_of(own, recipe, Place(2**40, None, Conditions()))
-    place = Place(resting + free, None, Conditions())
-    assert free_of(own, recipe, place) == free
+    resting = 2**40 - free_of(own, recipe, 2**40)
+    assert free_of(own, recipe, resting + free) == free
     parts = parts_of(found.units, job, rank)
     pieces = [pieces_of(found.units, job)[part.unit] for part in parts]
-    stages = stages_of(own, recipe, pieces)
-    window = Window.fitting(stages, free, limit)
-    everyone = frozenset(range(len(own.units)))
-    kept = window.units or (everyone if window.keeps else frozenset())
+    kept = window_of(stages_of(own, recipe, pieces), free, limit)
     return [
         {member.fqn for i in kept if pieces[i] == piece for member in own.units[i].members}
         for piece in dict.fromkeys(pieces)

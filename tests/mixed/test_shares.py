@@ -14,7 +14,7 @@ from onefold import ConfigError, TierError
 from onefold.engine.registry import engine_of
 from onefold.fit import shares as rooms
 from onefold.fit.bounds import Limit, RankMemory
-from onefold.fit.shares import Capacity, Line, Room, weights_of
+from onefold.fit.shares import Capacity, Line, Room, fractions, weights_of
 from onefold.layout.flat import unit_bytes
 from onefold.planner.memory import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
@@ -191,7 +191,19 @@ def room(free: int, name: str = "", base: int = 100, held: int = 0) -> Room:
 
 
 def best(*rooms_by_rank: Room) -> Any:
-    return Capacity.of([[each] for each in rooms_by_rank], len(rooms_by_rank)).best
+    return by_lines(Capacity.of([[each] for each in rooms_by_rank], len(rooms_by_rank)))
+
+
+def by_lines(capacity: Capacity) -> Any:
+    """The shares of ranks that need what their one line says."""
+    return capacity.best(
+        lambda left, shares: [
+            line.excess(line.need(share), left)
+            for (line,), share in zip(
+                capacity.ranks, fractions(shares, len(capacity.ranks)), strict=True
+            )
+        ]
+    )
 
 
 def test_shares_are_even_while_every_rank_has_room():
@@ -271,10 +283,10 @@ def test_caps_of_one_to_three_hold_twice_the_model_of_even_shares():
         return Capacity.of(lines, 2)
 
     counts = range(1, 300)  # blocks; a smaller model fits where a larger one does
-    even = bisect(counts, 0, key=lambda n: not best_of(n).fits(None))
-    uneven = bisect(counts, 0, key=lambda n: isinstance(best_of(n).best, str))
+    even = bisect(counts, 0, key=lambda n: min(best_of(n).most()) < 0.5)
+    uneven = bisect(counts, 0, key=lambda n: isinstance(by_lines(best_of(n)), str))
     assert uneven >= 1.8 * even
-    shares = best_of(uneven).best
+    shares = by_lines(best_of(uneven))
     held = sum(unit_bytes(u.members, recipe_of(uneven), 0).numel for u in recipe_of(uneven).units)
     assert 16 * held * shares[0] / sum(shares) <= caps[0]
     assert 16 * held * shares[1] / sum(shares) <= caps[1]

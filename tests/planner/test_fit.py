@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +14,14 @@ from hypothesis import strategies as st
 from onefold.config import stage_of
 from onefold.fit.bounds import ACTIVATIONS_SHARE, Limit, RankMemory, Users, room_of
 from onefold.fit.kept_units import most_nbytes, spread
-from onefold.fit.shares import Capacity, Line, fill, lowest_stage, rooms_of
+from onefold.fit.shares import Capacity, Line, choose, fill, fractions, lowest_stage, rooms_of
 from onefold.planner.costs import Conditions
 from onefold.planner.memory import bare, needs_of
-from onefold.planner.mixed import DeviceKind, MixedJob
+from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from tests.support.free_memory import has_free
+from tests.support.ranks import run_ranks
 
 STATE = 1 << 40
 rooms_of_ranks = st.lists(st.floats(0.0, 1.5), min_size=1, max_size=5)
@@ -28,12 +31,15 @@ sizes_of_units = st.lists(st.integers(1, 100), min_size=1, max_size=12)
 def run_shares(rooms: list[float]) -> Any:
     """The shares of a run whose ranks have room for these parts of the state."""
     lines = [Line("cpu", round(room * STATE / (1 - ACTIVATIONS_SHARE)), 0, STATE) for room in rooms]
-    return Capacity(tuple((line,) for line in lines)).best
+    return Capacity(tuple((line,) for line in lines)).best(by_lines(lines))
 
 
-def fractions(weights: tuple[int, ...] | None, count: int) -> list[float]:
-    whole = weights or (1,) * count
-    return [weight / sum(whole) for weight in whole]
+def by_lines(lines: list[Line]) -> Any:
+    """What ranks need is what their lines say."""
+    return lambda left, shares: [
+        line.excess(line.need(share), left)
+        for line, share in zip(lines, fractions(shares, len(lines)), strict=True)
+    ]
 
 
 # shares
@@ -67,31 +73,66 @@ MEMBER = Member("weight", (256, 256), torch.float32, torch.float32)
 UNITS = tuple(UnitRecipe(str(n), (MEMBER,)) for n in range(8))
 
 
-@settings(max_examples=25, deadline=None, phases=(Phase.generate,))
-@given(st.lists(st.integers(2_000_000, 14_000_000), min_size=2, max_size=5))
-def test_runs_and_plans_choose_the_same_shares_in_the_same_memories(memories):
-    """A plan without activations, in the part of memory that a run leaves for the rest."""
-    world = len(memories)
-    recipe = Recipe(world_size=world, local_world_size=world, units=UNITS)
-    memory = RankMemory(torch.device("cpu"), 1, Group.of(None))
-    line, _ = rooms_of(recipe, needs_of, memory, {})[0]
-    rooms = [[(line, (Limit("host", str(n), free),))] for n, free in enumerate(memories)]
-    capacity = Capacity.of(rooms, world)
-    if sum(capacity.most(ACTIVATIONS_SHARE)) < 1.01:
-        return
+def planned(memories: Sequence[int]) -> MixedSplit:
+    """The split of a plan without activations, in the part of memory that a run leaves."""
     kinds = tuple(
         DeviceKind(str(rank), rank, 1, 1, {"device": room_of(free)}, None)
         for rank, free in enumerate(memories)
     )
     trace = bare(UNITS)
-    job = MixedJob(
-        kinds=kinds, recipe=recipe, rows=1, tokens=1, conditions=Conditions(),
-        near=lambda _: trace, exact=lambda _: trace,
+    return MixedJob(
+        kinds=kinds,
+        recipe=recipe_of(len(memories)),
+        rows=1,
+        tokens=1,
+        conditions=Conditions(),
+        near=lambda _: trace,
+        exact=lambda _: trace,
+    ).best()
+
+
+def recipe_of(world: int) -> Recipe:
+    return Recipe(world_size=world, local_world_size=world, units=UNITS)
+
+
+@settings(max_examples=60, deadline=None, phases=(Phase.generate,))
+@given(st.lists(st.integers(2_000_000, 14_000_000), min_size=2, max_size=5))
+def test_runs_and_plans_choose_the_same_shares_in_the_same_memories(memories):
+    world = len(memories)
+    recipe, memory = recipe_of(world), RankMemory(torch.device("cpu"), 1, Group.of(None))
+    line, _ = rooms_of(recipe, needs_of, memory, {})[0]
+    rooms = [[(line, (Limit("host", str(n), free),))] for n, free in enumerate(memories)]
+    capacity, split = Capacity.of(rooms, world), planned(memories)
+    if split.lacks:  # a run has the rest of the memory, too
+        return
+
+    def excess(left: float, shares: Any) -> list[float]:
+        needs = (needs_of(replace(recipe, shares=shares), rank=rank) for rank in range(world))
+        return [capacity.excess(rank, need, left) for rank, need in enumerate(needs)]
+
+    assert capacity.best(excess) == split.weights
+
+
+BENT = (6_110_874, 3_540_483, 9_591_136)
+"""Memories in which a share needs more than its line says."""
+
+
+def test_ranks_that_choose_shares_lower_those_that_need_more_than_their_line(monkeypatch):
+    free = list(BENT)
+    monkeypatch.setattr(
+        RankMemory, "limits",
+        lambda memory, *_: (Limit("host", str(memory.group.rank), free[memory.group.rank]),),
     )  # fmt: skip
-    if job.equal().fits:
-        assert job.best().weights is None
-    elif job._made((1,) * world, capacity.best).fits:  # else a plan refines them
-        assert job.best().weights == capacity.best
+
+    def body(rank: int) -> Any:
+        memory = RankMemory(torch.device("cpu"), 1, Group.of(torch.distributed.group.WORLD))
+        return choose(recipe_of(3), needs_of, memory, {}, is_auto=True)[0].shares
+
+    memory = RankMemory(torch.device("cpu"), 1, Group.of(None))
+    line, _ = rooms_of(recipe_of(3), needs_of, memory, {})[0]
+    lines = [replace(line, free=nbytes) for nbytes in BENT]
+    unbent = Capacity(tuple((line,) for line in lines)).best(by_lines(lines))
+    assert run_ranks(3, body) == [planned(BENT).weights] * 3 != [unbent] * 3
 
 
 # units

@@ -25,6 +25,7 @@ from onefold.fit.bounds import ACTIVATIONS_SHARE
 from onefold.layout.flat import unit_bytes
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import plan_units
+from onefold.planner.machines import machine_of
 from onefold.planner.memory import Forecast, estimated, forecast
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.models.loader import build_model
@@ -562,6 +563,8 @@ def test_a_cluster_takes_sizes_and_machines_as_people_write_them():
     named = plan("tiny", cluster=gpus("80GB", machine="H100", host_memory="1TiB"), seq=SEQ)
     exact = plan("tiny", cluster=gpus(80 * 10**9, machine="h100-80", host_memory=1 << 40), seq=SEQ)
     assert named.as_dict() == exact.as_dict()
+    described = Cluster(ranks=8, machine=machine_of("h100"))
+    assert described.room == {"device": 80 * 10**9}, "its own memory, not what is free here"
     with pytest.raises(ConfigError, match=r"Cluster\.memory"):
         plan("tiny", cluster=gpus("80 apples"), seq=SEQ)
 

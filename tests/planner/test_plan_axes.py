@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -13,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onefold.config import stage_of
-from onefold.engine.policy import policy_of
 from onefold.errors import ConfigError
 from onefold.planner.composed import ComposedJob, kept_nbytes, rank_trace
-from onefold.planner.composition import Composition, Window, forecast_steps, pipeline_step, sent_on
+from onefold.planner.composition import Composition, forecast_steps, pipeline_step, sent_on
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import forecast
@@ -396,7 +396,7 @@ def blocks_of(made: Composition) -> list[int]:
 def test_bytes_of_axes_are_closed_forms_of_a_gpt(stage, tp, cp, pp):
     micro = 4
     made = composed(planned(tp=tp, cp=cp, pp=pp, accumulate=micro, stage=stage, offload=None))
-    sent = {line.axis: line.nbytes for line in made.lines}
+    sent = {line.axis: line.sent_nbytes for line in made.lines}
     run, first, last = Conditions(accumulate=micro), made.ranks[0], made.ranks[-1]
     local = HIDDEN / cp
     for rank in made.ranks:
@@ -408,7 +408,7 @@ def test_bytes_of_axes_are_closed_forms_of_a_gpt(stage, tp, cp, pp):
         neighbours = (rank is not first) + (rank is not last)
         assert sent_on("pp", rank.work, run) == pytest.approx(micro * neighbours * local / tp)
     data = 8 // (tp * pp)
-    fullest = max(rank.numel for rank in made.ranks)
+    fullest = max(rank.work.numel for rank in made.ranks)
     passes = {1: 2, 2: 1 + micro}[stage]
     assert sent["data"] == pytest.approx(passes * (data - 1) / data * fullest * ITEMSIZE)
     assert {line.axis: line.ranks for line in made.lines} == {"data": data} | {
@@ -466,7 +466,8 @@ def test_a_message_costs_the_bytes_of_its_closed_form(axis, local_world_size):
     message = AxisMessage(axis, 1e6, group, 2, 1)
     cost = message.cost(machine_of("h100-80"))
     assert cost.nbytes == pytest.approx(message.sent)
-    assert message.sent_nbytes(recompute=1.0) == 5 * message.sent
+    work = ModelWork((UnitWork("", 0, messages=(message,)),), 1)
+    assert sent_on(axis, work, Conditions(recompute=1.0)) == 5 * message.sent
 
 
 def test_time_on_tp_is_the_time_of_its_all_reduces():
@@ -513,7 +514,7 @@ def test_the_bubble_of_equal_ranks_is_a_closed_form(pp, virtual, micro):
     axes = ModelAxes(pp=pp, virtual=virtual if pp > 1 else 1)
     unit = UnitWork("", 1000, Work(1e12), Work(2e12))
     recipe, run = Recipe(world_size=1), Conditions(accumulate=micro)
-    works = [(ModelWork((unit,), 1), policy_of(recipe))] * pp
+    works = [(ModelWork((unit,), 1), None)] * pp
     step, _ = pipeline_step(works, recipe, axes, machine_of("h100-80"), run)
     busy = step.compute + step.memory
     share = (pp - 1) / (axes.virtual * micro + pp - 1)
@@ -526,8 +527,7 @@ def test_the_slowest_rank_decides_and_waits_for_one_micro_batch_of_the_others():
     recipe, run = Recipe(world_size=1), Conditions(accumulate=10)
     machine = machine_of("h100-80")
     works = [
-        (ModelWork((UnitWork("", 1000, Work(flops)),), 1), policy_of(recipe))
-        for flops in (1e12, 4e12, 2e12)
+        (ModelWork((UnitWork("", 1000, Work(flops)),), 1), None) for flops in (1e12, 4e12, 2e12)
     ]
     step, slowest = pipeline_step(works, recipe, ModelAxes(pp=3), machine, run)
     one = 1e12 / (machine.peak("bf16") * machine.efficiency.matmul)
@@ -560,15 +560,15 @@ def window_of(memory: str, micro: int = 4) -> Composition:
 
 def test_stage_3_of_a_pipeline_chooses_its_window_from_free_memory():
     wide = window_of("1GiB")
-    assert [rank.window for rank in wide.ranks] == [Window(True, True)] * 2
+    assert all(rank.keeps and rank.sums for rank in wide.ranks)
     needs = [rank.forecast.memory_nbytes for rank in wide.ranks]
     assert needs[0] > needs[1]
     assert wide.window is None
     tight = window_of(f"{needs[0] - 1}B")  # `onefold.pipeline` must be told, as activations need it
-    assert tight.ranks[0].window != Window(True, True)
+    assert not tight.ranks[0].keeps
     assert max(rank.forecast.memory_nbytes for rank in tight.ranks) < needs[0]
     assert tight.window
-    assert [rank.window for rank in window_of("1KiB").ranks] == [Window(False, False)] * 2
+    assert [rank.window for rank in window_of("1KiB").ranks] == [frozenset()] * 2
     assert window_of("1KiB").window == 0
 
 
@@ -578,20 +578,41 @@ def test_gradients_that_are_summed_where_they_are_take_time_at_every_stage():
     first, third = (
         Recipe(stage=stage_of(stage), world_size=8, local_world_size=8) for stage in (1, 3)
     )
-    run, window = Conditions(accumulate=8), Window(True, True)
+    run = Conditions(accumulate=8)
     added = 7 * 3 * 2 * 10**9 / (machine.memory_rate * machine.efficiency.memory)
-    for recipe, policy in ((first, None), (third, window.policy(third))):
-        assert simulate(work, recipe, machine, run, policy).memory == pytest.approx(added)
+    for recipe, window in ((first, None), (first, {0}), (third, {0})):
+        kept = None if window is None else frozenset(window)
+        step = simulate(work, recipe, machine, run, window=kept)
+        assert step.memory == pytest.approx(added)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_of_a_pipeline_reduces_what_rests_after_its_last_backward(stage):
+    """As a run does (axes/pipelines/driver.py); stage 2 has nothing that rests."""
+    micro, units = 3, tuple(UnitWork(str(n), 10**6, Work(1e10), Work(2e10)) for n in range(3))
+    recipe = Recipe(stage=stage_of(stage), world_size=8, local_world_size=8)
+    step = simulate(
+        ModelWork(units, 1),
+        recipe,
+        machine_of("h100-80"),
+        Conditions(accumulate=micro),
+        window=frozenset(range(3)),
+    )
+    last = max(span.end for span in step.spans if span.what == "backward")
+    late = [span.start >= last for span in step.spans if span.what == "reduce"]
+    assert late.count(True) == (1 if stage == 2 else 3)
+    assert len(late) == (3 * micro if stage == 2 else 3)
 
 
 def test_messages_of_windows_are_closed_forms():
-    """One gather and one reduction a step; one and m; 2 m - (the last unit's) and m."""
+    """One gather and one reduction a step; one and m (stage 2); 2 m - (the last unit's) and m."""
     micro, data, recipe = 5, 4, Recipe(world_size=4, device_type="cuda")
     rank = ranks_of("gpt", ModelAxes(pp=2), 8)[0]
     own = (data - 1) / data * rank.numel * ITEMSIZE
+    everyone = frozenset(range(len(rank.units)))
     sent = [
-        forecast_steps(rank, recipe, micro, window.policy(recipe)).sent
-        for window in (Window(True, True), Window(True, False), Window(False, False))
+        forecast_steps(rank, replace(recipe, stage=stage_of(stage)), micro, window).sent
+        for stage, window in ((3, everyone), (2, everyone), (3, frozenset()))
     ]
     assert [each["gather"] / own for each in sent[:2]] == [1, 1]
     assert [each["reduce_scatter"] / own for each in sent] == [1, micro, micro]
@@ -603,16 +624,16 @@ def test_messages_of_a_window_of_some_units_are_closed_forms():
     micro, recipe, machine = 5, Recipe(world_size=4, device_type="cuda"), machine_of("h100-80")
     rank = ranks_of("gpt", ModelAxes(pp=2), 8)[0]
     last = len(rank.units) - 1
-    window = Window(False, False, frozenset({0, last}))
+    window = frozenset({0, last})
     own = [3 / 4 * ITEMSIZE * unit.numel for unit in rank.units]
     kept, others = own[0] + own[last], sum(own[1:last])
-    found = forecast_steps(rank, recipe, micro, window.policy(recipe), window.units)
+    found = forecast_steps(rank, recipe, micro, window)
     assert found.sent["gather"] == pytest.approx(kept + 2 * micro * others)
     assert found.sent["reduce_scatter"] == pytest.approx(kept + micro * others)
     run, work = Conditions(accumulate=micro), rank.work(TOKENS)
     steps = [
-        simulate(work, recipe, machine, run, each.policy(recipe), each.units)
-        for each in (Window(True, True), window, Window(False, False))
+        simulate(work, recipe, machine, run, window=each)
+        for each in (frozenset(range(len(rank.units))), window, frozenset())
     ]
     sent = [each.sent_nbytes("gather") + each.sent_nbytes("reduce") for each in steps]
     assert sent == sorted(sent)
@@ -621,11 +642,9 @@ def test_messages_of_a_window_of_some_units_are_closed_forms():
 
 def test_a_step_of_many_micro_batches_is_told_from_three():
     rank, recipe = ranks_of("gpt", ModelAxes(pp=2), 8)[0], Recipe(world_size=4)
-    some = Window(False, False, frozenset({0, 2}))
-    for window in (*Window.choices(recipe, ModelAxes(pp=2)), some):
-        policy = window.policy(recipe)
-        told = forecast_steps(rank, recipe, 7, policy, window.units)
-        played = forecast(rank, recipe, accumulate=7, policy=policy, window=window.units)
+    for window in (None, frozenset(range(len(rank.units))), frozenset(), frozenset({0, 2})):
+        told = forecast_steps(rank, recipe, 7, window)
+        played = forecast(rank, recipe, accumulate=7, window=window)
         assert (told.sent, told.peaks) == (played.sent, played.peaks)
 
 

@@ -23,11 +23,10 @@ from onefold.errors import ConfigError
 from onefold.fit.bounds import ACTIVATIONS_SHARE
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import plan_units
-from onefold.planner.candidates import candidates
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import Forecast, estimated, forecast
 from onefold.planner.planning import Cluster, plan
-from onefold.planner.search import Search
+from onefold.planner.search import Search, candidates
 from onefold.planner.show import wire_lines
 from onefold.planner.trace import Trace, trace, without_values
 from onefold.recipe import Recipe
@@ -247,7 +246,7 @@ def test_without_a_machine_a_plan_takes_the_wire_that_sends_least_between_nodes(
     made = plan("tiny", cluster=two_nodes(), seq=32, stage=3, offload=None)
     assert made.best is not None
     exact = [row for row in made.wires if not row.wire.is_lossy]
-    assert made.best.between_nbytes == min(row.between_nbytes for row in exact)
+    assert made.best.forecast.between_nbytes == min(row.forecast.between_nbytes for row in exact)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -300,7 +299,7 @@ def test_a_name_on_one_node_is_what_shard_makes_of_it():
         for wire in (None, "hybrid", "zero++")
     )
     assert hybrid.forecast.sent == exact.forecast.sent
-    assert coded.sent_nbytes < exact.sent_nbytes / 2
+    assert coded.forecast.sent_nbytes < exact.forecast.sent_nbytes / 2
     assert hybrid.forecast.most_of("secondary") == 0
 
 

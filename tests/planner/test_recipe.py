@@ -164,7 +164,7 @@ def test_one_rank_on_the_cpu_keeps_local_casts_as_its_plan_says(offload, kept, p
         optimizer.zero_grad()
     held = onefold.report(module).memory.get("unsharded", {})
     peak = sum(usage.peak for usage in held.values())
-    found = Expectation.of(engine.recipe).peaks(accumulates=False)
+    found = Expectation(engine.recipe).peaks(accumulates=False)
     assert peak == found.get("unsharded", 0)
     if kept:
         assert peak == (4 * (64 * 64 + 64) * 2 if precision == "bf16" else 0)

@@ -17,7 +17,7 @@ from published_runs.decoder import TransformerShape, block_activation_nbytes, tr
 from published_runs.tables import young_interval
 
 from onefold.errors import ConfigError
-from onefold.planner.costs import LinkGroup, gather_cost, replica_group
+from onefold.planner.costs import LinkGroup, gather_cost
 from onefold.planner.machines import MACHINES, Efficiency, Link, Machine, machine_of
 from onefold.planner.simulate import goodput, scaling_curve, slowest_of
 from onefold.planner.work import ModelWork, UnitWork, Work
@@ -131,7 +131,7 @@ def test_a_hybrid_gathers_inside_the_node_and_reduces_its_shards_outside_once_a_
     assert inside == pytest.approx(3 * 4 * model * 7 / 8)
     assert step.sent_nbytes("replica") == pytest.approx(2 * model / 8 * 7 / 8)
     assert gather_cost(1.0, LinkGroup(8, 8), MACHINE).links == ("inside",)
-    assert gather_cost(1.0, replica_group(64, 8, 8), MACHINE).links == ("outside",)
+    assert gather_cost(1.0, LinkGroup(8, 1), MACHINE).links == ("outside",)
 
 
 def test_a_hybrid_whose_copy_is_the_world_is_the_flat_run():

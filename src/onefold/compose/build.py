@@ -76,7 +76,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     rests = describe(recipe, budget, resolved.why_fraction)
     LOG.info("rank %d: %s", group.rank, rests or "all state rests on the device")
     notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
-    facts = RunFacts("; ".join(filter(None, notes)), [Expectation.of(recipe, shards.rank)])
+    facts = RunFacts("; ".join(filter(None, notes)), [Expectation(recipe, shards.rank)])
     ledger = Ledger(advise=facts.smallest_change)
     store = DeviceStore(device, is_read_into=recipe.reads_directly)
     is_agreed = resolved.any_offloads or recipe.offload != Offload()

@@ -172,13 +172,11 @@ NUM_TILES = 2
 """Tiles of a weight in row blocks that are alive at a time: one computes, one is read."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockBytes:
-    """The bytes of units that the same modules use: they are unsharded together."""
+Blocks = Sequence[dict[int, int]]
+"""Unsharded and decoded bytes of units, by position, in blocks that the same modules use.
 
-    units: tuple[int, ...]  # positions
-    nbytes: int  # unsharded and decoded
-    largest: int  # of one of its units
+The units of a block are unsharded together.
+"""
 
 
 def with_residents(recipe: Recipe) -> Recipe:
@@ -190,16 +188,14 @@ def with_residents(recipe: Recipe) -> Recipe:
     inference = recipe.inference
     if inference is None:
         return recipe
-    held = [
-        unit_bytes(unit.members, recipe, is_tiled=unit.tile_nbytes > 0) for unit in recipe.units
-    ]
+    held = held_by(recipe)
     near = sum(unit_held.weight for unit_held in held) if recipe.rests_near else 0
     tiles = NUM_TILES * max((unit.tile_nbytes for unit in recipe.units), default=0)
     blocks, stacks = _blocks(recipe, held), stack_nbytes(recipe)
     room = inference.budget - near - tiles - stacks
-    total = sum(block.nbytes for block in blocks)
-    if total <= room:
-        stays, prefetch = {unit for block in blocks for unit in block.units}, inference.prefetch
+    sizes = [sum(block.values()) for block in blocks]
+    if sum(sizes) <= room:
+        stays, prefetch = {unit for block in blocks for unit in block}, inference.prefetch
     else:
         prefetch = next(
             (ahead for ahead in range(inference.prefetch, MIN_PREFETCH - 1, -1)
@@ -208,8 +204,8 @@ def with_residents(recipe: Recipe) -> Recipe:
         )  # fmt: skip
         if prefetch == 0:
             raise _too_small(recipe, blocks, near, tiles, stacks)
-        kept = spread([block.nbytes for block in blocks], room - _ring(blocks, prefetch))
-        stays = {unit for at in kept for unit in blocks[at].units}
+        kept = spread(sizes, room - _ring(blocks, prefetch))
+        stays = {unit for at in kept for unit in blocks[at]}
     units = tuple(replace(unit, stays=index in stays) for index, unit in enumerate(recipe.units))
     return replace(recipe, units=units, inference=replace(inference, room=room, prefetch=prefetch))
 
@@ -219,32 +215,31 @@ def stack_nbytes(recipe: Recipe) -> int:
     return max((sum(m.stack_nbytes for m in unit.members) for unit in recipe.units), default=0)
 
 
-def _blocks(recipe: Recipe, held: Sequence[UnitBytes]) -> list[BlockBytes]:
+def held_by(recipe: Recipe, rank: int | None = None) -> list[UnitBytes]:
+    """Return the bytes of each unit on a rank; None: the one with the largest share."""
+    return [
+        unit_bytes(unit.members, recipe, rank, is_tiled=unit.tile_nbytes > 0)
+        for unit in recipe.units
+    ]
+
+
+def _blocks(recipe: Recipe, held: Sequence[UnitBytes]) -> Blocks:
     """Blocks in the order of the module; tiled units are in none."""
-    blocks: list[BlockBytes] = []
+    blocks: list[dict[int, int]] = []
     for index, (unit, unit_held) in enumerate(zip(recipe.units, held, strict=True)):
-        if unit.tile_nbytes:
-            continue
-        nbytes = unit_held.unsharded + unit_held.decoded
-        if unit.is_joined and blocks:
-            last = blocks[-1]
-            blocks[-1] = BlockBytes(
-                (*last.units, index), last.nbytes + nbytes, max(last.largest, nbytes)
-            )
-        else:
-            blocks.append(BlockBytes((index,), nbytes, nbytes))
+        if not unit.tile_nbytes:
+            blocks += [] if unit.is_joined and blocks else [{}]
+            blocks[-1][index] = unit_held.unsharded + unit_held.decoded
     return blocks
 
 
-def _ring(blocks: Sequence[BlockBytes], ahead: int) -> int:
+def _ring(blocks: Blocks, ahead: int) -> int:
     """Bytes of the block that computes and of `ahead` units behind it, wherever the pass is."""
-    largest = max((block.nbytes for block in blocks), default=0)
-    return largest + ahead * max((block.largest for block in blocks), default=0)
+    largest = max((sum(block.values()) for block in blocks), default=0)
+    return largest + ahead * max((max(block.values()) for block in blocks), default=0)
 
 
-def _too_small(
-    recipe: Recipe, blocks: Sequence[BlockBytes], near: int, tiles: int, stacks: int
-) -> ConfigError:
+def _too_small(recipe: Recipe, blocks: Blocks, near: int, tiles: int, stacks: int) -> ConfigError:
     ring = _ring(blocks, MIN_PREFETCH)
     parts = [f"{ring:,} for the largest block and one unit that is read ahead"]
     parts += [f"{tiles:,} for {NUM_TILES} row blocks"] if tiles else []

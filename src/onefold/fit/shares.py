@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from math import gcd, inf
+from typing import Any
 
 from onefold.config import Offload
 from onefold.errors import ConfigError, TierError
@@ -19,6 +20,8 @@ from onefold.recipe import Recipe
 from onefold.text import format_bytes, format_share
 from onefold.wire.together import collect
 
+TRIES = 8
+"""Of shares, until what they need fits."""
 PARTS_A_RANK = 32
 """Shares are rounded down to so many parts of the mean share: free memory flickers."""
 MOST_PARTS = 1 << 40
@@ -57,6 +60,11 @@ class Line:
             return inf if spare >= 0 else -inf
         return spare / self.whole
 
+    def excess(self, need: int, left: float = 0.0) -> float:
+        """Return the part of the state by which a share that needs these bytes is too large."""
+        over = need - (1 - left) * self.free
+        return over / self.whole if self.whole > 0 else inf if over > 0 else 0.0
+
 
 def most_of(lines: Iterable[Line], left: float = 0.0, times: float = 1.0) -> float:
     """Return the largest share that fits into all memories of a rank, up to 1."""
@@ -91,6 +99,45 @@ def fill(limits: Sequence[float]) -> Shares:
     ]
     divisor = gcd(*weights)
     return None if len(set(weights)) == 1 else tuple(weight // divisor for weight in weights)
+
+
+def settle(
+    limits: Sequence[float], excess: Callable[[Shares], Sequence[float]]
+) -> tuple[Shares, float]:
+    """Return the most even shares that fit, and the part of the state that has no room.
+
+    Lines are exact at an even share and at all the state. In between bytes bend a little, as pieces
+    are whole rows: the limit of a rank that needs more than its line says is lowered.
+
+    Args:
+        limits: the largest share of each rank, by its lines.
+        excess: by how much each rank's share is too large, from what it needs at these shares.
+    """
+    shares: Shares = None
+    if max(excess(shares)) <= 0:
+        return None, 0.0
+    for _ in range(TRIES):
+        if not any(limits):
+            return None, 1.0
+        shares, lacks = fill(limits), 1 - sum(limits)
+        if lacks > 0:
+            return shares, lacks
+        parts = zip(limits, fractions(shares, len(limits)), excess(shares), strict=True)
+        lowered = [
+            limit if over <= 0 else max(0.0, min(limit, share) - over)
+            for limit, share, over in parts
+        ]
+        if lowered == limits:  # all fit, or those that do not hold nothing
+            break
+        limits = lowered
+    return shares, 0.0
+
+
+def fractions(shares: Shares, ranks: int) -> list[float]:
+    """Return the part of the state that each rank holds."""
+    weights = shares or (1,) * ranks
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 # the shares that fit
@@ -143,31 +190,32 @@ class Capacity:
         """The largest share for which each rank has room, with a part of it `left` free."""
         return [max(0.0, most_of(lines, left)) for lines in self.ranks]
 
-    def fits(self, shares: Shares) -> bool:
-        """True if every rank has room for its share."""
-        weights = shares or (1,) * len(self.ranks)
-        pairs = zip(self.most(), weights, strict=True)
-        return all(most >= weight / sum(weights) for most, weight in pairs)
+    def excess(self, rank: int, needs: Mapping[str, int], left: float = 0.0) -> float:
+        """Return by how much the share of a rank with these needs is too large; see `Line`."""
+        lines = self.ranks[rank]
+        return max((line.excess(needs.get(line.tier, 0), left) for line in lines), default=0.0)
 
-    @cached_property
-    def best(self) -> Shares | str:
-        """The most even shares that fit: they send least. A sentence where none fit.
+    def best(self, excess: Callable[[float, Shares], Sequence[float]]) -> Shares | str:
+        """Return the most even shares that fit: they send least. A sentence where none fit.
 
         A share is at most what a rank has room for besides activations; where that does not
         suffice, besides nothing.
+
+        Args:
+            excess: of each rank, with a part of the memory left free, at these shares.
         """
         for left in (ACTIVATIONS_SHARE, 0.0):
-            most = self.most(left)
-            if sum(most) >= 1:
-                return fill(most)
+            shares, lacks = settle(self.most(left), partial(excess, left))
+            if not lacks:
+                return shares
         return f"all ranks together have room for {format_share(sum(self.most()))} of the state"
 
     def describe(self, shares: Shares) -> str:
         """Needed and free bytes of the tightest memory of each rank, at these shares."""
-        weights = shares or (1,) * len(self.ranks)
         words: list[str] = []
-        for rank, (lines, weight) in enumerate(zip(self.ranks, weights, strict=True)):
-            needs = [(line.free - line.need(weight / sum(weights)), line) for line in lines]
+        parts = fractions(shares, len(self.ranks))
+        for rank, (lines, share) in enumerate(zip(self.ranks, parts, strict=True)):
+            needs = [(line.free - line.need(share), line) for line in lines]
             if needs:
                 spare, line = min(needs, key=lambda pair: pair[0])
                 need, free = format_bytes(line.free - spare), format_bytes(max(0, line.free))
@@ -192,19 +240,26 @@ def choose(
     if not is_cut or (recipe.shares is None and not is_auto):
         return recipe, ""
     everyone = collect(memory.group, lambda: rooms_of(recipe, needs, memory, held))
-    capacity = Capacity.of(everyone, recipe.shard_world)
-    best = capacity.best
+    ranks = recipe.shard_world
+    capacity, own = Capacity.of(everyone, ranks), memory.group.rank % ranks
+
+    def excess(left: float, shares: Shares) -> list[float]:
+        wanted = replace(recipe, shares=shares)
+        of_all = collect(memory.group, lambda: capacity.excess(own, needs(wanted, rank=own), left))
+        return [max(of_all[rank::ranks]) for rank in range(ranks)]
+
+    if not is_auto and max(excess(0.0, recipe.shares)) <= 0:
+        return recipe, ""
+    best = capacity.best(excess)
     if is_auto and not isinstance(best, str):
         return replace(recipe, shares=best), f"shares {in_words(best)}: {capacity.describe(best)}"
-    if is_auto or not capacity.fits(recipe.shares):
-        fits = f"shares={in_words(best)} fit"
-        raise TierError(
-            "room on every rank for its share of the state",
-            f"shares={in_words(recipe.shares)}: {capacity.describe(recipe.shares)}",
-            where=f"rank {memory.group.rank}",
-            hint=f"{best}: offload more, or take more ranks" if isinstance(best, str) else fits,
-        )
-    return recipe, ""
+    fits = f"shares={in_words(best)} fit"
+    raise TierError(
+        "room on every rank for its share of the state",
+        f"shares={in_words(recipe.shares)}: {capacity.describe(recipe.shares)}",
+        where=f"rank {memory.group.rank}",
+        hint=f"{best}: offload more, or take more ranks" if isinstance(best, str) else fits,
+    )
 
 
 def in_words(shares: object) -> str:
@@ -212,8 +267,11 @@ def in_words(shares: object) -> str:
     return "even" if shares is None else str(list(shares)) if isinstance(shares, tuple) else ""
 
 
-Needs = Callable[[Recipe], Mapping[str, int]]
-"""The most bytes by tier that a rank holds without activations. The CPU's own tier is "cpu"."""
+Needs = Callable[..., Mapping[str, int]]
+"""The most bytes by tier that a rank holds without activations. The CPU's own tier is "cpu".
+
+Of a recipe, and with `rank` of another rank than the one with the largest share.
+"""
 
 
 def lowest_stage(
@@ -288,9 +346,16 @@ def weights_of(choice: object) -> tuple[int, ...]:
     >>> weights_of([6, 2]), weights_of([0.75, 0.25]), weights_of([2, 2])
     ((3, 1), (3, 1), (1, 1))
     """
-    numbers = _numbers(choice)
-    if numbers is None or not any(numbers):
-        raise _refused(choice)
+    numbers: list[Any] = []
+    if isinstance(choice, Sequence) and not isinstance(choice, str | bytes):
+        numbers = list(choice)
+    if not all(map(_is_weight, numbers)) or not any(numbers):
+        raise ConfigError(
+            '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, not all '
+            "of them 0",
+            repr(choice),
+            hint="shares=[3, 1] gives rank 0 three quarters of the state",
+        )
     if not all(number == int(number) for number in numbers):
         total = sum(numbers)
         parts = max(PARTS, 100 * len(numbers))
@@ -316,23 +381,6 @@ def in_parts(fractions: Sequence[float], parts: int) -> list[int]:
     return [max(part, 1) if f > 0 else 0 for part, f in zip(whole, fractions, strict=True)]
 
 
-def _numbers(choice: object) -> list[float] | None:
-    """Return the finite numbers of a list, from 0 up; None for anything else."""
-    if not isinstance(choice, Sequence) or isinstance(choice, str | bytes):
-        return None
-    numbers: list[float] = []
-    for number in choice:
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or number < 0:
-            return None
-        numbers.append(number)
-    return numbers
-
-
-def _refused(choice: object) -> ConfigError:
-    return ConfigError(
-        '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, not all '
-        "of them 0",
-        repr(choice),
-        hint="shares=[3, 1] gives rank 0 three quarters of the state",
-    )
+def _is_weight(number: Any) -> bool:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    return is_number and math.isfinite(number) and number >= 0

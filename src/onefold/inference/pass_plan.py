@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.fit.kept_units import held_by
 from onefold.inference.stream import recipe_of_stream
 from onefold.planner.machines import Machine
 from onefold.planner.passes import (
     ForwardTrace,
     PassBytes,
     Use,
-    held_by,
     names_of_users,
     pass_bytes,
     streamed_nbytes,

@@ -200,7 +200,7 @@ class _Reshare:
         for unit in _moving(engine):
             by_rows = unit.context.routes.hops is not None or unit.is_tiled
             self._move(unit, unit.spec.on(self.context, by_rows=by_rows))
-        expectation = Expectation.of(recipe, self.context.rank)
+        expectation = Expectation(recipe, self.context.rank)
         engine.recut(self.context, recipe, expectation)
         for states in self.ready.states:
             states.finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -121,14 +121,12 @@ class ByteHands:
         self._partial: list[dict[int, int]] = [{} for _ in units]
         self._sums: set[int] = set()
         self._reduced: set[int] = set()
-        self._spares = {  # by ranks and link, of gathers and of the three hops of a reduction
-            (ranks, link): SpareBuffers[None](lambda nbytes: counter.add("wire", nbytes))
-            for ranks in {unit.data_ranks for unit in units}
-            for link in ("gather", "gather between", "first", "second", "third")
-        }
-        self._staged: dict[
-            int, list[tuple[str, tuple[int, ...]]]
-        ] = {}  # by unit: gathers under way
+        # by ranks and link, of gathers and of the three hops of a reduction
+        self._spares = defaultdict[tuple[int, str], SpareBuffers[None]](
+            lambda: SpareBuffers[None](lambda nbytes: counter.add("wire", nbytes))
+        )
+        # by unit: gathers under way
+        self._staged = defaultdict[int, list[tuple[str, tuple[int, ...]]]](list)
         self._hides_reduction = False  # a reduction ends behind the recompute of a unit
 
     # resting state
@@ -269,7 +267,7 @@ class ByteHands:
     def _stage(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
         if buffers:
             self.take(index, link, buffers)
-            self._staged.setdefault(index, []).append((link, buffers))
+            self._staged[index].append((link, buffers))
 
     def _read(self, index: int) -> None:
         """The messages of a unit have arrived and are decoded."""

@@ -7,7 +7,8 @@ fitted to full steps, as the parts do not add up to a step: docs/measurements/ti
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +20,13 @@ from onefold.config import Precision, stage_of
 from onefold.errors import ConfigError
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import Efficiency, Link, Machine
-from onefold.planner.models.loader import build_model, described, recompute, refuse
+from onefold.planner.models.loader import described, named_model
 from onefold.planner.search import DTYPES
 from onefold.planner.simulate import simulate, slowest_of
 from onefold.planner.trace import Untraceable, tokens_of, trace
 from onefold.planner.work import ModelWork
 from onefold.recipe import Recipe
-from onefold.text import format_bytes, format_rate, format_seconds, format_share
+from onefold.text import counted, format_bytes, format_rate, format_seconds, format_share
 from onefold.tier.host import free_host_nbytes, measure_disk, usable_cores
 from onefold.wire.local_ranks import run_local
 
@@ -34,7 +35,6 @@ FASTEST = 1e18
 """The rate of work that the model does not have, as attention: it takes no time."""
 MOST_PENALTY = 0.1
 """Seconds of one collective: longer than any scheduler makes it wait."""
-HALVINGS = 40
 
 
 class Whole(NamedTuple):
@@ -173,7 +173,11 @@ def with_whole_steps(speeds: Speeds, work: ModelWork | None) -> Speeds:
 
     if few is many:
         return at(0.0)
-    return at(_root(lambda penalty: predict_seconds(at(penalty), work, many) - many.seconds))
+    least = MOST_PENALTY / 2**40
+    rising = bisect_left(
+        range(1 << 40), many.seconds, key=lambda n: predict_seconds(at(n * least), work, many)
+    )
+    return at(rising * least)
 
 
 def predict_seconds(speeds: Speeds, work: ModelWork, whole: Whole) -> float:
@@ -185,17 +189,6 @@ def predict_seconds(speeds: Speeds, work: ModelWork, whole: Whole) -> float:
         grad_itemsize=itemsize,
     )  # fmt: skip
     return simulate(work, recipe, speeds.machine(ranks, 1.0), conditions).seconds
-
-
-def _root(rising: Callable[[float], float]) -> float:
-    """Find where a rising function is 0 between 0 and `MOST_PENALTY`, or the nearer end."""
-    low, high = 0.0, MOST_PENALTY
-    if rising(low) >= 0:
-        return low
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
-    return high
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +217,7 @@ class Calibration:
 
     def _lines(self, speeds: Speeds) -> tuple[str, str]:
         machine = speeds.machine(speeds.ranks, 1.0)
-        ranks = f"{speeds.ranks} ranks" if speeds.ranks > 1 else "1 rank"
-        threads = f"{speeds.threads} threads" if speeds.threads > 1 else "1 thread"
+        ranks = f"{counted(speeds.ranks, 'rank')} of {counted(speeds.threads, 'thread')}"
         attends, has_links = speeds.attention_flops > 0, speeds.ranks > 1
         constants = [
             f"products {speeds.products / 1e9:.0f} GFLOP/s",
@@ -241,7 +233,7 @@ class Calibration:
             *[f"compute meanwhile {format_share(1 - speeds.contention)}"] * has_links,
         ]
         return (
-            f"measured here, {ranks} of {threads}: a micro-batch of {self.model} "
+            f"measured here, {ranks}: a micro-batch of {self.model} "
             f"({format_bytes(4 * self.numel)} of weights in fp32, {self.tokens} tokens) in "
             f"{format_seconds(speeds.seconds)}",
             "  " + ", ".join(constants),
@@ -328,15 +320,8 @@ def middle(runs: Sequence[Speeds]) -> Speeds:
 
 def _look_at(sample: Sample, ranks: int) -> tuple[str, nn.Module]:
     """Return the name of a model that fits, and the model, without values if it was named."""
-    module = sample.model
-    if isinstance(module, str):
-        refuse(module, sample.seq)
-        with torch.device("meta"):
-            module = build_model(module, sample.seq)
-        if sample.recompute:
-            recompute(module, str(sample.model))
+    name, module = named_model(sample.model, sample.seq, recomputes=sample.recompute)
     weights = sum(parameter.nbytes for parameter in module.parameters())
-    name = sample.model if isinstance(sample.model, str) else type(module).__name__
     if (needed := HELD_NBYTES * weights * ranks) > (free := free_host_nbytes()):
         raise ConfigError(
             f"{name} to fit into memory once for each of {ranks} ranks, with Adam's states",

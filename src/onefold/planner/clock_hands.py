@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from onefold.engine.driving import Action, Verb
@@ -118,6 +119,8 @@ class Streams:
 
 STREAMS = {"spread": "gather"}
 """Collectives that share another's stream."""
+STEP_STREAMS = {"flush": "flush", "disk": "swap", "cpu": "step", "publish": "publish"}
+"""The streams of a background step, one after the other, and the work on each."""
 CAUSES = {"device": "exposed_host", "cpu": "exposed_host", "disk": "exposed_disk"}
 """The parts of a step that wait for a tier."""
 AXES = "exposed_axes"
@@ -154,7 +157,7 @@ def durations(
     waits = [
         (message, message.cost(machine).seconds)
         for message in unit.messages
-        if not message.is_hidden
+        if message.axis != "pp"  # compute goes on while a full pipeline sends
     ]
     if waits:
         forward[AXES] = sum(message.forward * seconds for message, seconds in waits)
@@ -164,39 +167,30 @@ def durations(
     return forward, backward
 
 
-@dataclass(frozen=True, slots=True)
-class TierSeconds:
-    """Seconds per element that one rank's state off the device costs on each stream."""
+def tier_seconds(recipe: Recipe, run: Conditions, machine: Machine) -> dict[str, float]:
+    """Return the seconds per element that one rank's state off the device costs, by stream."""
+    # the simulator is imported without torch
+    from onefold.tier.step_device import STREAMED_NBYTES
 
-    flush: float
-    disk: float
-    cpu: float
-    publish: float
-    fetch: float
-
-    @staticmethod
-    def of(recipe: Recipe, run: Conditions, machine: Machine) -> TierSeconds:
-        """Compute the seconds of the tiers of `recipe`; each rank has its own rows only."""
-        # the simulator is imported without torch
-        from onefold.tier.step_device import STREAMED_NBYTES
-
-        host, own, offload = machine.host_rate, run.own_share(recipe), recipe.offload
-        rate = machine.disk_rate if offload.parameters == "disk" else host
-        by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
-        is_faster = machine.launches_hide and streamed < by_cpu  # where there is a device
-        streams = (
-            offload.optimizer == "cpu"
-            and offload.parameters != "disk"
-            and (offload.step == "device" or (offload.step == "auto" and is_faster))
-        )
-        returns = offload.parameters == "device" and not streams
-        return TierSeconds(
-            flush=own * (STREAMED_NBYTES if streams else run.grad_itemsize) / host,
-            disk=own * run.disk_nbytes / machine.disk_rate if offload.optimizer == "disk" else 0.0,
-            cpu=0.0 if streams else own * by_cpu,
-            publish=own * run.weight_itemsize / host if returns else 0.0,
-            fetch=own * run.weight_itemsize / rate if offload.parameters != "device" else 0.0,
-        )
+    host, own, offload = machine.host_rate, run.own_share(recipe), recipe.offload
+    rate = machine.disk_rate if offload.parameters == "disk" else host
+    by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
+    is_faster = machine.launches_hide and streamed < by_cpu  # where there is a device
+    streams = (
+        offload.optimizer == "cpu"
+        and offload.parameters != "disk"
+        and (offload.step == "device" or (offload.step == "auto" and is_faster))
+    )
+    returns = offload.parameters == "device" and not streams
+    return {
+        "flush": own * (STREAMED_NBYTES if streams else run.grad_itemsize) / host,
+        "disk": own * (run.state_nbytes - 4) / machine.disk_rate
+        if offload.optimizer == "disk"
+        else 0.0,
+        "cpu": 0.0 if streams else own * by_cpu,
+        "publish": own * run.weight_itemsize / host if returns else 0.0,
+        "fetch": own * run.weight_itemsize / rate if offload.parameters != "device" else 0.0,
+    }
 
 
 class ClockHands:
@@ -214,14 +208,10 @@ class ClockHands:
         self._units, self._recipe, self._machine, self._run = work.units, recipe, machine, run
         self._crosses_late = recipe.has_hops and not recipe.keeps_weights
         self.streams = Streams(machine.efficiency.contention)
-        self._tiers = TierSeconds.of(recipe, run, machine)
+        self._tiers = tier_seconds(recipe, run, machine)
         self._durations = [durations(unit, run, machine) for unit in work.units]
-        axes = {(unit.numel, unit.data_ranks): unit for unit in work.units}
-        known = {
-            key: costs_of(unit.numel, recipe.on(unit.data_ranks), run, machine)
-            for key, unit in axes.items()
-        }
-        self._costs = [known[unit.numel, unit.data_ranks] for unit in work.units]
+        costs = cache(lambda numel, ranks: costs_of(numel, recipe.on(ranks), run, machine))
+        self._costs = [costs(unit.numel, unit.data_ranks) for unit in work.units]
         self._stepped = [0.0] * len(work.units)  # when the background step of a unit is over
         self._crossed = [0.0] * len(work.units)  # when the node has a unit's new weights
         self._fetched: dict[int, float] = {}
@@ -291,17 +281,16 @@ class ClockHands:
 
         Its gradient leaves the device, its states are stepped, its weight returns.
         """
-        streams, tiers = self.streams, self._tiers
-        name, numel = self._units[index].name, self._units[index].numel
-        end = streams.move("flush", name, "flush", numel * tiers.flush, streams.now)
-        end = streams.move("disk", name, "swap", numel * tiers.disk, end)
-        end = streams.move("cpu", name, "step", numel * tiers.cpu, end)
-        self._stepped[index] = streams.move("publish", name, "publish", numel * tiers.publish, end)
+        unit, end = self._units[index], self.streams.now
+        for stream, what in STEP_STREAMS.items():
+            seconds = unit.numel * self._tiers[stream]
+            end = self.streams.move(stream, unit.name, what, seconds, end)
+        self._stepped[index] = end
 
     def _fetch(self, index: int) -> None:
         if index not in self._fetched:
             ready = max(self.streams.now, self._stepped[index])
-            seconds, name = self._units[index].numel * self._tiers.fetch, self._units[index].name
+            seconds, name = self._units[index].numel * self._tiers["fetch"], self._units[index].name
             self._fetched[index] = self.streams.move("fetch", name, "fetch", seconds, ready)
 
     def _fill(self, index: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,10 +53,9 @@ class Cluster:
     def room(self) -> dict[str, int]:
         """Bytes of each "device", and of each "host" and its "disk" for all ranks of the host."""
         memory = self.memory
-        if memory is None and isinstance(self.machine, str):
-            memory = int(machine_of(self.machine).memory_nbytes)
         if memory is None:
-            memory = free_host_nbytes() // self.ranks
+            known = self.described.memory_nbytes if self.described else 0
+            memory = int(known) or free_host_nbytes() // self.ranks
         room = {"device": memory, "host": self.host_memory, "disk": self.disk}
         names = {"device": "memory", "host": "host_memory", "disk": "disk"}
         return {
@@ -97,10 +96,11 @@ def names_kinds(text: str) -> bool:
     return "+" in text or _KIND.fullmatch(text) is not None
 
 
-def parsed(text: str) -> tuple[Cluster, ...]:
+def parsed(text: str, **room: Any) -> tuple[Cluster, ...]:
     """Return the kinds of devices of a text such as `EXAMPLE`, in the order of their ranks.
 
     A kind that is named twice is one kind. Devices fill whole nodes, or a part of a single one.
+    `room`: `host_memory` and `disk` of each node, as `Cluster` takes them.
     """
     counts: dict[str, int] = {}
     for part in text.split("+"):
@@ -111,29 +111,16 @@ def parsed(text: str) -> tuple[Cluster, ...]:
             raise ConfigError(wanted, repr(part.strip()), where=repr(text), hint=hint)
         name = machine_of(match[2]).name
         counts[name] = counts.get(name, 0) + int(match[1])
-    return tuple(_nodes_of(machine_of(name), count) for name, count in counts.items())
-
-
-def _nodes_of(machine: Machine, count: int) -> Cluster:
-    ranks = min(count, machine.ranks_per_node)
-    if count % ranks:
-        hint = "describe other nodes with {'ranks': ..., 'nodes': ..., 'machine': ...}"
-        wanted = f"whole nodes of {ranks} {machine.name}, or a part of one"
-        raise ConfigError(wanted, f"{count} of them", hint=hint)
-    return Cluster(
-        ranks=ranks, nodes=count // ranks, memory=int(machine.memory_nbytes), machine=machine
-    )
-
-
-def with_room(kinds: Sequence[Cluster], host: int | None, disk: int | None) -> tuple[Cluster, ...]:
-    """Return the kinds with so many bytes of host memory and disk on each node; None: as before."""
-    return tuple(
-        replace(
-            kind, host_memory=kind.host_memory if host is None else host,
-            disk=kind.disk if disk is None else disk,
-        )
-        for kind in kinds
-    )  # fmt: skip
+    kinds = list[Cluster]()
+    for name, count in counts.items():
+        machine = machine_of(name)
+        ranks = min(count, machine.ranks_per_node)
+        if count % ranks:
+            hint = "describe other nodes with {'ranks': ..., 'nodes': ..., 'machine': ...}"
+            wanted = f"whole nodes of {ranks} {name}, or a part of one"
+            raise ConfigError(wanted, f"{count} of them", hint=hint)
+        kinds.append(Cluster(ranks=ranks, nodes=count // ranks, machine=machine, **room))
+    return tuple(kinds)
 
 
 def recipe_of(kinds: Sequence[Cluster], precision: Precision) -> Recipe:

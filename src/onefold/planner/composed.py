@@ -11,9 +11,11 @@ feed-forward gather their inputs, and torch keeps them whole for backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
+from onefold.planner.costs import Conditions
+from onefold.planner.machines import Machine
 from onefold.planner.planned_axes import Anatomy, ModelAxes, expert_count
 from onefold.planner.replay import Event, EventKind
 from onefold.planner.trace import Trace
@@ -23,10 +25,10 @@ from onefold.recipe import Member, Recipe
 
 @dataclass(frozen=True, slots=True)
 class ComposedJob:
-    """The axes of a run, and the sizes on which their messages depend.
+    """The axes of a run, the sizes on which their messages depend, and the devices.
 
     recipe: of the whole world. tokens: of one micro-batch of a data rank, before cp cuts them.
-    itemsize: bytes of an element of activations.
+    itemsize: bytes of an element of activations. room: bytes of a device; None: not known.
     """
 
     axes: ModelAxes
@@ -34,6 +36,9 @@ class ComposedJob:
     recipe: Recipe
     tokens: int
     itemsize: int
+    room: int | None = None
+    machine: Machine | None = None
+    conditions: Conditions = field(default_factory=Conditions)
 
     @property
     def share(self) -> float:
@@ -59,11 +64,6 @@ class ComposedJob:
         """Bytes of these activations on one rank: it sends them along the pipeline."""
         return self.hidden_nbytes / self.axes.tp
 
-    @property
-    def whole_nbytes(self) -> float:
-        """Bytes that a block keeps on a rank of tp besides its share: its two gathered inputs."""
-        return 2 * (self.hidden_nbytes - self.sent_hidden_nbytes)
-
     def message(self, axis: str, nbytes: float, forward: int, backward: int) -> AxisMessage:
         """Make a message of an axis."""
         near, world = self.recipe.local_world_size, self.recipe.world_size
@@ -73,9 +73,10 @@ class ComposedJob:
 
 @dataclass(frozen=True, slots=True)
 class UnitPart:
-    """A unit, or a part of one, on a rank: the positions of its members there."""
+    """A unit, or a part of one, on a rank: its piece, and the positions of its members there."""
 
     unit: int
+    piece: int
     members: tuple[int, ...]
     is_expert: bool = False
     is_tied: bool = False  # a copy; another rank has the rest of the unit
@@ -88,7 +89,8 @@ def pieces_of(units: Sequence[UnitWork], job: ComposedJob) -> list[int]:
     to the first piece, units behind a block to the block's.
     """
     number, blocks = job.axes.num_pieces, len(job.anatomy.blocks)
-    starts = [piece for piece in range(number) for _ in range(_length(piece, blocks, number))]
+    lengths = [blocks // number + (piece < blocks % number) for piece in range(number)]
+    starts = [piece for piece, length in enumerate(lengths) for _ in range(length)]
     pieces: list[int] = []
     piece = 0
     for unit in units:
@@ -96,10 +98,6 @@ def pieces_of(units: Sequence[UnitWork], job: ComposedJob) -> list[int]:
         piece = starts[block] if block >= 0 else piece
         pieces.append(piece)
     return pieces
-
-
-def _length(piece: int, blocks: int, number: int) -> int:
-    return blocks // number + (piece < blocks % number)
 
 
 def parts_of(units: Sequence[UnitWork], job: ComposedJob, rank: int) -> list[UnitPart]:
@@ -110,13 +108,14 @@ def parts_of(units: Sequence[UnitWork], job: ComposedJob, rank: int) -> list[Uni
     for index, (unit, piece) in enumerate(zip(units, pieces, strict=True)):
         everyone = tuple(range(len(unit.members)))
         if piece % axes.pp == rank:
-            experts = tuple(i for i in everyone if _is_expert(unit.members[i], job))
+            counts = [expert_count(member.fqn, member.shape) for member in unit.members]
+            experts = tuple(i for i in everyone if axes.ep > 1 and counts[i] > 0)
             others = tuple(i for i in everyone if i not in experts)
-            parts += [UnitPart(index, others)] if others or not everyone else []
+            parts += [UnitPart(index, piece, others)] if others or not everyone else []
             kept = tuple(i for i in experts if _is_kept(unit.members[i], job))
-            parts += [UnitPart(index, kept, is_expert=True)] if kept else []
+            parts += [UnitPart(index, piece, kept, is_expert=True)] if kept else []
         elif rank == last and (tied := _tied(unit, piece, job)):
-            parts.append(UnitPart(index, tied, is_tied=True))
+            parts.append(UnitPart(index, axes.num_pieces - 1, tied, is_tied=True))
     return parts
 
 
@@ -125,10 +124,6 @@ def _tied(unit: UnitWork, piece: int, job: ComposedJob) -> tuple[int, ...]:
     if piece > 0 or job.axes.pp == 1 or job.anatomy.block_of(unit.name) >= 0:
         return ()
     return tuple(i for i, member in enumerate(unit.members) if member.fqn in job.anatomy.tied)
-
-
-def _is_expert(member: Member, job: ComposedJob) -> bool:
-    return job.axes.ep > 1 and expert_count(member.fqn, member.shape) > 0
 
 
 def _is_kept(member: Member, job: ComposedJob) -> bool:
@@ -163,8 +158,8 @@ def units_of(
     recomputed: frozenset[int],
 ) -> tuple[UnitWork, ...]:
     """Return the units of a rank: members, work and messages. `recomputed`: in the trace itself."""
-    pieces = pieces_of(units, job)
-    cut_units: list[UnitWork] = []
+    pieces, axes, cut_units = pieces_of(units, job), job.axes, list[UnitWork]()
+    expert_ranks = job.recipe.world_size // (axes.tp * axes.pp * axes.ep)
     for part in parts:
         unit, block = units[part.unit], job.anatomy.block_of(units[part.unit].name)
         members = tuple(cut_member(unit.members[i], job, in_block=block >= 0) for i in part.members)
@@ -182,14 +177,10 @@ def units_of(
                 forward=_scaled(unit.forward, job.share) if has_work else Work(),
                 backward=_scaled(unit.backward, job.share) if has_work else Work(),
                 messages=_messages(units, part, pieces, job, part.unit in recomputed),
-                data_ranks=_expert_ranks(job) if part.is_expert else 0,
+                data_ranks=expert_ranks if part.is_expert else 0,
             )
         )
     return tuple(cut_units)
-
-
-def _expert_ranks(job: ComposedJob) -> int:
-    return job.recipe.world_size // (job.axes.tp * job.axes.pp * job.axes.ep)
 
 
 def _scaled(work: Work, share: float) -> Work:
@@ -226,19 +217,15 @@ def _messages(
             sent.append(message("cp", nbytes, 1, 1 + again))
     elif axes.tp > 1 and not part.is_tied and index == 0:
         sent.append(message("tp", hidden, 1, 0))
-    if axes.tp > 1 and _is_head(units, part, job):
+    is_last = index + 1 == len(units)
+    if axes.tp > 1 and is_last and block < 0:  # a head that shares the table's weight is a copy
         sent.append(message("tp", hidden, 0, 1))
-    is_end = index + 1 == len(units) or pieces[index + 1] != pieces[index]
+    is_end = is_last or pieces[index + 1] != pieces[index]
     if is_end and axes.pp > 1 and not part.is_tied:
         piece, nbytes = pieces[index], job.sent_hidden_nbytes
         sends = int(piece + 1 < axes.num_pieces), int(piece > 0)
         sent.append(message("pp", nbytes, *sends))
     return tuple(sent)
-
-
-def _is_head(units: Sequence[UnitWork], part: UnitPart, job: ComposedJob) -> bool:
-    """True for the unit behind all blocks; a head that shares the table's weight is a copy."""
-    return part.unit + 1 == len(units) and job.anatomy.block_of(units[part.unit].name) < 0
 
 
 def rank_trace(trace: Trace, job: ComposedJob, rank: int, num_micro: int) -> Trace:
@@ -365,7 +352,8 @@ class _Events:
     def _add(self, event: Event) -> None:
         """Add an event with the bytes of now."""
         share, received = self._job.share, self._received * self._job.sent_hidden_nbytes
-        received += self._whole * self._job.whole_nbytes
+        # a rank of tp keeps the two gathered inputs of a block besides its share
+        received += self._whole * 2 * (self._job.hidden_nbytes - self._job.sent_hidden_nbytes)
         now, peak, logits = (
             ceil(round(share * nbytes, 3)) for nbytes in (self._held, self._peak, self._logits)
         )

@@ -7,19 +7,21 @@ through the step, and gradients summed where they are, cost memory and save mess
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from onefold.engine.policy import Policy, policy_of
 from onefold.fit.kept_units import GatheredUnits, choose_windows
 from onefold.planner.byte_hands import Moment
-from onefold.planner.composed import ComposedJob, parts_of, pieces_of, rank_trace
+from onefold.planner.composed import ComposedJob, parts_of, rank_trace
 from onefold.planner.memory import Forecast, facts_of, forecast
 from onefold.planner.message_counts import planned_unit
 from onefold.planner.planned_axes import MESSAGES, ModelAxes
 from onefold.planner.simulate import StepTime, simulate
-from onefold.planner.work import ModelWork
+from onefold.planner.work import AxisMessage, ModelWork
 
 if TYPE_CHECKING:
     from onefold.planner.costs import Conditions
@@ -32,76 +34,31 @@ MOST_PLAYED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """How a rank of the pipeline treats weights and gradients between micro-batches.
+class RankPlan:
+    """One rank of the pipeline: its blocks, as positions in the model, and its bytes.
 
     keeps: unsharded weights stay until the step, and are gathered once.
     sums: gradients of the micro-batches are summed where they are, and reduced once.
-    units: both hold for these units alone, as positions; None: all are alike.
+    window: both hold for these units alone, as positions; None: there is no pipeline.
     """
-
-    keeps: bool
-    sums: bool
-    units: frozenset[int] | None = None
-
-    @staticmethod
-    def choices(recipe: Recipe, axes: ModelAxes) -> tuple[Window, ...]:
-        """Return the windows in which all units are alike, first that with the fewest messages.
-
-        Only stage 3 of a pipeline has a choice.
-        """
-        if recipe.frees_after_forward and axes.pp > 1:
-            return Window(True, True), Window(False, False)
-        sums = recipe.sums_rest or recipe.world_size == 1
-        return (Window(not recipe.frees_after_forward, sums),)
-
-    @staticmethod
-    def fitting(stages: Sequence[GatheredUnits], free: int, limit: int | None = None) -> Window:
-        """Return the window that `onefold.pipeline` chooses for the stages of a rank."""
-        kept, all_units, first = set[int](), set[int](), 0
-        for stage, window in zip(stages, choose_windows(stages, free, limit), strict=True):
-            kept |= {first + unit for unit in window}
-            all_units |= {first + unit for unit in stage.gathered}
-            first += len(stage.sizes)
-        is_whole = kept == all_units
-        return Window(is_whole, is_whole, None if is_whole or not kept else frozenset(kept))
-
-    def policy(self, recipe: Recipe) -> Policy:
-        """Return the rules of a recipe with this window."""
-        policy = policy_of(recipe)
-        if not recipe.frees_after_forward or self.units is not None:
-            return policy
-        frees = not self.keeps
-        return replace(
-            policy, frees_after_forward=frees, frees_after_backward=frees,
-            defers_reduction=self.sums,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """One rank of the pipeline: its blocks, as positions in the model, and its bytes."""
 
     rank: int
     blocks: tuple[int, ...]
     in_flight: float  # micro-batches whose activations it holds
-    window: Window
+    keeps: bool
+    sums: bool
+    window: frozenset[int] | None
     work: ModelWork
     forecast: Forecast
-
-    @property
-    def numel(self) -> int:
-        """Parameters of one rank of tp and ep, before the data axis cuts them."""
-        return self.work.numel
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
         return {
-            "rank": self.rank, "blocks": list(self.blocks), "parameters": self.numel,
-            "micro_batches_in_flight": self.in_flight, "keeps_weights": self.window.keeps,
-            "sums_gradients": self.window.sums, "nbytes": self.forecast.memory_nbytes,
+            "rank": self.rank, "blocks": list(self.blocks), "parameters": self.work.numel,
+            "micro_batches_in_flight": self.in_flight, "keeps_weights": self.keeps,
+            "sums_gradients": self.sums, "nbytes": self.forecast.memory_nbytes,
             "units": len(self.work.units),
-            "window": None if self.window.units is None else sorted(self.window.units),
+            "window": sorted(self.window) if self.window and not self.keeps else None,
         }  # fmt: skip
 
 
@@ -114,7 +71,7 @@ class AxisLine:
 
     axis: str
     ranks: int
-    nbytes: float
+    sent_nbytes: int
     seconds: float | None
     share: float | None  # of the step
 
@@ -128,7 +85,6 @@ class Composition:
 
     axes: ModelAxes
     dp: int
-    local_world_size: int  # ranks of a node, of all axes
     num_micro: int
     ranks: tuple[RankPlan, ...]
     fullest: int
@@ -141,86 +97,71 @@ class Composition:
             "dp": self.dp, **self.axes.sizes, "virtual": self.axes.virtual,
             "bubble_share": self.axes.bubble_share(self.num_micro), "fullest_rank": self.fullest,
             "window": self.window,
-            "axes": [
-                {"axis": line.axis, "ranks": line.ranks, "sent_nbytes": round(line.nbytes),
-                 "seconds": line.seconds, "share": line.share}
-                for line in self.lines
-            ],
+            "axes": [asdict(line) for line in self.lines],
             "pipeline": [rank.as_dict() for rank in self.ranks],
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a composition is planned for: the memory of a device, its machine, the conditions."""
-
-    room: int | None
-    machine: Machine | None
-    conditions: Conditions
-
-
-def compose(
-    trace: Trace, job: ComposedJob, recipe: Recipe, place: Place
-) -> tuple[Composition, StepTime | None]:
+def compose(trace: Trace, job: ComposedJob, recipe: Recipe) -> tuple[Composition, StepTime | None]:
     """Plan every rank of the pipeline; `recipe` is that of one data axis.
 
     Returns the composition, and the step where there is a machine.
     """
-    axes, run = job.axes, place.conditions
+    axes, run, room = job.axes, job.conditions, job.room
     ranks, limit = list[RankPlan](), None
-    for limit in _limits(recipe, axes, place):
-        ranks = [_plan_rank(trace, job, recipe, place, rank, limit) for rank in range(axes.pp)]
-        if place.room is None or all(r.forecast.memory_nbytes <= place.room for r in ranks):
+    for limit in _limits(recipe, job):
+        ranks = [_plan_rank(trace, job, recipe, rank, limit) for rank in range(axes.pp)]
+        if room is None or all(r.forecast.memory_nbytes <= room for r in ranks):
             break
     fullest = max(ranks, key=lambda rank: rank.forecast.memory_nbytes).rank
     step, slowest = None, 0
-    if place.machine is not None:
-        works = [(rank.work, rank.window.policy(recipe)) for rank in ranks]
-        windows = [rank.window.units for rank in ranks]
-        step, slowest = pipeline_step(works, recipe, axes, place.machine, run, windows)
+    if job.machine is not None:
+        works = [(rank.work, rank.window) for rank in ranks]
+        step, slowest = pipeline_step(works, recipe, axes, job.machine, run)
     composition = Composition(
-        axes, axes.dp(job.recipe.world_size), job.recipe.local_world_size, run.accumulate,
-        tuple(ranks), fullest, tuple(_lines(ranks, ranks[slowest], recipe, axes, (step, place))),
-        limit,
+        axes, axes.dp(job.recipe.world_size), run.accumulate, tuple(ranks), fullest,
+        tuple(_lines(ranks, ranks[slowest], recipe, job, step)), limit,
     )  # fmt: skip
     return composition, step
 
 
-def _limits(recipe: Recipe, axes: ModelAxes, place: Place) -> tuple[int | None, ...]:
-    """Return the limits of windows to try: none, which a run has by itself, and then less."""
-    if len(Window.choices(recipe, axes)) == 1 or place.room is None:
+def _limits(recipe: Recipe, job: ComposedJob) -> tuple[int | None, ...]:
+    """Return the limits of windows to try: none, which a run has by itself, and then less.
+
+    Only stage 3 of a pipeline has a choice.
+    """
+    if job.room is None or job.axes.pp == 1 or not recipe.frees_after_forward:
         return (None,)
-    return (None, *(whole_mib(place.room // part) for part in (4, 8, 16)), 0)
-
-
-def whole_mib(nbytes: int) -> int:
-    """Round bytes down to MiB, where they have some."""
-    return nbytes >> 20 << 20 or nbytes
+    parts = (job.room // part for part in (4, 8, 16))
+    return (None, *(nbytes >> 20 << 20 or nbytes for nbytes in parts), 0)  # whole MiB, if any
 
 
 def _plan_rank(
-    trace: Trace, job: ComposedJob, recipe: Recipe, place: Place, rank: int, limit: int | None
-) -> RankPlan:  # fmt: skip
+    trace: Trace, job: ComposedJob, recipe: Recipe, rank: int, limit: int | None
+) -> RankPlan:
     """Plan a rank with the window that a run chooses under this limit."""
-    axes, num_micro = job.axes, place.conditions.accumulate
-    own = rank_trace(trace, job, rank, num_micro)
-    pieces = pieces_of(trace.units, job)
-    blocks = tuple(
-        block
-        for unit, piece in zip(trace.units, pieces, strict=True)
-        if (block := job.anatomy.block_of(unit.name)) >= 0 and piece % axes.pp == rank
-    )
-    window = Window.choices(recipe, axes)[0]
-    if len(Window.choices(recipe, axes)) > 1 and place.room is not None:
-        of_units = [
-            axes.num_pieces - 1 if part.is_tied else pieces[part.unit]
-            for part in parts_of(trace.units, job, rank)
-        ]
-        stages, free = stages_of(own, recipe, of_units), free_of(own, recipe, place)
-        window = Window.fitting(stages, free, limit)
-    step = forecast_steps(own, recipe, num_micro, window.policy(recipe), window.units)
+    axes, num_micro = job.axes, job.conditions.accumulate
+    own, parts = rank_trace(trace, job, rank, num_micro), parts_of(trace.units, job, rank)
+    blocks = [job.anatomy.block_of(trace.units[part.unit].name) for part in parts]
+    keeps, sums = not recipe.frees_after_forward, recipe.sums_rest or recipe.world_size == 1
+    window = frozenset(range(len(own.units))) if axes.pp > 1 else None
+    if window is not None and not keeps:
+        stages = stages_of(own, recipe, [part.piece for part in parts])
+        window = window_of(stages, free_of(own, recipe, job.room), limit)
+        keeps = sums = len(window) == sum(len(stage.gathered) for stage in stages)
+    step = forecast_steps(own, recipe, num_micro, window)
     work, held = own.work(job.tokens // axes.cp), axes.in_flight(rank, num_micro)
-    return RankPlan(rank, tuple(dict.fromkeys(blocks)), held, window, work, step)
+    own_blocks = tuple(dict.fromkeys(block for block in blocks if block >= 0))
+    return RankPlan(rank, own_blocks, held, keeps, sums, window, work, step)
+
+
+def window_of(stages: Sequence[GatheredUnits], free: int, limit: int | None) -> frozenset[int]:
+    """Return the units of a rank that `onefold.pipeline` keeps of its stages through a step."""
+    kept, first = set[int](), 0
+    for stage, window in zip(stages, choose_windows(stages, free, limit), strict=True):
+        kept |= {first + unit for unit in window}
+        first += len(stage.sizes)
+    return frozenset(kept)
 
 
 def stages_of(trace: Trace, recipe: Recipe, pieces: Sequence[int]) -> list[GatheredUnits]:
@@ -236,49 +177,44 @@ def stages_of(trace: Trace, recipe: Recipe, pieces: Sequence[int]) -> list[Gathe
     return stages
 
 
-def free_of(trace: Trace, recipe: Recipe, place: Place) -> int:
+def free_of(trace: Trace, recipe: Recipe, room: int | None) -> int:
     """Predict the bytes that are free before the first step: all but what rests."""
-    assert place.room is not None, "checked by the caller"
     resting = Moment("", "", forecast(trace, recipe).resting)
-    return max(0, place.room - resting.memory_nbytes(recipe.device_type))
+    return max(0, (room or sys.maxsize) - resting.memory_nbytes(recipe.device_type))
 
 
 def forecast_steps(
-    trace: Trace, recipe: Recipe, num_micro: int, policy: Policy,
-    units: frozenset[int] | None = None,
-) -> Forecast:  # fmt: skip
+    trace: Trace, recipe: Recipe, num_micro: int, window: frozenset[int] | None = None
+) -> Forecast:
     """Forecast a step of many micro-batches from one of three: bytes sent grow along a line."""
-
-    def played(micro: int) -> Forecast:
-        return forecast(trace, recipe, accumulate=micro, policy=policy, window=units)
-
-    step = played(min(num_micro, MOST_PLAYED))
-    if num_micro <= MOST_PLAYED:
+    few = min(num_micro, MOST_PLAYED)
+    step = forecast(trace, recipe, accumulate=few, window=window)
+    if num_micro == few:
         return step
-    fewer = played(MOST_PLAYED - 1)
-    more = num_micro - MOST_PLAYED
-    sent = {name: n + more * (n - fewer.sent.get(name, 0)) for name, n in step.sent.items()}
+    fewer = forecast(trace, recipe, accumulate=few - 1, window=window).sent
+    more = num_micro - few
+    sent = {name: n + more * (n - fewer.get(name, 0)) for name, n in step.sent.items()}
     return replace(step, sent=sent)
 
 
 def pipeline_step(
-    works: Sequence[tuple[ModelWork, Policy]], recipe: Recipe, axes: ModelAxes, machine: Machine,
-    run: Conditions, windows: Sequence[frozenset[int] | None] = (),
+    works: Sequence[tuple[ModelWork, frozenset[int] | None]], recipe: Recipe, axes: ModelAxes,
+    machine: Machine, run: Conditions, policy: Policy | None = None,
 ) -> tuple[StepTime, int]:  # fmt: skip
     """Return the step of a pipeline, and which of its ranks is the slowest.
 
     The slowest rank computes all micro-batches. While the pipeline fills and drains it waits for
-    one micro-batch of all others, or for one piece of it where pieces are interleaved. `windows`:
-    of ranks that keep some of their units.
+    one micro-batch of all others, or for one piece of it where pieces are interleaved.
+
+    Args:
+        works: of each rank, with the units that it keeps, see `RankPlan.window`.
+        policy: other rules than the recipe's.
     """
-    known: dict[object, StepTime] = {}
+    known = cache(partial(simulate, recipe=recipe, machine=machine, conditions=run, policy=policy))
     steps: list[StepTime] = []
-    for (work, policy), window in zip(works, windows or [None] * len(works), strict=True):
+    for work, window in works:
         units = tuple(replace(unit, name="", members=()) for unit in work.units)
-        key, same = (units, policy, window), ModelWork(units, work.tokens)
-        if key not in known:
-            known[key] = simulate(same, recipe, machine, run, policy, window)
-        steps.append(known[key])
+        steps.append(known(ModelWork(units, work.tokens), window=window))
     busy = [step.compute + step.memory + step.contention + step.exposed_axes for step in steps]
     slowest = max(range(len(steps)), key=lambda rank: steps[rank].seconds)
     sends = [m.cost(machine).seconds for w, _ in works for u in w.units for m in u.messages
@@ -292,47 +228,39 @@ def pipeline_step(
 
 
 def _lines(
-    ranks: Sequence[RankPlan], slowest: RankPlan, recipe: Recipe, axes: ModelAxes,
-    timed: tuple[StepTime | None, Place],
-) -> list[AxisLine]:  # fmt: skip
-    """Return a line for data, and for each axis that is used."""
-    step, place = timed
-    run, lines = place.conditions, list[AxisLine]()
+    ranks: Sequence[RankPlan], slowest: RankPlan, recipe: Recipe, job: ComposedJob,
+    step: StepTime | None,
+) -> Iterator[AxisLine]:  # fmt: skip
+    """Yield a line for data, and for each axis that is used."""
+    run, sizes = job.conditions, {"data": recipe.world_size, **job.axes.sizes}
     for axis in MESSAGES:
-        size = recipe.world_size if axis == "data" else axes.sizes[axis]
-        if size == 1 and axis != "data":
+        if sizes[axis] == 1 and axis != "data":
             continue
-        if axis == "data":
-            nbytes = float(max(rank.forecast.sent_nbytes for rank in ranks))
-            seconds = step and step.exposed_gather + step.exposed_reduce
-        else:
-            nbytes = max(sent_on(axis, rank.work, run) for rank in ranks)
-            seconds = step and (
-                step.bubble if axis == "pp" else waited_on(axis, slowest.work, place)
+        seconds = None
+        if step is not None and job.machine is not None:
+            seconds = sum(
+                times * message.cost(job.machine).seconds
+                for message, times in messages_on(axis, slowest.work, run)
             )
+            seconds = {"pp": step.bubble, "data": step.exposed_gather + step.exposed_reduce}.get(
+                axis, seconds
+            )
+        nbytes = [sent_on(axis, rank.work, run) for rank in ranks]
+        if axis == "data":
+            nbytes = [rank.forecast.sent_nbytes for rank in ranks]
         share = None if step is None or seconds is None else seconds / step.seconds
-        lines.append(AxisLine(axis, size, nbytes, seconds, share))
-    return lines
+        yield AxisLine(axis, sizes[axis], round(max(nbytes)), seconds, share)
+
+
+def messages_on(axis: str, work: ModelWork, run: Conditions) -> Iterator[tuple[AxisMessage, float]]:
+    """Yield the messages of a rank on a model axis, and how often each is sent in a step."""
+    for unit in work.units:
+        again = 1 + (run.recompute if unit.is_recomputed else 0.0)
+        for message in unit.messages:
+            if message.axis == axis:
+                yield message, run.accumulate * (message.forward * again + message.backward)
 
 
 def sent_on(axis: str, work: ModelWork, run: Conditions) -> float:
     """Return the bytes that a rank sends on a model axis in a step."""
-    return run.accumulate * sum(
-        message.sent_nbytes(run.recompute if unit.is_recomputed else 0.0)
-        for unit in work.units
-        for message in unit.messages
-        if message.axis == axis
-    )
-
-
-def waited_on(axis: str, work: ModelWork, place: Place) -> float:
-    """Return the seconds that a rank waits for messages of a model axis in a step."""
-    assert place.machine is not None, "there are no seconds without a machine"
-    run, waited = place.conditions, 0.0
-    for unit in work.units:
-        again = run.recompute if unit.is_recomputed else 0.0
-        for message in unit.messages:
-            if message.axis == axis:
-                times = message.forward * (1 + again) + message.backward
-                waited += times * message.cost(place.machine).seconds
-    return run.accumulate * waited
+    return sum(times * message.sent for message, times in messages_on(axis, work, run))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,14 +90,9 @@ class Conditions:
         """Bytes per element that Adam moves.
 
         Master, two moments and gradient in fp32 are read, the first three are written, and so is a
-        weight that is narrower.
+        weight that is narrower. From disk (docs/concepts/memory.md) it is all but the gradient.
         """
         return 16 + 12 + (self.weight_itemsize if self.weight_itemsize < 4 else 0)
-
-    @property
-    def disk_nbytes(self) -> int:
-        """Bytes per element that a step from disk moves (docs/concepts/memory.md)."""
-        return 12 + 12 + (self.weight_itemsize if self.weight_itemsize < 4 else 0)
 
 
 # links
@@ -109,11 +104,6 @@ class LinkGroup:
 
     ranks: int
     local_world_size: int
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that the group spans."""
-        return -(-self.ranks // self.local_world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +130,6 @@ class Cost:
 NO_COST = Cost(0.0, 0.0, ())
 
 
-def replica_group(world_size: int, shard_ranks: int, ranks_per_node: int) -> LinkGroup:
-    """Return the ranks of all copies that hold the same shard."""
-    return LinkGroup(world_size // shard_ranks, max(1, ranks_per_node // shard_ranks))
-
-
 def gather_cost(
     nbytes: float, group: LinkGroup, machine: Machine, *, speed: float = 1.0,
     is_straight: bool = False,
@@ -157,7 +142,8 @@ def gather_cost(
     to every other one (`is_straight`), a piece enters a node once for each of its ranks. `speed` is
     a factor of the rate of both links.
     """
-    ranks, nodes, link = group.ranks, group.nodes, machine.efficiency.link * speed
+    ranks, link = group.ranks, machine.efficiency.link * speed
+    nodes = -(-ranks // group.local_world_size)
     if ranks == 1 or nbytes == 0:
         return NO_COST
     sent = nbytes * (ranks - 1) / ranks
@@ -245,16 +231,19 @@ def costs_of(numel: int, recipe: Recipe, conditions: Conditions, machine: Machin
     near, wire = conditions.near(recipe), recipe.wire
     weight, grad = conditions.weight_itemsize, conditions.grad_itemsize
     is_ring = not conditions.waits_for_hops(recipe)
+    gather, reduce = (partial(_coded, machine=machine, is_reduced=way) for way in (False, True))
     if recipe.has_hops and not is_ring:
         inside, between = LinkGroup(near, near), LinkGroup(-(-recipe.world_size // near), 1)
         return UnitCosts(
-            gather=_gather(numel, (wire.weights_inside, weight), inside, machine),
-            reduce=_reduce(numel, (wire.gradients_inside, grad), inside, machine),
-            cross=_gather(numel / near, (wire.weights_between, weight), between, machine),
-            second_hop=_reduce(numel / near, (wire.gradients_between, grad), between, machine),
+            gather=gather(numel, (wire.weights_inside, weight), inside),
+            reduce=reduce(numel, (wire.gradients_inside, grad), inside),
+            cross=gather(numel / near, (wire.weights_between, weight), between),
+            second_hop=reduce(numel / near, (wire.gradients_between, grad), between),
         )
     shard = LinkGroup(recipe.shard_world, min(recipe.shard_world, near))
-    copies = replica_group(recipe.world_size, recipe.shard_world, near)
+    copies = LinkGroup(  # of the same shard
+        recipe.world_size // recipe.shard_world, max(1, near // recipe.shard_world)
+    )
     goes_straight = not is_ring and not recipe.has_axes
     gathers_straight = goes_straight and recipe.device_type == "cpu"
     weights, gradients, means = _EXACT, _EXACT, _EXACT
@@ -264,12 +253,12 @@ def costs_of(numel: int, recipe: Recipe, conditions: Conditions, machine: Machin
         if goes_straight:
             weights, gradients = wire.weights_between, wire.gradients_between
     own = numel / shard.ranks
-    reduced = _reduce(own, (means, grad), copies, machine, is_straight=not is_ring)
-    shared = _gather(own, (means, grad), copies, machine, is_straight=not is_ring)
+    reduced = reduce(own, (means, grad), copies, is_straight=not is_ring)
+    shared = gather(own, (means, grad), copies, is_straight=not is_ring)
     return UnitCosts(
-        gather=_gather(numel, (weights, weight), shard, machine, is_straight=gathers_straight),
-        reduce=_reduce(numel, (gradients, grad), shard, machine, is_straight=goes_straight),
-        spread=_gather(numel, (_EXACT, grad), shard, machine),
+        gather=gather(numel, (weights, weight), shard, is_straight=gathers_straight),
+        reduce=reduce(numel, (gradients, grad), shard, is_straight=goes_straight),
+        spread=gather(numel, (_EXACT, grad), shard),
         replica=reduced.then(shared),
     )
 
@@ -293,25 +282,25 @@ def _message(form: Form) -> tuple[str, float]:
     return codec, codec_of(codec).nbytes(group) / group
 
 
-def _gather(
-    numel: float, form: Form, group: LinkGroup, machine: Machine, *, is_straight: bool = False
+def _coded(
+    numel: float,
+    form: Form,
+    group: LinkGroup,
+    *,
+    machine: Machine,
+    is_reduced: bool = False,
+    is_straight: bool = False,
 ) -> Cost:
-    """Each rank codes its own rows once, and reads all messages, its own too."""
-    codec, nbytes = _message(form)
-    cost = gather_cost(numel * nbytes, group, machine, is_straight=is_straight)
-    coding = seconds_of(codec, machine)
-    if not cost.seconds:
-        return cost
-    return replace(cost, encode=numel / group.ranks * coding.encode, decode=numel * coding.add)
+    """Return the cost of a message and of its coding.
 
-
-def _reduce(
-    numel: float, form: Form, group: LinkGroup, machine: Machine, *, is_straight: bool = False
-) -> Cost:
-    """Each rank writes a message for every other rank, and reads one from each."""
+    To gather, each rank codes its own rows once, and reads all messages, its own too. To reduce, it
+    writes a message for every other rank, and reads one from each.
+    """
     codec, nbytes = _message(form)
-    cost = reduce_cost(numel * nbytes, group, machine, is_straight=is_straight)
+    price = reduce_cost if is_reduced else gather_cost
+    cost = price(numel * nbytes, group, machine, is_straight=is_straight)
     coding, others = seconds_of(codec, machine), numel * (group.ranks - 1) / group.ranks
+    written, read = (others, others) if is_reduced else (numel / group.ranks, numel)
     if not cost.seconds:
         return cost
-    return replace(cost, encode=others * coding.encode, decode=others * coding.add)
+    return replace(cost, encode=written * coding.encode, decode=read * coding.add)

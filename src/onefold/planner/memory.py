@@ -14,12 +14,11 @@ from math import prod
 
 from torch import nn
 
-from onefold.config import Precision, stage_of
-from onefold.engine.policy import Policy, UnitFacts, policy_of
+from onefold.config import Offload, Precision, stage_of
+from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.layout.units import UnitPlan
 from onefold.planner.byte_hands import ByteCounter, ByteHands, Holding, Moment
-from onefold.planner.candidates import OFFLOADS, WAYS
 from onefold.planner.message_counts import PlannedUnit, planned_unit
 from onefold.planner.replay import Replay, plain_events
 from onefold.planner.trace import Trace
@@ -28,6 +27,20 @@ from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.text import format_bytes
 
 LINKS = ("inside", "between")
+
+WAYS: tuple[tuple[int, str], ...] = (
+    (0, "none"), (1, "none"), (2, "none"), (3, "none"),
+    (1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "cpu"), (3, "disk"),
+)  # fmt: skip
+"""Stages and offloads, from the fastest to the one that needs least memory."""
+
+OFFLOADS = {
+    "none": Offload(),
+    "optimizer": Offload(optimizer="cpu"),
+    "cpu": Offload(optimizer="cpu", parameters="cpu"),
+    "disk": Offload(optimizer="disk", parameters="disk", disk="."),
+}
+"""The tiers by the words of `--offload`. A plan needs no folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +117,17 @@ class Forecast:
 
 def forecast(
     trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False,
-    policy: Policy | None = None, window: frozenset[int] | None = None, rank: int | None = None,
+    window: frozenset[int] | None = None, rank: int | None = None,
 ) -> Forecast:  # fmt: skip
     """Play one step of `accumulate` micro-batches, each as in `trace`.
 
-    `policy`: other rules than the recipe's. `window`: the units that a pipeline's schedule keeps.
-    `rank`: whose share of the states is played; None: the largest.
+    `window`: the units that a pipeline's schedule keeps. `rank`: whose share of the states is
+    played; None: the largest.
     """
     units = [planned_unit(unit, recipe, rank) for unit in trace.units]
     facts = facts_of(units, recipe)
     counter = ByteCounter(recipe.device_type, has_timeline=has_timeline)
-    schedule = Schedule(policy or policy_of(recipe), facts)
+    schedule = Schedule(policy_of(recipe), facts)
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     hands = ByteHands(recipe, units, is_far, counter)
     hands.rest(schedule.policy, trace.batch_nbytes, trace.buffers_nbytes)
@@ -193,12 +206,12 @@ def _trace(units: list[UnitWork], kept: list[int], batch_nbytes: int, joined: li
 # the bytes that an engine should hold
 
 
-def needs_of(recipe: Recipe, *, micro_batches: int = 1) -> dict[str, int]:
-    """Return the most bytes of each memory on the rank with the largest share.
+def needs_of(recipe: Recipe, *, micro_batches: int = 1, rank: int | None = None) -> dict[str, int]:
+    """Return the most bytes of each memory on a rank; None: the one with the largest share.
 
     Activations are left out. Where the CPU computes, "cpu" counts the bytes of "device", too.
     """
-    step = forecast(bare(recipe.units), recipe, accumulate=micro_batches)
+    step = forecast(bare(recipe.units), recipe, accumulate=micro_batches, rank=rank)
     if recipe.device_type == "cpu":
         return {"cpu": step.memory_nbytes, "disk": step.peaks.get("disk", 0)}
     return {tier: step.peaks.get(tier, 0) for tier in ("device", "cpu", "disk")}
@@ -208,18 +221,13 @@ def needs_of(recipe: Recipe, *, micro_batches: int = 1) -> dict[str, int]:
 class Expectation:
     """The bytes that an engine should hold. It keeps numbers, no parameter."""
 
-    trace: Trace  # without activations
     recipe: Recipe
     rank: int | None = None  # whose share is expected; None: the largest
 
-    @staticmethod
-    def of(recipe: Recipe, rank: int | None = None) -> Expectation:
-        """Make the expectation of a module that is about to be sharded."""
-        return Expectation(bare(recipe.units), recipe, rank if recipe.shares else None)
-
     def peaks(self, *, accumulates: bool) -> dict[str, int]:
         """Return the most bytes of each kind in CPU and device memory, and of all ("all")."""
-        step = forecast(self.trace, self.recipe, accumulate=2 if accumulates else 1, rank=self.rank)
+        recipe, rank = self.recipe, self.rank if self.recipe.shares else None
+        step = forecast(bare(recipe.units), recipe, accumulate=1 + accumulates, rank=rank)
         kinds: dict[str, int] = {}
         for (kind, tier), nbytes in step.most.items():
             if tier != "disk":
@@ -228,13 +236,13 @@ class Expectation:
 
     def smallest_change(self, shortage: int) -> str:
         """Describe the nearest way to train that holds `shortage` bytes less."""
-        mine = self.recipe
-        now = forecast(self.trace, mine).memory_nbytes
+        mine, trace = self.recipe, bare(self.recipe.units)
+        now = forecast(trace, mine).memory_nbytes
         for number, name in WAYS:
             other = replace(mine, stage=stage_of(number), offload=OFFLOADS[name])
             if number < mine.stage.number or other == mine:
                 continue
-            saved = now - forecast(self.trace, other).memory_nbytes
+            saved = now - forecast(trace, other).memory_nbytes
             if saved >= shortage:
                 word = "disk:PATH" if name == "disk" else name
                 tiers = f', offload="{word}"' if name != "none" else ""

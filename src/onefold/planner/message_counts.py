@@ -36,7 +36,7 @@ from onefold.layout.two_axes import Axes, NodeLayout
 from onefold.planner.work import UnitWork
 from onefold.recipe import Member, Recipe
 from onefold.wire.codec import codec_of
-from onefold.wire_config import DIFFERENCE, EXACT, Wire
+from onefold.wire_config import DIFFERENCE, EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> Pla
     at = None if unit.data_ranks else rank
     first, held = unit.members[0], unit_bytes(unit.members, recipe, at)
     members = tuple(replace(member, fqn="") for member in unit.members)
-    sent = _messages_of(members, _Ranks.of(recipe, at), recipe.wire)
+    sent = _messages_of(members, replace(recipe, units=()), at)
     owed = sent.reduce.owed + sent.second_hop.owed + sent.share.owed
     is_trained = any(member.requires_grad for member in members)
     return PlannedUnit(
@@ -112,30 +112,9 @@ class _Group(NamedTuple):
     is_nccl: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """The ranks of a recipe, as far as messages depend on them."""
-
-    world_size: int
-    local_world_size: int  # of a node; 0: one axis
-    is_sharded: bool
-    is_nccl: bool
-    shares: Shares
-    rank: int  # the requested one
-
-    @staticmethod
-    def of(recipe: Recipe, rank: int | None) -> _Ranks:
-        """`rank`: see `planned_unit`."""
-        shares, is_sharded = recipe.shares if recipe.is_sharded else None, recipe.is_sharded
-        if rank is None or not is_sharded:
-            rank = shares.index(max(shares)) if shares else 0
-        near = recipe.local_world_size if recipe.has_axes and is_sharded else 0
-        is_nccl = recipe.device_type != "cpu"
-        return _Ranks(recipe.world_size, near, is_sharded, is_nccl, shares, rank)
-
-    def group(self, world_size: int, rank: int = 0) -> _Group:
-        """The group of one hop."""
-        return _Group(world_size, rank, self.is_nccl)
+def _group(recipe: Recipe, world_size: int, rank: int = 0) -> _Group:
+    """Return the ranks of one hop."""
+    return _Group(world_size, rank, recipe.device_type != "cpu")
 
 
 @lru_cache(maxsize=256)
@@ -147,20 +126,22 @@ def _layout(
 
 
 @lru_cache(maxsize=256)  # blocks are alike, and a plan tries many recipes
-def _messages_of(members: tuple[Member, ...], ranks: _Ranks, wire: Wire) -> UnitMessages:
-    near, shapes = ranks.local_world_size, tuple(member.shape for member in members)
-    are_replicas = near > 0 and wire.secondary == "optimizer"
-    world_size = near if are_replicas else ranks.world_size
-    layout = _layout(shapes, world_size, ranks.shares, by_rows=near > 0 and not are_replicas)
-    if are_replicas:
-        return _replicas(members, layout, ranks, wire)
-    if near and members[0].is_floating:
-        return _two_hops(members, layout, ranks, wire)
-    is_exact = near > 0 or not ranks.is_sharded
+def _messages_of(members: tuple[Member, ...], recipe: Recipe, rank: int | None) -> UnitMessages:
+    """`recipe`: without its units. `rank`: see `planned_unit`."""
+    shapes, wire = tuple(member.shape for member in members), recipe.wire
+    shares, is_cut = recipe.shares if recipe.is_sharded else None, recipe.is_sharded
+    if rank is None or not is_cut:
+        rank = shares.index(max(shares)) if shares else 0
+    layout = _layout(shapes, recipe.shard_world, shares, by_rows=recipe.has_hops)
+    if recipe.are_replicas:
+        return _replicas(members, layout, recipe)
+    if recipe.has_hops and members[0].is_floating:
+        return _two_hops(members, layout, recipe)
+    is_exact = recipe.has_hops or not is_cut
     words = (EXACT, EXACT) if is_exact else (wire.weights_between, wire.gradients_between)
-    group = ranks.group(world_size, ranks.rank)
+    group = _group(recipe, recipe.world_size, rank)
     sent = _one_axis(members, layout, group, words)
-    if ranks.is_sharded:
+    if is_cut:
         return sent
     slabs = (slab for slabs in _trained(members, layout.slabs()) for slab in slabs)
     means = gathered((slab, slab.full_offset) for slab in slabs)
@@ -185,12 +166,10 @@ def _one_axis(
     )
 
 
-def _replicas(
-    members: tuple[Member, ...], layout: Layout, ranks: _Ranks, wire: Wire
-) -> UnitMessages:
+def _replicas(members: tuple[Member, ...], layout: Layout, recipe: Recipe) -> UnitMessages:
     """Nodes are replicas: each averages a part of own rows of a node's mean, then all gather."""
-    near, word = ranks.local_world_size, wire.gradients_between
-    inside, between = ranks.group(near), ranks.group(ranks.world_size // near)
+    near, wire, word = recipe.local_world_size, recipe.wire, recipe.wire.gradients_between
+    inside, between = _group(recipe, near), _group(recipe, recipe.world_size // near)
     parts = parts_of_replicas(layout, inside.rank, between.world_size)
     means = gathered((part, 0) for (part,) in _trained(members, parts))
     first = members[0]  # means that are quantized are rounded once
@@ -202,12 +181,10 @@ def _replicas(
     )
 
 
-def _two_hops(
-    members: tuple[Member, ...], layout: Layout, ranks: _Ranks, wire: Wire
-) -> UnitMessages:
+def _two_hops(members: tuple[Member, ...], layout: Layout, recipe: Recipe) -> UnitMessages:
     """Weights cross between nodes and are gathered inside; gradients take the way back."""
-    near, itemsize = ranks.local_world_size, members[0].compute_itemsize
-    inside, between = ranks.group(near), ranks.group(ranks.world_size // near)
+    near, wire, itemsize = recipe.local_world_size, recipe.wire, members[0].compute_itemsize
+    inside, between = _group(recipe, near), _group(recipe, recipe.world_size // near)
     node = NodeLayout.build(layout.slots, Axes(between.world_size, near, inside.rank))
     cross = GatherPlan.between(layout, node, keeps=False).regions
     return UnitMessages(

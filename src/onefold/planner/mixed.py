@@ -15,21 +15,23 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
-from typing import Any
+from functools import cache, partial
+from math import ceil, inf
+from typing import Any, TypeVar
 
 from onefold.errors import ConfigError
-from onefold.fit.shares import Line, fill, most_of
+from onefold.fit.shares import TRIES, Line, fractions, most_of, settle
+from onefold.layout.cut import Shares
 from onefold.layout.row_split import RankTime, rows_of
 from onefold.planner.costs import Conditions, LinkGroup, gather_cost
-from onefold.planner.machines import Link, Machine
+from onefold.planner.machines import Machine
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
 
-TRIES = 8
-"""Of shares: bytes bend a little with a share, as pieces are whole rows."""
+T = TypeVar("T")
+
 OWN_PARTS = ("compute", "memory", "optimizer")
 """The parts of a step in which a rank waits for no other."""
 
@@ -111,13 +113,10 @@ class MixedSplit:
     @property
     def step(self) -> StepTime | None:
         """The step of the slowest kind; `tokens_per_s` counts the rows of all ranks."""
-        steps = [plan.step for plan in self.kinds if plan.step is not None]
-        if len(steps) < len(self.kinds):
+        slowest = max(self.kinds, key=lambda plan: plan.step.seconds if plan.step else inf)
+        step, rows = slowest.step, slowest.rows * len(self.rows)
+        if step is None:
             return None
-        slowest = max(self.kinds, key=lambda plan: plan.step.seconds if plan.step else 0.0)
-        step = slowest.step
-        assert step is not None, "every kind has a step"
-        rows = slowest.rows * len(self.rows)
         rate = step.tokens_per_s * sum(self.rows) / rows if rows else 0.0
         return replace(step, tokens_per_s=rate)
 
@@ -150,38 +149,52 @@ class MixedJob:
     exact: Callable[[int], Trace]
 
     def best(self) -> MixedSplit:
-        """Return the split by speed and memory."""
+        """Return the split by speed and memory; where no shares fit, those that miss alike."""
         rows = self._rows(None)
         lines = [self._lines(kind, rows[kind.first]) for kind in self.kinds]
         if any(most_of(of_kind) < 0 for of_kind in lines):  # activations alone are too many
             try:
                 rows = self._rows([self._most_rows(kind) for kind in self.kinds])
             except ConfigError:
-                return self._made(rows, None, lacks=1.0)
+                return self._split(rows, None, lacks=1.0)
             lines = [self._lines(kind, rows[kind.first]) for kind in self.kinds]
-        split = self._made(rows, None)
-        if split.fits or not self.recipe.is_sharded:
-            return split
-        return self._by_memory(rows, lines)
+        if not self.recipe.is_sharded:
+            return self._split(rows, None)
+        split = cache(partial(self._split, rows))
+
+        def excess(shares: Shares) -> list[float]:
+            plans = zip(split(shares).kinds, lines, strict=True)
+            return self._by_rank(
+                [
+                    max((line.excess(plan.needs[line.tier]) for line in of_kind), default=0.0)
+                    for plan, of_kind in plans
+                ]
+            )
+
+        most = self._by_rank([max(0.0, most_of(of_kind)) for of_kind in lines])
+        shares, lacks = settle(most, excess)
+        return replace(split(shares), lacks=lacks)
 
     def equal(self) -> MixedSplit:
         """Return the split that gives all ranks the same."""
-        return self._made((self.rows,) * self.recipe.world_size, None)
+        return self._split((self.rows,) * self.recipe.world_size, None)
 
-    def growth(self, split: MixedSplit, *, is_even: bool) -> float | None:
-        """Return how many times the states and units of the model could grow, at these rows.
+    def _by_rank(self, of_kinds: Sequence[T]) -> list[T]:
+        """Give every rank what its kind has."""
+        pairs = zip(self.kinds, of_kinds, strict=True)
+        return [value for kind, value in pairs for _ in range(kind.ranks)]
+
+    def largest(self, split: MixedSplit, *, is_even: bool) -> int | None:
+        """Return the parameters of the largest model at these rows, as states and units grow.
 
         Activations stay. `is_even`: all ranks hold the same. None where no limit is known.
         """
         lines = [self._lines(plan.kind, plan.rows) for plan in split.kinds]
-        low, high = 0.0, 2.0**20
-        if self._has_room(lines, high, is_even=is_even):
-            return None
-        for _ in range(60):
-            middle = (low + high) / 2
-            fits = self._has_room(lines, middle, is_even=is_even)
-            low, high = (middle, high) if fits else (low, middle)
-        return low
+        tries = range(1 << 60)  # in steps of 2**-40
+        most = bisect_left(
+            tries, True, key=lambda n: not self._has_room(lines, (n + 1) / 2**40, is_even=is_even)
+        )
+        return None if most == len(tries) else int(self.near(self.rows).numel * most / 2**40)
 
     def more(self, split: MixedSplit) -> dict[str, int]:
         """Return how many further devices of each kind would hold the states without room.
@@ -220,27 +233,21 @@ class MixedJob:
 
     def _rows(self, most: list[int] | None) -> tuple[int, ...]:
         """Return the rows of each rank. `most`: of a rank of each kind."""
+        times = self._by_rank([self._time(kind) for kind in self.kinds])
         total = self.rows * self.recipe.world_size
-        times = [time for kind in self.kinds for time in [self._time(kind)] * kind.ranks]
-        limits = None
-        if most is not None:
-            pairs = zip(self.kinds, most, strict=True)
-            limits = [limit for kind, limit in pairs for _ in range(kind.ranks)]
-        return rows_of(times, total, limits)
+        return rows_of(times, total, None if most is None else self._by_rank(most))
 
     def _time(self, kind: DeviceKind) -> RankTime:
         """Return the time of a rank's own work, from two numbers of rows."""
         if kind.machine is None or any(other.machine is None for other in self.kinds):
             return RankTime(0.0, 1.0)
-        few, many = (
-            simulate(self.near(n).work(n * self.tokens), self.recipe, kind.machine, self.conditions)
-            for n in (self.rows, 2 * self.rows)
-        )
-        few_seconds, many_seconds = (
-            sum(getattr(step, part) for part in OWN_PARTS) for step in (few, many)
-        )
-        per_row = max((many_seconds - few_seconds) / self.rows, 1e-12)
-        return RankTime(max(0.0, few_seconds - per_row * self.rows), per_row)
+        seconds = list[float]()
+        for rows in (self.rows, 2 * self.rows):
+            work = self.near(rows).work(rows * self.tokens)
+            step = simulate(work, self.recipe, kind.machine, self.conditions)
+            seconds.append(sum(getattr(step, part) for part in OWN_PARTS))
+        per_row = max((seconds[1] - seconds[0]) / self.rows, 1e-12)
+        return RankTime(max(0.0, seconds[0] - per_row * self.rows), per_row)
 
     def _most_rows(self, kind: DeviceKind) -> int:
         """Return the most rows with which a rank without states fits."""
@@ -251,62 +258,33 @@ class MixedJob:
 
     def _lines(self, kind: DeviceKind, rows: int) -> list[Line]:
         """Return the bytes of a rank of the kind by place, as they grow with its share."""
-        world = self.recipe.world_size
-        alone = (1,) + (0,) * (world - 1)
+        world, cuts = self.recipe.world_size, [None, None]
+        if self.recipe.is_sharded:
+            cuts = [None, (1,) + (0,) * (world - 1)]
         trace = self.near(max(1, rows))  # a rank without rows runs one that counts for nothing
         held = [
-            forecast(
-                trace, replace(self.recipe, shares=shares if self.recipe.is_sharded else None),
-                accumulate=self.conditions.accumulate,
-            )
-            for shares in (None, alone)
-        ]  # fmt: skip
+            forecast(trace, replace(self.recipe, shares=c), accumulate=self.conditions.accumulate)
+            for c in cuts
+        ]
         even, most = (step.by_place(kind.local_world_size) for step in held)
         rest = ("activation", "logits", "batch", "buffer")
         fixed = sum(n for (what, _), n in held[0].peak.held.items() if what in rest)
-        fixed_at = {"device": fixed}  # a larger model of the same rows has no more of these
+        # a larger model of the same rows has no more of these
         return [
-            Line.through(place, free, even[place], most[place], world, fixed_at.get(place, 0))
+            Line.through(place, free, even[place], most[place], world, fixed * (place == "device"))
             for place, free in kind.room.items()
-        ]  # fmt: skip
+        ]
 
-    def _by_memory(self, rows: tuple[int, ...], lines: Sequence[list[Line]]) -> MixedSplit:
-        """Return the most even shares that fit; where none fit, those that miss alike."""
-        most = [max(0.0, most_of(of_kind)) for of_kind in lines]
-        split = self._made(rows, None)
-        for _ in range(TRIES):
-            limits = [limit for kind, limit in zip(self.kinds, most, strict=True)
-                      for _ in range(kind.ranks)]  # fmt: skip
-            if not any(limits):
-                return replace(split, lacks=1.0)
-            split = self._made(rows, fill(limits), lacks=max(0.0, 1 - sum(limits)))
-            if split.fits or split.lacks:
-                break
-            for index, (kind, of_kind) in enumerate(zip(split.kinds, lines, strict=True)):
-                over = max((kind.missing[line.tier] / line.whole for line in of_kind
-                            if line.whole > 0), default=0.0)  # fmt: skip
-                if over > 0:
-                    most[index] = max(0.0, min(most[index], kind.share) - over)
-        return split
-
-    def _made(
-        self, rows: tuple[int, ...], weights: tuple[int, ...] | None, lacks: float = 0.0
-    ) -> MixedSplit:
+    def _split(self, rows: tuple[int, ...], weights: Shares, lacks: float = 0.0) -> MixedSplit:
         """Forecast the fullest rank of each kind, and time it."""
-        recipe = replace(self.recipe, shares=weights)
-        total = sum(weights) if weights else 0
-        shares = [
-            weights[kind.first] / total if weights else 1 / recipe.rest_world
-            for kind in self.kinds
-        ]  # fmt: skip
+        recipe, parts = replace(self.recipe, shares=weights), fractions(weights, len(rows))
+        shares = [parts[kind.first] if recipe.is_sharded else 1.0 for kind in self.kinds]
+        plans, accumulate = list[KindPlan](), self.conditions.accumulate
         machines = self._machines(shares if weights else None)
-        plans: list[KindPlan] = []
         for kind, share, machine in zip(self.kinds, shares, machines, strict=True):
-            own = rows[kind.first]
-            trace, step = self.exact(max(1, own)), None
-            held = forecast(
-                trace, recipe, accumulate=self.conditions.accumulate, rank=kind.first
-            )  # fmt: skip
+            own, step = rows[kind.first], None
+            trace = self.exact(max(1, own))
+            held = forecast(trace, recipe, accumulate=accumulate, rank=kind.first)
             if machine is not None:
                 conditions = replace(self.conditions, share=share if weights else None)
                 step = simulate(trace.work(own * self.tokens), recipe, machine, conditions)
@@ -318,33 +296,22 @@ class MixedJob:
         known = [kind.machine for kind in self.kinds if kind.machine is not None]
         if len(known) < len(self.kinds):
             return [None] * len(self.kinds)
-        world, near = self.recipe.world_size, self.recipe.local_world_size
-        even = (world - 1) / world
-        burdens = [1.0] * len(known)
+        world, burdens = self.recipe.world_size, [1.0] * len(known)
         if shares is not None:  # a rank sends its piece to all others, and receives theirs
+            even = (world - 1) / world
             burdens = [max((world - 1) * share, 1 - share) / even for share in shares]
         linked = [
-            _burdened(machine, burden) for machine, burden in zip(known, burdens, strict=True)
+            _with_links(machine, machine, burden)
+            for machine, burden in zip(known, burdens, strict=True)
         ]
         nbytes = self.exact(self.rows).numel * self.conditions.weight_itemsize
-        group = LinkGroup(world, near)
+        group = LinkGroup(world, self.recipe.local_world_size)
         slowest = max(linked, key=lambda machine: gather_cost(nbytes, group, machine).seconds)
-        return [
-            replace(
-                machine, inside=slowest.inside, outside=slowest.outside,
-                efficiency=replace(
-                    machine.efficiency, link=slowest.efficiency.link,
-                    reduce=slowest.efficiency.reduce,
-                ),
-            )
-            for machine in known
-        ]  # fmt: skip
+        return [_with_links(machine, slowest) for machine in known]
 
 
-def _burdened(machine: Machine, burden: float) -> Machine:
-    """Return a machine whose links are as much slower as a rank has more to send or receive."""
-    inside, outside = (
-        Link(link.nbytes_per_second / burden, link.latency)
-        for link in (machine.inside, machine.outside)
-    )
-    return replace(machine, inside=inside, outside=outside)
+def _with_links(machine: Machine, other: Machine, burden: float = 1.0) -> Machine:
+    """Return a machine with the links of another; `burden`: how much slower than they are."""
+    link, reduce = other.efficiency.link / burden, other.efficiency.reduce
+    efficiency = replace(machine.efficiency, link=link, reduce=reduce)
+    return replace(machine, inside=other.inside, outside=other.outside, efficiency=efficiency)

@@ -22,9 +22,9 @@ from onefold.engine.driving import Action, Verb
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.walks import Call, Phase
-from onefold.fit.kept_units import stack_nbytes
+from onefold.fit.kept_units import held_by, stack_nbytes
 from onefold.layout.cut import cut_of
-from onefold.layout.flat import UnitBytes, unit_bytes
+from onefold.layout.flat import UnitBytes
 from onefold.layout.rows import round_up
 from onefold.layout.units import UnitPlan
 from onefold.planner.byte_hands import ByteCounter, ByteHands
@@ -61,14 +61,6 @@ class PassBytes:
     peak: int  # in the memory that computes
     at_rest: int  # in the tier
     stay: int  # unsharded, of units that stay
-
-
-def held_by(recipe: Recipe, rank: int | None = None) -> list[UnitBytes]:
-    """Return the bytes of each unit on a rank; None: the one with the largest share."""
-    return [
-        unit_bytes(unit.members, recipe, rank, is_tiled=unit.tile_nbytes > 0)
-        for unit in recipe.units
-    ]
 
 
 def streamed_nbytes(recipe: Recipe, rank: int | None = None, uses: Sequence[Use] = ()) -> int:

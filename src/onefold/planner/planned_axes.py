@@ -74,10 +74,7 @@ class ModelAxes:
 
     def check(self, world_size: int) -> None:
         """Raise `ConfigError` unless the axes fill a world."""
-        for name, size in {**self.sizes, "virtual": self.virtual}.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                wanted = f"{name} to be a whole number of at least 1"
-                raise ConfigError(wanted, repr(size), hint=f"{name}=1 is no such axis")
+        check_counts(**self.sizes, virtual=self.virtual)
         model = self.tp * self.pp * self.cp
         if world_size % model:
             got = f"tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}"
@@ -142,6 +139,14 @@ class ModelAxes:
         return (self.pp - 1) / (self.virtual * num_micro + self.pp - 1)
 
 
+def check_counts(**counts: object) -> None:
+    """Raise `ConfigError` unless all are whole numbers from 1 on."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            wanted = f"{name} to be a whole number of at least 1"
+            raise ConfigError(wanted, repr(count), hint=f"{name}=1 or more")
+
+
 def _near(ranks: int, stride: int, local_world_size: int) -> int:
     """Return how many of `ranks` at this distance share a node."""
     return max(1, min(ranks, local_world_size // stride))
@@ -189,8 +194,8 @@ class Anatomy:
         lengths = Counter(length for shape in shapes for length in shape)
         experts = {n for u in units for m in u.members if (n := expert_count(m.fqn, m.shape))}
         heads = _number(module, blocks, HEADS)
-        return Anatomy(
-            blocks=anatomy.blocks,
+        return replace(
+            anatomy,
             width=max(lengths, key=lambda length: (lengths[length], -length), default=0),
             heads=heads,
             kv_heads=_number(module, blocks, KV_HEADS) or heads,

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Literal
 
-import torch
 from torch import nn
 
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
@@ -17,7 +16,6 @@ from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import plan_units
 from onefold.planner.calibration import Calibration, Sample
 from onefold.planner.calibration import calibrate as measured_here
-from onefold.planner.candidates import OFFLOADS, WAYS, Candidate, candidates, lossy
 from onefold.planner.clusters import (
     Cluster,
     ClusterChoice,
@@ -26,15 +24,15 @@ from onefold.planner.clusters import (
     device_kinds,
     recipe_of,
 )
-from onefold.planner.memory import estimated
-from onefold.planner.models.loader import build_model, refuse
-from onefold.planner.models.loader import recompute as recompute_blocks
-from onefold.planner.planned_axes import Anatomy, ModelAxes
+from onefold.planner.memory import OFFLOADS, WAYS, estimated
+from onefold.planner.models.loader import named_model
+from onefold.planner.planned_axes import Anatomy, ModelAxes, check_counts
 from onefold.planner.result import Plan
-from onefold.planner.search import Row, Search, best_of, nearest
+from onefold.planner.search import Candidate, Row, Search, best_of, candidates, lossy, nearest
 from onefold.planner.show import MixedPlan
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
+from onefold.recipe import Recipe
 from onefold.tier.host import usable_cores
 from onefold.wire_config import WireChoice
 
@@ -93,26 +91,19 @@ def plan(  # noqa: PLR0913 - the contract
     """
     kinds, axes = clusters_of(cluster, world_size), ModelAxes.of(axes)
     for kind in kinds:
-        _check(kind, seq=seq, batch=batch, accumulate=accumulate)
+        check_counts(ranks=kind.ranks, nodes=kind.nodes, seq=seq, accumulate=accumulate)
+    check_counts(batch=1 if batch == "auto" else batch)
     where, mixed, chosen = kinds[0], device_kinds(kinds), precision_of(precision)
     if mixed:
         check_mixed(kinds, axes, wire, calibrates=calibrate is not False)
     recipe = recipe_of(kinds, chosen)
     axes.check(recipe.world_size)
-    name, module = _model(module_or_config, seq, recompute=recompute)
+    name, module = named_model(module_or_config, seq, recomputes=recompute)
     word = next((word for word, preset in PRECISIONS.items() if preset == chosen), None)
     rows = 1 if batch == "auto" else int(batch)
 
-    def traced(rows: int) -> Trace:
-        tokens = tokens_of(rows, seq)
-        return trace(module, tokens, precision=chosen, device_type=where.device_type)
-
-    exact, least = cache(traced), 1 if mixed else rows
-    first, two, estimates = _traces(exact, least, is_open=batch == "auto" or bool(mixed))
-    if first is None:
-        units = plan_units(ModuleTree.of(without_values(module)))
-        exact = cache(lambda rows: estimated(units, rows * seq, chosen))
-        first, two = exact(least), exact(2) if mixed else None
+    is_open, least = batch == "auto" or bool(mixed), 1 if mixed else rows
+    exact, first, two, estimates = _traces(module, recipe, seq, least, is_open=is_open)
     anatomy = Anatomy()
     if axes.are_used:
         anatomy = Anatomy.of(module, first.units)
@@ -143,7 +134,7 @@ def plan(  # noqa: PLR0913 - the contract
     ways = _ways(stage, offload, where.device_type)
     rows_tried = _found(search, ways, None if batch == "auto" else rows)
     if batch == "auto" and two is not None and not mixed:  # a mixed one has exact traces
-        rows_tried = _confirmed(rows_tried, search, traced)
+        rows_tried = _confirmed(rows_tried, search, exact)
     best, closest = best_of(rows_tried), nearest(rows_tried)
     return Plan(
         name, word if precision is not None else None, recompute, search, rows_tried, best, closest,
@@ -154,31 +145,36 @@ def plan(  # noqa: PLR0913 - the contract
 
 
 def _traces(
-    traced: Tracing, rows: int, *, is_open: bool
-) -> tuple[Trace | None, Trace | None, tuple[str, ...]]:
-    """Return the trace of `rows` rows, that of two if their number is open, and the estimates.
+    module: nn.Module, recipe: Recipe, seq: int, rows: int, *, is_open: bool
+) -> tuple[Tracing, Trace, Trace | None, tuple[str, ...]]:
+    """Return the tracing, the traces of `rows` rows and of two if that is open, and estimates.
 
     There is no trace of two where it has other events: it could not be extrapolated.
     """
+    precision, device_type, estimates = recipe.precision, recipe.device_type, ()
+
+    @cache
+    def exact(rows: int) -> Trace:
+        return trace(module, tokens_of(rows, seq), precision=precision, device_type=device_type)
+
     try:
-        first = traced(rows)
-        two = traced(2) if is_open else None
+        first, two = exact(rows), exact(2) if is_open else None
     except Untraceable as error:
-        part = f"activations and work, as the forward cannot be traced ({error})"
-        return None, None, (part,)
-    return first, two if two is not None and len(first.events) == len(two.events) else None, ()
+        units = plan_units(ModuleTree.of(without_values(module)))
+        exact = cache(lambda rows: estimated(units, rows * seq, precision))
+        first, two = exact(rows), exact(2) if is_open else None
+        estimates = (f"activations and work, as the forward cannot be traced ({error})",)
+    has_line = two is not None and len(first.events) == len(two.events)
+    return exact, first, two if has_line else None, estimates
 
 
 def _found(search: Search, ways: Sequence[tuple[int, str]], rows: int | None) -> tuple[Row, ...]:
     """Try each way that has such a wire, with as many rows as fit, or as many as requested."""
-    rows_tried: list[Row] = []
-    refused: list[ConfigError] = []
+    rows_tried, refused = list[Row](), list[ConfigError]()
     for stage, offload in ways:
         try:
-            is_open = rows is None
-            rows_tried.append(
-                search.largest(stage, offload) if is_open else search.row(stage, offload, rows)
-            )
+            row = search.row(stage, offload, rows) if rows else search.largest(stage, offload)
+            rows_tried.append(row)
         except ConfigError as error:
             refused.append(error)
     if not rows_tried:
@@ -247,15 +243,6 @@ def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[t
     return ways
 
 
-def _check(where: Cluster, **counts: int | str) -> None:
-    for name, count in {"ranks": where.ranks, "nodes": where.nodes, **counts}.items():
-        if count == "auto" and name == "batch":
-            continue
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            wanted = f"{name} to be a whole number of at least 1"
-            raise ConfigError(wanted, repr(count), hint=f"{name}=1 or more")
-
-
 def _calibration(where: Cluster, sample: Sample) -> Calibration:
     """Measure so many CPU ranks here, at most one a core."""
     wanted = "a calibration for ranks on the CPU of this machine"
@@ -268,18 +255,3 @@ def _calibration(where: Cluster, sample: Sample) -> Calibration:
         hint = "step times of GPUs and of several nodes come from data sheets: --cluster h100-80"
         raise ConfigError(wanted, got, hint=hint)
     return measured_here(sample, [min(where.ranks, max(2, usable_cores()))])
-
-
-def _model(
-    model: nn.Module | str | os.PathLike[str], seq: int, *, recompute: bool
-) -> tuple[str, nn.Module]:
-    """Return the name of a model and the model, without values if it was named."""
-    if isinstance(model, nn.Module):
-        return type(model).__name__, model.train()
-    name = os.fspath(model)
-    refuse(name, seq)
-    with torch.device("meta"):
-        module = build_model(name, seq)
-    if recompute:
-        recompute_blocks(module, name)
-    return name, module.train()

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from onefold.engine.driving import Action, Drive, StageDrives
 from onefold.engine.schedule import Schedule
 from onefold.engine.walks import Call, Phase
+
+if TYPE_CHECKING:
+    from onefold.planner.byte_hands import ByteHands
+    from onefold.planner.clock_hands import ClockHands
 
 
 class EventKind(StrEnum):
@@ -43,32 +47,12 @@ class Event:
     num_modules: int = 1  # of `LEAVE`: how many modules use the unit
 
 
-class PlanHands(Protocol):
-    """Executes actions on something cheaper than tensors."""
-
-    def reach(self, event: Event) -> None:
-        """Let torch work until the event."""
-        ...
-
-    def has_landed(self, unit: int) -> bool:
-        """Return True if the first hop of the unit's reduction is over."""
-        ...
-
-    def do(self, actions: list[Action]) -> None:
-        """Execute actions in order."""
-        ...
-
-    def follow(self, event: Event, actions: list[Action]) -> None:
-        """Execute the actions that answer the event."""
-        ...
-
-
 class Replay:
     """Micro-batches of one rank.
 
     trained: how many parameters of each unit have a gradient.
     window: units that a pipeline keeps through the step, as axes/pipelines/driver.py does; None: no
-        pipeline has units of its own choice.
+        pipeline drives.
     """
 
     def __init__(
@@ -78,8 +62,10 @@ class Replay:
         self._events = events
         self._schedule = schedule
         self._trained = trained
-        drives = StageDrives.of(Drive(), len(trained), window or frozenset())
-        self._stage = None if window is None else drives
+        self._stage = None
+        if window is not None:
+            reduces = schedule.policy.keeps_bytes and not schedule.policy.defers_reduction
+            self._stage = StageDrives.of(Drive(), len(trained), window, reduces_all=reduces)
         self._calls: dict[int, Call] = {}
 
     def learn(self, num_microbatches: int) -> None:
@@ -90,7 +76,7 @@ class Replay:
         self._schedule.rest()
         self._schedule.stepped()
 
-    def micro_batch(self, hands: PlanHands | None, *, is_last: bool) -> None:
+    def micro_batch(self, hands: ByteHands | ClockHands | None, *, is_last: bool) -> None:
         """Announce every event of a micro-batch, and have `hands` execute the answers."""
         schedule, stage = self._schedule, self._stage
         self._calls.clear()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onefold.planner.calibration import Calibration
+from onefold.planner.models.gpt import PRESETS
 from onefold.planner.planned_axes import ModelAxes
 from onefold.planner.search import Row, Search
 from onefold.planner.show import (
@@ -113,8 +114,15 @@ class Plan:
         else:
             lines = ["; ".join(_verdict(row) for row in self.rows[max(0, first - 1) : first + 1])]
         if self.best is not None:
-            lines.append(f"take {_named(self.best)}: {_reason(self.best)}")
-            lines += _unchecked_notes(self.best) + _wire_notes(self.best)
+            speed, step = f"{self.best.tokens_per_s:,.0f} tokens/s", self.best.step
+            fast = f"the fastest that fits ({speed}, bound by {step.bound})" if step else ""
+            lines.append(f"take {_named(self.best)}: {fast or 'the simplest that fits'}")
+            lines += [
+                f"needs {format_bytes(nbytes)}{PLACES[place]} on each node: not checked without "
+                f"{SIZE_FLAGS[place]}"
+                for place, nbytes in self.best.unchecked.items()
+            ]
+            lines += _wire_notes(self.best)
         return lines + [f"estimated, not exact: {part}" for part in self.estimates]
 
     @property
@@ -130,7 +138,9 @@ class Plan:
         """The parts between which `command` may be broken: flags with their values."""
         row, accumulate, recipe = self.taken, self.search.accumulate, self.search.recipe
         axes = row.composed.axes if row.composed is not None else ModelAxes()
-        if self.mixed is not None or (axes.are_used and not self._trains_on(axes)):
+        is_known = self.model in PRESETS and axes.ep == axes.virtual == 1
+        trains = not axes.are_used or (is_known and accumulate >= axes.pp)
+        if self.mixed is not None or not trains:
             return []
         ranks = recipe.local_world_size
         words = ["onefold train"]
@@ -149,13 +159,6 @@ class Plan:
         words += [f"--{name} {size}" for name, size in axes.sizes.items() if size > 1]
         words += [f"--ranks {ranks}"] * (recipe.nodes == 1)
         return words
-
-    def _trains_on(self, axes: ModelAxes) -> bool:
-        """True if `onefold train` has such axes for the model."""
-        from onefold.planner.models.gpt import PRESETS
-
-        is_known = self.model in PRESETS and axes.ep == axes.virtual == 1
-        return is_known and self.search.accumulate >= axes.pp
 
     @property
     def line(self) -> str:
@@ -180,15 +183,13 @@ class Plan:
         recipe = self.taken.forecast.recipe
         if recipe.has_axes:  # the wire has hops between nodes and inside
             near = recipe.local_world_size
-            tp = {name: size for name, size in sizes.items() if name == "tp"}
-            pp = {name: size for name, size in sizes.items() if name == "pp"}
-            sizes = pp | {"nodes": recipe.world_size // near, "dp": near} | tp
-        names = "".join(f'"{name}", ' for name in sizes)
-        names = names.removesuffix(", ") if len(sizes) > 1 else names.rstrip()
+            sizes |= {"nodes": recipe.world_size // near, "dp": near}
+            sizes = {name: sizes[name] for name in ("pp", "nodes", "dp", "tp") if name in sizes}
+        names = str(tuple(sizes)).replace("'", '"')
         data = 'mesh["dp", "cp"]._flatten("data")' if "cp" in sizes else 'mesh["dp"]'
         data = 'mesh["nodes", "dp"]' if recipe.has_axes else data
         shape = tuple(sizes.values())
-        return f'init_device_mesh("{device}", {shape}, mesh_dim_names=({names}))', data
+        return f'init_device_mesh("{device}", {shape}, mesh_dim_names={names})', data
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
@@ -305,20 +306,6 @@ def _verdict(row: Row) -> str:
         missing = " and ".join(f"{format_bytes(n)}{PLACES[place]}" for place, n in short.items())
         return f"{_named(row)} does not fit by {missing}"
     return f"{_named(row)} fits with {format_bytes(-row.missing['device'])} free"
-
-
-def _reason(row: Row) -> str:
-    if row.step is None:
-        return "the simplest that fits"
-    return f"the fastest that fits ({row.tokens_per_s:,.0f} tokens/s, bound by {row.step.bound})"
-
-
-def _unchecked_notes(row: Row) -> list[str]:
-    return [
-        f"needs {format_bytes(nbytes)}{PLACES[place]} on each node: not checked without "
-        f"{SIZE_FLAGS[place]}"
-        for place, nbytes in row.unchecked.items()
-    ]
 
 
 def _wire_notes(row: Row) -> list[str]:

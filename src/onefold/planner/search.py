@@ -8,17 +8,17 @@ from typing import Any
 
 from onefold.config import stage_of
 from onefold.errors import ConfigError
-from onefold.planner.candidates import EXACT_WIRE, OFFLOADS, Candidate
 from onefold.planner.composed import ComposedJob
-from onefold.planner.composition import Composition, Place, compose
+from onefold.planner.composition import Composition, compose
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import Machine
-from onefold.planner.memory import Forecast, forecast
+from onefold.planner.memory import OFFLOADS, Forecast, forecast
 from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit
 from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
 from onefold.recipe import Recipe
+from onefold.wire_config import EXACT, PRESETS, Wire, resolve_wire, wire_of
 
 GROUPS = {
     "parameters": ("weight",),
@@ -37,6 +37,67 @@ DTYPES = {2: "bf16", 4: "fp32"}
 """dtype of matrix products by the bytes of an element."""
 
 
+EXACT_NAMES = ("exact", "hybrid", "replicas")
+"""The presets that "auto" chooses from: they send every number as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A wire of the request; a preset adapts to the stage and the mesh."""
+
+    name: str  # a preset's, or the repr of another `Wire`
+    wire: Wire
+    adapts: bool = True
+
+    @property
+    def is_preset(self) -> bool:
+        """True if `onefold train --wire` knows it."""
+        return self.name in PRESETS
+
+    @property
+    def is_lossy(self) -> bool:
+        """True if a message is quantized."""
+        wire = self.wire
+        return wire.rounds_gradients or {wire.weights_inside, wire.weights_between} != {EXACT}
+
+    def fit(self, recipe: Recipe) -> Recipe:
+        """Put the wire into a recipe; `ConfigError` where `onefold.shard` would refuse it.
+
+        Nodes are an axis of the mesh where the wire asks for them.
+        """
+        if recipe.world_size == 1:
+            return replace(recipe, wire=Wire(), has_axes=False)
+        near = recipe.local_world_size
+        has_axes = 1 < near < recipe.world_size and not self.wire.is_plain
+        wire = resolve_wire(
+            self.wire, recipe.stage, recipe.offload, has_axes=has_axes, adapts=self.adapts
+        )
+        return replace(recipe, wire=wire, has_axes=has_axes and recipe.is_sharded)
+
+
+EXACT_WIRE = Candidate(EXACT, Wire())
+
+
+def candidates(choice: object, *, nodes: int) -> tuple[Candidate, ...]:
+    """Return the wires to try: for "auto" on several nodes all exact presets."""
+    if choice == "auto":
+        names = EXACT_NAMES if nodes > 1 else EXACT_NAMES[:1]
+        return tuple(Candidate(name, PRESETS[name]) for name in names)
+    if isinstance(choice, str) and choice not in PRESETS:
+        hint = "wire='auto' compares all presets"
+        words = f"wire to be auto, {', '.join(PRESETS)} or a Wire"
+        raise ConfigError(words, repr(choice), hint=hint)
+    wire = wire_of(choice)
+    name = next((name for name, preset in PRESETS.items() if preset == wire), repr(wire))
+    return (Candidate(name, wire, adapts=not isinstance(choice, Wire)),)
+
+
+def lossy() -> tuple[Candidate, ...]:
+    """Return the presets with quantized messages. A plan compares them; people choose them."""
+    every = (Candidate(name, wire) for name, wire in PRESETS.items())
+    return tuple(candidate for candidate in every if candidate.is_lossy)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One way to train, and the bytes and seconds that it takes.
@@ -49,20 +110,12 @@ class Row:
     offload: str
     rows: int  # of one micro-batch on one rank; on several kinds in the mean
     forecast: Forecast
-    room: Mapping[str, int]  # see `Search`
+    needs: dict[str, int]  # bytes by place, as in `Search.room`
+    room: Mapping[str, int]
     step: StepTime | None
     wire: Candidate
     composed: Composition | None = None  # with model axes
     mixed: MixedSplit | None = None  # over several kinds of devices
-
-    @property
-    def needs(self) -> dict[str, int]:
-        """Bytes by place: of one device, and of one host and its disk for all ranks of the host."""
-        recipe = self.forecast.recipe
-        ranks = min(recipe.local_world_size, recipe.world_size)
-        ranks = self.composed.local_world_size if self.composed else ranks
-        ranks = self.mixed.tightest.kind.local_world_size if self.mixed else ranks
-        return self.forecast.by_place(ranks)
 
     @property
     def missing(self) -> dict[str, int]:
@@ -90,16 +143,6 @@ class Row:
         }
 
     @property
-    def sent_nbytes(self) -> int:
-        """Bytes that one rank sends in a step."""
-        return self.forecast.sent_nbytes
-
-    @property
-    def between_nbytes(self) -> int:
-        """Bytes of a step that leave the rank's node."""
-        return round(self.forecast.between_nbytes)
-
-    @property
     def tokens_per_s(self) -> float:
         """Tokens per second of all ranks; 0 where no machine was named."""
         return self.step.tokens_per_s if self.step is not None else 0.0
@@ -118,8 +161,8 @@ class Row:
             "at_peak": {"phase": self.forecast.peak.phase, "unit": self.forecast.peak.unit},
             "wire": self.wire.name,
             "lossy": self.wire.is_lossy,
-            "sent_nbytes": self.sent_nbytes,
-            "sent_between_nodes_nbytes": self.between_nbytes,
+            "sent_nbytes": self.forecast.sent_nbytes,
+            "sent_between_nodes_nbytes": round(self.forecast.between_nbytes),
             "seconds": None if step is None else step.seconds,
             "tokens_per_s": None if step is None else step.tokens_per_s,
             "bound": None if step is None else step.bound,
@@ -177,29 +220,27 @@ class Search:
         return list(tried.values())
 
     def _row(self, wire: Candidate, recipe: Recipe, offload: str, rows: int) -> Row:
-        trace = self.trace_of(rows)
+        trace, composition, mixed = self.trace_of(rows), None, None
+        room, step, near = self.room, None, self.recipe.local_world_size
         if self.axes.are_used:
-            place = Place(self.room.get("device"), self.machine, self.conditions)
             job = ComposedJob(
-                self.axes, self.anatomy, self.recipe, rows * self.tokens, place.conditions.itemsize
-            )
-            composition, step = compose(trace, job, recipe, place)
-            fullest = composition.ranks[composition.fullest].forecast
-            number = recipe.stage.number
-            return Row(number, offload, rows, fullest, self.room, step, wire, composition)
-        if self.kinds:
-            split = self.job(recipe, rows).best()
-            held, number = split.tightest, recipe.stage.number
-            room = held.kind.room
-            return Row(
-                number, offload, rows, held.forecast, room, split.step, wire, mixed=split
+                self.axes, self.anatomy, self.recipe, rows * self.tokens, self.conditions.itemsize,
+                self.room.get("device"), self.machine, self.conditions,
             )  # fmt: skip
-        step_bytes = forecast(trace, recipe, accumulate=self.accumulate)
-        step = None
-        if self.machine is not None:
-            work = trace.work(rows * self.tokens)
-            step = simulate(work, recipe, self.machine, self.conditions)
-        return Row(recipe.stage.number, offload, rows, step_bytes, self.room, step, wire)
+            composition, step = compose(trace, job, recipe)
+            held = composition.ranks[composition.fullest].forecast
+        elif self.kinds:
+            mixed = self.job(recipe, rows).best()
+            kind, held, step = mixed.tightest.kind, mixed.tightest.forecast, mixed.step
+            room, near = kind.room, kind.local_world_size
+        else:
+            held = forecast(trace, recipe, accumulate=self.accumulate)
+            near = min(near, recipe.world_size)
+            if self.machine is not None:
+                work = trace.work(rows * self.tokens)
+                step = simulate(work, recipe, self.machine, self.conditions)
+        needs, stage = held.by_place(near), recipe.stage.number
+        return Row(stage, offload, rows, held, needs, room, step, wire, composition, mixed)
 
     def job(self, recipe: Recipe, rows: int) -> MixedJob:
         """Return the job of `rows` rows a rank in the mean on all kinds of devices."""
@@ -249,7 +290,8 @@ def preferred(rows: Sequence[Row]) -> Row:
         return nearest(rows)
     if best.step is not None:
         return best
-    return min((row for row in rows if row.fits), key=lambda row: row.between_nbytes / row.rows)
+    fitting = (row for row in rows if row.fits)
+    return min(fitting, key=lambda row: row.forecast.between_nbytes / row.rows)
 
 
 def best_of(rows: Sequence[Row]) -> Row | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -55,8 +55,7 @@ def _fits(row: Row) -> str:
 
 def _why(row: Row, best: Row | None) -> str:
     if not row.fits:
-        place, nbytes = max(row.missing.items(), key=lambda pair: pair[1])
-        return f"{format_bytes(nbytes)} short" + (f" of {place}" if place != "device" else "")
+        return _short(row)
     if row is best:
         return "the fastest that fits" if row.step else "the simplest that fits"
     if row.unchecked:
@@ -65,6 +64,11 @@ def _why(row: Row, best: Row | None) -> str:
     if row.step and best is not None:
         return f"{row.tokens_per_s / best.tokens_per_s:.2f} x as fast, bound by {row.step.bound}"
     return f"{format_bytes(-row.missing['device'])} free"
+
+
+def _short(row: Row | KindPlan) -> str:
+    place, nbytes = max(row.missing.items(), key=lambda pair: pair[1])
+    return f"{format_bytes(nbytes)} short" + (f" of {place}" if place != "device" else "")
 
 
 def memory_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -81,15 +85,15 @@ def memory_table(rows: Sequence[Row]) -> Iterator[str]:
 
 def traffic_table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the bytes that a rank sends in a step, and the speed."""
-    name, unit = common_unit(max(row.sent_nbytes for row in rows))
-    has_wires = any(row.wire.name != "exact" or row.between_nbytes for row in rows)
+    name, unit = common_unit(max(row.forecast.sent_nbytes for row in rows))
+    has_wires = any(row.wire.name != "exact" or row.forecast.between_nbytes for row in rows)
     heads = ["stage", "offload", *["wire", "to nodes"] * has_wires, "sent"]
     lines = [[*heads, *(["tokens/s", "bound"] if rows[0].step else [])]]
     for row in rows:
         wire = row.wire.name if row.wire.is_preset else "Wire"
         cells = [str(row.stage), row.offload]
-        cells += [wire, in_unit(row.between_nbytes, unit)] if has_wires else []
-        cells += [in_unit(row.sent_nbytes, unit)]
+        cells += [wire, in_unit(row.forecast.between_nbytes, unit)] if has_wires else []
+        cells += [in_unit(row.forecast.sent_nbytes, unit)]
         lines.append([*cells, *([f"{row.tokens_per_s:,.0f}", row.step.bound] if row.step else [])])
     yield from ("", f"in {name}, sent by one rank in a step:")
     yield from columns(lines, "><<>" if has_wires else "><>")
@@ -132,13 +136,8 @@ def mesh_words(composition: Composition) -> str:
 
 def mesh_of(composition: Composition) -> dict[str, int]:
     """Return the sizes of the mesh by name, the outermost first; dp is always there."""
-    sizes = {
-        "pp": composition.axes.pp,
-        "dp": composition.dp,
-        "cp": composition.axes.cp,
-        "tp": composition.axes.tp,
-    }
-    return {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
+    sizes, names = composition.axes.sizes | {"dp": composition.dp}, ("pp", "dp", "cp", "tp")
+    return {name: sizes[name] for name in names if sizes[name] > 1 or name == "dp"}
 
 
 def axis_lines(composition: Composition, stage: int) -> Iterator[str]:
@@ -147,21 +146,16 @@ def axis_lines(composition: Composition, stage: int) -> Iterator[str]:
     heads = ["axis", "ranks", "sent", *["waits", "of the step"] * has_times, ""]
     rows = [heads]
     for line in composition.lines:
-        cells = [line.axis, f"{line.ranks:,d}", format_bytes(line.nbytes)]
+        cells = [line.axis, f"{line.ranks:,d}", format_bytes(line.sent_nbytes)]
         if line.seconds is not None and line.share is not None:
             cells += [format_seconds(line.seconds), format_share(line.share)]
-        rows.append([*cells, _about(composition, line.axis)])
+        share = format_share(composition.axes.bubble_share(composition.num_micro))
+        bubble = f"; bubble {share}" if line.axis == "pp" else ""
+        rows.append([*cells, MESSAGES[line.axis] + bubble])
     yield from ("", *wrapped(f"stage {stage} on {mesh_words(composition)}, a step of one rank:"))
     yield from columns(rows, ">" * (len(heads) - 1) + "<")
     if composition.axes.pp > 1:
         yield from _pipeline(composition)
-
-
-def _about(composition: Composition, axis: str) -> str:
-    if axis != "pp":
-        return MESSAGES[axis]
-    share = composition.axes.bubble_share(composition.num_micro)
-    return f"{MESSAGES[axis]}; bubble {format_share(share)}"
 
 
 def _pipeline(composition: Composition) -> Iterator[str]:
@@ -174,8 +168,8 @@ def _pipeline(composition: Composition) -> Iterator[str]:
     for rank in composition.ranks:
         mark = "*" if rank.rank == composition.fullest else ""
         rows.append([
-            f"{mark}{rank.rank}", _ranges(rank.blocks), f"{rank.numel:,d}", f"{rank.in_flight:g}",
-            format_bytes(rank.forecast.memory_nbytes),
+            f"{mark}{rank.rank}", _ranges(rank.blocks), f"{rank.work.numel:,d}",
+            f"{rank.in_flight:g}", format_bytes(rank.forecast.memory_nbytes),
             *_window(rank),
         ])  # fmt: skip
     micro = f"{composition.num_micro:,d} micro-batch{'es' * (composition.num_micro > 1)}"
@@ -189,14 +183,13 @@ def _pipeline(composition: Composition) -> Iterator[str]:
 
 def _window(rank: RankPlan) -> tuple[str, str]:
     """Say what happens to weights and gradients, by the number of units where they differ."""
-    window = rank.window
-    if window.units is not None:
-        share = f"{len(window.units)} of {len(rank.work.units)}"
+    if rank.window and not rank.keeps:
+        share = f"{len(rank.window)} of {len(rank.work.units)}"
         return f"{share} kept", f"{share} once"
-    return "kept" if window.keeps else "freed", "once" if window.sums else "each"
+    return "kept" if rank.keeps else "freed", "once" if rank.sums else "each"
 
 
-def _ranges(blocks: tuple[int, ...]) -> str:
+def _ranges(blocks: Iterable[int]) -> str:
     """Write positions as ranges: "0-3, 8-11"."""
     ranges: list[list[int]] = []
     for block in blocks:
@@ -231,9 +224,8 @@ class MixedPlan:
         """Compare the split of a row with the equal one, and look for remedies if it misses."""
         assert row.mixed is not None, "a row on several kinds of devices has a split"
         job, split = search.job(row.forecast.recipe, row.rows), row.mixed
-        equal, numel = job.equal(), search.one_row.numel
-        largest = _grown(numel, job.growth(split, is_even=False))
-        compared = MixedPlan(split, equal, largest, _grown(numel, job.growth(equal, is_even=True)))
+        equal, largest = job.equal(), job.largest(split, is_even=False)
+        compared = MixedPlan(split, equal, largest, job.largest(equal, is_even=True))
         if split.fits:
             return compared
         return replace(compared, fewer_rows=_fewer(job), more=tuple(job.more(split).items()))
@@ -271,25 +263,25 @@ class MixedPlan:
 
     def _cells(self, plan: KindPlan) -> tuple[str, ...]:
         kind, step = plan.kind, plan.step
-        last = kind.first + kind.ranks - 1
-        own = self.split.rows[kind.first : last + 1]
-        rows = str(plan.rows) if min(own) == plan.rows else f"{min(own)}-{plan.rows}"
+        ranks = range(kind.first, kind.first + kind.ranks)
         return (
-            kind.name, f"{kind.first}-{last}" if kind.ranks > 1 else str(last), rows,
+            kind.name, _ranges(ranks), _ranges(sorted({self.split.rows[rank] for rank in ranks})),
             format_share(plan.share), format_bytes(plan.at_rest_nbytes),
             format_bytes(plan.needs["device"]), format_bytes(kind.room["device"]),
             format_seconds(step.seconds) if step else "",
         )  # fmt: skip
 
     def _comparison(self) -> Iterator[str]:
-        fits = "" if self.equal.fits else f", but {_short(self.equal)}"
+        tightest = self.equal.tightest
+        short = f"{_short(tightest)} on {tightest.kind.name}"
+        fits = "" if self.equal.fits else f", but {short}"
         step, equal = self.split.step, self.equal.step
         if step is not None and equal is not None:
             times = equal.seconds / step.seconds
             slower = f"{format_seconds(equal.seconds)} a step, {times:.2f} x as long"
             yield f"an equal split takes {slower}{fits}"
         elif fits:
-            yield f"an equal split does not fit: {_short(self.equal)}"
+            yield f"an equal split does not fit: {short}"
         if self.largest and self.equal_largest is not None:
             yield (
                 f"largest model at these rows: about {_count(self.largest)} parameters; with an "
@@ -324,29 +316,14 @@ def sampler_of(split: MixedSplit) -> str:
 def row_lines(split: MixedSplit) -> list[str]:
     """Say which ranks take how many rows of each micro-batch."""
     counts: list[str] = []
-    first = 0
-    for rows, run in groupby(split.rows):
-        last = first + len(list(run)) - 1
-        ranks = f"ranks {first}-{last}" if last > first else f"rank {first}"
-        counts.append(f"{counted(rows, 'row')} on {ranks}")
-        first = last + 1
+    for rows in dict.fromkeys(split.rows):
+        ranks = [rank for rank, own in enumerate(split.rows) if own == rows]
+        counts.append(f"{counted(rows, 'row')} on rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}")
     return wrapped(f"rows of each micro-batch: {', '.join(counts)}")
-
-
-def _short(split: MixedSplit) -> str:
-    tightest = split.tightest
-    place, nbytes = max(tightest.missing.items(), key=lambda pair: pair[1])
-    return f"{format_bytes(nbytes)}{'' if place == 'device' else f' of {place}'} short " + (
-        f"on {tightest.kind.name}"
-    )
 
 
 def _count(numel: int) -> str:
     return f"{numel / 1e9:,.1f} billion" if numel >= 1e9 else f"{numel / 1e6:,.1f} million"
-
-
-def _grown(numel: int, times: float | None) -> int | None:
-    return None if times is None else int(numel * times)
 
 
 def _fewer(job: MixedJob) -> int:

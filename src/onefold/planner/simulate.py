@@ -89,7 +89,8 @@ def simulate(
     """
     run, units = conditions or Conditions(), work.units
     policy = policy or policy_of(recipe)
-    sums = frozenset(range(len(units))) if policy.defers_reduction else window or frozenset()
+    rests = window if window and not policy.keeps_bytes else frozenset[int]()  # not at stage 2
+    sums = frozenset(range(len(units))) if policy.defers_reduction else rests
     hands = ClockHands(work, recipe, run, machine, sums=sums)
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     is_resident = recipe.rest_world == 1 and recipe.rests_near
@@ -221,10 +222,7 @@ def _best_interval(checkpoint_seconds: float, mtbf: float) -> float:
     """
     ratio = checkpoint_seconds / mtbf
     at = min(sqrt(2 * ratio), 1 + ratio)
-    for _ in range(60):
+    for _ in range(20):  # of a convex function: each doubles the digits
         decay = exp(-(at + ratio))
-        step = (at - 1 + decay) / (1 - decay)
-        at -= step
-        if abs(step) < 1e-14 * at:
-            break
+        at -= (at - 1 + decay) / (1 - decay)
     return at * mtbf

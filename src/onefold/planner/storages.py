@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -31,53 +31,40 @@ _PLAIN = (
 )  # fmt: skip
 
 
-class Like(NamedTuple):
-    """A tensor that has its storage to itself."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(value: object) -> Like | None:
-        """Describe `value`; None unless it is a plain tensor over the whole of a storage."""
-        if type(value) is not Tensor or not _is_plain(value) or value.storage_offset() != 0:
-            return None
-        like = Like(tuple(value.shape), value.stride(), value.dtype)
-        own, needed = value.untyped_storage(), like.made().untyped_storage()
-        return like if own.nbytes() == needed.nbytes() else None
-
-    def made(self) -> Tensor:
-        """Make a new one."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-
-
 class MetaCache:
     """The outputs and the work of operations, by operation and arguments."""
 
     def __init__(self) -> None:
-        self._found: dict[Key, tuple[tuple[Like, ...], bool, Work]] = {}
+        self._known: dict[Key, tuple[tuple[Tensor, ...], bool, Work]] = {}
 
     def recall(self, key: Key) -> tuple[Any, Work] | None:
         """Return new tensors like the outputs, and the work; None if they are not known."""
-        known = self._found.get(key)
+        known = self._known.get(key)
         if known is None:
             return None
         likes, is_one, work = known
-        outputs = tuple(like.made() for like in likes)
+        outputs = tuple(map(_like, likes))
         return outputs[0] if is_one else outputs, work
 
     def keep(self, key: Key, inputs: set[int], out: Any, work: Work) -> None:
-        """Remember outputs, unless they share storages or lie in storages that were `given`."""
+        """Remember outputs, unless they share storages or lie in the storages of `inputs`."""
         is_one = isinstance(out, Tensor)
         outs = (out,) if is_one else out
-        if type(outs) is not tuple:
-            return
-        likes = tuple(like for like in map(Like.of, outs) if like is not None)
-        if len(likes) == len(outs):
+        if type(outs) is tuple and all(map(_has_own_storage, outs)):
             storages = {tensor.untyped_storage()._cdata for tensor in outs}
             if len(storages - inputs) == len(outs):
-                self._found[key] = likes, is_one, work
+                self._known[key] = tuple(map(_like, outs)), is_one, work
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _has_own_storage(value: object) -> bool:
+    """Return True for a plain tensor over the whole of a storage."""
+    if type(value) is not Tensor or not _is_plain(value) or value.storage_offset() != 0:
+        return False
+    return value.untyped_storage().nbytes() == _like(value).untyped_storage().nbytes()
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:

@@ -76,15 +76,6 @@ class AxisMessage(NamedTuple):
         share = (ranks - 1) / ranks
         return self.nbytes * {"tp": 2 * share, "pp": 1.0}.get(self.axis, share)
 
-    def sent_nbytes(self, recompute: float = 0.0) -> float:
-        """Bytes that this rank sends in a micro-batch; recompute repeats forward's messages."""
-        return self.sent * (self.forward * (1 + recompute) + self.backward)
-
-    @property
-    def is_hidden(self) -> bool:
-        """True if compute goes on meanwhile: sends of a pipeline that is full."""
-        return self.axis == "pp"
-
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:

@@ -143,7 +143,7 @@ def _check_calibrate(arguments: argparse.Namespace) -> None:
 
 def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
     """Return the devices that `--cluster` counts; none where it names a machine, or is absent."""
-    from onefold.planner.clusters import names_kinds, parsed, with_room
+    from onefold.planner.clusters import names_kinds, parsed
 
     if arguments.cluster is None or not names_kinds(arguments.cluster):
         return ()
@@ -153,10 +153,8 @@ def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
     if given:
         hint = f"leave {given[0]} out: nodes and memory are those of the machines"
         raise ConfigError("--cluster with counts alone", f"{given[0]} too", hint=hint)
-    kinds = parsed(arguments.cluster)
-    return with_room(
-        kinds, _size("--host-mem", arguments.host_mem), _size("--disk", arguments.disk)
-    )
+    host_memory, disk = _size("--host-mem", arguments.host_mem), _size("--disk", arguments.disk)
+    return parsed(arguments.cluster, host_memory=host_memory, disk=disk)
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:

@@ -97,6 +97,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes [B, T] to logits [B, T, 256] of the byte that follows each; T is at most `max_seq`."""
 
+    is_first = is_last = True  # of the stages of a pipeline
+
     def __init__(self, config: GPTConfig, max_seq: int) -> None:
         super().__init__()
         self.tokens = SmallTable(VOCAB, config.width)
@@ -107,39 +109,6 @@ class GPT(nn.Module):
         self.recomputes = False  # True: keep only inputs of blocks, run them again in backward
         if config.is_tied:
             self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(position_ids)
-        for block in self.blocks:
-            if self.recomputes and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
-        return self.head(self.norm(x))
-
-
-class GPTStage(nn.Module):
-    """Some blocks of a GPT, under its names, and what lies before the first or behind the last.
-
-    The first stage takes bytes [B, T], others the residual stream [B, T, D]. The last one returns
-    logits.
-    """
-
-    def __init__(self, model: GPT, index: int, count: int) -> None:
-        """Stage `index` of `count`; it has modules of the model, none is copied."""
-        super().__init__()
-        num_layers = len(model.blocks)
-        first, stop = index * num_layers // count, (index + 1) * num_layers // count
-        self.is_first, self.is_last = index == 0, index + 1 == count
-        if self.is_first:
-            self.tokens, self.positions = model.tokens, model.positions
-        own = ((str(number), model.blocks[number]) for number in range(first, stop))
-        self.blocks = nn.Sequential(OrderedDict(own))
-        if self.is_last:
-            self.norm, self.head = model.norm, model.head
-        self.recomputes = model.recomputes
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if self.is_first:
@@ -152,3 +121,25 @@ class GPTStage(nn.Module):
             else:
                 x = block(x)
         return self.head(self.norm(x)) if self.is_last else x
+
+
+class GPTStage(GPT):
+    """Some blocks of a GPT, under its names, and what lies before the first or behind the last.
+
+    The first stage takes bytes [B, T], others the residual stream [B, T, D]. The last one returns
+    logits.
+    """
+
+    def __init__(self, model: GPT, index: int, count: int) -> None:
+        """Stage `index` of `count`; it has modules of the model, none is copied."""
+        nn.Module.__init__(self)
+        num_layers = len(model.blocks)
+        first, stop = index * num_layers // count, (index + 1) * num_layers // count
+        self.is_first, self.is_last = index == 0, index + 1 == count
+        if self.is_first:
+            self.tokens, self.positions = model.tokens, model.positions
+        own = ((str(number), model.blocks[number]) for number in range(first, stop))
+        self.blocks = nn.Sequential(OrderedDict(own))
+        if self.is_last:
+            self.norm, self.head = model.norm, model.head
+        self.recomputes = model.recomputes

@@ -56,6 +56,21 @@ def build_model(model: str, seq: int, *, is_cut: bool = False) -> nn.Module:
     return call_function(model, load_function(model), nn.Module)
 
 
+def named_model(
+    model: nn.Module | str | os.PathLike[str], seq: int, *, recomputes: bool
+) -> tuple[str, nn.Module]:
+    """Return the name of a model and the model that trains, without values if it was named."""
+    if isinstance(model, nn.Module):
+        return type(model).__name__, model.train()
+    name = os.fspath(model)
+    refuse(name, seq)
+    with torch.device("meta"):
+        module = build_model(name, seq)
+    if recomputes:
+        recompute(module, name)
+    return name, module.train()
+
+
 def recompute(model: nn.Module, name: str) -> None:
     """Let the model keep only the inputs of its blocks, and run them again in backward."""
     switch = getattr(model, "activation_checkpointing_enable", None)  # newer transformers
