@@ -7,6 +7,9 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
 from onefold.engine.driving import Action, Verb
 from onefold.engine.forward_threads import current_forward
 from onefold.engine.noise import NoiseScale
@@ -49,7 +52,10 @@ class Hands:
         A forward in a thread of its own has its driver do so: the group of ranks may belong to it.
         """
         thread = current_forward() if actions else None
-        if thread is None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            with temporarily_clear_interpreter_stack():  # else buffers would end with a transform
+                self._execute(actions)
+        elif thread is None:
             self._execute(actions)
         else:
             thread.ask(partial(self._execute, actions))

@@ -27,7 +27,17 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
 from onefold.unit import refusals
-from onefold.unit.logical import LogicalValues, count_edits, dtensor_over, needs_plain, run_sharded
+from onefold.unit.logical import (
+    FILLS,
+    NEW,
+    LogicalValues,
+    as_logical,
+    count_edits,
+    dtensor_over,
+    needs_plain,
+    run_sharded,
+    writes,
+)
 
 Owner = Callable[[], Any]
 """A weak reference to the `UnitParameter` of a tensor, which is built of these classes."""
@@ -43,19 +53,18 @@ _PASSIVE = {
     Tensor.get_device, Tensor.__len__, Tensor.__hash__, Tensor.__repr__, Tensor.__format__,
     Tensor.data_ptr, Tensor.storage_offset, Tensor.untyped_storage, Tensor.is_shared,
     Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.is_same_size, Tensor.is_signed,
-    Tensor._is_view, Tensor.zero_, Tensor.copy_, Tensor.fill_, Tensor.normal_, Tensor.uniform_,
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
-    torch.result_type, torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like,
-    torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones,
-    Tensor.new_full, Tensor.new_tensor,
-}  # fmt: skip
-"""Functions that need own rows at most, or write in place (initialisers act on the shard)."""
+    Tensor._is_view, Tensor.zero_, Tensor.copy_, Tensor.fill_, torch.is_floating_point,
+    torch.is_complex, torch.numel, torch.is_tensor, torch.result_type, torch.empty_like,
+    torch.zeros_like, torch.ones_like, torch.full_like,
+} | NEW  # fmt: skip
+"""Functions that need own rows at most, or write in place."""
 
 _VALUES = {
     Tensor.detach, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr, Tensor.untyped_storage,
     Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.zero_, Tensor.copy_, Tensor.fill_,
-    Tensor.normal_, Tensor.uniform_, _GET_DATA, _SET_DATA,
+    _GET_DATA, _SET_DATA,
 }  # fmt: skip
+
 """The passive functions that read or write values: a step in the background must be over."""
 
 
@@ -82,6 +91,11 @@ def _dispatch(
     leaves = list(tree_iter((args, kwargs)))
     owners = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
     owners = {key: owner for key, owner in owners.items() if owner is not None}
+    if func in FILLS:
+        for owner in owners.values():
+            owner.unit.wait_step()
+        with torch._C.DisableTorchFunctionSubclass():
+            return run_sharded(func, args, kwargs)
     for owner in owners.values():
         used = owner.unit.tiled.use(func, args, kwargs) if owner.unit.tiled else None
         if used is not None:
@@ -91,6 +105,8 @@ def _dispatch(
         for owner in owners.values():
             owner.unit.wait_step()
         wanted = [o.unit for o in owners.values() if must or o.unit.is_wanted_unsharded(o)]
+        if wanted and _is_into_shards(func, leaves[0], wanted[0]):
+            wanted = []
         if not wanted:
             outputs = run_sharded(func, args, kwargs)
             count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, AT_REST)])
@@ -122,8 +138,19 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             owner.refuse_other_data(args[1])
         elif func == _GET_DATA:
             return owner.shown_data()
+        elif func in NEW:
+            spec = owner.spec
+            like = torch.empty(0, dtype=spec.dtype, device=spec.context.store.device)
+            return func(like, *args[1:], **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        outputs = run_sharded(func, args, kwargs) if func is Tensor.copy_ else func(*args, **kwargs)
+        return as_logical(outputs) if type(outputs) is DTensor else outputs
+
+
+def _is_into_shards(func: Callable[..., Any], target: Any, unit: Any) -> bool:
+    """True for a write to a tensor that is cut as the unit is, as a user's average of weights."""
+    is_shard = isinstance(target, DTensor) and not isinstance(target, AT_REST)
+    return is_shard and target.device_mesh == unit.context.mesh and writes(func)
 
 
 def _own_memory(outputs: Any, unsharded: list[Tensor]) -> Any:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_iter, tree_map
@@ -62,6 +62,27 @@ _WRITES = {
 }  # fmt: skip
 """Operators that write in place, as all functions do whose name ends with one underscore."""
 
+_ELEMENTWISE = {
+    "copy_", "add_", "sub_", "mul_", "div_", "true_divide_", "pow_", "lerp_", "addcmul_",
+    "addcdiv_", "clamp_", "clamp_min_", "clamp_max_", "masked_fill_", "where_", "__iadd__",
+    "__isub__", "__imul__", "__itruediv__", "__ipow__",
+}  # fmt: skip
+"""Writes whose plain operands are cut like the tensor that is written to."""
+
+NEW = {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor}
+"""They make plain tensors, as for a hidden state, which no rank shares with others."""
+
+FILLS = {
+    Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_, Tensor.log_normal_,
+    Tensor.cauchy_, Tensor.geometric_, Tensor.random_, torch.eye, nn.init.uniform_,
+    nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_, torch.rand_like, torch.randn_like,
+}  # fmt: skip
+"""They set, or return, all elements. Each rank draws those of the whole tensor and keeps its own:
+with equal generators the values are those of one process, and no rank repeats another's."""
+
+_SHAPED = {Tensor.view_as, Tensor.reshape_as, Tensor.expand_as}
+"""They need the shape alone of their second operand."""
+
 _BOUNDS = {
     "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian",
     "_foreach_max", "fmax", "fmin",
@@ -78,15 +99,17 @@ def writes(func: Callable[..., Any]) -> bool:
 def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on DTensors, right where DTensor is not: empty shards, indexed writes.
 
-    Raises `StateError` for an in-place operation with a plain tensor.
+    Raises `StateError` for an in-place operation with a plain tensor that is not elementwise.
     """
     if func is Tensor.__setitem__ and isinstance(args[0], DTensor):
         return _set_item(*args)
     if func is Tensor.__getitem__ and isinstance(args[0], DTensor) and _is_list(args[1]):
         return args[0].full_tensor()[tree_map(_plain, args[1])]
-    plain = [a for a in args[1:] if isinstance(a, Tensor) and not isinstance(a, DTensor)]
-    if writes(func) and isinstance(args[0], DTensor) and any(a.numel() > 1 for a in plain):
-        raise refusals.MIXED_WRITE(getattr(args[0], "_label", LogicalValues._label))
+    if func in FILLS:
+        return _fill(func, args, kwargs)
+    if args and writes(func):
+        operands, kwargs = _like_target(func, args[0], (args[1:], kwargs))
+        args = (args[0], *operands)
     if _has_no_identity(func, args, kwargs):
         args, kwargs = tree_map(_with_rows, (args, kwargs))
     return as_logical(func(*args, **kwargs))
@@ -107,12 +130,49 @@ def _set_item(target: DTensor, index: Any, value: Any) -> None:
     index, value = tree_map(_plain, (index, value))
     full = target.full_tensor()
     full[index] = value
-    mesh, placements = target.device_mesh, target.placements
+    target.copy_(_cut_like(target, full))
+
+
+def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Have `func` fill a plain tensor of the whole shape, and keep own rows."""
+    leaves = tree_iter((args, kwargs))
+    target = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
+    if target is None:
+        return func(*args, **kwargs)
+    full = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
+    full.requires_grad_(target.requires_grad)  # torch refuses to write to such a leaf
+    args, kwargs = tree_map(lambda leaf: full if leaf is target else leaf, (args, kwargs))
+    values = func(*args, **kwargs)
+    with torch.no_grad():
+        own = _cut_like(target, values.detach())
+        return target.copy_(own) if values is full else as_logical(own)
+
+
+def _like_target(func: Callable[..., Any], target: Any, operands: Any) -> Any:
+    """The operands of a write: gathered if `target` is plain, cut like it if it is not."""
+    if isinstance(target, list | tuple):  # of torch._foreach_
+        return operands if isinstance(target[0], DTensor) else tree_map(_plain, operands)
+    if not isinstance(target, DTensor):
+        return tree_map(_plain, operands)
+
+    def cut(operand: Any) -> Any:
+        if not isinstance(operand, Tensor) or isinstance(operand, DTensor) or not operand.dim():
+            return operand
+        name = getattr(func, "__name__", "")
+        if name not in _ELEMENTWISE:
+            raise refusals.MIXED_WRITE(getattr(target, "_label", LogicalValues._label), name)
+        return _cut_like(target, operand.to(target.device).expand(target.shape))
+
+    return tree_map(cut, operands)
+
+
+def _cut_like(target: DTensor, full: Tensor) -> DTensor:
+    """Own rows of a plain tensor of the shape of `target`; nothing is sent."""
     if cut_dtensor.is_weighted(target):
-        target.copy_(dtensor_over(DTensor, cut_dtensor.own_view(target, full), target._spec))
-        return
+        return dtensor_over(DTensor, cut_dtensor.own_view(target, full), target._spec)
+    mesh, full = target.device_mesh, full if torch.is_grad_enabled() else full.detach()
     replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    target.copy_(replicated.redistribute(placements=placements))
+    return replicated.redistribute(placements=target.placements)
 
 
 def _is_list(index: Any) -> bool:
@@ -155,20 +215,20 @@ def _with_rows(leaf: Any) -> Any:
 
 
 def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
-    """True where no DTensor operation is defined, as beside a plain tensor.
+    """True where no DTensor operation is defined, as with a plain tensor.
 
-    A write to a DTensor is left to DTensor, and to its error: on a copy it would do nothing.
+    Writes keep their target: on a copy they would do nothing.
     """
-    name = getattr(func, "__name__", "")
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        is_into_plain = bool(leaves) and not isinstance(leaves[0], DTensor)
-        return is_into_plain and any(isinstance(leaf, LogicalValues) for leaf in leaves)
-    if cut_dtensor.needs_whole(func, leaves) or name == "allclose":  # which DTensor does not define
+    if writes(func) or func in _SHAPED:
+        return False
+    if cut_dtensor.needs_whole(func, leaves) or func is torch.allclose:  # not defined by DTensor
         return True
     if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
         return True
     return any(isinstance(leaf, LogicalValues) for leaf in leaves) and any(
-        isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
+        isinstance(leaf, Tensor)
+        and not isinstance(leaf, DTensor)
+        and (leaf.dim() > 0 or leaf.requires_grad)  # a gradient flows into no plain number
         for leaf in leaves
     )
 
@@ -207,6 +267,16 @@ class LogicalTensor(LogicalValues):
     Reading a number gathers the value first: a collective, as all of DTensor's operations.
     """
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        kind = DetachedShard if isinstance(self, DetachedShard) else LogicalTensor
+        _await_readers([self])
+        copied = memo[id(self)] = dtensor_over(kind, self._local_tensor.clone(), self._spec)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _await_readers([self])
+        return dtensor_over(DTensor, self._local_tensor, self._spec).__reduce_ex__(protocol)
+
     @classmethod
     @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -214,6 +284,8 @@ class LogicalTensor(LogicalValues):
         with torch._C.DisableTorchFunctionSubclass():
             leaves = list(tree_iter((args, kwargs)))
             _await_readers(leaves)
+            if func in NEW:
+                return func(args[0]._local_tensor, *args[1:], **kwargs)
             if writes(func) and isinstance(args[0], DTensor):
                 _refuse_lost_write(args[0])
             if func in _READS or needs_plain(func, leaves):
@@ -230,22 +302,8 @@ def as_logical(outputs: Any) -> Any:
     return outputs
 
 
-def kind_over(spec: Any) -> type[DTensor]:
-    """The class of a DTensor of `spec` that is neither a parameter nor a gradient."""
-    is_own = isinstance(spec.mesh, cut_dtensor.WeightedMesh) or spec.mesh.ndim > 1
-    return LogicalTensor if is_own else DTensor
-
-
 class ShownData(LogicalTensor):
     """`.data` of a sharded parameter: edits are counted, reads are not."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        kind = kind_over(self._spec)
-        copied = memo[id(self)] = dtensor_over(kind, self._local_tensor.clone(), self._spec)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dtensor_over(DTensor, self._local_tensor, self._spec).__reduce_ex__(protocol)
 
     @classmethod
     @torch._disable_dynamo
@@ -257,49 +315,27 @@ class ShownData(LogicalTensor):
 
 @cache
 def warn_of_shards() -> None:
-    """Warn, once per process, that a file gets shards in place of whole parameters."""
+    """Warn, once per process, that a file gets shards in place of whole tensors."""
     warnings.warn(
-        "torch.save of a sharded module's state_dict() writes this rank's rows alone. For one "
-        "plain file, call onefold.full_state_dict(module) on every rank and save its result on "
-        "rank 0. To resume, use onefold.save.",
+        "torch.save of a sharded module's or optimizer's state_dict() writes this rank's rows "
+        "alone, which no other rank can load. To resume, use onefold.save. For one plain file, "
+        "call onefold.full_state_dict(module), or get_optimizer_state_dict of "
+        "torch.distributed.checkpoint.state_dict with StateDictOptions(full_state_dict=True), on "
+        "every rank, and save the result on rank 0.",
         stacklevel=5,  # of the line that calls torch.save
     )
 
 
-class _Shard:
-    """A detached shard, as in a state dict. It copies like a tensor, and warns when pickled."""
-
-    _local_tensor: Tensor
-    _spec: Any
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        copied: Tensor = dtensor_over(kind_over(self._spec), self._local_tensor.clone(), self._spec)
-        warn_when_pickled(copied)
-        memo[id(self)] = copied
-        return copied
+class DetachedShard(LogicalTensor):
+    """A shard in the state dict of a module or optimizer, which warns when it is pickled."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._spec.mesh.size() > 1:
             warn_of_shards()
-        plain = dtensor_over(kind_over(self._spec), self._local_tensor, self._spec)
-        return plain.__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
 
     def untyped_storage(self) -> Any:
         raise refusals.NO_STORAGE(list(self._spec.shape))
-
-
-class DetachedShard(_Shard, DTensor):
-    """A shard in the state dict of a module whose ranks hold equal parts."""
-
-
-class WeightedShard(_Shard, LogicalTensor):
-    """A shard in the state dict of a module whose ranks hold unequal parts."""
-
-
-def warn_when_pickled(shown: Tensor) -> None:
-    """Let a shard that is given to a user warn when it is pickled."""
-    kind: Any = WeightedShard if isinstance(shown, LogicalTensor) else DetachedShard
-    shown.__class__ = kind
 
 
 class RestingGrad(Tensor):

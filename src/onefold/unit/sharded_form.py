@@ -94,7 +94,7 @@ class ShardedForm:
                 spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
         else:
             spec = self._over(local, self._template.placements)._spec
-        return logical.dtensor_over(logical.kind_over(spec), local, spec)
+        return logical.dtensor_over(logical.LogicalTensor, local, spec)
 
     def wrap_grad(self, local: Tensor) -> Tensor:
         """Wrap a reduced gradient [own rows] for `sharded.grad`."""
