@@ -403,3 +403,81 @@ def test_autograd_grad_has_this_ranks_gradients_of_whole_parameters(world_size, 
         assert all(p.grad is None for p in module.parameters())
 
     run_ranks(world_size, body)
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "view": lambda p: p.view(-1),
+    "flatten": lambda p: p.flatten(),
+    "iteration": lambda p: list(p),
+    "unique": lambda p: p.unique(),
+    "tolist": lambda p: p.tolist(),
+}
+
+
+@pytest.mark.parametrize("read", REFUSED)
+def test_a_read_that_dtensor_refuses_on_uneven_rows_names_the_parameter(read):
+    def body(rank: int) -> None:
+        module, _ = sharded(3)
+        wanted = rf"the rows of parameter 'many' on rank {rank}[^$]*hint: [^$]*full_tensor"
+        with torch.no_grad(), pytest.raises(onefold.StateError, match=wanted):
+            REFUSED[read](module.many)
+        REFUSED[read](module.many.full_tensor())
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "wanted"), [(2, 0, 1), (3, 1, 1), (2, 2, 3), (3, 3, 3)]
+)
+def test_hooks_run_whenever_a_mean_is_there_once_a_step_or_for_each_micro_batch(
+    world_size, stage, wanted
+):
+    def body(rank: int) -> None:
+        module, _ = sharded(stage)
+        calls: list[Tensor] = []
+        module.many.register_post_accumulate_grad_hook(calls.append)
+        for _ in range(2):
+            with onefold.accumulate(module):
+                module(X).sum().backward()
+        module(X).sum().backward()
+        assert len(calls) == wanted
+
+    run_ranks(world_size, body)
+
+
+class Normed(Failing):
+    def __init__(self) -> None:
+        super().__init__()
+        _normed(self)
+
+
+class Tied(Failing):
+    def __init__(self) -> None:
+        super().__init__()
+        _tied(self)
+
+
+def _normed(module: Failing) -> None:
+    nn.utils.parametrizations.spectral_norm(module.blocks[0])
+
+
+def _tied(module: Failing) -> None:
+    module.blocks[0].weight = module.blocks[1].weight
+
+
+@pytest.mark.parametrize(("kind", "change"), [(Normed, _normed), (Tied, _tied)])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 3)])
+def test_a_module_is_normed_and_tied_before_it_is_sharded(kind, change, world_size, stage):
+    plain = seeded(kind).eval()
+    wanted = plain(X)
+
+    def body(rank: int) -> None:
+        before, after = seeded(kind).eval(), seeded(Failing)
+        onefold.shard(before, stage=stage)
+        torch.testing.assert_close(before(X), wanted)
+        onefold.shard(after, stage=stage)
+        with pytest.raises(RuntimeError, match=r"'blocks.0.weight'|sharding strategy"):
+            change(after)
+            after(X)
+
+    run_ranks(world_size, body)

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
-import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from onefold.engine.driving import Action, Verb
@@ -15,6 +14,7 @@ from onefold.engine.forward_threads import current_forward
 from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
+from onefold.engine.watch import in_transform
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket
@@ -52,7 +52,7 @@ class Hands:
         A forward in a thread of its own has its driver do so: the group of ranks may belong to it.
         """
         thread = current_forward() if actions else None
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if in_transform():
             with temporarily_clear_interpreter_stack():  # else buffers would end with a transform
                 self._execute(actions)
         elif thread is None:

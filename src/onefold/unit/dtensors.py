@@ -27,58 +27,27 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
 from onefold.unit import refusals
-from onefold.unit.logical import (
+from onefold.unit.functions import (
     FILLS,
+    GET_DATA,
+    GET_GRAD,
     NEW,
+    SET_DATA,
+    VALUES,
+    is_passive,
+    writes,
+)
+from onefold.unit.logical import (
     LogicalValues,
     as_logical,
     count_edits,
     dtensor_over,
     needs_plain,
     run_sharded,
-    writes,
 )
 
 Owner = Callable[[], Any]
 """A weak reference to the `UnitParameter` of a tensor, which is built of these classes."""
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_GET_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
-_COMPUTED_GETTERS = {"T", "H", "mT", "mH", "real", "imag"}
-_PASSIVE = {
-    Tensor.detach, Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride,
-    Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
-    Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
-    Tensor.get_device, Tensor.__len__, Tensor.__hash__, Tensor.__repr__, Tensor.__format__,
-    Tensor.data_ptr, Tensor.storage_offset, Tensor.untyped_storage, Tensor.is_shared,
-    Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.is_same_size, Tensor.is_signed,
-    Tensor._is_view, Tensor.zero_, Tensor.copy_, Tensor.fill_, torch.is_floating_point,
-    torch.is_complex, torch.numel, torch.is_tensor, torch.result_type, torch.empty_like,
-    torch.zeros_like, torch.ones_like, torch.full_like,
-} | NEW  # fmt: skip
-"""Functions that need own rows at most, or write in place."""
-
-_VALUES = {
-    Tensor.detach, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr, Tensor.untyped_storage,
-    Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.zero_, Tensor.copy_, Tensor.fill_,
-    _GET_DATA, _SET_DATA,
-}  # fmt: skip
-
-"""The passive functions that read or write values: a step in the background must be over."""
-
-
-def is_passive(func: Callable[..., Any]) -> bool:
-    """True for attribute access and bookkeeping: a sharded parameter answers by itself."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _COMPUTED_GETTERS
-    return func in _PASSIVE
-
-
-def reads_values(func: Callable[..., Any]) -> bool:
-    """True for a passive function that reads or writes values."""
-    return func in _VALUES
 
 
 def _dispatch(
@@ -124,9 +93,9 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     sharded = args[0] if args else None
     owner = sharded.owner() if isinstance(sharded, AT_REST) else None
     if owner is not None:
-        if func in _VALUES:
+        if func in VALUES:
             owner.unit.wait_step()
-        elif func == _GET_GRAD:
+        elif func == GET_GRAD:
             owner.unit.gradient.check_there(owner)
         if func is Tensor.register_hook:
             raise refusals.TENSOR_HOOK(owner.fqn)
@@ -134,9 +103,9 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             raise refusals.NO_COPY(owner.fqn)
         if func is Tensor.detach and isinstance(sharded, ShardedParameter):  # as state_dict() does
             return owner.detached()
-        if func == _SET_DATA:
+        if func == SET_DATA:
             owner.refuse_other_data(args[1])
-        elif func == _GET_DATA:
+        elif func == GET_DATA:
             return owner.shown_data()
         elif func in NEW:
             spec = owner.spec

@@ -15,7 +15,6 @@ Every message says which parameters this rank used. So a parameter that no rank 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from weakref import ref
 
@@ -28,19 +27,9 @@ from onefold.unit.buffer import Buffer
 from onefold.unit.logical import NoMean
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.reduction import MeanBuffer, MeanRows
+from onefold.unit.reduction import Landed, MeanBuffer, MeanRows
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class _Landed:
-    """The result of a reduction's first hop."""
-
-    parameters: list[UnitParameter]
-    which: tuple[int, ...]  # their numbers
-    users: list[bool]  # whether some rank used each parameter
-    mean: MeanRows | None
 
 
 class UnitGradient:
@@ -68,7 +57,7 @@ class UnitGradient:
         self._reduced_at = -1  # steps that were done when a mean was last shown
         # the reduction under way
         self.reduction = reduction_of(spec)
-        self._landed: _Landed | None = None
+        self._landed: Landed | None = None
         self._following = DONE  # its second hop
         store, ledger = spec.context.store, spec.context.ledger
         self._ledger = ledger
@@ -170,10 +159,7 @@ class UnitGradient:
         self._is_discarding = True
 
     def lose(self) -> None:
-        """A backward failed: forget its gradients. Reading sums of earlier ones becomes an error.
-
-        It has added to some of these sums, and other ranks to others.
-        """
+        """A backward failed: forget its gradients. Earlier sums, which it has torn, are errors."""
         self._is_discarding = False
         torn = self._earlier & set(self._with_grad())
         self.drop_partial()
@@ -188,10 +174,7 @@ class UnitGradient:
             return {p: grad for p in self._parameters if (grad := p.sharded.grad) is not None}
 
     def check_whole(self) -> set[UnitParameter]:
-        """Return the parameters that have a gradient.
-
-        Raises `StateError` if earlier sums were lost and not cleared since.
-        """
+        """Return the parameters with a gradient; raise `StateError` if one is lost."""
         grads = self._with_grad()
         for parameter, shown in grads.items():
             if isinstance(shown, NoMean) and parameter not in self._resting | self.shown:
@@ -211,9 +194,8 @@ class UnitGradient:
             partials = {p: g for p in self.partial if (g := p.partial_grad) is not None}
             means = {
                 p: p.unwrap(grad)
-                for p in self._parameters
-                if (grad := p.sharded.grad) is not None
-                and not isinstance(grad, NoMean)
+                for p, grad in self._with_grad().items()
+                if not isinstance(grad, NoMean)
                 and self._reduced_at == self._ledger.steps
                 and (p not in partials or grad is self.shown.get(p))
             }
@@ -294,8 +276,7 @@ class UnitGradient:
             self._count_local()
 
     def _count_local(self) -> None:
-        own = [p.unwrap(g).nbytes for p in self._parameters if (g := p.sharded.grad) is not None]
-        self._local_account.set(sum(own))
+        self._local_account.set(sum(p.unwrap(g).nbytes for p, g in self._with_grad().items()))
 
     def _finish_reduce(
         self, parameters: list[UnitParameter], used: list[bool], partials: list[Tensor],
@@ -305,8 +286,7 @@ class UnitGradient:
         partials.clear()
         self._count_reduced(parameters)
         if not self._is_discarding:
-            which = tuple([p.index for p in parameters])
-            self._landed = _Landed(parameters, which, self.reduction.users(used), mean)
+            self._landed = Landed(parameters, self.reduction.users(used), mean)
 
     def keep_sums(self) -> None:
         """Keep the node's sums until the last micro-batch, and show that there are some."""
@@ -354,8 +334,9 @@ class UnitGradient:
     def _shows_nothing(self, parameter: UnitParameter) -> bool:
         """True if `.grad` is None, or stands for a sum that is on its way."""
         shown = parameter.sharded.grad
-        is_stand_in = isinstance(shown, NoMean) and shown is not self.shown.get(parameter)
-        return shown is None or is_stand_in
+        return shown is None or (
+            isinstance(shown, NoMean) and shown is not self.shown.get(parameter)
+        )
 
     def end_following(self) -> None:
         """Wait for the second hop of the last reduction, if it is not over."""

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_iter, tree_map
@@ -21,6 +21,16 @@ from torch.utils._pytree import tree_iter, tree_map
 from onefold.errors import StateError
 from onefold.layout.cut import bounds_of
 from onefold.unit import cut_dtensor, refusals
+from onefold.unit.functions import (
+    ELEMENTWISE,
+    FILLS,
+    NEW,
+    READS,
+    REFUSALS,
+    SHAPED,
+    has_no_identity,
+    writes,
+)
 
 
 class LogicalValues(DTensor):
@@ -56,46 +66,6 @@ class LogicalValues(DTensor):
         return chunks
 
 
-_WRITES = {
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
-    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
-}  # fmt: skip
-"""Operators that write in place, as all functions do whose name ends with one underscore."""
-
-_ELEMENTWISE = {
-    "copy_", "add_", "sub_", "mul_", "div_", "true_divide_", "pow_", "lerp_", "addcmul_",
-    "addcdiv_", "clamp_", "clamp_min_", "clamp_max_", "masked_fill_", "where_", "__iadd__",
-    "__isub__", "__imul__", "__itruediv__", "__ipow__",
-}  # fmt: skip
-"""Writes whose plain operands are cut like the tensor that is written to."""
-
-NEW = {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor}
-"""They make plain tensors, as for a hidden state, which no rank shares with others."""
-
-FILLS = {
-    Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_, Tensor.log_normal_,
-    Tensor.cauchy_, Tensor.geometric_, Tensor.random_, torch.eye, nn.init.uniform_,
-    nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_, torch.rand_like, torch.randn_like,
-}  # fmt: skip
-"""They set, or return, all elements. Each rank draws those of the whole tensor and keeps its own:
-with equal generators the values are those of one process, and no rank repeats another's."""
-
-_SHAPED = {Tensor.view_as, Tensor.reshape_as, Tensor.expand_as}
-"""They need the shape alone of their second operand."""
-
-_BOUNDS = {
-    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian",
-    "_foreach_max", "fmax", "fmin",
-}  # fmt: skip
-_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"}
-
-
-def writes(func: Callable[..., Any]) -> bool:
-    """True for functions that change their first argument in place."""
-    name = getattr(func, "__name__", "")
-    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-
-
 def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on DTensors, right where DTensor is not: empty shards, indexed writes.
 
@@ -110,9 +80,16 @@ def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if args and writes(func):
         operands, kwargs = _like_target(func, args[0], (args[1:], kwargs))
         args = (args[0], *operands)
-    if _has_no_identity(func, args, kwargs):
+    if has_no_identity(func, args, kwargs):
         args, kwargs = tree_map(_with_rows, (args, kwargs))
-    return as_logical(func(*args, **kwargs))
+    try:
+        return as_logical(func(*args, **kwargs))
+    except RuntimeError as error:
+        if not any(words in str(error) for words in REFUSALS):
+            raise
+        sharded = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, DTensor))
+        label = getattr(next(sharded, None), "_label", LogicalValues._label)
+        raise refusals.UNREADABLE(label, getattr(func, "__name__", repr(func))) from error
 
 
 def _refuse_lost_write(target: DTensor) -> None:
@@ -159,7 +136,7 @@ def _like_target(func: Callable[..., Any], target: Any, operands: Any) -> Any:
         if not isinstance(operand, Tensor) or isinstance(operand, DTensor) or not operand.dim():
             return operand
         name = getattr(func, "__name__", "")
-        if name not in _ELEMENTWISE:
+        if name not in ELEMENTWISE:
             raise refusals.MIXED_WRITE(getattr(target, "_label", LogicalValues._label), name)
         return _cut_like(target, operand.to(target.device).expand(target.shape))
 
@@ -189,17 +166,6 @@ def _plain(leaf: Any) -> Any:
         return leaf.full_tensor()
 
 
-def _has_no_identity(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """True for reductions that are not defined on an empty shard."""
-    name = getattr(func, "__name__", "")
-    if name in _BOUNDS:
-        return True
-    orders = [a for a in (*args, *kwargs.values()) if isinstance(a, int | float | str)]
-    return name in _NORMS and any(str(order) in ("inf", "-inf") for order in orders)
-
-
 def _with_rows(leaf: Any) -> Any:
     """A DTensor, gathered if the shard of some rank is empty."""
     if not isinstance(leaf, DTensor):
@@ -219,7 +185,7 @@ def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
 
     Writes keep their target: on a copy they would do nothing.
     """
-    if writes(func) or func in _SHAPED:
+    if writes(func) or func in SHAPED:
         return False
     if cut_dtensor.needs_whole(func, leaves) or func is torch.allclose:  # not defined by DTensor
         return True
@@ -255,12 +221,6 @@ def dtensor_over(
     return shown
 
 
-_READS = {
-    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__,
-    Tensor.__index__, Tensor.__complex__, Tensor.__format__, Tensor.__array__,
-}  # fmt: skip
-
-
 class LogicalTensor(LogicalValues):
     """A gradient, or a result of sharded parameters and gradients.
 
@@ -288,7 +248,7 @@ class LogicalTensor(LogicalValues):
                 return func(args[0]._local_tensor, *args[1:], **kwargs)
             if writes(func) and isinstance(args[0], DTensor):
                 _refuse_lost_write(args[0])
-            if func in _READS or needs_plain(func, leaves):
+            if func in READS or needs_plain(func, leaves):
                 plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
                 return func(*plain_args, **plain_kwargs)
             return run_sharded(func, args, kwargs)

@@ -84,6 +84,11 @@ MIXED_WRITE = Refusal(
     "{1}()",
     "run it inside `with onefold.unsharded(module, writeback=True):`",
 )
+UNREADABLE = Refusal(
+    "an operation that DTensor defines on the rows of {}",
+    "{1}()",
+    "call it on `.full_tensor()`, or inside `with onefold.unsharded(module):`",
+)
 LOST_WRITE = Refusal(
     "no write to a part of {}",
     "an in-place write to a view of gathered rows, which would be lost",
