@@ -74,25 +74,23 @@ SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 GET_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
 _COMPUTED_GETTERS = {"T", "H", "mT", "mH", "real", "imag"}
-_PASSIVE = {
-    Tensor.detach, Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride,
-    Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
-    Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
-    Tensor.get_device, Tensor.__len__, Tensor.__hash__, Tensor.__repr__, Tensor.__format__,
-    Tensor.data_ptr, Tensor.storage_offset, Tensor.untyped_storage, Tensor.is_shared,
-    Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.is_same_size, Tensor.is_signed,
-    Tensor._is_view, Tensor.zero_, Tensor.copy_, Tensor.fill_, torch.is_floating_point,
-    torch.is_complex, torch.numel, torch.is_tensor, torch.result_type, torch.empty_like,
-    torch.zeros_like, torch.ones_like, torch.full_like,
-} | NEW  # fmt: skip
-"""Functions that need own rows at most, or write in place."""
-
 VALUES = {
     Tensor.detach, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr, Tensor.untyped_storage,
     Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.zero_, Tensor.copy_, Tensor.fill_,
     GET_DATA, SET_DATA,
 }  # fmt: skip
 """The passive functions that read or write values: a step in the background must be over."""
+
+_PASSIVE = VALUES | NEW | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size,
+    Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_,
+    Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.get_device,
+    Tensor.__len__, Tensor.__hash__, Tensor.storage_offset, Tensor.is_shared, Tensor._is_view,
+    Tensor.is_same_size, Tensor.is_signed, torch.is_floating_point, torch.is_complex, torch.numel,
+    torch.is_tensor, torch.result_type, torch.empty_like, torch.zeros_like, torch.ones_like,
+    torch.full_like,
+}  # fmt: skip
+"""Functions that need own rows at most, or write in place."""
 
 
 def is_passive(func: Callable[..., Any]) -> bool:

@@ -164,7 +164,7 @@ class ShardedForm:
         """A tensor, sharded or not, in the form that `sharded.copy_` takes."""
         if self._template is None:
             return value.full_tensor() if isinstance(value, DTensor) else value
-        if isinstance(value, DTensor) and self.model is None:
+        if self.model is None:  # `copy_` cuts plain tensors
             return value
         return self.wrap(self.unwrap(value).to(self.local))
 
